@@ -33,9 +33,9 @@ import yaml
 from common import TRAIN, Figures, environment, print_figures, records, small_gpt2
 from faulted.used import done_in, lost_and_repeated
 from gpumix.hardware.environment import shared_memory_folder
-from gpumix.launch.probe import listening
 from gpumix.spec.plan import Plan
 from gpumix.train.memory_folder import Home
+from ports import free_port
 
 NAMES = ("host-0", "host-1", "host-2", "host-3")
 STEPS = 600
@@ -94,7 +94,7 @@ def _alone(folder: Path) -> dict[int, float]:
 
 def _elastic(folder: Path, alone: dict[int, float]) -> Figures:
     _job(folder)
-    port = int(str(listening("127.0.0.1", 0)["port"]))
+    port = free_port()
     agents = {name: _agent(folder, port, name) for name in NAMES}
     first = agents[NAMES[0]]
     took: dict[int, float] = {}

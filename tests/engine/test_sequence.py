@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from turns import assert_case, in_turn
 
 from gpumix.engine.coroutine import ModelError
 from gpumix.engine.deferred import build
@@ -18,11 +19,9 @@ from gpumix.spec.plan import Plan
 from gpumix.spec.stage import PLAIN, Mode, Stage
 from harness import run_ranks
 from models import ARCHITECTURES, Batch, mean_loss
-from reference import SEED, batches, initialised, optimizer_for, train_alone, worst_error
-from staging import own_samples, rows, staged_engine, staged_plan, train_in_turn
+from reference import SEED, batches, initialised, optimizer_for
+from staging import own_samples, rows, staged_engine, staged_plan
 
-STEPS = 2
-TOLERANCE = 1e-5
 KEPT = Mode(recompute=False)
 TEAM = rows([5], tensor=[2], sequence=True)
 TWO = rows([4, 3], tensor=[2], sequence=True)
@@ -61,18 +60,12 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def trained():
-    plans = {key: (name, staged_plan(name, rows, **s)) for key, (name, rows, s) in CASES.items()}
-    return {key: (plans[key][1], *done) for key, done in train_in_turn(plans, STEPS).items()}
+trained = in_turn(CASES)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_training_is_that_of_one_process(trained, case):
-    plan, losses, found = trained[case]
-    expected = train_alone(ARCHITECTURES[CASES[case][0]], plan.global_batch, STEPS)
-    assert worst_error(found, expected) < TOLERANCE
-    assert all(of_rank == losses[0] for of_rank in losses)
+def test_training_is_that_of_one_process(case, trained):
+    assert_case(case, trained)
 
 
 # -- lengths ---------------------------------------------------------------------------------------

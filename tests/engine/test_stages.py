@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from turns import STEPS, assert_case, assert_same, in_turn
 
 from gpumix.engine.prepare import prepare
 from gpumix.spec.errors import InputError, MachineError
@@ -21,7 +22,7 @@ from gpumix.spec.shares import share_of
 from gpumix.spec.stage import PLAIN, Mode
 from harness import run_ranks
 from models import ARCHITECTURES, mean_loss
-from reference import Trained, batches, initialised, train_alone, worst_error
+from reference import batches, initialised
 from staging import (
     EVERY,
     Row,
@@ -35,8 +36,6 @@ from staging import (
 )
 
 GPT2 = ARCHITECTURES["gpt2"]
-STEPS = 2
-TOLERANCE = 1e-5
 KEPT = Mode(recompute=False)
 SIZES = [6, 5, 4, 2]
 
@@ -65,25 +64,6 @@ TEAMS = {
     "one, then a team": rows([6], [6], tensor=[1, 2]),
 }
 ALL = LAYOUTS | TEAMS
-
-
-def in_turn(cases: Mapping[str, tuple[str, list[Row], dict[str, Any]]]):
-    """A fixture: what all of these cases come to, of an architecture each."""
-
-    @pytest.fixture(scope="module")
-    def found():
-        plans = {
-            case: (name, staged_plan(name, layout, **settings))
-            for case, (name, layout, settings) in cases.items()
-        }
-        return plans, train_in_turn(plans, STEPS)
-
-    return found
-
-
-def assert_case(case: Hashable, found) -> None:
-    plans, trained = found
-    assert_same(*plans[case], *trained[case])
 
 
 BY_SCHEDULE = {
@@ -258,13 +238,6 @@ def test_code_between_units_that_goes_by_values_of_another_stage(stage):
 def assert_parity(name: str, layout: list[Row], *, staged_on: str = "", **settings):
     plan = staged_plan(name, layout, **settings)
     assert_same(name, plan, *train_in_stages(name, plan, STEPS, staged_on=staged_on))
-
-
-def assert_same(name: str, plan: Plan, losses: list[list[float]], found: Trained) -> None:
-    """As one process comes to."""
-    expected = train_alone(EVERY[name], plan.global_batch, STEPS)
-    assert worst_error(found, expected) < TOLERANCE
-    assert all(seen == losses[0] for seen in losses)
 
 
 @pytest.mark.parametrize("layout", ["1 + 1", "two teams", "a team, then two"])

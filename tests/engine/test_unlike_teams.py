@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import pytest
+from turns import assert_case, in_turn
 
 from gpumix.engine.deferred import build
 from gpumix.engine.prepare import prepare
@@ -16,11 +17,9 @@ from gpumix.spec.stage import Mode
 from harness import run_ranks
 from memory import count_tensors
 from models import ARCHITECTURES
-from reference import SEED, batches, optimizer_for, train_alone, worst_error
-from staging import own_samples, rows, staged_engine, staged_plan, train_in_turn
+from reference import SEED, batches, optimizer_for
+from staging import own_samples, rows, staged_engine, staged_plan
 
-STEPS = 2
-TOLERANCE = 1e-5
 KEPT = Mode(recompute=False)
 ONE_AND_TEAM = rows([4, 3], tensor=[(1, 2)])
 TEAM_AND_ONE = rows([4, 2], state=[[1, 3]], tensor=[(2, 1)])
@@ -53,18 +52,12 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def trained():
-    plans = {key: (name, staged_plan(name, rows, **s)) for key, (name, rows, s) in CASES.items()}
-    return {key: (plans[key][1], *done) for key, done in train_in_turn(plans, STEPS).items()}
+trained = in_turn(CASES)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_training_is_that_of_one_process(trained, case):
-    plan, losses, found = trained[case]
-    expected = train_alone(ARCHITECTURES[CASES[case][0]], plan.global_batch, STEPS)
-    assert worst_error(found, expected) < TOLERANCE
-    assert all(of_rank == losses[0] for of_rank in losses)
+def test_training_is_that_of_one_process(case, trained):
+    assert_case(case, trained)
 
 
 WAYS = {

@@ -314,9 +314,7 @@ class StateModel:
 
     @cached_property
     def _parameters(self) -> int:
-        if isinstance(self.model, ModelOfRank):
-            return self.model.parameters
-        return self.profile.model.parameters
+        return self.model.parameters
 
     @property
     def _stores_frozen(self) -> bool:

@@ -81,14 +81,14 @@ def of_stage(profile: Profile, stage: Stage, *, in_stages: bool = False) -> OfSt
         InputError: such teams were not measured.
     """
     if not stage.unlike_teams:
-        (size,) = {stage.team_size(worker) for worker in stage.workers[:1]}
+        size = stage.team_size(stage.workers[0])
         alone = in_team(profile, size, sequence=stage.sequence, in_stages=in_stages)
         return OfStage(alone, stage.leaders)
     teams = {w.device: TeamOf(w.device_class, stage.team_size(w)) for w in stage.leaders}
     found = in_teams(profile, teams, sequence=stage.sequence, in_stages=in_stages)
     names = _names(teams.values())
     leaders = tuple(
-        worker.model_copy(update={"device_class": names[teams[worker.device]]})
+        worker.model_copy(update={"device_class": names[teams[worker.device]], "parts": 1})
         for worker in stage.leaders
     )
     return OfStage(found, leaders)
@@ -96,18 +96,10 @@ def of_stage(profile: Profile, stage: Stage, *, in_stages: bool = False) -> OfSt
 
 def in_one_stage(profile: Profile, plan: Plan) -> tuple[Profile, Plan]:
     """The same of a plan of one stage, as a plan of leaders."""
-    (stage,) = plan.stages
-    of_leaders, leaders = of_stage(profile, stage)
+    found, leaders = of_stage(profile, plan.stages[0])
     alone = plan.of_leaders
-    if not stage.unlike_teams:
-        return of_leaders, alone
-    names = {worker.device: worker.device_class for worker in leaders}
-    workers = tuple(
-        worker.model_copy(update={"device_class": names[worker.device]})
-        for worker in alone.stages[0].workers
-    )
-    stages = (alone.stages[0].model_copy(update={"workers": workers}),)
-    return of_leaders, alone.model_copy(update={"stages": stages})
+    stages = (alone.stages[0].model_copy(update={"workers": leaders}),)
+    return found, alone.model_copy(update={"stages": stages})
 
 
 class OfStage(NamedTuple):

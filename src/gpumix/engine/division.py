@@ -118,8 +118,8 @@ class Division:
         together = team if team is not None and team.world > 1 else None
         of_parts = []
         for part in range(parts):
-            shares, which = plan.shares_among([stage], part), {"part": part, "parts": parts}
-            of_parts.append(cls._among(plan, comm, shares, zero_stage, team=together, **which))
+            shares, more = plan.shares_among([stage], part), {"team": together, "part": part}
+            of_parts.append(cls._among(plan, comm, shares, zero_stage, parts=parts, **more))
         undivided = None
         if plan.stages[stage].unlike_teams:
             repeats = team.world if team is not None else 1

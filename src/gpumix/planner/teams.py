@@ -222,7 +222,7 @@ def _options(
     profile: Profile, request: PlanRequest, devices: Sequence[Device], *, sequence: bool
 ) -> dict[str, list[_Option]]:
     """By class, the fastest first."""
-    alone = 1 in request.space.tensor
+    alone, of_sizes = 1 in request.space.tensor, {1: profile}
     found: dict[str, list[_Option]] = {}
     for name in dict.fromkeys(device.device_class for device in devices):
         own = tuple(device for device in devices if device.device_class == name)
@@ -230,8 +230,9 @@ def _options(
         for size in _sizes_of(profile, request, name, sequence=sequence):
             teams = len(members(own, size))
             left = len(own) - teams * size if alone and size > 1 else 0
-            of_size = in_team(profile, size, sequence=sequence and size > 1)
-            speed = teams * samples_per_s_alone(of_size, name)
+            if size not in of_sizes:
+                of_sizes[size] = in_team(profile, size, sequence=sequence)
+            speed = teams * samples_per_s_alone(of_sizes[size], name)
             speed += left * samples_per_s_alone(profile, name) if left else 0.0
             sizes = ({size} if teams else set()) | ({1} if left else set())
             options.append(_Option(size, frozenset(sizes), speed))

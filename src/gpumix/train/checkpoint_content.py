@@ -124,8 +124,7 @@ def optimizer_to_save(engine: Engine, state: OptimizerState) -> dict[str, dict[s
         for name, value in state.get(piece.name, {}).items():
             if isinstance(value, tuple):
                 own = next(part for part in value if part.window == piece.window)
-                boxed = _boxed(piece, own.local)
-                states[name] = states[name].beside(boxed) if name in states else boxed
+                _add(states, name, _boxed(piece, own.local))
             elif piece.has_begin:
                 states[name] = Boxed.whole(_tensor(value))
     return found
@@ -135,8 +134,12 @@ def _by_name(named: Iterable[tuple[str, Boxed]]) -> dict[str, Boxed]:
     """Of each tensor all boxes."""
     found: dict[str, Boxed] = {}
     for name, boxed in named:
-        found[name] = found[name].beside(boxed) if name in found else boxed
+        _add(found, name, boxed)
     return found
+
+
+def _add(found: dict[str, Boxed], name: str, boxed: Boxed) -> None:
+    found[name] = found[name].beside(boxed) if name in found else boxed
 
 
 def _stored(engine: Engine) -> Iterator[Piece]:
