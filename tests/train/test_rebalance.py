@@ -290,6 +290,15 @@ def test_of_a_team_the_slowest_counts():
     assert changes[-1].samples == (4, 12)
 
 
+def test_ranks_need_not_have_the_order_of_teams():
+    made = plan(8, 8, tensor=2)
+    apart = Plan.model_validate(made.model_dump() | {"ranks": ("d0", "d2", "d1", "d3")})
+    rebalancer = Rebalancer(apart, Fixed([PLENTY] * 2), steps=100)
+    changes = [rebalancer.observe([8.0, 8.0, 24.0, 8.0]) for _ in range(WINDOW_STEPS)]
+    assert changes[-1] is not None
+    assert changes[-1].samples == (4, 12)
+
+
 # -- where memory stands in the way ----------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from profiles import Card, Network, block, line, profile, steady
+from profiles import Card, Network, block, line, profile, steady, with_teams
 
 from gpumix.cost.predict import predict
 from gpumix.spec.plan import Collectives, Plan
@@ -23,10 +23,11 @@ MEMORIES = [(620, 570, 550), (560, 560, 560), (900, 550, 550)]  # KiB
 
 
 @cache
-def made(memories: tuple[int, ...]) -> tuple[Profile, Plan]:
-    """Three cards of equal speed, and an even plan for them at ZeRO stage 3."""
+def made(memories: tuple[int, ...], *, each: int = 1) -> tuple[Profile, Plan]:
+    """Cards of equal speed and so much memory, KiB, `each` of a class, and an even plan for them at
+    ZeRO stage 3."""
     cards = [
-        Card(f"card{n}", 1, kib * 1024, steady(0.01), optimizer_s_per_element=1e-8)
+        Card(f"card{n}", each, kib * 1024, steady(0.01), optimizer_s_per_element=1e-8)
         for n, kib in enumerate(memories)
     ]
     bus = line(1e-9, 1e-5)
@@ -72,6 +73,19 @@ def test_the_most_samples_are_those_that_fit(memories):
             expected = predict(found, with_samples(plan, samples)).workers[number]
             within = expected.peak_bytes <= expected.memory_limit_bytes
             assert within == (count <= most), (number, count)
+
+
+def test_of_teams_the_ranks_need_not_be_in_the_order_of_the_stage():
+    found, plan = made((620, 450), each=2)
+    found = with_teams(found, 2, faster=2.0)
+    (stage,) = plan.stages
+    teams = plan.model_copy(update={"stages": (stage.model_copy(update={"tensor": 2}),)})
+    roomy, scarce = most_by_memory(found, teams)
+    assert roomy > scarce
+    (a, b), (c, d) = ((w.device for w in team) for team in teams.stages[0].teams)
+    for ranks in ((a, c, b, d), (c, d, a, b)):
+        other = teams.model_copy(update={"ranks": ranks})
+        assert most_by_memory(found, other) == (roomy, scarce)
 
 
 @given(

@@ -223,11 +223,9 @@ class Pipeline:
 def _seats(plan: Plan, stage: int) -> tuple[Seat, ...]:
     counts = [len(leader.micro_batches) for leader in plan.stages[stage].leaders]
     ends = list(accumulate(counts))
-    ranks = plan.ranks_of(stage)
-    leaders = [ranks[seats.start] for seats in plan.stages[stage].seats]
     return tuple(
-        Seat(stage, rank, range(end - count, end))
-        for rank, count, end in zip(leaders, counts, ends)
+        Seat(stage, team[0], range(end - count, end))
+        for team, count, end in zip(plan.teams_of(stage), counts, ends)
     )
 
 

@@ -147,12 +147,11 @@ def refuse_unlike(plan: Plan, digests: Sequence[int]) -> None:
 def _unlike(plan: Plan, digests: Sequence[int]) -> str:
     """Which ranks were given other samples than they should, in words; empty if none."""
     sums = []
-    for number, stage in enumerate(plan.stages):
-        ranks = plan.ranks_of(number)
-        for seats in stage.seats:
-            team = ranks[seats.start : seats.stop]
+    for number in range(len(plan.stages)):
+        teams = plan.teams_of(number)
+        for team in teams:
             if len({digests[rank] for rank in team}) > 1:
                 return f"ranks {', '.join(map(str, team))}, which are a team, have other ones each"
-        sums.append(sum(digests[ranks[seats.start]] for seats in stage.seats) & DIGITS)
+        sums.append(sum(digests[team[0]] for team in teams) & DIGITS)
     other = next((number for number, one in enumerate(sums) if one != sums[0]), None)
     return "" if other is None else f"stage {other + 1} has other ones than stage 1"

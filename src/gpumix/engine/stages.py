@@ -56,9 +56,8 @@ def teams_of(plan: Plan, comm: Communicator) -> dict[int, Communicator]:
     makes process groups."""
     found = {}
     for number, stage in enumerate(plan.stages):
-        ranks = plan.ranks_of(number)
-        for seats in stage.seats if stage.tensor > 1 else ():
-            team = comm.among(ranks[seats.start : seats.stop])
+        for ranks in plan.teams_of(number) if stage.tensor > 1 else ():
+            team = comm.among(ranks)
             if team is not None:
                 found[number] = team
     return found

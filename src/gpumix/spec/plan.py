@@ -299,10 +299,12 @@ class Plan(Document):
 
     def team_of(self, rank: int, stage: int) -> tuple[int, ...]:
         """The ranks that compute a stage's units together with this one, in their order."""
+        return next(team for team in self.teams_of(stage) if rank in team)
+
+    def teams_of(self, stage: int) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each team of a stage, in its order."""
         ranks = self.ranks_of(stage)
-        seat = ranks.index(rank)
-        seats = next(seats for seats in self.stages[stage].seats if seat in seats)
-        return ranks[seats.start : seats.stop]
+        return tuple(ranks[seats.start : seats.stop] for seats in self.stages[stage].seats)
 
     def parts_of(self, rank: int, stage: int) -> range:
         """Which of the parts into which a stage divides units a rank computes."""

@@ -171,7 +171,7 @@ class Balancing:
         parts = [float(text) for text in self._context.ranks.gather("room", str(part))]
         if not peak:
             return [self._planned.global_batch] * len(stage.teams)
-        of_teams = [min(parts[seat] for seat in seats) for seats in stage.seats]
+        of_teams = [min(parts[rank] for rank in ranks) for ranks in self._planned.teams_of(0)]
         now = [team[0].samples for team in stage.teams]
         return [max(n, int(n * of_team)) for n, of_team in zip(now, of_teams)]
 

@@ -141,7 +141,7 @@ class Rebalancer:
         self._read_per_s = read_per_s
         self._idle = idle
         self._least = [int(n > 0) for n in self.samples]
-        self._seats = stage.seats
+        self._ranks = plan.teams_of(0)
         self._steps = steps
         self.go_on(plan, room)
         self._times: deque[list[float]] = deque(maxlen=MOST_WINDOW_STEPS)
@@ -174,7 +174,7 @@ class Rebalancer:
         """
         self._step += 1
         of_before, self._of_before = self._of_before, False
-        times = [max(compute_s[seat] for seat in seats) for seats in self._seats]
+        times = [max(compute_s[rank] for rank in ranks) for ranks in self._ranks]
         if of_before or any(n and not s > 0 for s, n in zip(times, self.samples)):
             self._times.clear()
             return None

@@ -30,7 +30,7 @@ def most_by_memory(profile: Profile, plan: Plan) -> tuple[int, ...]:
     def fits(samples: Sequence[int]) -> list[bool]:
         expected = predict(profile, with_samples(plan, samples)).workers
         fits = [worker.peak_bytes <= worker.memory_limit_bytes for worker in expected]
-        return [all(fits[seat] for seat in seats) for seats in stage.seats]
+        return [all(fits[rank] for rank in ranks) for ranks in plan.teams_of(0)]
 
     return _most([team[0].samples for team in stage.teams], plan.global_batch, fits)
 
