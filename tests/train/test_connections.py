@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -12,7 +13,14 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from gpumix.train.connections import give_up_after, is_visited, listen_at, wait_until_left
+from gpumix.train.connections import (
+    Line,
+    give_up_after,
+    is_visited,
+    listen_at,
+    wait_until_left,
+    watched_at,
+)
 from gpumix.train.rendezvous import store_on
 
 
@@ -103,3 +111,35 @@ def test_a_store_at_one_address_is_not_visited_by_its_own_process():
     visit.communicate()
     wait_until_left(port, limit_s=10)
     assert not is_visited(port)
+
+
+WATCHED = """
+import sys
+from gpumix.train.connections import watched_at
+watched = watched_at("127.0.0.1")
+print(watched.getsockname()[1], flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_process_is_there_until_it_is_gone():
+    """Even if it is stopped; and who looks first when it is gone is told the same."""
+    command = [sys.executable, "-c", WATCHED]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as watched:
+        port = int(watched.stdout.readline())
+        line = Line("127.0.0.1", port)
+        assert line.look(within_s=5) == "there"
+        os.kill(watched.pid, signal.SIGSTOP)
+        assert line.look(within_s=5) == "there"
+        late = Line("127.0.0.1", port)
+        assert late.look(within_s=5) == "there"
+        late.close()
+        watched.kill()
+        watched.wait()
+        assert line.look(within_s=5) == "gone"
+        assert Line("127.0.0.1", port).look(within_s=5) == "gone"
+        line.close()
+
+
+def test_an_address_of_another_host_is_not_listened_at():
+    assert watched_at("192.0.2.1") is None  # RFC 5737: of nobody

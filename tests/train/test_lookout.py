@@ -1,20 +1,25 @@
-"""What a rank under torchrun says when the store does not answer any more."""
+"""What a rank under torchrun says when the store does not answer any more, or another host."""
 
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from gpumix.engine.heartbeat import STOPPED_S, Pulse
 from gpumix.spec.cluster import Device
 from gpumix.spec.errors import GpumixError, RankLost
-from gpumix.train import lookout
+from gpumix.train.connections import Line, Presence
 from gpumix.train.launch import Seat
 from gpumix.train.lookout import Lookout
 from gpumix.train.torchrun import Arrival
 
 DEVICES = [Device(id=f"gpu-{host}", device_class="gpu", host=host) for host in "ab"]
-ARRIVALS = [Arrival(host, 0, f"agent-{host}", f"10.0.0.{n}") for n, host in enumerate("ab", 1)]
+ARRIVALS = [
+    Arrival(host, 0, f"agent-{host}", f"10.0.0.{n}", port=30000) for n, host in enumerate("ab", 1)
+]
 WHY = "it has not answered for 20 s"
 
 
@@ -25,14 +30,14 @@ def said(monkeypatch) -> list[GpumixError]:
     return found
 
 
-def without_store(monkeypatch, answering: bool) -> None:
-    """Rank 1 finds the store, on the other rank's host, without an answer."""
-    monkeypatch.setattr(lookout, "answers", lambda address, port, within_s: answering)
-    Lookout(Seat(1, 2, DEVICES[1], 29500), ARRIVALS, DEVICES, print)._without_store(WHY)
+def of_rank_1(monkeypatch, found: Presence) -> Lookout:
+    """That of a rank that finds the other one's process so."""
+    monkeypatch.setattr(Line, "look", lambda self, *, within_s: found)
+    return Lookout(Seat(1, 2, DEVICES[1], 29500), ARRIVALS, DEVICES, print)
 
 
 def test_a_host_that_does_not_answer_either_is_named(monkeypatch, said):
-    without_store(monkeypatch, answering=False)
+    of_rank_1(monkeypatch, "without answer")._without_store(WHY)
     (error,) = said
     assert isinstance(error, RankLost)
     assert (error.where, error.device) == ("rank 1 (device 'gpu-b' on b)", "gpu-a")
@@ -41,24 +46,63 @@ def test_a_host_that_does_not_answer_either_is_named(monkeypatch, said):
     assert "--resume" in error.fix
 
 
-def test_else_it_is_the_process_that_has_it(monkeypatch, said):
-    without_store(monkeypatch, answering=True)
+@pytest.mark.parametrize("found", ["there", "gone"])
+def test_else_it_is_the_process_that_has_it(monkeypatch, said, found):
+    of_rank_1(monkeypatch, found)._without_store(WHY)
     (error,) = said
     assert error.what == "the process that holds the ranks together is gone"
     assert error.why == WHY
 
 
+@pytest.mark.parametrize("found", ["there", "gone", "without answer"])
+def test_another_host_whose_heart_stands_still_is_looked_for(monkeypatch, said, found):
+    """The rank and its agent may have been killed while its host goes on."""
+    of_rank = of_rank_1(monkeypatch, found)
+    told: dict[str, str] = {}
+    looks = iter(range(60))
+
+    def passed(seconds: float) -> bool:
+        """A second between two looks, as if it had passed."""
+        clock.now += seconds
+        return bool(told) or next(looks, None) is None
+
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(Pulse.__init__, "__defaults__", (lambda: clock.now,))
+    of_rank._over = SimpleNamespace(wait=passed, is_set=lambda: False)
+    store: Any = SimpleNamespace(
+        get=lambda key: b"7 1", check=lambda keys: keys == ["beat/0"], set=told.__setitem__
+    )
+    of_rank._look(store)
+    if found == "there":
+        assert not said and not told and clock.now > 3 * STOPPED_S
+        return
+    (error,) = said
+    assert isinstance(error, RankLost)
+    assert error.device == "gpu-a"
+    assert error.what == "rank 0 (device 'gpu-a' on a) stopped answering"
+    assert error.why == (
+        "nothing was heard of it for 20 s, and "
+        + {
+            "gone": "the system of host a (10.0.0.1) says that the process is gone",
+            "without answer": "host a (10.0.0.1) does not answer",
+        }[found]
+    )
+    assert error.what in told["failed/1"]
+
+
 def test_hosts_are_asked_at_once(monkeypatch, said):
     """Each takes seconds not to answer."""
     devices = [Device(id=f"gpu-{n}", device_class="gpu", host=f"host-{n}") for n in range(4)]
-    arrivals = [Arrival(d.host, 0, d.host, f"10.0.0.{n}") for n, d in enumerate(devices)]
+    arrivals = [
+        Arrival(d.host, 0, d.host, f"10.0.0.{n}", port=n + 1) for n, d in enumerate(devices)
+    ]
     together = threading.Barrier(3)
 
-    def answers(address: str, port: int, *, within_s: float) -> bool:
+    def look(line: Line, *, within_s: float) -> Presence:
         together.wait(within_s)
-        return address == "10.0.0.1"
+        return "there" if line.address == ("10.0.0.1", 2) else "without answer"
 
-    monkeypatch.setattr(lookout, "answers", answers)
+    monkeypatch.setattr(Line, "look", look)
     Lookout(Seat(3, 4, devices[3], 29500), arrivals, devices, print)._without_store(WHY)
     (error,) = said
     assert error.what == (

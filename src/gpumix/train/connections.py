@@ -11,12 +11,15 @@ from collections.abc import Iterator
 from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from gpumix.spec.errors import MachineError
 
 _OPEN_FILES = Path("/dev/fd")
 LOOK_S = 0.02
+MOST_WATCHERS = 4096  # of a process
+
+Presence = Literal["there", "gone", "without answer"]
 
 
 def listen_at(host: str, port: int, *, one_host: bool) -> socket.socket:
@@ -62,15 +65,42 @@ def own_address(host: str, port: int, *, within_s: float = 60.0) -> str | None:
     return None
 
 
-def answers(address: str, port: int, *, within_s: float) -> bool:
-    """Whether the system at an address is there; nobody need listen at the port."""
+def watched_at(host: str) -> socket.socket | None:
+    """Listens at an address of this host, and serves nobody: its system ends the connections when
+    this process is gone, see `Line`. None where it cannot."""
     try:
-        socket.create_connection((address, port), within_s).close()
-    except ConnectionRefusedError:
-        return True
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address, family=family, backlog=MOST_WATCHERS)
     except OSError:
-        return False
-    return True
+        return None
+
+
+class Line:
+    """A connection to a process that is `watched_at` an address; it is made when it is looked at
+    first."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self.address = host, port
+        self._connection: socket.socket | None = None
+
+    def look(self, *, within_s: float) -> Presence:
+        """Whether the process is there; it is if it is stopped, or busy with something else."""
+        try:
+            if self._connection is None:
+                self._connection = socket.create_connection(self.address, within_s)
+                self._connection.setblocking(False)
+                _fail_after(within_s, self._connection)
+            return "gone" if not self._connection.recv(1) else "there"
+        except BlockingIOError:
+            return "there"
+        except (ConnectionRefusedError, ConnectionResetError):
+            return "gone"
+        except OSError:
+            return "without answer"
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
 
 
 def give_up_after(timeout_s: float, *, port: int) -> None:
@@ -78,12 +108,10 @@ def give_up_after(timeout_s: float, *, port: int) -> None:
     talked to or waited for: its host is gone, or the link is cut. The rendezvous store would wait
     for a quarter of an hour, or for ever. Where the system does not show a process its connections,
     nothing changes."""
-    options = _options(timeout_s)
-    for connection in _connections() if options else ():
+    for connection in _connections():
         with suppress(OSError):
             if connection.getpeername()[1] == port:
-                for level, option, value in options:
-                    connection.setsockopt(level, option, value)
+                _fail_after(timeout_s, connection)
 
 
 def wait_until_left(port: int, *, limit_s: float) -> None:
@@ -128,6 +156,11 @@ def _connections() -> Iterator[socket.socket]:
             with socket.socket(fileno=os.dup(number)) as connection:
                 if connection.family in (socket.AF_INET, socket.AF_INET6):
                     yield connection
+
+
+def _fail_after(timeout_s: float, connection: socket.socket) -> None:
+    for level, option, value in _options(timeout_s):
+        connection.setsockopt(level, option, value)
 
 
 def _options(timeout_s: float) -> list[tuple[int, int, int]]:

@@ -4,8 +4,9 @@ A rank that is stopped, and a host that is frozen or cut off, would be noticed b
 their collectives time out. So the first rank of each host that is not stopped itself looks for
 both, from a thread. A heart that stands still is not enough: it needs Python's lock, and a call may
 hold that for long. So a rank of this host counts as lost when its process is stopped, and another
-host when its heart stands still and its system does not answer either. The store needs no such lock
-where it is: if it does not answer, the process that has it is stopped.
+host when its heart stands still and its system does not answer either, or says that the process is
+gone: its agent may be gone with it. The store needs no such lock where it is: if it does not
+answer, the process that has it is stopped.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from types import TracebackType
@@ -27,7 +28,7 @@ from gpumix.engine.ranks import STORE_ERRORS, beat_of, report_failure, store_gon
 from gpumix.hardware.environment import begun, is_stopped
 from gpumix.spec.cluster import Device
 from gpumix.spec.errors import GpumixError, RankLost, first_line
-from gpumix.train.connections import answers
+from gpumix.train.connections import Line, Presence
 from gpumix.train.launch import Seat
 from gpumix.train.rendezvous import store_of
 from gpumix.train.torchrun import Arrival
@@ -61,7 +62,12 @@ class Lookout:
         self._here = [rank for rank, one in enumerate(arrivals) if one.host == own]
         every = dict.fromkeys(one.host for one in arrivals)
         first = {host: [one.host for one in arrivals].index(host) for host in every}
-        self._elsewhere = [rank for host, rank in first.items() if host != own]
+        self._lines = {
+            rank: Line(arrivals[rank].address, arrivals[rank].port)
+            for host, rank in first.items()
+            if host != own
+        }
+        self._elsewhere = list(self._lines)
         self._over = threading.Event()
         self._threads: list[threading.Thread] = []
         self._looks = 0
@@ -81,6 +87,8 @@ class Lookout:
     ) -> None:
         self._over.set()
         leave_together(self._threads)
+        for line in self._lines.values():
+            line.close()
 
     def _run(self) -> None:
         try:
@@ -98,9 +106,10 @@ class Lookout:
 
     def _without_store(self, why: str) -> None:
         """The host that has it may be cut off, and other hosts with it."""
-        gone = self._without_answer(self._elsewhere)
+        found = self._presence(self._elsewhere)
+        mute = {rank: what for rank, what in found.items() if what == "without answer"}
         own = self._name(self._seat.rank)
-        self._end(self._cut_off(gone) if gone else store_gone(own, why))
+        self._end(self._lost(mute) if mute else store_gone(own, why))
 
     def _look(self, store: dist.Store) -> None:
         stops = Pulse(self._stop_of, self._seat.world, STOPPED_S)
@@ -113,9 +122,10 @@ class Lookout:
                 continue
             for rank in stopped:
                 self._end_stopped(store, rank)
-            gone = self._without_answer(silent)
-            if gone and not self._over.is_set():
-                error = self._cut_off(gone)
+            found = self._presence(silent)
+            lost = {rank: what for rank, what in found.items() if what != "there"}
+            if lost and not self._over.is_set():
+                error = self._lost(lost)
                 with suppress(*STORE_ERRORS):
                     report_failure(store, self._seat.rank, error)
                 self._end(error)
@@ -126,14 +136,14 @@ class Lookout:
         here = rank in self._here and begun(one.process) == one.begun
         return "stopped" if here and is_stopped(one.process) else ""
 
-    def _without_answer(self, ranks: Sequence[int]) -> list[int]:
-        """Those whose hosts do not answer; many are asked at once, for each may take `ANSWER_S`."""
+    def _presence(self, ranks: Sequence[int]) -> dict[int, Presence]:
+        """Of the ranks' processes; many are asked at once, for each may take `ANSWER_S`."""
         with ThreadPoolExecutor(MOST_ASKED) as pool:
-            return [rank for rank, there in zip(ranks, pool.map(self._answers, ranks)) if not there]
+            return dict(zip(ranks, pool.map(self._presence_of, ranks)))
 
-    def _answers(self, rank: int) -> bool:
+    def _presence_of(self, rank: int) -> Presence:
         self._looks += 1
-        return answers(self._arrivals[rank].address, self._seat.port, within_s=ANSWER_S)
+        return self._lines[rank].look(within_s=ANSWER_S) if self._arrivals[rank].port else "there"
 
     def _end_stopped(self, store: dist.Store, rank: int) -> None:
         """Its agent starts another one then."""
@@ -150,14 +160,18 @@ class Lookout:
         with suppress(ProcessLookupError):
             os.kill(self._arrivals[rank].process, signal.SIGKILL)
 
-    def _cut_off(self, ranks: list[int]) -> RankLost:
-        hosts = {self._arrivals[rank].host: self._arrivals[rank].address for rank in ranks}
-        only = self._devices[ranks[0]] if len(ranks) == 1 else None
-        told = " and ".join(f"host {host} ({address})" for host, address in hosts.items())
+    def _lost(self, ranks: Mapping[int, Presence]) -> RankLost:
+        """The first ranks of hosts, which are not there."""
+        only = self._devices[next(iter(ranks))] if len(ranks) == 1 else None
+        told = {
+            "gone": "the system of host {0.host} ({0.address}) says that the process is gone",
+            "without answer": "host {0.host} ({0.address}) does not answer",
+        }
+        every = [told[what].format(self._arrivals[rank]) for rank, what in ranks.items()]
         return RankLost(
             f"{' and '.join(map(self._name, ranks))} stopped answering",
             where=self._name(self._seat.rank),
-            why=f"nothing was heard of it for {STOPPED_S:.0f} s, and {told} does not answer",
+            why=f"nothing was heard of it for {STOPPED_S:.0f} s, and {' and '.join(every)}",
             fix="look at that host and the link to it; then run the same command with --resume",
             device=only.id if only else "",
             device_class=only.device_class if only else "",

@@ -37,7 +37,7 @@ from gpumix.spec.errors import (
     first_line,
 )
 from gpumix.train import run_files
-from gpumix.train.connections import own_address
+from gpumix.train.connections import own_address, watched_at
 from gpumix.train.launch import Seat
 from gpumix.train.outcome import Summary
 from gpumix.train.progress import last_heard, mark_failed, write_at_once
@@ -65,7 +65,8 @@ class Store(Protocol):
 @dataclass(frozen=True)
 class Arrival:
     """What a rank tells when it starts: its host, its number there, the agent above it, the address
-    from which it reaches the store, its process, and when that began."""
+    from which it reaches the store, its process, when that began, and the port at which that is
+    watched."""
 
     host: str
     local_rank: int
@@ -73,6 +74,7 @@ class Arrival:
     address: str = ""
     process: int = 0
     begun: str = ""
+    port: int = 0
 
 
 class TorchrunRunner:
@@ -90,6 +92,7 @@ class TorchrunRunner:
         self._taking: list[int] = []  # part, of all ranks
         self._no_device: InputError | None = None
         self._arrived: tuple[str, list[Arrival]] | None = None
+        self._watched: socket.socket | None = None
 
     def cluster(self, wanted: Cluster | None) -> Cluster:
         if wanted is None:
@@ -284,6 +287,7 @@ class TorchrunRunner:
             store, place = self._store("arrivals"), self._place
             address = own_address(place.master_address, place.master_port) or ""
             process = os.getpid()
+            self._watched = watched_at(address) if address else None
             own = Arrival(
                 host=socket.gethostname(),
                 local_rank=place.local_rank,
@@ -291,6 +295,7 @@ class TorchrunRunner:
                 address=address,
                 process=process,
                 begun=begun(process),
+                port=self._watched.getsockname()[1] if self._watched else 0,
             )
             self._arrived = arrive(store, place.rank, place.world, own)
             from gpumix.engine.launched import tell_of_open_agents
