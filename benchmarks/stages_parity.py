@@ -3,8 +3,8 @@
 Hypothesis draws plans on up to 4 ranks (gloo, loopback): workers of each stage, the tensor parallel
 degree of each, whether it divides the sequence too, where the layers are cut, micro-batches and who
 gets which, shares of the state, ZeRO stage, schedule, how often interleaved stages go round, how
-many waves of micro-batches (from ZeRO stage 2 on), with and without recompute. A single process,
-without gpumix, trains on the whole batch with the model's own mean loss.
+many waves of micro-batches (from ZeRO stage 2 on), with and without recompute, the head whole or in
+chunks. A single process, without gpumix, trains on the whole batch with the model's own mean loss.
 
     python benchmarks/stages_parity.py [--json] [--only gpt2-deep ...] [--steps 3] [--plans 40]
 

@@ -359,7 +359,7 @@ def layouts(
             draw(st.lists(st.integers(0, count), min_size=workers - 1, max_size=workers - 1))
         )
         dealt = [b - a for a, b in pairwise([0, *ends, count])]
-        mode = draw(st.sampled_from([Mode(), Mode(recompute=False)]))
+        mode = Mode(recompute=draw(st.booleans()), head=draw(st.sampled_from(["whole", "chunked"])))
         shares = tuple(
             Share(n * size, min(size, n * size), draw(st.integers(0 if k else 1, 3)), mode)
             for k, n in enumerate(dealt)
