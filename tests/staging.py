@@ -227,6 +227,14 @@ def _worker(row: Row, number: int) -> Worker:
     )
 
 
+def on_devices(plan: Plan, *said: Mapping[str, Any]) -> Plan:
+    """The same plan whose workers say this of themselves too, by the number of their device."""
+    tree = plan.model_dump()
+    for worker in (worker for stage in tree["stages"] for worker in stage["workers"]):
+        worker |= said[int(worker["device"].removeprefix("d"))]
+    return Plan.model_validate(tree)
+
+
 def train_in_stages(
     name: str, plan: Plan, steps: int, *, backend: str = "gloo", staged_on: str = ""
 ) -> tuple[list[list[float]], Trained]:

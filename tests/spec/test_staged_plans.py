@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from gpumix.spec.efficiency import Efficiency
 from gpumix.spec.plan import Plan
 from gpumix.spec.stage import Stage, Taken, Worker
 
 
 def stage(number: int, *devices: str, samples: int = 4, **changes: Any) -> Stage:
     """Of one call, whose workers share the samples equally."""
-    share = {"samples": samples // len(devices), "micro_batch": 1} | changes.pop("worker", {})
-    workers = [
-        Worker(device=d, device_class="c", state_share=1 / len(devices), **share) for d in devices
-    ]
+    share = {"device_class": "c", "samples": samples // len(devices), "micro_batch": 1}
+    share |= changes.pop("worker", {})
+    workers = [Worker(device=d, state_share=1 / len(devices), **share) for d in devices]
     takes = (Taken(call=number - 1, output=0),) if number else ()
     return Stage(
         **{"units": (f"block.{number}",), "workers": tuple(workers), "takes": takes} | changes
@@ -99,3 +99,23 @@ def test_a_stage_computes_something_on_some_device(part, told):
 def test_refused(stages, changes, told):
     with pytest.raises(ValidationError, match=told):
         plan(*stages, **changes)
+
+
+@pytest.mark.parametrize(
+    ("key", "other"),
+    [
+        ("host", "elsewhere"),
+        ("device_class", "other"),
+        ("compute_dtype", "bf16"),
+        ("state_on", "host"),
+        ("compile", True),
+        ("efficiency", Efficiency(tf32=True)),
+    ],
+)
+def test_a_device_is_the_same_in_all_of_its_stages(key, other):
+    names = ("a", "b", "a", "b")
+    stages = [stage(number, name) for number, name in enumerate(names)]
+    assert plan(*stages, schedule="interleaved")
+    stages[3] = stage(3, "b", worker={key: other})
+    with pytest.raises(ValidationError, match=f"device 'b' has {key} .* in stage 4, and"):
+        plan(*stages, schedule="interleaved")

@@ -32,6 +32,8 @@ TokenRate = Annotated[
 Seconds = Annotated[float, Field(ge=0)]
 Sharding = Literal["all", "host"]
 Schedule = Literal["gpipe", "1f1b", "eager-1f1b", "interleaved", "zero-bubble"]
+_OF_DEVICE = ("host", "device_class", "compute_dtype", "state_on", "compile", "efficiency")
+"""What a worker says of its device, whatever the stage."""
 
 
 class Collectives(Value):
@@ -169,6 +171,19 @@ class Plan(Document):
             self._check_stages()
         return self
 
+    def _check_devices(self) -> None:
+        """A device that has several stages is the same in all of them."""
+        first = {worker.device: worker for worker in self.workers}
+        for number, stage in enumerate(self.stages, 1):
+            for worker in stage.workers:
+                for key in _OF_DEVICE:
+                    now, before = getattr(worker, key), getattr(first[worker.device], key)
+                    if now != before:
+                        raise ValueError(
+                            f"device '{worker.device}' has {key} '{now}' in stage {number}, and "
+                            f"'{before}' in an earlier one"
+                        )
+
     def _check_stages(self) -> None:
         """What one stage alone cannot have wrong."""
         cuts = [[one.rows for one in s.micro_batches(self.waves)] for s in self.stages]
@@ -193,6 +208,7 @@ class Plan(Document):
             "is in two stages, which would have its weights twice",
         )
         self._check_takes()
+        self._check_devices()
         if self.schedule == "interleaved":
             rows = [
                 (s.tensor, *((w.device, w.samples, w.parts) for w in s.workers))
