@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import sysconfig
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -33,15 +34,28 @@ def print_figures(figures: Figures, *, as_json: bool) -> None:
     print(json.dumps(figures) if as_json else words)
 
 
-def print_counted(figures: Figures, *, as_json: bool) -> int:
-    """The same of figures that count only without `overruns`; the exit code that says so."""
+def print_counted(
+    figures: Figures, *, as_json: bool, limits: Mapping[str, float | bool] | None = None
+) -> int:
+    """The same of figures that count only without `overruns`; the exit code that says so, and
+    whether each is within its limit.
+
+    Args:
+        limits: by figure, the most that it may be; True: it must be true.
+    """
     print_figures(figures, as_json=as_json)
     if figures["overruns"]:
         told = (
             "emulated devices fell behind their speed: this does not count, run it on an idle host"
         )
         print(told, file=sys.stderr)
-    return int(figures["overruns"] != 0)
+    missed = [
+        f"{name} is {figures[name]}, {'not true' if limit is True else f'more than {limit}'}"
+        for name, limit in (limits or {}).items()
+        if not (figures[name] if limit is True else float(figures[name]) <= limit)
+    ]
+    print(*missed, sep="\n", end="\n" * bool(missed), file=sys.stderr)
+    return int(figures["overruns"] != 0 or bool(missed))
 
 
 def environment(*folders: Path) -> dict[str, str]:
