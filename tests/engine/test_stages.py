@@ -291,12 +291,19 @@ def test_all_ranks_get_all_of_the_state(layout, stage, states):
         assert clipped == pytest.approx(0.5 * norm, rel=1e-5)
 
 
-def test_all_ranks_get_the_state_of_stages_that_go_round():
-    name = "tied_crosswise"
-    plan = staged_plan(name, twice(([8], [8])), **AROUND)
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("tied_crosswise", {}), ("gpt2-deep", {}), ("gpt2-deep", {"zero_stage": 3, "waves": 2})],
+)
+def test_all_ranks_get_the_state_of_stages_that_go_round(name, more):
+    """Also of weights that stages share, whose gradients count once in the norm."""
+    plan = staged_plan(name, twice(([8], [8])), **AROUND | more)
     model = initialised(EVERY[name].factory)
-    for of_rank, *_ in run_ranks(_state_there_and_back, 2, plan.model_dump_json(), name):
+    expected = _norm_alone(plan.global_batch, name)
+    for of_rank, norm, clipped in run_ranks(_state_there_and_back, 2, plan.model_dump_json(), name):
         assert all(np.array_equal(of_rank[n], p.detach()) for n, p in model.named_parameters())
+        assert norm == pytest.approx(expected, rel=1e-5)
+        assert clipped == pytest.approx(0.5 * norm, rel=1e-5)
 
 
 def _state_there_and_back(
@@ -319,9 +326,9 @@ def _state_there_and_back(
 states = of_each(_state_there_and_back, ["1 + 2", *TEAMS], [1, 3])
 
 
-def _norm_alone(samples: int) -> float:
-    model = initialised(GPT2.factory)
-    (batch,) = batches(GPT2, samples, 1)
+def _norm_alone(samples: int, name: str = "gpt2") -> float:
+    model = initialised(EVERY[name].factory)
+    (batch,) = batches(EVERY[name], samples, 1)
     mean_loss(model, batch).backward()
     return torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
 
