@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -42,7 +43,8 @@ class PeakBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for value in tree_iter(result):
-            if isinstance(value, torch.Tensor) and not value.is_meta:
+            has_memory = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
+            if has_memory and not value.is_meta:
                 storage = value.untyped_storage()
                 self._alive[storage._cdata] = StorageWeakRef(storage)
         self._alive = {k: ref for k, ref in self._alive.items() if not ref.expired()}

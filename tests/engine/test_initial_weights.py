@@ -8,11 +8,15 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from gpumix.engine.deferred import build
+from gpumix.engine.prepare import prepare
 from gpumix.engine.weights import unused
 from gpumix.spec.errors import InputError
+from gpumix.spec.plan import Plan
 from harness import run_ranks
 from models import ARCHITECTURES, Regression, own_blocks
-from reference import Share, engine_alone, engine_for, joined, pieces_of
+from reference import SEED, Share, engine_alone, engine_for, joined, pieces_of
+from staging import rows, run_in_turn, staged_plan
 
 
 def pretrained(name="gpt2"):
@@ -51,6 +55,32 @@ def test_ranks_read_their_parts_of_many_files(tmp_path):
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     shares = [Share(1, 1, 2), Share(1, 1, 0), Share(0, 0, 3)]
     assert_values(run_ranks(_pieces, 3, tmp_path, shares), model)
+
+
+LAYOUTS = {
+    "stages": rows([6], [4, 2], [6], state=[[1], [2, 1], [1]]),
+    "a team, then one": rows([6], [6], tensor=[2, 1]),
+    "teams of unlike sizes": rows([4, 2], tensor=[[2, 1]]),
+}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_stages_and_teams_read_their_parts(name, tmp_path):
+    model = pretrained(name)
+    model.save_pretrained(tmp_path)
+    plans = {
+        (layout, stage): staged_plan(name, LAYOUTS[layout], zero_stage=stage)
+        for layout in LAYOUTS
+        for stage in (0, 1, 3)
+    }
+    work = {key: (plan, (name, tmp_path)) for key, plan in plans.items()}
+    for pieces in run_in_turn(_staged_pieces, work).values():
+        assert_values(pieces, model)
+
+
+def _staged_pieces(plan_json, name, weights):
+    model = build(ARCHITECTURES[name].factory, SEED)
+    return pieces_of(prepare(model, Plan.model_validate_json(plan_json), weights=weights))
 
 
 def test_other_dtypes_are_converted(tmp_path):
