@@ -13,7 +13,17 @@ from gpumix.engine.compiled import compile_units
 from gpumix.engine.prepare import prepare
 from gpumix.spec.errors import MachineError
 from gpumix.spec.stage import Mode
-from models import LENGTH, WIDTH, Block, Regression, causal_model, gpt2, packed_lm, vectors
+from models import (
+    LENGTH,
+    WIDTH,
+    Block,
+    Regression,
+    causal_lm,
+    causal_model,
+    gpt2,
+    packed_lm,
+    vectors,
+)
 from reference import Share, assert_gradients_equal, engine_alone, joined, pieces_of, plan_for
 
 
@@ -73,6 +83,16 @@ def test_one_graph_for_all_layers_and_sizes(factory, samples):
         assert backend.graphs == 2
     assert_steps_agree(compiled, plain, packed_lm)
     assert backend.graphs == 2
+
+
+@pytest.mark.parametrize("mode", [Mode(), Mode(recompute=False)], ids=["again", "kept"])
+@pytest.mark.parametrize("samples, micro_batch", [(8, 2), (8, 3), (9, 4)])
+def test_micro_batches_of_unlike_lengths(samples, micro_batch, mode):
+    """All alike in samples, two sizes, and one of one sample: what backward runs again, after other
+    lengths came, saves what it saved before."""
+    compiled, backend = compiled_engine(gpt2(), samples, micro_batch, mode=mode)
+    assert_steps_agree(compiled, engine_alone(gpt2(), samples, micro_batch), causal_lm, steps=3)
+    assert backend.graphs <= 4
 
 
 def blocks(*, dropout=0.0, of=Block):

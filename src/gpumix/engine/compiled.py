@@ -106,7 +106,9 @@ class _Kind:
     come too, it is a variable about which nothing is known, unless the unit needs to know it.
 
     How a call is run depends on nothing but the call: backward runs it again, and must find the
-    same tensors.
+    same tensors. So calls whose other dimensions are as in the first one have code of their own,
+    and the code of all others has those that differ as variables: where torch sees dimensions
+    change it makes code that would serve the first calls too, when they are run again.
     """
 
     def __init__(
@@ -115,7 +117,10 @@ class _Kind:
         self._function = function
         self._compiled = torch.compile(_named(name), backend=backend)
         self._whole = torch.compile(_named(name), backend=backend, fullgraph=True)
+        self._of_others = torch.compile(_named(f"{name} of other shapes"), backend=backend)
+        self._first: dict[Any, list[torch.Size]] = {}  # shapes, by form
         self._sizes = frozenset(sizes) - {1} if len(set(sizes)) > 1 else frozenset()
+        self._planned = frozenset(sizes)
         self._one_too = bool(self._sizes) and 1 in sizes and _knows_shape_ids()
         self._need_to_know: set[Any] = set()  # calls of this form
 
@@ -130,7 +135,15 @@ class _Kind:
         # Which of equal numbers is that of the samples, a single call does not say.
         plain = not any(size in t.shape[1:] for t in counted)
         form = _form(module, leaves)
-        if self._one_too and plain and form not in self._need_to_know:
+        first = self._first.setdefault(form, [t.shape for t in tensors])
+        changed = [
+            (tensor, place)
+            for tensor, before in zip(tensors, first)
+            for place in range(tensor.dim())
+            if tensor.shape[place] != before[place]
+            and (place or not self._planned.issuperset((len(tensor), before[0])))
+        ]
+        if self._one_too and plain and not changed and form not in self._need_to_know:
             for tensor in counted:
                 dynamo.decorators.mark_unbacked(tensor, 0, hint_override=size, shape_id="samples")
             try:
@@ -140,9 +153,10 @@ class _Kind:
                 self._need_to_know.add(form)
                 args, kwargs = tree_map(_unmarked, (args, kwargs))
                 return self.run(module, args, kwargs)
-        for tensor in counted:
-            dynamo.maybe_mark_dynamic(tensor, 0)
-        return self._compiled(self._function, module, args, kwargs)
+        for tensor, place in [*((tensor, 0) for tensor in counted), *changed]:
+            dynamo.maybe_mark_dynamic(tensor, place)
+        run = self._of_others if changed else self._compiled
+        return run(self._function, module, args, kwargs)
 
     def _size(self, tensors: Sequence[torch.Tensor]) -> int:
         """The number of samples in a call, 0 if its tensors do not tell, or if it is 1: so is the
