@@ -14,11 +14,14 @@ from jobs import CLUSTER, checkpoints, environment, metrics, plan_for, toy, trai
 
 from commands import begin
 from gpumix.spec.errors import Interrupted, MachineError
+from gpumix.train.checkpoint import opened
+from gpumix.train.checkpoint_file import verify
 from gpumix.train.last_minute import AT_ONCE, LastMinute, Moment
 from ports import free_port
 from warm_commands import Command
 
 EACH_STEP = {"memory_every_steps": 1}
+GRACE_S = 13.0
 
 
 @pytest.fixture(scope="module")
@@ -51,15 +54,34 @@ def test_a_step_is_waited_for_while_there_is_time_for_a_save(now, step_s, tells,
     assert Moment(100.0, 30.0, 95.0, step_s, tells, save_s).too_late(now) is late
 
 
+@pytest.mark.parametrize(
+    ("now", "save_s", "writing_since", "late"),
+    [
+        (109.0, 8.0, None, False),
+        (109.0, 8.0, 99.0, False),  # it is whole in 2 s, and another one 12 s later: 21 s are left
+        (109.0, 8.0, 108.0, True),  # in 11 s
+        (119.0, 2.0, 110.0, True),  # it takes longer than the last, so may another one
+        (104.0, None, 96.0, False),  # perhaps in 8 s, and another one takes 15 s: 26 s are left
+        (106.0, None, 96.0, True),  # in 10 s: 24 s are left
+    ],
+)
+def test_no_checkpoint_begins_before_the_one_under_way_is_whole(now, save_s, writing_since, late):
+    moment = Moment(100.0, 30.0, 95.0, 1.0, True, save_s, writing_since)
+    assert moment.too_late(now) is late
+
+
 def test_a_save_that_does_not_end_is_waited_for_as_long_as_one_may_take(tmp_path):
     """The disk hangs, under the thread beside the main one."""
     goes_on = threading.Event()
-    ranks = SimpleNamespace(rank=3, claim=lambda *_: AT_ONCE, claimed=lambda _: AT_ONCE)
+    word = f"{AT_ONCE}0.1"
+    ranks = SimpleNamespace(rank=3, claim=lambda *_: word, claimed=lambda _: word)
     job = SimpleNamespace(steps=6, grace=0.1, output=tmp_path)
     keeping = SimpleNamespace(
         copies_in_memory=True,
+        checkpointer=SimpleNamespace(writing_since=None),
+        save_s=None,
         patience_s=0.1,
-        save_copies=lambda limit_s: goes_on.wait() and None,
+        save_copies=lambda deadline, needs_s: goes_on.wait() and None,
         go_on_copying=lambda: None,
     )
     stop: Any = SimpleNamespace(asked_at=None, wait=lambda _: None, wake=lambda: None)
@@ -111,6 +133,20 @@ def test_on_a_slow_disk_that_is_busy(tmp_path, losses):
     slow = {"factory": "toys:tokens_on_slow_disk", "arguments": {"sync_s": 0.2}, "held_out": 0.1}
     job = asked(tmp_path, "notice", data=slow, checkpoint={"every_steps": 3, "keep": 3} | EACH_STEP)
     check_stopped_after_three(tmp_path, losses, job)
+
+
+def test_on_a_disk_too_slow_for_another_checkpoint(tmp_path):
+    """That of step 3 is whole in time; one of step 4, after it, would not be."""
+    slow = {"factory": "toys:tokens_on_slow_disk", "arguments": {"sync_s": 1.2}, "held_out": 0.1}
+    harm = toy(fault="notice", rank=1, at=5, once=str(tmp_path / "asked"))
+    often = {"checkpoint": {"every_steps": 3} | EACH_STEP}
+    job = write_job(tmp_path, model=harm, data=slow, grace=GRACE_S, **often)
+    with pytest.raises(Interrupted, match="stopped after step 3 of 6"):
+        train(job, plan=plan_for(job))
+    assert time.time() - (tmp_path / "asked").stat().st_mtime < GRACE_S + 10
+    assert checkpoints(tmp_path / "run") == ["step-00000003"]
+    whole = opened(tmp_path / "run" / "checkpoints" / "step-00000003")[0]
+    verify(tmp_path / "run" / "checkpoints" / "step-00000003", sorted(whole.files.items()))
 
 
 def test_one_rank_that_is_asked_tells_the_others(tmp_path, losses):

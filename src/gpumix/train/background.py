@@ -39,7 +39,8 @@ class Background(Generic[T]):
     def __init__(self, work: Callable[[], T], *, name: str, patience_s: float = math.inf) -> None:
         self._work = work
         self._patience_s = patience_s
-        self._deadline = time.monotonic() + patience_s
+        self.begun_at = time.monotonic()
+        self._deadline = self.begun_at + patience_s
         self._result: list[T] = []
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)

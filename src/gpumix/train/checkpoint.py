@@ -51,6 +51,7 @@ MANIFEST = TypeAdapter(Manifest)
 FOLDER, FOLDERS = TypeAdapter(Path), TypeAdapter(list[Path])
 PERHAPS: TypeAdapter[Path | None] = TypeAdapter(Path | None)
 STEPS = TypeAdapter(list[int])
+YES_NO = TypeAdapter(bool)
 FILES = TypeAdapter(dict[str, SavedFile])
 OPENED = TypeAdapter(tuple[Manifest, Index])
 
@@ -162,6 +163,11 @@ class Checkpointer:
         every = self._ranks.each(lambda: list(steps), STEPS, "tell its copies", self.folder)
         return max(set.intersection(*map(set, every)), default=None)
 
+    def all_say(self, yes: bool, of: str) -> bool:
+        """Whether all ranks do."""
+        said: list[bool] = self._ranks.each(lambda: yes, YES_NO, f"tell whether {of}", self.folder)
+        return all(said)
+
     def save_copy(self, copy: content.Content) -> Saved:
         """Write a checkpoint of what nobody changes."""
         return self._timed(copy.manifest.step, copy, lambda: copy.tensors)
@@ -184,11 +190,21 @@ class Checkpointer:
             what = "write a checkpoint"
             raise not_in_time(error, what, self._ranks.rank, self.folder) from error
 
-    def wait(self, seconds: float) -> None:
-        """Until the checkpoint that was begun last is written, if there is one, but not longer. Not
-        collective."""
-        if self._saving is not None:
-            self._saving.join(seconds)
+    def wait(self, seconds: float) -> Saved | None:
+        """Until the checkpoint that was begun last is written, if there is one, but not longer;
+        what it is, if it is written by then. Not collective, and for any thread."""
+        saving = self._saving
+        if saving is None:
+            return None
+        saving.join(max(0.0, seconds))
+        return saving.result() if saving.ended and not saving.failed else None
+
+    @property
+    def writing_since(self) -> float | None:
+        """When the checkpoint was begun that is being written, by `time.monotonic()`; None if none
+        is. Not collective, and for any thread."""
+        saving = self._saving
+        return None if saving is None or saving.ended else saving.begun_at
 
     @property
     def under_way(self) -> bool:

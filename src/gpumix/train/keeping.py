@@ -214,18 +214,23 @@ class Keeping:
         """Whether all ranks have begun to keep some."""
         return self._memory is not None
 
-    def save_copies(self, *, limit_s: float) -> Saved | None:
-        """Write to disk what is in memory: the newest state of which all ranks have a copy; None if
-        there is none. The state changes no more until `go_on_copying`. Collective; for a thread
-        beside the main one.
+    def save_copies(self, *, deadline: float, needs_s: float) -> Saved | None:
+        """Write to disk what is in memory: the newest state of which all ranks have a copy. A
+        checkpoint that is being written is waited for; if that leaves no time for another one, it
+        is the last. None if there is neither in time. The state changes no more until
+        `go_on_copying`. Collective; for a thread beside the main one.
 
         Args:
-            limit_s: how long to wait for a checkpoint that is being written.
+            deadline: when all is to be done, by `time.monotonic()`.
+            needs_s: so long before a checkpoint is begun at the latest.
         """
         assert self._memory is not None
         assert self._beside is not None
-        held = self._memory.hold()
-        self.checkpointer.wait(limit_s)
+        held = self._memory.hold(max(0.0, deadline - time.monotonic()))
+        self.checkpointer.wait(deadline - needs_s - time.monotonic())
+        free = self.checkpointer.writing_since is None
+        if not self._beside.all_say(free, "its disk is free"):
+            return self.checkpointer.wait(deadline - time.monotonic())
         step = self._beside.common_step(held)
         return None if step is None else self._beside.save_copy(held[step])
 

@@ -36,8 +36,9 @@ LOOK_ASKED_S = 0.1  # of one that was asked to end
 MARGIN = 1.5
 # Of the grace period, for a save when none was made yet.
 UNKNOWN_SAVE = 0.5
-# Who saves the end of a run: the main threads, or those beside them. The first word counts.
-END, BY_STEP, AT_ONCE = "end of the run", "by step", "at once"
+# Who saves the end of a run: the main threads, or those beside them, and those within how many
+# seconds. The first word counts.
+END, BY_STEP, AT_ONCE = "end of the run", "by step", "at once, within "
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class Moment:
         began_at: when the step under way began; one usually takes `step_s`, 0 if that is unknown.
         tells: whether with that step all ranks hear of it, not only with the next.
         save_s: what the last checkpoint took, if there was one.
+        writing_since: when the one was begun that is being written, if one is: no other one can be
+            begun before it is whole.
     """
 
     asked_at: float
@@ -57,15 +60,35 @@ class Moment:
     step_s: float
     tells: bool
     save_s: float | None
+    writing_since: float | None = None
+
+    @property
+    def deadline(self) -> float:
+        """When everything is to be done."""
+        return self.asked_at + self.grace_s
 
     def too_late(self, now: float) -> bool:
         """Whether a checkpoint that is begun after the step may not be whole in time."""
-        left_s = self.asked_at + self.grace_s - now
         step_left_s = max(0.0, self.began_at + self.step_s - now)
         if not self.tells:
             step_left_s += self.step_s
-        needed_s = UNKNOWN_SAVE * self.grace_s if self.save_s is None else MARGIN * self.save_s
-        return left_s - step_left_s < needed_s
+        wait_s = max(step_left_s, self._write_left_s(now))
+        return now + wait_s + self.needs_s(now) > self.deadline
+
+    def needs_s(self, now: float) -> float:
+        """How long a checkpoint may take; no less than the one under way has taken already."""
+        known_s = UNKNOWN_SAVE * self.grace_s if self.save_s is None else MARGIN * self.save_s
+        return max(known_s, MARGIN * self._written_s(now))
+
+    def _written_s(self, now: float) -> float:
+        return 0.0 if self.writing_since is None else now - self.writing_since
+
+    def _write_left_s(self, now: float) -> float:
+        """Until the checkpoint under way is whole: where nothing is known, as long again."""
+        written_s = self._written_s(now)
+        if self.writing_since is None or self.save_s is None:
+            return written_s
+        return max(0.0, MARGIN * self.save_s - written_s)
 
 
 class LastMinute:
@@ -111,7 +134,7 @@ class LastMinute:
             MachineError: the disk hangs.
             CommunicationError: another rank does.
         """
-        if self._ranks.claim(END, BY_STEP) != AT_ONCE:
+        if not self._ranks.claim(END, BY_STEP).startswith(AT_ONCE):
             return
         limit_s = min(self._grace_s + self._keeping.patience_s, threading.TIMEOUT_MAX)
         if not self._over.wait(limit_s):
@@ -127,8 +150,8 @@ class LastMinute:
                 else:
                     self._closed.wait(LOOK_ASKED_S)
                 word = self._word(stop.asked_at)
-            if word == AT_ONCE:
-                error = self._saved()
+            if word.startswith(AT_ONCE):
+                error = self._saved(float(word.removeprefix(AT_ONCE)))
         except STORE_ERRORS:  # the main thread will say so
             pass
         if error is not None:
@@ -140,16 +163,28 @@ class LastMinute:
         """What is decided; empty if nothing is yet."""
         if asked_at is None:
             return self._ranks.claimed(END)
-        at, save_s = self._began_at, self._keeping.save_s
-        moment = Moment(asked_at, self._grace_s, at, self._step_s, self._tells, save_s)
-        if moment.too_late(time.monotonic()):
-            return self._ranks.claim(END, AT_ONCE)
+        moment, now = self._moment(asked_at), time.monotonic()
+        if moment.too_late(now):
+            return self._ranks.claim(END, f"{AT_ONCE}{moment.deadline - now:.3f}")
         return self._ranks.claimed(END)
 
-    def _saved(self) -> Interrupted | None:
-        """What to tell of it; None if it could not be."""
+    def _moment(self, asked_at: float) -> Moment:
+        return Moment(
+            asked_at,
+            self._grace_s,
+            self._began_at,
+            self._step_s,
+            self._tells,
+            self._keeping.save_s,
+            self._keeping.checkpointer.writing_since,
+        )
+
+    def _saved(self, left_s: float) -> Interrupted | None:
+        """What to tell of it; None if it could not be within the seconds that are left."""
+        now = time.monotonic()
+        moment = self._moment(now + left_s - self._grace_s)
         try:
-            saved = self._keeping.save_copies(limit_s=self._grace_s)
+            saved = self._keeping.save_copies(deadline=moment.deadline, needs_s=moment.needs_s(now))
         except (GpumixError, RuntimeError, OSError):
             saved = None
         if saved is None:  # the main thread saves

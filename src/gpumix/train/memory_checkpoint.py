@@ -98,12 +98,13 @@ class MemoryCheckpointer:
                 patience_s=self._patience_s,
             )
 
-    def hold(self) -> dict[int, content.Content]:
-        """The copies that are whole, by their steps. From now on nothing is copied: the main thread
-        waits where it would be, or the state may change, until `go_on`. For another thread."""
+    def hold(self, limit_s: float) -> dict[int, content.Content]:
+        """The copies that are whole, by their steps; one under way is waited for so long. From now
+        on nothing is copied: the main thread waits where it would be, or the state may change,
+        until `go_on`. For another thread."""
         with self._turn:
             self._held = True
-        settled = self._settled.wait(self._limit_s)
+        settled = self._settled.wait(min(limit_s, self._limit_s))
         if self.refused or not settled:
             return {}
         return {one.manifest.step: one for one in self._whole.values()}
