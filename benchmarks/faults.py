@@ -13,9 +13,10 @@ once, or while they restore.
 
     python benchmarks/faults.py [--json] [--kills 200] [--seed 0]
 
-Figures: `kills`, `runs`, `worst_relative_error` (of the final loss), `samples_lost`,
-`samples_repeated`, `median_recovery_s`, `worst_recovery_s` (from the signal to the end of the first
-step after it), `median_killed_s`, `median_stopped_s` and `median_hung_s` (with the timeout of 5 s),
+Figures: `kills` (by signals), `kills_forward` and so on of each place, `kills_outside`, `hangs`,
+`runs`, `worst_relative_error` (of the final loss), `samples_lost`, `samples_repeated`,
+`median_recovery_s`, `worst_recovery_s` (from the signal to the end of the first step after it),
+`median_killed_s`, `median_stopped_s` and `median_hung_s` (with the timeout of 5 s),
 `median_asked_s`, `worst_steps_repeated`, `worst_steps_repeated_each` (of runs that copy after each
 step), `most_steps_between_copies` (as `auto` had it), `double_kills`.
 """
@@ -31,6 +32,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -42,7 +44,7 @@ from typing import Any
 import yaml
 
 from common import TRAIN, environment, print_figures, records, small_gpt2
-from faulted.places import HANG, PLACES
+from faulted.places import HANG, ONCE, PLACES
 from faulted.used import Done, done_in, lost_and_repeated
 
 STEPS = 60
@@ -58,6 +60,7 @@ NAMES = {
     signal.SIGTERM: "asked",
     HANG: "hung",
 }
+OUTSIDE = "outside"  # beside the places of traps: wherever a rank is at a random moment
 # Of the faults, those that harm a second rank too; they are that if they come within this time.
 DOUBLE, AT_ONCE_S = 0.15, 0.5
 
@@ -73,7 +76,7 @@ def main() -> None:
         folder = Path(name)
         truths = {kind: _run(folder / kind.value, kind, 0, chance, plan=None) for kind in _Kind}
         found: list[tuple[_Kind, _Outcome]] = []
-        while (done := sum(len(one.faults) for _, one in found)) < arguments.kills:
+        while (done := sum(len(one.kills) for _, one in found)) < arguments.kills:
             wanted = min(KILLS_A_RUN, arguments.kills - done)
             kind = list(_Kind)[len(found) % len(_Kind)]
             plan = folder / kind.value / "run" / "plan.json"
@@ -125,6 +128,11 @@ class _Outcome:
     done: list[Done]
     faults: list[_Fault]
     copied_every: int
+
+    @property
+    def kills(self) -> list[_Fault]:
+        """What a signal did."""
+        return [fault for fault in self.faults if fault.signal != HANG]
 
     def recovery_s(self, fault: _Fault) -> float | None:
         """From a signal to the end of the first step of the next start; None if none was needed: it
@@ -208,7 +216,7 @@ def _set_traps(folder: Path, kind: _Kind, number: int, chance: random.Random) ->
         trap = {
             "step": chance.randint(2, 4),
             "place": place,
-            "after": 0 if place == "restore" else chance.randrange(3),
+            "after": 0 if place in ONCE else chance.randrange(3),
             "signal": int(chance.choice(FAULTS)),
         }
         ranks = 2 if chance.random() < DOUBLE else 1
@@ -235,7 +243,7 @@ def _harm_someone(
         if len(records(folder / "run", "step")) < STEPS - 5:
             at = time.time()
             os.kill(pid, number)
-            yield _Fault(int(number), "outside", at)
+            yield _Fault(int(number), OUTSIDE, at)
 
 
 # -- what came out ---------------------------------------------------------------------------------
@@ -257,6 +265,7 @@ def _figures(found: list[tuple[_Kind, _Outcome]], truths: dict[_Kind, _Outcome])
         lost, repeated = lost + of_run[0], repeated + of_run[1]
         errors.append(abs(outcome.losses[STEPS] / truths[kind].losses[STEPS] - 1))
     outcomes = [outcome for _, outcome in found]
+    at = Counter(fault.place for one in outcomes for fault in one.kills)
     by_signal: dict[int, list[float]] = {}
     for outcome in outcomes:
         for fault in outcome.faults:
@@ -264,7 +273,9 @@ def _figures(found: list[tuple[_Kind, _Outcome]], truths: dict[_Kind, _Outcome])
                 by_signal.setdefault(fault.signal, []).append(seconds)
     every = [s for of_signal in by_signal.values() for s in of_signal]
     return {
-        "kills": sum(len(one.faults) for one in outcomes),
+        "kills": sum(at.values()),
+        **{f"kills_{place}": at[place] for place in (*PLACES, OUTSIDE)},
+        "hangs": sum(len(one.faults) for one in outcomes) - sum(at.values()),
         "runs": len(found),
         "worst_relative_error": max(errors),
         "samples_lost": lost,

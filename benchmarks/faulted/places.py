@@ -1,5 +1,7 @@
 """Where traps can be, and what they do beside sending a signal."""
 
 PLACES = ("forward", "backward", "reduction", "optimizer", "copy", "save", "restore")
+# Those that a rank passes no more than once in a step.
+ONCE = ("optimizer", "copy", "save", "restore")
 # In place of a signal: a call that does not come back, while the process lives.
 HANG = 0

@@ -114,8 +114,7 @@ def samples(folder: str, length: int) -> Pieces:
 def _set(traps: Traps) -> None:
     def goes_forward(module: nn.Module, inputs: Any) -> None:
         if isinstance(module, GPT2Block) and module.training:
-            # Units are computed again for their backward.
-            traps.passes("backward" if torch.is_grad_enabled() else "forward")
+            traps.passes("forward")
 
     register_module_forward_pre_hook(goes_forward)
     step = Trainer.train_step
@@ -127,7 +126,9 @@ def _set(traps: Traps) -> None:
         return done
 
     Trainer.train_step = train_step  # type: ignore[method-assign]
-    _before(traps, Communicator, "reduce", "reduction")
+    for name in ("reduce", "start_all_reduce"):  # where gradients are divided, and where not
+        _before(traps, Communicator, name, "reduction")
+    _before(traps, torch.autograd, "backward", "backward")
     _before(traps, AdamW, "step", "optimizer")
     _before(traps, HostCopy, "fill", "copy")
     _before(traps, checkpoint, "write", "save")
