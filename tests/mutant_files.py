@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from gpumix.cli.source import Asked
+from gpumix.cost.predict import predict
 from gpumix.engine.units import dissect
 from gpumix.planner.explain import plan as make_plan
 from gpumix.spec.job import Job
+from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 from gpumix.spec.read import read_job
 from gpumix.spec.space import EVERYTHING
@@ -187,6 +189,8 @@ NAMES = {
     "head": "lm_head.weight",
 }
 
+PLANS = ("one.json", "stages.json", "teams.json", "unlike.json")
+
 USES: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
     "job": {
         "job.yaml": (
@@ -237,11 +241,11 @@ USES: dict[str, dict[str, tuple[tuple[str, ...], ...]]] = {
             ("simulate", name, "--trace", "trace.json"),
             ("train", "job.yaml", "--plan", name),
         )
-        for name in ("one.json", "stages.json", "teams.json")
+        for name in PLANS
     }
     | {
         f"alone/{name}": (("train", "job.yaml", "--plan", f"alone/{name}"),)
-        for name in ("one.json", "stages.json", "teams.json")
+        for name in PLANS
     },
 }  # fmt: skip
 
@@ -300,13 +304,39 @@ def write_all(folder: Path) -> list[Good]:
     }.items():
         space = EVERYTHING.model_copy(update={"leave_out": False, **shape})
         made = make_plan(profile, job.global_batch, space=space)
-        made.save(folder / f"{name}.json")
-        made.save(folder / "alone" / f"{name}.json")  # without a profile beside it
+        _save(made, folder, name)
+    _save(_of_unlike_teams(profile, Plan.load(folder / "teams.json")), folder, "unlike")
     return [
         Good(kind, name, (folder / name).read_text(encoding="utf-8"), uses)
         for kind, files in USES.items()
         for name, uses in files.items()
     ]
+
+
+def _save(plan: Plan, folder: Path, name: str) -> None:
+    plan.save(folder / f"{name}.json")
+    plan.save(folder / "alone" / f"{name}.json")  # without a profile beside it
+
+
+def _of_unlike_teams(profile: Profile, plan: Plan) -> Plan:
+    """A plan of teams of two, whose first team is two workers instead who compute alone."""
+    (stage,) = plan.stages
+    team = stage.teams[0]
+    whole = team[0].samples
+    alone = [
+        worker.model_copy(
+            update={
+                "parts": stage.tensor,
+                "samples": samples,
+                "micro_batch": min(samples, worker.micro_batch),
+                "state_share": worker.state_share / len(team),
+            }
+        )
+        for worker, samples in zip(team, (whole // 2, whole - whole // 2), strict=True)
+    ]
+    mixed = stage.model_copy(update={"workers": (*alone, *stage.workers[len(team) :])})
+    found = plan.model_copy(update={"stages": (mixed,), "prediction": None})
+    return found.model_copy(update={"prediction": predict(profile, found)})
 
 
 def _as_json(text: str) -> Any:
