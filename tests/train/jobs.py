@@ -43,6 +43,9 @@ CLUSTER = [
     {"class": "big", "accelerator": "cpu", "memory": "64 MiB"},
     {"class": "small", "accelerator": "cpu", "memory": "32 MiB", "count": 2},
 ]
+# How blocks of toys are divided.
+TENSOR_PLAN = {"blocks.*.into": "colwise", "blocks.*.out": "rowwise"}
+PAIR = [{"class": "pair", "accelerator": "cpu", "memory": "64 MiB", "count": 2}]
 EMULATED = [
     {"class": "fast", "emulate": "50 GFLOP/s", "memory": "64 MiB"},
     {"class": "slow", "emulate": "25 GFLOP/s", "memory": "32 MiB", "count": 2},
@@ -159,6 +162,21 @@ def staged_plan_for(
         stages=tuple(stages),
         **settings,
     )
+
+
+def plan_in_unlike_teams(job_file: Path) -> Plan:
+    """A plan by hand for a device, which computes both parts of units, and `PAIR`, which divides
+    them. It names another order of ranks than the cluster has, which is the one that counts."""
+    plan = plan_for(job_file, samples=(5, 3, 0), shares=(0.6, 0.4, 0.0))
+    (stage,) = plan.stages
+    big, one, other = stage.workers
+    part = {"samples": 3, "micro_batch": 2, "state_share": 0.4}
+    big = big.model_copy(update={"parts": 2, "micro_batch": 2})
+    team = tuple(worker.model_copy(update=part) for worker in (one, other))
+    changed = stage.model_copy(update={"tensor": 2, "workers": (big, *team)})
+    ranks = (one.device, big.device, other.device)
+    dumped = plan.model_copy(update={"stages": (changed,), "ranks": ranks}).model_dump_json()
+    return Plan.model_validate_json(dumped)
 
 
 # -- in this process -------------------------------------------------------------------------------

@@ -9,8 +9,10 @@ from jobs import (
     BATCH,
     CLUSTER,
     OWN_PROFILES,
+    PAIR,
+    TENSOR_PLAN,
     metrics,
-    plan_for,
+    plan_in_unlike_teams,
     staged_plan_for,
     toy,
     train,
@@ -99,10 +101,6 @@ def test_a_run_goes_on_in_other_stages_or_without(job, alone):
     assert seen == pytest.approx(alone[0], rel=1e-5)
 
 
-TENSOR_PLAN = {"blocks.*.into": "colwise", "blocks.*.out": "rowwise"}
-PAIR = [{"class": "pair", "accelerator": "cpu", "memory": "64 MiB", "count": 2}]
-
-
 def test_a_run_in_a_team_is_that_of_one_and_goes_on_without(tmp_path):
     model = toy() | {"tensor_plan": TENSOR_PLAN}
     settings = {"model": model, "cluster": PAIR, "schedule": {"kind": "constant"}}
@@ -122,7 +120,6 @@ def test_a_run_in_a_team_is_that_of_one_and_goes_on_without(tmp_path):
 
 
 def test_a_run_in_teams_of_unlike_sizes_is_that_of_one_and_goes_on_without(tmp_path):
-    """Rank 1 computes both parts of units, into which ranks 0 and 2 divide them."""
     model = toy() | {"tensor_plan": TENSOR_PLAN}
     cluster = [CLUSTER[0], *PAIR]
     settings = {"model": model, "cluster": cluster, "schedule": {"kind": "constant"}}
@@ -137,19 +134,6 @@ def test_a_run_in_teams_of_unlike_sizes_is_that_of_one_and_goes_on_without(tmp_p
     assert evaluations(tmp_path / "there") == pytest.approx(
         evaluations(tmp_path / "alone"), rel=1e-5
     )
-
-
-def plan_in_unlike_teams(job) -> Plan:
-    plan = plan_for(job, samples=(5, 3, 0), shares=(0.6, 0.4, 0.0))
-    (stage,) = plan.stages
-    big, one, other = stage.workers
-    part = {"samples": 3, "micro_batch": 2, "state_share": 0.4}
-    big = big.model_copy(update={"parts": 2, "micro_batch": 2})
-    team = tuple(worker.model_copy(update=part) for worker in (one, other))
-    changed = stage.model_copy(update={"tensor": 2, "workers": (big, *team)})
-    ranks = (one.device, big.device, other.device)
-    dumped = plan.model_copy(update={"stages": (changed,), "ranks": ranks}).model_dump_json()
-    return Plan.model_validate_json(dumped)
 
 
 def test_who_insists_has_a_team_of_unlike_devices(tmp_path, capsys):
