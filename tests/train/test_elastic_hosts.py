@@ -120,6 +120,7 @@ def test_a_host_goes_and_another_one_of_a_new_class_comes(tmp_path, agents):
     wait_until(lambda: steps() >= together + 3)
     begun = len(metrics(run, "restart"))
     assert classes_of(Profile.load(run / "profile.json")) == {"of-one", "of-two"}
+    last = steps()
     kill(agents["two"])
     wait_until(lambda: hosts_in(run) == ["one"])
     before = steps()
@@ -137,6 +138,7 @@ def test_a_host_goes_and_another_one_of_a_new_class_comes(tmp_path, agents):
     gone_on = [one for one in metrics(run, "restart")[begun:] if one["resumed_from"]]
     assert len(gone_on) >= 2
     assert gone_on[0]["kept_in"] == "memory"
+    assert gone_on[0]["resumed_from"] >= last - 1
 
 
 def test_the_rank_that_has_the_store_is_stopped(tmp_path, agents):
