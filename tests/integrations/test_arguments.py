@@ -228,15 +228,19 @@ ACCEPTED: dict[str, Any] = {
 }
 
 
+PRECISIONS = {"bf16": "bf16", "fp16": "fp16", "no": "fp32"}
+
+
 def test_what_is_asked_of_blocks_reaches_the_planner(tmp_path):
     assert run_ranks(_asked, 1, tmp_path)[0] == {
-        "Trainer": (True, [True]),
-        "Accelerator": (True, [False, True]),
+        said: {"Trainer": (True, [True], dtype), "Accelerator": (True, [False, True], dtype)}
+        for said, dtype in PRECISIONS.items()
     }
 
 
 def _asked(folder: Path) -> dict[str, Any]:
-    """Whether blocks are to be compiled and computed again, as the planner is told."""
+    """Whether blocks are to be compiled and computed again, and in what they are computed, as the
+    planner is told."""
     as_launched(folder)
     from torch.utils.data import DataLoader
 
@@ -252,18 +256,23 @@ def _asked(folder: Path) -> dict[str, Any]:
 
     def host(name: str) -> Any:
         def told(model: Any, training: Any, **settings: Any) -> None:
-            found[name] = training.compile, sorted(training.space.recompute)
+            space = sorted(training.space.recompute)
+            found[said][name] = training.compile, space, training.precision
             raise Told
 
         return told
 
     planned.host, accelerated.host = host("Trainer"), host("Accelerator")
-    args = arguments(folder, 12, eval_strategy="no", **ACCEPTED)
-    with pytest.raises(Told):
-        Trainer(model=model(), args=args, train_dataset=Texts()).train()
-    network, loop = model(), Accelerator(dynamo_backend="inductor")
-    with pytest.raises(Told):
-        loop.prepare(network, torch.optim.AdamW(network.parameters()), DataLoader(Texts(), 12))
+    for said in PRECISIONS:
+        found[said] = {}
+        asked = {} if said == "no" else {said: True}
+        args = arguments(folder, 12, eval_strategy="no", **ACCEPTED, **asked)
+        with pytest.raises(Told):
+            Trainer(model=model(), args=args, train_dataset=Texts()).train()
+        network = model()
+        loop = Accelerator(mixed_precision=said, dynamo_backend="inductor")
+        with pytest.raises(Told):
+            loop.prepare(network, torch.optim.AdamW(network.parameters()), DataLoader(Texts(), 12))
     return found
 
 

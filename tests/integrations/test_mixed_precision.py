@@ -1,0 +1,82 @@
+"""Scripts that ask for bfloat16 are trained in it, on unlike devices that are measured for it, as
+their libraries train in autocast on one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from harness import run_ranks
+from programs import GLOBAL_BATCH, STEPS, Texts, arguments, as_launched, log_of, model
+
+pytestmark = pytest.mark.slow
+
+RANKS = 2
+TOLERANCE = 2e-2
+CLUSTER = """
+- {class: fast, accelerator: cpu, memory: 300MB, emulate: 2e10}
+- {class: slow, accelerator: cpu, memory: 300MB, emulate: 1e10}
+"""
+
+
+def on_unlike_devices(folder: Path) -> None:
+    """A short look at them is enough, for shares that go by what their class is known to do."""
+    as_launched(folder)
+    from gpumix.integrations import hosted
+
+    Path(os.environ["GPUMIX_CLUSTER"]).write_text(CLUSTER)
+    hosted.profile = partial(hosted.profile, budget_s=2.0)
+    hosted.make_plan = partial(hosted.make_plan, strategy="proportional")
+
+
+def by_trainer(folder: Path, world: int) -> tuple[list[float], Any]:
+    on_unlike_devices(folder)
+    if world == 1:
+        from transformers import Trainer
+    else:
+        from gpumix.integrations.transformers import Trainer
+    settings = {"eval_strategy": "no", "save_strategy": "no", "bf16": True}
+    args = arguments(folder / f"{world}", GLOBAL_BATCH // world, **settings)
+    trainer = Trainer(model=model(), args=args, train_dataset=Texts())
+    trainer.train()
+    return log_of(trainer, "loss"), None if world == 1 else trainer.plan
+
+
+def by_loop(folder: Path, world: int) -> tuple[list[float], Any]:
+    on_unlike_devices(folder)
+    if world == 1:
+        from accelerate import Accelerator
+    else:
+        from gpumix import Accelerator
+    accelerator = Accelerator(mixed_precision="bf16")
+    network = model()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)
+    loader = DataLoader(Texts(), batch_size=GLOBAL_BATCH // world)
+    network, optimizer, loader = accelerator.prepare(network, optimizer, loader)
+    losses = []
+    for _ in range(2):
+        for batch in loader:
+            loss = network(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return losses, None if world == 1 else accelerator.plan
+
+
+@pytest.mark.parametrize("program", [by_trainer, by_loop])
+def test_losses_are_those_of_the_stock_script(program: Callable[..., Any], tmp_path):
+    ((stock, _),) = run_ranks(program, 1, tmp_path, 1)
+    assert len(stock) == STEPS
+    for losses, plan in run_ranks(program, RANKS, tmp_path, RANKS, timeout_s=240):
+        assert losses == pytest.approx(stock, rel=TOLERANCE)
+        first, second = plan.workers
+        assert (first.compute_dtype, second.compute_dtype) == ("bf16", "bf16")
+        assert (first.samples, second.samples) == (8, 4)
