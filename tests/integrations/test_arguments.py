@@ -118,7 +118,6 @@ OF_DECODERS = {"predict_with_generate": True}
 OF_SFT: dict[str, dict[str, Any]] = {
     "activation_offloading": {"activation_offloading": True},
     "padding_free": {"padding_free": True, "max_length": None},
-    "packing_strategy": {"packing": True},
 }
 OF_LOOPS: dict[str, Any] = {
     "split_batches": lambda: True,

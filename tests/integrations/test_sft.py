@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from gpumix.spec.errors import InputError
 from harness import run_ranks
 from programs import as_launched, in_folder, in_hub_cache, tokenizer
 from reference import Share, plan_for
@@ -59,7 +60,18 @@ def plan(adapted: bool) -> Any:
     return plan_for(whole, shares, length=16, zero_stage=3)
 
 
-KINDS = ("whole", "adapters", "a stream")
+ADAPTED = ("adapters", "packs and adapters")
+KINDS = ("whole", "adapters", "a stream", "packs", "packs and adapters", "prompts", "messages")
+# Which tokens are trained on is for the template to say.
+TEMPLATE = """
+{%- for message in messages -%}
+{{- message['role'] + ' ' -}}
+{%- if message['role'] == 'assistant' -%}
+{% generation %}{{ message['content'] + ' <eos>' }}{% endgeneration %}
+{%- else -%}{{ message['content'] + ' <eos> ' }}
+{%- endif -%}
+{%- endfor -%}
+"""
 
 
 def given(kind: str, folder: Path) -> dict[str, Any]:
@@ -67,10 +79,33 @@ def given(kind: str, folder: Path) -> dict[str, Any]:
     if kind == "adapters":
         name = in_hub_cache(model(), folder / "hub")
         return {"model": name, "train_dataset": texts(), "peft_config": adapters()}
-    if kind == "whole":
-        return {"model": model(), "train_dataset": texts(), "processing_class": tokenizer()}
+    known = tokenizer()
+    if kind == "messages":
+        known.chat_template = TEMPLATE
+    in_memory = {
+        "whole": texts,
+        "packs": texts,
+        "packs and adapters": texts,
+        "prompts": lambda: texts().map(as_prompt, remove_columns="text"),
+        "messages": lambda: texts().map(as_messages, remove_columns="text"),
+    }
+    if kind in in_memory:
+        data = in_memory[kind]()
+        more = {"peft_config": adapters()} if kind in ADAPTED else {}
+        return {"model": model(), "train_dataset": data, "processing_class": known, **more}
     stream = texts().to_iterable_dataset(num_shards=2).map(same)
     return {"model": in_folder(model(), folder / "model"), "train_dataset": stream}
+
+
+def as_prompt(row: dict[str, Any]) -> dict[str, Any]:
+    first, _, rest = row["text"].partition(" ")
+    return {"prompt": first, "completion": f" {rest}"}
+
+
+def as_messages(row: dict[str, Any]) -> dict[str, Any]:
+    first, _, rest = row["text"].partition(" ")
+    said = {"user": first, "assistant": rest}
+    return {"messages": [{"role": role, "content": text} for role, text in said.items()]}
 
 
 def same(row: dict[str, Any]) -> dict[str, Any]:
@@ -88,8 +123,10 @@ def trained(folder: Path, world: int, kind: str) -> dict[str, Any]:
     else:
         from gpumix.integrations.trl import SFTTrainer
 
-        more["plan"] = plan(kind == "adapters")
+        more["plan"] = plan(kind in ADAPTED)
     output = folder / f"{world}-{kind}"
+    what = given(kind, folder)
+    held_out = texts() if streams else what["train_dataset"]
     trainer = SFTTrainer(
         args=SFTConfig(
             output_dir=str(output),
@@ -99,8 +136,9 @@ def trained(folder: Path, world: int, kind: str) -> dict[str, Any]:
             max_steps=6 if streams else -1,
             dataloader_num_workers=2 if streams else 0,
             dataloader_multiprocessing_context="fork" if streams else None,  # TRL maps by closures
-            packing=streams,
-            packing_strategy="wrapped",
+            packing=streams or kind.startswith("packs"),
+            packing_strategy="wrapped" if streams else "bfd",
+            assistant_only_loss=kind == "messages",
             learning_rate=1e-2,
             logging_steps=1,
             save_strategy="no",
@@ -111,8 +149,8 @@ def trained(folder: Path, world: int, kind: str) -> dict[str, Any]:
             seed=5,
             max_length=16,
         ),
-        eval_dataset=texts().select(range(9)),
-        **given(kind, folder),
+        eval_dataset=held_out.select(range(9)),
+        **what,
         **more,
     )
     trainer.train()
@@ -165,3 +203,30 @@ def test_what_is_saved_is_what_is_trained(both):
     for key, value in expected.items():
         # Adam moves an element whose gradient is hardly more than rounding by its sign alone.
         assert np.linalg.norm(found[key] - value) <= 2e-3 * np.linalg.norm(value), key
+
+
+def test_packs_whose_documents_would_see_each_other_are_refused(tmp_path):
+    fix = "packing_strategy='wrapped' or packing=False"
+    with pytest.raises(InputError, match=rf"'bfd': .*see each other\n(.|\n)*{fix}"):
+        run_ranks(_sees_all, 1, tmp_path, timeout_s=120)
+
+
+def _sees_all(folder: Path) -> None:
+    as_launched(folder)
+    from trl import SFTConfig
+
+    from gpumix.integrations.trl import SFTTrainer
+
+    def without_positions(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return args, kwargs | {"position_ids": None}
+
+    network = model()
+    network.model.register_forward_pre_hook(without_positions, with_kwargs=True)
+    settings = {"packing": True, "max_length": 16, "report_to": [], "use_cpu": True, "bf16": False}
+    SFTTrainer(
+        network,
+        SFTConfig(str(folder / "run"), per_device_train_batch_size=8, **settings),
+        train_dataset=texts(),
+        processing_class=tokenizer(),
+        plan=plan_for(model(), [Share(8, 4, 1)], length=16),
+    ).train()

@@ -9,22 +9,30 @@ import copy
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
 
 from gpumix.integrations.missing import need
 
 need(__name__, "trl", "transformers", "accelerate", extra="trl")
 
-import trl  # noqa: E402 - what is missing is told first
+import torch  # noqa: E402 - what is missing is told first
+import trl  # noqa: E402
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling  # noqa: E402
 
-from gpumix.integrations.fields import Fields, no_meaning  # noqa: E402
+from gpumix.engine.documents import mask_of_documents  # noqa: E402
+from gpumix.engine.engine import Engine  # noqa: E402
+from gpumix.integrations.fields import Fields  # noqa: E402
 from gpumix.integrations.gathering import all_texts  # noqa: E402
 from gpumix.integrations.trainer.arguments import PLANNED, TRAINING  # noqa: E402
+from gpumix.integrations.trainer.loss import by_itself  # noqa: E402
 from gpumix.integrations.trainer.planned import Planned  # noqa: E402
+from gpumix.spec.errors import InputError  # noqa: E402
+from gpumix.train.documents import check_documents  # noqa: E402
 
 __all__ = ["SFTTrainer"]
 
 TOKENS = "num_tokens"
-PACKED = "SFTConfig(packing=True, packing_strategy='wrapped') packs in the dataset"
 ARGUMENTS = Fields.of(
     heard="packing packing_strategy",
     theirs="""
@@ -35,9 +43,28 @@ ARGUMENTS = Fields.of(
     """,  # the last one is set by TRL itself for models that look at pictures
     refused={
         "activation_offloading": PLANNED,
-        "padding_free": f"leave it out: a batch is cut between its rows; {PACKED}",
+        "padding_free": "leave it out: a batch is cut between its rows; SFTConfig(packing=True) "
+        "lays several samples into each",
     },
 ).and_of(TRAINING)
+
+
+@dataclass(frozen=True)
+class PacksInRows:
+    """Collates as TRL does, but for one row to each pack: a batch is cut between packs. Positions
+    begin anew with each document, and there is no mask.
+
+    Attributes:
+        flat: TRL's own, which lays all packs of a batch into one row.
+    """
+
+    flat: DataCollatorForLanguageModeling
+
+    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = replace(self.flat, padding_free=False, return_position_ids=True)(examples)
+        batch[TOKENS] = batch.pop("attention_mask").sum(1)
+        batch["labels"][batch["position_ids"] == 0] = -100
+        return batch
 
 
 class SFTTrainer(Planned, trl.SFTTrainer):
@@ -48,20 +75,42 @@ class SFTTrainer(Planned, trl.SFTTrainer):
 
     _arguments = (trl.SFTConfig, ARGUMENTS)
 
-    def _check_arguments(self) -> None:
-        super()._check_arguments()
-        if self.args.packing and self.args.packing_strategy != "wrapped":
-            raise no_meaning(
-                f"packing_strategy={self.args.packing_strategy!r}", PACKED, where="SFTConfig"
-            )
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._tokens = 0  # trained on, of packs
+        super().__init__(*args, **kwargs)
+        if self.padding_free:  # which TRL makes packing, unless it is "wrapped"
+            assert isinstance(self.data_collator, DataCollatorForLanguageModeling)
+            self.data_collator = PacksInRows(self.data_collator)
+
+    def _hosted(self, dataset: Any, collate: Any) -> Engine:
+        known = self._engine
+        engine = super()._hosted(dataset, collate)
+        if self.padding_free and engine is not known:
+            with by_itself(self.accelerator), self._measured():
+                self.accelerator.print(_told_of_documents(engine, self.args.packing_strategy))
+        return engine
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Of packs, whose documents do not see each other."""
+        if not self.padding_free:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        tokens = inputs.pop(TOKENS, torch.zeros(()))
+        whole = self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
+        given = inputs | mask_of_documents(whole, inputs)
+        made = super().compute_loss(model, given, *args, **kwargs)
+        if self.model.training:
+            # TRL counts one row, and other micro-batches go on in between.
+            self._tokens += int(tokens.sum())
+            self._total_train_tokens = self._tokens
+        return made
 
     @contextmanager
     def _measured(self) -> Iterator[None]:
-        before = copy.deepcopy(self._metrics), self._total_train_tokens
+        before = copy.deepcopy(self._metrics), self._total_train_tokens, self._tokens
         try:
             yield
         finally:
-            self._metrics, self._total_train_tokens = before
+            self._metrics, self._total_train_tokens, self._tokens = before
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if self._engine is not None:
@@ -76,3 +125,21 @@ class SFTTrainer(Planned, trl.SFTTrainer):
                 own[name] = [value for one in every for value in one.get(name, [])]
             own[TOKENS] = [sum(sum(one[TOKENS]) for one in every)]
         super().log(logs, start_time)
+
+
+def _told_of_documents(engine: Engine, strategy: str) -> str:
+    """
+    Raises:
+        InputError: documents that are packed together see each other.
+    """
+    try:
+        warning = check_documents(engine)
+    except InputError as error:
+        raise InputError(
+            error.what,
+            where=f"SFTConfig: packing_strategy={strategy!r}",
+            why=error.why,
+            fix="take packing_strategy='wrapped' or packing=False; or, where the model has "
+            "attn_implementation='flash_attention_2', 'sdpa'",
+        ) from error
+    return warning or "packed documents do not see each other"
