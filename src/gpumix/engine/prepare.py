@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from gpumix.cost.of_model import check_ends, check_names
-from gpumix.engine import split_backward
+from gpumix.engine import split_backward, versions
 from gpumix.engine.comm import Communicator
 from gpumix.engine.compiled import compile_units
 from gpumix.engine.coroutine import Calls, intercept
@@ -248,11 +248,13 @@ def _check(plan: Plan, anatomy: Anatomy, comm: Communicator) -> None:
             f"the plan is for {len(plan.workers)} ranks, {comm.world} are running",
             fix="start one process per device of the plan, or plan for these devices",
         )
-    digest = int(plan.digest(), 16)
-    table, exchanged = comm.exchange(
-        torch.tensor([digest], device=comm.device), "comparison of plans"
-    )
+    told, digest = versions.own_versions(), int(plan.digest(), 16)
+    versions.publish(told, comm.rank)
+    own = torch.tensor([digest, versions.digest_of(told)], device=comm.device)
+    table, exchanged = comm.exchange(own, "comparison of plans")
     exchanged.wait()
+    if len({row[1] for row in table.tolist()}) > 1:
+        versions.refuse_unlike(versions.published(comm.world))
     others = [rank for rank, row in enumerate(table.tolist()) if row[0] != digest]
     if others:
         raise InputError(

@@ -27,6 +27,7 @@ from gpumix.engine.held_up import Wait, held_up_by, known
 from gpumix.engine.leaving import leave_together
 from gpumix.engine.stands import begins, doing, stand_of_main, where_main_stands
 from gpumix.engine.state import some_of
+from gpumix.engine.versions import own_versions, refuse_unlike
 from gpumix.spec.cluster import Device
 from gpumix.spec.errors import (
     DeviceFailure,
@@ -107,6 +108,11 @@ class Ranks:
         if store is not None and world > 1:
             on_gpu = device.type != "cpu"
             self._heart = Heart(store.clone(), rank, runs_ahead=on_gpu)  # type: ignore[attr-defined]
+            try:
+                refuse_unlike(self.gather("versions", own_versions()))
+            except InputError:
+                self._heart.stop()
+                raise
             if not dist.is_initialized():
                 self._connect(store)
                 self._owns_groups = True

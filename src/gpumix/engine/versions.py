@@ -1,0 +1,67 @@
+"""Whether all ranks run the same gpumix and torch, which of most launchers nobody has compared.
+
+Unlike ones may wait for each other in collectives that do not fit, or compute unlike steps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+import gpumix
+from gpumix.spec.errors import InputError
+
+PACKAGES = ("gpumix", "torch")
+
+
+def own_versions() -> str:
+    """What a rank tells of itself, in JSON."""
+    # Builds for unlike GPUs are of one version.
+    torchs = str(torch.__version__).partition("+")[0]
+    return json.dumps({"host": socket.gethostname(), "gpumix": gpumix.__version__, "torch": torchs})
+
+
+def digest_of(told: str) -> int:
+    """The same number for the same versions, in 63 bits."""
+    known = json.loads(told)
+    text = json.dumps([known[package] for package in PACKAGES])
+    return int(hashlib.sha256(text.encode()).hexdigest()[:15], 16)
+
+
+def publish(told: str, rank: int) -> None:
+    """For `published`, in the store of the default process group if there is one."""
+    if dist.is_initialized():
+        _store().set(str(rank), told)
+
+
+def published(world: int) -> list[str]:
+    """What all ranks told, once each has."""
+    return [_store().get(str(rank)).decode() for rank in range(world)]
+
+
+def refuse_unlike(told: Sequence[str]) -> None:
+    """
+    Args:
+        told: by each rank.
+
+    Raises:
+        InputError: a rank runs another version than the first one.
+    """
+    first, *others = map(json.loads, told)
+    for rank, other in enumerate(others, 1):
+        for package in PACKAGES:
+            if other[package] != first[package]:
+                raise InputError(
+                    f"{package} is {first[package]} on {first['host']} (rank 0), "
+                    f"{other[package]} on {other['host']} (rank {rank})",
+                    fix="install the same version on both hosts",
+                )
+
+
+def _store() -> dist.Store:
+    return dist.PrefixStore("gpumix/versions", dist.distributed_c10d._get_default_store())
