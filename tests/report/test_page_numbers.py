@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import re
+from statistics import mean
 
 import pytest
 from folders import event_line, planned, read, run_of, step_line
@@ -12,6 +14,7 @@ from rich.console import Console
 from gpumix.report import words
 from gpumix.report.facts import Facts
 from gpumix.report.live import frame
+from gpumix.report.page import page
 from gpumix.report.run import read_run
 from gpumix.spec.plan import Plan
 from gpumix.spec.units import show_bytes, show_seconds
@@ -56,6 +59,40 @@ def test_memory_is_that_of_plan_and_metrics(trained, shown):
         assert f"{told}; measured {show_bytes(of_class['peak_bytes'])}" in shown
         for cause, taken in fullest.memory_bytes.items():
             assert not taken or f"{cause}: {show_bytes(taken)}" in shown
+
+
+def test_predictions_are_off_by_what_was_measured(trained):
+    """Computed anew, from the plan, the run's summary and what its devices told."""
+    folder, summary = trained
+    plan = json.loads((folder / "plan.json").read_text())
+    predicted = plan["prediction"]
+    expected = {
+        "step time": predicted["step_s"] / summary.step_s,
+        "tokens/s": predicted["tokens_per_s"] / summary.tokens_per_s,
+    }
+    of_device = {one["device"]: one for one in predicted["workers"]}
+    workers = [worker for stage in plan["stages"] for worker in stage["workers"]]
+    told = [one for line in lines_of(folder, "classes") for one in line["classes"]]
+    assert {line["step"] for line in lines_of(folder, "classes")} == {2, 4, 6, 8}
+    for name in {one["device_class"] for one in told}:
+        own = [of_device[w["device"]] for w in workers if w["device_class"] == name]
+        peak = max(one["peak_bytes"] for one in told if one["device_class"] == name)
+        expected[f"{name}: memory"] = max(sum(w["memory_bytes"].values()) for w in own) / peak
+        busy = mean(one["busy_share"] for one in told if one["device_class"] == name)
+        planned_busy = mean(w["busy_s"] for w in own) / predicted["step_s"]
+        expected[f"{name}: busy"] = planned_busy / busy
+    shown = off_by(page(read_run(folder)))
+    assert len(expected) == 6
+    assert {name: shown[name] for name in expected} == {
+        name: f"{ratio - 1:+.1%}" for name, ratio in expected.items()
+    }
+
+
+def off_by(text: str) -> dict[str, str]:
+    """The last cell of each row of "Predicted against measured"."""
+    table = text.partition("by how much the prediction is off")[2].partition("</table>")[0]
+    rows = [re.findall(r"<t[hd][^>]*>([^<]*)<", row) for row in table.split("<tr")]
+    return {cells[0]: cells[-1] for cells in rows[1:] if cells}
 
 
 def test_held_out_losses_are_those_of_the_metrics(trained, shown):
