@@ -166,7 +166,15 @@ def trained(folder: Path, world: int, kind: str) -> dict[str, Any]:
         "files": sorted(path.name for path in (output / "final").glob("*.safetensors")),
         "final": str(output / "final"),
         "parameters": trainer.get_num_trainable_parameters(),
+        "frozen_bytes": frozen_bytes(trainer),
     }
+
+
+def frozen_bytes(trainer: Any) -> int:
+    """That this process stores."""
+    engine = getattr(trainer, "_engine", None)
+    stored = trainer.model.parameters() if engine is None else [p.local for p in engine.pieces()]
+    return sum(one.nbytes for one in stored if not one.requires_grad)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -190,6 +198,13 @@ def test_metrics_are_of_all_ranks(both):
         # Means over micro-batches, of which the stock script has one.
         assert rank["entropy"] == pytest.approx(stock["entropy"], rel=0.05)
         assert rank["entropy"] == ours[0]["entropy"]
+
+
+def test_each_rank_stores_its_share_of_what_is_frozen(both):
+    stock, ours = both
+    first, second = (rank["frozen_bytes"] for rank in ours)
+    assert first + second == stock["frozen_bytes"]
+    assert first == pytest.approx(stock["frozen_bytes"] / 4, rel=0.04)
 
 
 def test_what_is_saved_is_what_is_trained(both):
