@@ -171,3 +171,11 @@ def test_a_functions_own_error_is_the_cause(cluster, monkeypatch):
 def test_workers_that_are_not_there_are_named(cluster):
     with pytest.raises(MachineError, match="there are 0 in the cluster, 1 wanted"):
         run(_sums, {"A100": 1} | WORKERS, args=[1.0], timeout_s=2)
+
+
+def test_workers_that_ask_for_a_label_that_no_node_has_get_no_other_node(cluster):
+    """The only node has all else that they ask for."""
+    asked = {"fast": Workers(1, {"rack": "b"}, {"CPU": 1, "fast": 1})}
+    named = r"of 'fast' \(.*rack=b\) there are 0 in the cluster, 1 wanted"
+    with pytest.raises(MachineError, match=named):
+        run(_sums, asked, args=[1.0], timeout_s=2)
