@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -89,6 +90,39 @@ def test_two_hosts_train_to_the_losses_of_one_process(two, tmp_path):
     # One rank speaks, and its host's name stands before each line.
     assert "gpx-a | " in done.err and "gpx-b | " not in done.err
     assert "step 6/6" in (tmp_path / "logs" / "gpx-a.log").read_text(encoding="utf-8")
+
+
+def test_hosts_that_nobody_counted_run_a_process_for_each_device(two, tmp_path):
+    """On hosts without a GPU the CPU is the only one."""
+    (tmp_path / "meets.py").write_text(ADDS)
+    words = [*options(two, "--hosts", "gpx-a,gpx-b"), "meets.py"]
+    done = run([sys.executable, "-m", "gpumix", "launch", *words], tmp_path, {}, 90)
+    assert done.code == 0, done.err
+    assert sorted(done.out.splitlines()) == [f"gpx-{h} | {r} of 2: 3.0" for h, r in ("a0", "b1")]
+
+
+def test_printed_commands_of_two_hosts_meet(two, tmp_path):
+    (tmp_path / "meets.py").write_text(ADDS)
+    words = [*options(two, "--hosts", "gpx-a:1,gpx-b:1", "--print-commands"), "meets.py"]
+    done = run([sys.executable, "-m", "gpumix", "launch", *words], tmp_path, {}, 60)
+    assert done.code == 0, done.err
+    lines = [line.replace(" -t ", " ") for line in done.out.splitlines()]
+    assert len(lines) == 2
+    with ThreadPoolExecutor(2) as shells:
+        typed = list(shells.map(lambda line: run(["sh", "-c", line], tmp_path, {}, 60), lines))
+    assert [one.code for one in typed] == [0, 0], [one.err for one in typed]
+    assert [one.out.split() for one in typed] == [f"{rank} of 2: 3.0".split() for rank in (0, 1)]
+
+
+ADDS = """
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+summed = torch.tensor(dist.get_rank() + 1.0)
+dist.all_reduce(summed)
+print(f"{dist.get_rank()} of {dist.get_world_size()}: {summed.item()}", flush=True)
+dist.destroy_process_group()
+"""
 
 
 def test_ctrl_c_stops_all_and_the_run_is_saved(two, tmp_path):
