@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from gpumix.integrations.missing import need
@@ -28,6 +29,7 @@ from gpumix.integrations.trainer.arguments import PLANNED, TRAINING  # noqa: E40
 from gpumix.integrations.trainer.loss import by_itself  # noqa: E402
 from gpumix.integrations.trainer.planned import Planned  # noqa: E402
 from gpumix.spec.errors import InputError  # noqa: E402
+from gpumix.spec.plan import Plan  # noqa: E402
 from gpumix.train.documents import check_documents  # noqa: E402
 
 __all__ = ["SFTTrainer"]
@@ -75,9 +77,9 @@ class SFTTrainer(Planned, trl.SFTTrainer):
 
     _arguments = (trl.SFTConfig, ARGUMENTS)
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, plan: Plan | Path | str | None = None, **kwargs: Any) -> None:
         self._tokens = 0  # trained on, of packs
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, plan=plan, **kwargs)
         if self.padding_free:  # which TRL makes packing, unless it is "wrapped"
             assert isinstance(self.data_collator, DataCollatorForLanguageModeling)
             self.data_collator = PacksInRows(self.data_collator)
