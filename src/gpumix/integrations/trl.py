@@ -70,9 +70,11 @@ class PacksInRows:
 
 
 class SFTTrainer(Planned, trl.SFTTrainer):
-    """`trl.SFTTrainer`, run by a plan; see `Planned` for what it takes beside.
+    """`trl.SFTTrainer`, run by a plan. Its metrics are means over the micro-batches of all devices.
 
-    Its metrics are means over the micro-batches of all devices.
+    Args:
+        plan: trains by this one, or that of a file; by default the devices are measured and one is
+            made, when it is first needed.
     """
 
     _arguments = (trl.SFTConfig, ARGUMENTS)
