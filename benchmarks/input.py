@@ -6,8 +6,8 @@ bound of a step is the longer of the device's time and what a batch takes of the
 processes or, where samples may be read so, in threads; stacked in new memory or written into rows
 that were used before, whichever takes less. Beside it: torch's DataLoader without workers, with
 values that people set by hand, and the best of all that are tried. Runs alternate; ratios are of
-mean step times once a loader is warm. A loader is there as soon as a second of the device's steps
-takes no more than the bound allows; one that never comes there, at infinity.
+mean step times once a loader is warm. A loader is there once its last disturbance is over that is
+longer than a second of the device's steps; one that never comes within the bound, at infinity.
 
     python benchmarks/input.py --json
 """
@@ -51,7 +51,8 @@ BEST = 3  # of them run as long as ours, beside it
 NONE_STEPS = 40
 BOUND_S = 2.0  # for which cores are busy, in each way
 THERE = 0.95  # of the bound
-WINDOW = 25  # steps
+WINDOW = 10  # steps
+NEAR = 5  # windows
 
 Collate = Callable[[list[Any]], dict[str, torch.Tensor]]
 
@@ -207,11 +208,20 @@ class Run:
         return mean(self.steps_s[len(self.steps_s) // 3 :])
 
     def there_s(self, bound_s: float) -> float:
-        """When the first steps begin that take no longer than they may."""
-        for first in range(len(self.steps_s) - WINDOW + 1):
-            if THERE * mean(self.steps_s[first : first + WINDOW]) <= bound_s:
-                return sum(self.steps_s[:first])
-        return inf
+        """When the last disturbance ends that is more than a hiccup of the machine: most of `NEAR`
+        windows around are slow, or all of them from the first on. Slow is what takes longer than
+        is usual in the end, and than the bound. Infinity: it does not end, or what is usual is not
+        within the bound."""
+        starts = range(0, len(self.steps_s), WINDOW)
+        windows_s = [mean(self.steps_s[start : start + WINDOW]) for start in starts]
+        usual_s = max(bound_s, median(windows_s[len(windows_s) // 3 :]))
+        if THERE * usual_s > bound_s:
+            return inf
+        slow = [THERE * window_s > usual_s for window_s in windows_s]
+        around = [slow[max(0, k - NEAR // 2) : k + NEAR // 2 + 1] for k in range(len(slow))]
+        disturbed = [k for k, some in enumerate(around) if all(slow[: k + 1]) or mean(some) > 0.5]
+        first = disturbed[-1] + 1 if disturbed else 0
+        return sum(self.steps_s[: WINDOW * first]) if first < len(slow) else inf
 
 
 def ours(pipeline: Pipeline, steps: int) -> Run:
