@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from squares import N, Squares, alive, expected, pids, processes, take, until
 
 from gpumix.data import arena
 from gpumix.data.crew import Processes
@@ -33,64 +33,6 @@ from gpumix.data.order import GlobalOrder
 from gpumix.spec.errors import InputError, MachineError, TrainingError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked")
-
-N = 200
-
-
-class Squares:
-    """Sample k holds k and its square; nothing of it can be pickled."""
-
-    def __init__(self, n: int = N, read: Callable[[int], None] = lambda k: None) -> None:
-        self.n = n
-        self.read = read
-        self.lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __getitem__(self, k: int) -> dict[str, Any]:
-        self.read(k)
-        return {"k": k, "square": torch.full((3,), float(k * k))}
-
-
-def processes(dataset: Any, shares: list[int] = [6, 2], rank: int = 0, **given: Any) -> Loader:  # noqa: B006
-    return Loader(dataset, shares, rank, **{"workers": 2, "kind": "processes"} | given)
-
-
-def take(loader: Loader, steps: int) -> list[int]:
-    found = []
-    for _ in range(steps):
-        batch = next(loader)
-        assert torch.equal(batch["square"][:, 0], batch["k"].float() ** 2)
-        found += batch["k"].tolist()
-    return found
-
-
-def expected(steps: int, *, begin: int = 0, stop: int = 6, batch: int = 8) -> list[int]:
-    order = GlobalOrder(N, 0)
-    spans = [order.span(s * batch + begin, s * batch + stop) for s in range(steps)]
-    return [int(k) for span in spans for k in span]
-
-
-def pids(loader: Loader) -> list[int]:
-    crew = loader._feed._crew
-    assert isinstance(crew, Processes)
-    return crew.pids
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return "zombie" not in Path(f"/proc/{pid}/status").read_text()
-
-
-def until(done: Callable[[], bool]) -> None:
-    begun = time.monotonic()
-    while not done():
-        assert time.monotonic() - begun < 60, "it did not come to that"
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("given", [{}, {"workers": 3}, {"prefetch": 1}, {"kind": "threads"}])
@@ -224,21 +166,6 @@ def test_a_sample_that_kills_its_worker_again_and_again_is_named(tmp_path):
         assert loader.cursor.position == 11 * 8
 
 
-def test_a_worker_that_is_stuck_is_replaced_and_a_sample_that_sticks_is_named():
-    bad = expected(6)[-1]
-
-    def read(k: int) -> None:
-        if k == bad:
-            time.sleep(1000)
-
-    with processes(Squares(read=read), timeout_s=1.0) as loader:
-        assert take(loader, 5) == expected(5)
-        with pytest.raises(
-            TrainingError, match=f"at sample {bad} of Squares.*: it was at it for more than 1 s"
-        ):
-            take(loader, 1)
-
-
 def test_an_error_in_a_worker_names_the_sample_and_its_line():
     bad = expected(6)[-1]
 
@@ -274,26 +201,6 @@ def test_a_sample_that_leaves_the_program_is_named(kind):
     with processes(Squares(read=read), [N], kind=kind, bad_samples="skip") as loader:
         next(loader)
         assert [one.index for one in loader.skipped] == [bad]
-
-
-def test_a_thread_that_is_stuck_stops_the_run_and_its_samples_are_named():
-    bad, go_on = expected(4)[-1], threading.Event()
-
-    def read(k: int) -> None:
-        if k == bad:
-            go_on.wait(60)
-
-    with processes(Squares(read=read), workers=1, kind="threads", timeout_s=0.5) as loader:
-        assert take(loader, 3) == expected(3)
-        for _ in range(2):
-            with pytest.raises(
-                TrainingError, match=f"is stuck at sample {bad} of Squares"
-            ) as caught:
-                next(loader)
-            assert "timeout" in caught.value.fix
-            assert loader.cursor.position == 3 * 8
-        go_on.set()
-        assert take(loader, 3) == expected(6)[18:]
 
 
 def test_where_no_worker_can_be_had_that_is_said_and_nothing_is_lost():

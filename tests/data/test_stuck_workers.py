@@ -1,0 +1,92 @@
+"""Workers that are stuck: another one has their place, and reads their samples."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+from squares import Squares, alive, expected, pids, processes, take, until
+
+from gpumix.spec.errors import TrainingError
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked")
+
+
+def test_a_worker_that_is_stuck_is_replaced_and_a_sample_that_sticks_is_named():
+    bad = expected(6)[-1]
+
+    def read(k: int) -> None:
+        if k == bad:
+            time.sleep(1000)
+
+    with processes(Squares(read=read), timeout_s=1.0) as loader:
+        assert take(loader, 5) == expected(5)
+        with pytest.raises(
+            TrainingError, match=f"at sample {bad} of Squares.*: it was at it for more than 1 s"
+        ):
+            take(loader, 1)
+
+
+def test_a_sample_that_sticks_once_is_read_by_another_worker(caplog, tmp_path):
+    bad, once = expected(6)[-1], tmp_path / "once"
+
+    def read(k: int) -> None:
+        if k == bad and not once.exists():
+            once.write_text(str(os.getpid()))
+            time.sleep(1000)
+
+    with processes(Squares(read=read), timeout_s=3.0) as loader:
+        assert take(loader, 10) == expected(10)
+        assert loader.lost_workers == 1
+        stuck = int(once.read_text())
+        assert len(pids(loader)) == 2 and stuck not in pids(loader)
+        until(lambda: not alive(stuck))
+    (told,) = caplog.records
+    assert told.getMessage() == (
+        f"worker {stuck} of the data was lost at sample {bad} of Squares, another has its place: "
+        "it was at it for more than 3 s"
+    )
+
+
+def test_the_samples_of_a_worker_that_is_stopped_are_read_by_another(caplog, tmp_path):
+    """It does not even hear that it is to end."""
+    bad, once = expected(6)[-1], tmp_path / "once"
+
+    def read(k: int) -> None:
+        if k == bad and not once.exists():
+            once.write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    with processes(Squares(read=read), timeout_s=3.0) as loader:
+        assert take(loader, 10) == expected(10)
+        assert loader.lost_workers == 1
+        stopped = int(once.read_text())
+        until(lambda: not alive(stopped))
+    (told,) = caplog.records
+    assert told.getMessage().startswith(
+        f"worker {stopped} of the data was lost at sample {bad} of Squares, another has its place"
+    )
+
+
+def test_a_thread_that_is_stuck_stops_the_run_and_its_samples_are_named():
+    bad, go_on = expected(4)[-1], threading.Event()
+
+    def read(k: int) -> None:
+        if k == bad:
+            go_on.wait(60)
+
+    with processes(Squares(read=read), workers=1, kind="threads", timeout_s=0.5) as loader:
+        assert take(loader, 3) == expected(3)
+        for _ in range(2):
+            with pytest.raises(
+                TrainingError, match=f"is stuck at sample {bad} of Squares"
+            ) as caught:
+                next(loader)
+            assert "timeout" in caught.value.fix
+            assert loader.cursor.position == 3 * 8
+        go_on.set()
+        assert take(loader, 3) == expected(6)[18:]
