@@ -190,3 +190,36 @@ def test_tf32_is_switched_on_for_gpus_alone():
     before = torch.get_float32_matmul_precision()
     agreement.make_efficient(nn.Linear(1, 1), Efficiency(tf32=True), torch.device("cpu"))
     assert torch.get_float32_matmul_precision() == before
+
+
+@pytest.mark.parametrize(
+    ("compared", "loss", "why"),
+    [
+        ((1e-6, 1.5), "triton", "1.50 times torch's speed here, 1e-06 off it"),
+        ((0.2, 1.5), "torch", "not used: 20.0% off torch's way"),
+        ((float("nan"), 1.5), "torch", "not used: nan% off torch's way"),
+        ((1e-6, 0.8), "torch", "not used: 0.80 times torch's speed here"),
+        (RuntimeError("no such target\nmore of it"), "torch", "not used: no such target"),
+    ],
+)
+def test_a_fused_loss_is_used_where_it_computes_the_same_faster(monkeypatch, compared, loss, why):
+    """The kernel itself needs a GPU; what it came to beside torch's way is stood in for."""
+    asked = []
+
+    def compare(width, classes, *_):
+        asked.append((width, classes))
+        if isinstance(compared, Exception):
+            raise compared
+        return compared
+
+    monkeypatch.setattr(agreement, "compare_losses", compare)
+    what = llama()
+    head = what.build().lm_head
+    chosen = replace(wanted(loss="triton"), choices=(Choice(what="loss", value="?", why="asked"),))
+    one = DeviceClass(name="one", accelerator="cpu", memory_bytes=256 * MIB)
+    with open_device(one, 0) as runtime:
+        what = replace(what, chosen={"one": chosen})
+        found = agreement.agreed(what, runtime, "one", print).chosen["one"]
+    assert asked == [(head.in_features, head.out_features)]
+    assert found.efficiency.loss == loss
+    assert found.why("loss") == why
