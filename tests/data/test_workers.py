@@ -23,7 +23,7 @@ import pytest
 import torch
 from squares import N, Squares, alive, expected, pids, processes, take, until
 
-from gpumix.data import arena
+from gpumix.data import arena, feed
 from gpumix.data.crew import Processes
 from gpumix.data.feed import MOST_AHEAD, UNKNOWN_BYTES
 from gpumix.data.fetch import DataChangedError
@@ -55,6 +55,27 @@ def test_a_batch_that_is_kept_stays_as_it_is():
         kept = [next(loader)["k"] for _ in range(200)]
     order = GlobalOrder(N, 0).span(0, 64 * 200)
     assert torch.equal(torch.cat(kept), torch.from_numpy(order))
+
+
+@pytest.mark.parametrize("kept", [1, 200])
+@pytest.mark.parametrize("chunks", ["whole", "parts"])
+def test_memory_of_threads_is_used_again_when_nobody_has_the_batch(monkeypatch, kept, chunks):
+    """Of large batches; of more than there is memory set aside for, some lie elsewhere."""
+    monkeypatch.setattr(feed, "LARGE_BYTES", 1)
+    dataset = Squares()
+    dataset.thread_safe = True
+    with processes(dataset, [64], kind="threads", workers=3, prefetch=3) as loader:
+        if chunks == "parts":
+            loader._feed.set(replace(loader.setting, chunk=10))
+        batches: list[dict[str, torch.Tensor]] = []
+        places = set()
+        for _ in range(200):
+            batches = [*batches, next(loader)][-kept:]
+            places.add(batches[-1]["k"].data_ptr())
+            assert torch.equal(batches[-1]["square"][:, 0], batches[-1]["k"].float() ** 2)
+    order = GlobalOrder(N, 0).span(64 * (200 - kept), 64 * 200)
+    assert torch.cat([batch["k"] for batch in batches]).tolist() == order.tolist()
+    assert len(places) <= 10 if kept == 1 else len(places) == 200
 
 
 def test_workers_end_with_the_loader_and_with_the_last_reference_to_it():

@@ -201,8 +201,9 @@ class Threads(Crew):
     def _fetched(self, chunk: Chunk, place: Place) -> Fetched | Exception:
         try:
             with host_memory(), self._drawing(chunk):
-                values, skipped, cost = clocked(self._source, chunk, self._bad_samples)
-                written = _written(values, place.target, chunk.rows)
+                target = _rows_of(place.target, chunk)
+                values, skipped, cost = clocked(self._source, chunk, self._bad_samples, target)
+                written = _written(values, target)
             values_left = None if written else values
             return Fetched(cost, skipped, values_left, draws=self._source.draws)
         except Exception as error:
@@ -476,9 +477,12 @@ def _work(
         tell_into(notes, desk * NOTE_BYTES)
         found: Fetched | Exception
         try:
+            target = None
+            if slot is not None and layout is not None:
+                target = _rows_of(layout.views(arena.buffer(slot, layout.nbytes)), chunk)
             with draws.reading(chunk.seeds.tolist(), everywhere=True):
-                values, skipped, cost = clocked(source, chunk, bad_samples)
-            where = _delivered(values, arena, slot, layout, chunk)
+                values, skipped, cost = clocked(source, chunk, bad_samples, target)
+            where = _delivered(values, arena, slot, layout, target)
             found = Fetched(cost, skipped, *where, draws=source.draws)
         except Exception as error:
             found = picklable(error)
@@ -486,29 +490,34 @@ def _work(
 
 
 def _delivered(
-    values: Batch, arena: Arena, slot: int | None, layout: Layout | None, chunk: Chunk
+    values: Batch, arena: Arena, slot: int | None, layout: Layout | None, target: Batch | None
 ) -> tuple[Batch | None, Layout | None]:
     """Written into the arena: where, if that was not said; or handed over, if there is no room."""
     if slot is None:
         return values, None
-    own = layout or Layout.of(values, len(next(iter(values.values()))))
-    if own.nbytes > arena.slot_bytes:
-        return values, None
-    rows = slice(0, own.rows) if layout is None else chunk.rows
-    if not _written(values, own.views(arena.buffer(slot, own.nbytes)), rows):
-        return values, None
-    return None, own
+    if layout is None:
+        layout = Layout.of(values, len(next(iter(values.values()))))
+        if layout.nbytes > arena.slot_bytes:
+            return values, None
+        target = layout.views(arena.buffer(slot, layout.nbytes))
+    return (None, layout) if _written(values, target) else (values, None)
 
 
-def _written(values: Batch, target: Batch | None, rows: slice) -> bool:
-    """Whether the values could be written into these rows of `target`."""
+def _rows_of(target: Batch | None, chunk: Chunk) -> Batch | None:
+    """The rows of a batch that a chunk has."""
+    return None if target is None else {key: value[chunk.rows] for key, value in target.items()}
+
+
+def _written(values: Batch, target: Batch | None) -> bool:
+    """Whether the values lie in `target`, or could be written there."""
+    if values is target:
+        return True
     if target is None or values.keys() != target.keys():
         return False
-    own = {key: tensor[rows] for key, tensor in target.items()}
-    if any(own[k].shape != v.shape or own[k].dtype != v.dtype for k, v in values.items()):
+    if any(target[k].shape != v.shape or target[k].dtype != v.dtype for k, v in values.items()):
         return False
     for key, value in values.items():
-        own[key].copy_(value)
+        target[key].copy_(value)
     return True
 
 

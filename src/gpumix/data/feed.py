@@ -6,11 +6,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from gpumix.data import draws
 from gpumix.data.ahead import Ahead
@@ -26,6 +27,7 @@ from gpumix.spec.errors import MachineError
 
 MOST_AHEAD = 64  # batches
 SLOTS = 2 * MOST_AHEAD  # of those ahead, and of as many in use
+LARGE_BYTES = 2**20  # of a batch whose memory is used again: new memory costs what its pages do
 LARGER = 2  # times what a batch takes, that a slot holds: batches of other lengths fit
 WHOLE = 2**31  # samples: a batch is not fetched in parts
 UNKNOWN_BYTES = 64 * 2**20  # of a slot, where nothing is known of batches
@@ -72,6 +74,7 @@ class Feed:
         self._crew: Crew | None = None
         self._lacking: MachineError | None = None  # why there is none
         self._arena: Arena | None = None
+        self._used: Arena | None = None  # memory of the batches of threads, used again
         self._changed = threading.Condition()
         self._by_position: dict[int, Ahead] = {}
         self._by_number: dict[int, Ahead] = {}
@@ -252,7 +255,7 @@ class Feed:
         crew.close()
         self._lost_before += crew.lost
         with self._changed:
-            self._arena = None
+            self._arena = self._used = None
             self._pending.clear()
             self._by_number.clear()
             for position, batch in self._by_position.items():
@@ -347,7 +350,7 @@ class Feed:
                 fits = batch.layout is None or batch.layout.nbytes <= self._arena.slot_bytes
                 batch.slot = self._arena.take() if fits else None
                 batch.arena = self._arena if batch.slot is not None else None
-            elif batch.layout is not None and len(batch.missing) > 1:
+            elif batch.layout is not None and self._is_worth_it(batch, batch.layout):
                 batch.target = self._made(batch.layout)
         return Place(batch.slot, batch.layout, batch.target)
 
@@ -360,11 +363,31 @@ class Feed:
                 self._empty = self._source.rows(NO_INDICES)
         return Layout.of(self._empty, rows)
 
+    def _is_worth_it(self, batch: Ahead, layout: Layout) -> bool:
+        """To have rows written where the batch is to lie, by a thread."""
+        spares = self._source.writes and layout.nbytes >= LARGE_BYTES
+        return spares or len(batch.missing) > 1
+
     def _made(self, layout: Layout) -> Batch:
+        """Memory for a batch; pinned memory is used again by torch."""
+        pinned = self._pin is not None
+        if not pinned and layout.nbytes >= LARGE_BYTES:
+            lent = self._lent(layout.nbytes)
+            if lent is not None:
+                return layout.views(lent)
         with host_memory():
-            pinned = self._pin is not None
             buffer = torch.empty(layout.nbytes, dtype=torch.uint8, pin_memory=pinned)
         return layout.views(buffer)
+
+    def _lent(self, nbytes: int) -> Tensor | None:
+        """Memory that comes back once nobody holds it; None: there is none."""
+        if self._used is None or self._used.slot_bytes < nbytes:
+            with suppress(MachineError):
+                self._used = Arena(SLOTS, nbytes)
+        if self._used is None or self._used.slot_bytes < nbytes:
+            return None
+        slot = self._used.take()
+        return None if slot is None else self._used.lend(slot, nbytes)
 
     def _finished(self, chunk: Chunk, found: Fetched | Exception) -> None:
         """In a thread of the crew."""

@@ -110,9 +110,15 @@ class Fetched:
 
 
 def fetch(
-    source: Source, indices: np.ndarray, bad_samples: BadSamples, *, specimen: bool = False
+    source: Source,
+    indices: np.ndarray,
+    bad_samples: BadSamples,
+    *,
+    specimen: bool = False,
+    target: Batch | None = None,
 ) -> tuple[Batch, tuple[Skipped, ...]]:
-    """The samples at `indices`, stacked; or a batch that stands for any of so many.
+    """The samples at `indices`, stacked; or a batch that stands for any of so many. Where they are
+    to be written into `target`: that one, if they were; see `Source.rows_into`.
 
     Raises:
         DataChangedError: whatever is to be done about bad samples.
@@ -120,6 +126,8 @@ def fetch(
         GpumixError: the source says what is wrong with a sample.
     """
     read = source.specimen if specimen else source.rows
+    if target is not None:
+        read = partial(source.rows_into, target=target)
     try:
         return read(indices), ()
     except DataChangedError:
@@ -300,11 +308,11 @@ def _place(error: BaseException) -> str:
 
 
 def clocked(
-    source: Source, chunk: Chunk, bad_samples: BadSamples
+    source: Source, chunk: Chunk, bad_samples: BadSamples, target: Batch | None = None
 ) -> tuple[Batch, tuple[Skipped, ...], Cost]:
     """`fetch`, and what it took."""
     wall_s, cpu_s, core_s = time.perf_counter(), time.thread_time(), waited_for_core_s()
-    values, skipped = fetch(source, chunk.indices, bad_samples)
+    values, skipped = fetch(source, chunk.indices, bad_samples, target=target)
     core_s = waited_for_core_s() - core_s
     wall_s, cpu_s = time.perf_counter() - wall_s, time.thread_time() - cpu_s
     return values, skipped, Cost(len(chunk.indices), max(cpu_s, wall_s - core_s), cpu_s)

@@ -48,6 +48,11 @@ class Source(ABC):
         return False
 
     @property
+    def writes(self) -> bool:
+        """Whether `rows_into` spares what a copy takes."""
+        return False
+
+    @property
     @abstractmethod
     def fingerprint(self) -> str:
         """Changes when the samples or their order do; does not depend on where the files lie."""
@@ -61,6 +66,11 @@ class Source(ABC):
 
         For no indices: tensors of no rows, with the right dtypes and trailing dimensions.
         """
+
+    def rows_into(self, indices: np.ndarray, target: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The same, and `target` itself if they were written there: tensors like those that `rows`
+        would return. Else what it holds is undefined."""
+        return self.rows(indices)
 
     @property
     def lengths(self) -> np.ndarray | None:
@@ -257,6 +267,10 @@ class View(DerivedSource):
         self._stop = stop
 
     @property
+    def writes(self) -> bool:
+        return self._whole.writes
+
+    @property
     def fingerprint(self) -> str:
         return digest(self._whole.fingerprint, self._start, self._stop)
 
@@ -270,6 +284,9 @@ class View(DerivedSource):
 
     def rows(self, indices: np.ndarray) -> dict[str, Tensor]:
         return self._whole.rows(np.asarray(indices) + self._start)
+
+    def rows_into(self, indices: np.ndarray, target: dict[str, Tensor]) -> dict[str, Tensor]:
+        return self._whole.rows_into(np.asarray(indices) + self._start, target)
 
     def number(self, index: int) -> int:
         return self._whole.number(index + self._start)

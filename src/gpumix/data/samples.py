@@ -67,6 +67,10 @@ class SampleSource(Source):
         return self._dataset.draws
 
     @property
+    def writes(self) -> bool:
+        return True
+
+    @property
     def fingerprint(self) -> str:
         return digest(self.name, len(self), self._stack.shapes)
 
@@ -77,6 +81,17 @@ class SampleSource(Source):
         if not len(indices):
             return self._stack.empty
         return self._stack.of(indices, self._dataset.fetch(indices.tolist()))
+
+    def rows_into(self, indices: np.ndarray, target: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Each sample is written as soon as it is read, so that the next one gets its memory."""
+        numbers = indices.tolist()
+
+        def put(row: int, sample: Any) -> None:
+            for key, value in self._stack.like_the_first(numbers[row], sample).items():
+                target[key][row] = value
+
+        self._dataset.read(numbers, put)
+        return target
 
     def _learn(self, index: int) -> None:
         """By one sample, what all are like."""
@@ -123,10 +138,19 @@ class Stack:
         Raises:
             InputError: one is not like the first.
         """
-        found = [self.tensors(i, s) for i, s in zip(indices.tolist(), samples, strict=True)]
-        for index, sample in zip(indices.tolist(), found):
-            self._check(index, sample)
+        pairs = zip(indices.tolist(), samples, strict=True)
+        found = [self.like_the_first(index, sample) for index, sample in pairs]
         return {key: torch.stack([sample[key] for sample in found]) for key in self._template}
+
+    def like_the_first(self, index: int, sample: Any) -> dict[str, Tensor]:
+        """The tensors of a sample.
+
+        Raises:
+            InputError: they are not like those of the first.
+        """
+        found = self.tensors(index, sample)
+        self._check(index, found)
+        return found
 
     def tensors(self, index: int, sample: Any) -> dict[str, Tensor]:
         """Of one sample.
@@ -315,6 +339,13 @@ class MapStyle:
         return self._len
 
     def fetch(self, indices: list[int]) -> Sequence[Any]:
+        found: list[Any] = [None] * len(indices)
+        self.read(indices, found.__setitem__)
+        return found
+
+    def read(self, indices: list[int], put: Callable[[int, Any], None]) -> None:
+        """The samples at `indices`: `put` is given the number of each in the list, and the sample;
+        where they turn out to draw at random, twice."""
         with self._lock:
             now = _counted(self._dataset, self._name)
             if now != self._len:
@@ -325,29 +356,32 @@ class MapStyle:
                     fix="begin a new run, or let the dataset keep its length",
                 )
             try:
-                return self._read(indices)
+                self._read(indices, put)
             finally:
                 ends()
 
-    def _read(self, indices: list[int]) -> Sequence[Any]:
+    def _read(self, indices: list[int], put: Callable[[int, Any], None]) -> None:
         if not self._one_by_one:
             with draws.watched() as drawn:
-                samples = self._together(indices)
+                self._together(indices, put)
             if not drawn:
-                return samples
+                return
             self._one_by_one, self.draws = True, self.draws or drawn.of_process
-        found: list[Any] = []
         for row, index in enumerate(indices):
             draws.begin(row)
-            found += self._together([index])
-        return found
+            self._together([index], put, first=row)
 
-    def _together(self, indices: list[int]) -> Sequence[Any]:
+    def _together(
+        self, indices: list[int], put: Callable[[int, Any], None], *, first: int = 0
+    ) -> None:
         if hasattr(self._dataset, "__getitems__"):
             begins(indices[0], self._name)
-            samples: Sequence[Any] = self._dataset.__getitems__(indices)
-            return samples
-        return [self._one(i) for i in indices]
+            samples = self._dataset.__getitems__(indices)
+            for row, (_, sample) in enumerate(zip(indices, samples, strict=True), first):
+                put(row, sample)
+            return
+        for row, index in enumerate(indices, first):
+            put(row, self._one(index))
 
     def _one(self, index: int) -> Any:
         begins(index, self._name)
