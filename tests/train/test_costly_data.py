@@ -5,9 +5,10 @@ from __future__ import annotations
 from math import inf
 
 import pytest
-from jobs import BATCH, write_job
+from jobs import BATCH, metrics, plan_for, train, write_job
 
 from gpumix.data.host import cores_here
+from gpumix.data.order import GlobalOrder
 from gpumix.planner.base import predicted
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
@@ -58,3 +59,22 @@ def test_a_plan_gives_a_host_no_more_than_it_can_read(tmp_path):
     first = samples(pipeline.plan(slower))["one"]
     best_s = min(read_s(slower, n) for n in range(BATCH + 1))
     assert read_s(slower, first) == pytest.approx(best_s)
+
+
+def test_a_data_worker_that_is_killed_is_in_the_records_and_changes_no_loss(tmp_path):
+    cpu_s = 5e-3  # one thread would hold up who trains, so processes read
+    at = int(GlobalOrder(64, 0).span(10 * BATCH, 10 * BATCH + 1)[0])  # of the eleventh step
+    alone = [{"class": "device", "accelerator": "cpu", "memory": "64 MiB"}]
+    losses = {}
+    for kind in ("whole", "killed"):
+        once = tmp_path / f"{kind}.once"
+        if kind == "whole":
+            once.touch()
+        arguments = {"cpu_s": cpu_s, "at": at, "once": str(once)}
+        data = {"factory": "toys:killing_tokens", "arguments": arguments, "workers": 2}
+        job = write_job(tmp_path / kind, data=data, cluster=alone, steps=14, log_every_steps=1)
+        losses[kind] = train(job, plan=plan_for(job, (BATCH,), (1.0,))).losses
+        assert once.exists()
+        records = metrics(job.parent / "run", "ranks")
+        assert records[-1]["ranks"][0]["lost_workers"] == (kind == "killed")
+    assert losses["whole"] == losses["killed"]

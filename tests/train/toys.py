@@ -246,6 +246,20 @@ class _Costly(list):
         return super().__getitem__(index)
 
 
+class _Killing(_Costly):
+    """The first process that reads it beside the one that trains is killed at sample `at`."""
+
+    def __init__(self, once: Path, at: int, **costly) -> None:
+        super().__init__(**costly)
+        self.once, self.at, self.trains = once, at, os.getpid()
+
+    def __getitem__(self, index):
+        if index == self.at and os.getpid() != self.trains and not self.once.exists():
+            self.once.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
 class _Damaged(list):
     """Each tenth sample cannot be read."""
 
@@ -289,6 +303,10 @@ class _Remote(list):
 
 def remote_tokens() -> list[dict[str, Tensor]]:
     return _Remote(tokens())
+
+
+def killing_tokens(once: str, at: int, cpu_s: float) -> list[dict[str, Tensor]]:
+    return _Killing(Path(once), at, samples=tokens(), cpu_s=cpu_s)
 
 
 def costly_tokens(cpu_s: float) -> list[dict[str, Tensor]]:
