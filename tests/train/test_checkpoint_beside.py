@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from jobs import metrics, train, write_job
+from jobs import metrics, plan_for, train, write_job
 
 from checkpoints import (
     ALONE,
@@ -119,3 +119,29 @@ def test_a_run_tells_what_its_checkpoints_took(tmp_path):
     records = metrics(tmp_path / "run", "checkpoint")
     assert [record["step"] for record in records] == [2, 4, 6]
     assert all(record["stalled_s"] > 0 and record["seconds"] > 0 for record in records)
+
+
+def on_a_slow_disk(folder, steps, **settings):
+    """Steps of a run with a checkpoint for each, of which checkpoints were written, and put off."""
+    slow = {"factory": "toys:tokens_on_slow_disk", "arguments": settings, "held_out": 0.1}
+    often = {"checkpoint": {"every_steps": 1, "keep": 99, "memory_every_steps": 0}}
+    job = write_job(folder, data=slow, steps=steps, **often)
+    train(job, plan=plan_for(job))
+    assert [one["step"] for one in metrics(folder / "run")] == list(range(1, steps + 1))
+    return [
+        [one["step"] for one in metrics(folder / "run", event)]
+        for event in ("checkpoint", "checkpoint-late")
+    ]
+
+
+def test_a_slow_disk_has_fewer_checkpoints_and_steps_that_do_not_wait(tmp_path):
+    written, late = on_a_slow_disk(tmp_path, 30, sync_s=0.3, stall_s=0.05)
+    assert written[0] == 1 and written[-1] == 30
+    assert len(written) < 20
+    assert late
+    # One that was put off was begun when the disk was free.
+    assert all(any(step < other for other in written) for step in late)
+
+
+def test_one_that_is_nearly_written_is_waited_for(tmp_path):
+    assert on_a_slow_disk(tmp_path, 5, sync_s=0.05, stall_s=60.0) == [[1, 2, 3, 4, 5], []]

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import IterableDataset
 
+from gpumix.train import loop
+
 VOCABULARY = 32
 NOBODY = -2  # among ranks
 FOREVER_S = 60
@@ -342,9 +344,10 @@ def absent_tokens(first: int) -> list[dict[str, Tensor]]:
     return made
 
 
-def tokens_on_slow_disk(sync_s: float) -> list[dict[str, Tensor]]:
-    """Whoever reads them has a disk that takes so long to sync a file."""
-    quick = os.fsync
+def tokens_on_slow_disk(sync_s: float, stall_s: float = 5.0) -> list[dict[str, Tensor]]:
+    """Whoever reads them has a disk that takes so long to sync a file, and steps wait for a
+    checkpoint no longer than `stall_s`."""
+    quick, loop.MOST_STALL_S = os.fsync, stall_s
 
     def sync(file: int) -> None:
         time.sleep(sync_s)

@@ -79,6 +79,11 @@ def _checkpoint(one: Happened) -> _Words:
     return f"Checkpoint {name}".strip(), ", ".join(filter(None, (took, still))), "note"
 
 
+def _late(one: Happened) -> _Words:
+    why = "it begins when the one before is written: the disk is slower than checkpoints are due"
+    return "A checkpoint is put off", why, "trouble"
+
+
 def _copies(one: Happened) -> _Words:
     steps = one.number("every_steps")
     every = "" if not steps else "after every step" if steps == 1 else f"every {steps:.0f} steps"
@@ -141,6 +146,7 @@ def _sentences(*parts: str) -> str:
 WORDS: dict[str, Callable[[Happened], _Words]] = {
     "restart": _restart,
     "checkpoint": _checkpoint,
+    "checkpoint-late": _late,
     "copies": _copies,
     "plan": _plan,
     "rebalanced": _rebalanced,

@@ -307,7 +307,8 @@ class EvaluationSpec(Value):
 
 
 class CheckpointSpec(Value):
-    """Checkpoints; one is always saved at the end. `every_steps` 0 saves none between."""
+    """Checkpoints; one is always saved at the end. `every_steps` 0 saves none between. One that is
+    due while the one before is still being written is put off, after a wait of 5 s."""
 
     every_steps: int = Field(default=0, ge=0, description="0: only at the end")
     keep: int = Field(default=2, ge=1, description="how many are kept, the newest")

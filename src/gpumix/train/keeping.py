@@ -116,6 +116,15 @@ class Keeping:
         )
         self.stalled_s = time.perf_counter() - begun
 
+    def is_free_within(self, limit_s: float) -> bool:
+        """Whether no rank writes a checkpoint any more, after so long at most. Collective."""
+        begun = time.perf_counter()
+        self.checkpointer.wait(limit_s)
+        writes = "" if self.checkpointer.writing_since is None else "writes"
+        free = not any(self._context.ranks.gather("checkpoint written", writes))
+        self.stalled_s += time.perf_counter() - begun
+        return free
+
     def finish_save(self) -> Saved:
         """Wait for the checkpoint that was begun."""
         begun = time.perf_counter()

@@ -48,6 +48,9 @@ from gpumix.train.watcher import Watcher
 # Notices of the engine's, the larger one first.
 STOP = 1.0  # this rank was asked to stop
 UNSAVED = 2.0  # a checkpoint could not be written
+WRITING = 0.5  # one is being written
+# How long steps wait for a checkpoint that is being written when the next one is due.
+MOST_STALL_S = 5.0
 MOST_STEPS_BESIDE = 8  # that are watched beside a checkpoint
 
 
@@ -112,6 +115,7 @@ class Trainer:
         self._last_minute = LastMinute(context, self.keeping)
         self.step = 0
         self._nothing_left: Path | None = None  # the checkpoint of the last step
+        self._put_off = False  # a checkpoint that is due
         self._restart = restart
         again = context.first and (resume or restart is not None)
         self._plan_before = in_force(job.output) if again else None
@@ -173,8 +177,7 @@ class Trainer:
                     self._finish_save()
                 if STOP in notices:
                     self._stop()
-                if self._due(self.job.checkpoint.every_steps):
-                    self._begin_save()
+                self._save_if_due(writing=WRITING in notices)
                 self._remember()
                 self._rebalance()
                 self._look_for_wrong_results()
@@ -290,7 +293,7 @@ class Trainer:
         set_learning_rates(self.optimizer, self.job, self.step)
         asked = stop is not None and stop.requested
         self._last_minute.step_begins(self.taken.times_s, tells=asked)
-        self.engine.notice = UNSAVED if self.keeping.checkpointer.failed else STOP if asked else 0.0
+        self.engine.notice = self._notice(asked=asked)
         self.engine.report = watch.computed_s if self.taken.times_s else 0.0
         clip_norm = self.job.optimizer.clip_norm
         # Without clipping nothing must be known of all gradients before the first is used.
@@ -329,6 +332,14 @@ class Trainer:
             tokens=self._tokens,
             shares=watch.last() if self.context.first else None,
         )
+
+    def _notice(self, *, asked: bool) -> float:
+        saving = self.keeping.checkpointer
+        if saving.failed:
+            return UNSAVED
+        if asked:
+            return STOP
+        return 0.0 if saving.writing_since is None else WRITING
 
     def _tokens_at(self, start: int, stop: int) -> int:
         """Tokens of the samples at these positions of the order, without padding where it is known
@@ -385,6 +396,20 @@ class Trainer:
         self._last_minute.leave_to_me()
         self._begin_save(cursor)
         return self._finish_save().path
+
+    def _save_if_due(self, *, writing: bool) -> None:
+        """Begin a checkpoint if one is due. Where the one before was being written on some rank
+        while it computed this step, that is waited for, but not long: then the next one begins when
+        no rank writes any more."""
+        if not self._due(self.job.checkpoint.every_steps) and not self._put_off:
+            return
+        if writing and (self._put_off or not self.keeping.is_free_within(MOST_STALL_S)):
+            if not self._put_off:
+                self._put_off = True
+                self._telling.put_off(self.step)
+            return
+        self._put_off = False
+        self._begin_save()
 
     def _begin_save(self, cursor: dict[str, Any] | None = None) -> None:
         """Write a checkpoint beside the next steps."""

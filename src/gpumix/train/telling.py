@@ -29,6 +29,11 @@ from gpumix.train.steps_taken import StepsTaken
 from gpumix.train.trace import trace_of
 from gpumix.train.watch import Watch
 
+LATE = (
+    "a checkpoint is due before the last one is written, and put off until then: the disk is "
+    "slower than `checkpoint.every_steps` asks for"
+)
+
 
 class Telling:
     """One rank's part in it.
@@ -57,7 +62,7 @@ class Telling:
         self.classes: list[ClassRecord] = []
         self._log = RunLog(context.job.output, engine.plan, context.job.steps, done=begun_at)
         self._display: Display | None = None
-        self._told_of_copies = False
+        self._told_of_copies = self._told_of_disk = False
         self._spent = Account.of(0, 0.0, 0.0, 0.0, 0.0, 0.0)
         self._waited_s, self._since = 0.0, time.perf_counter()
         self._begun_at = self._steps_before = begun_at
@@ -115,6 +120,12 @@ class Telling:
             self._log.checkpoint(
                 saved.step, saved.path, seconds=saved.seconds, stalled_s=self._keeping.stalled_s
             )
+
+    def put_off(self, step: int) -> None:
+        """The checkpoint after a step waits for the one before."""
+        text = "" if self._told_of_disk else LATE
+        self._told_of_disk = True
+        self.tell(step, [Told("checkpoint-late", {}, text)])
 
     def evaluation(self, step: int, losses: Sequence[float]) -> None:
         """Losses of batches."""
