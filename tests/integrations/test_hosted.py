@@ -33,6 +33,18 @@ def test_what_a_newer_gpumix_left_is_kept(tmp_path, monkeypatch, kind):
     assert file.read_text() == newer
 
 
+@pytest.mark.parametrize("asked, told", [("bf16", True), ("fp32", False), ("auto", False)])
+def test_a_given_plan_that_computes_in_another_dtype_is_told(monkeypatch, asked, told):
+    for name in ("make_alike", "own_device", "leave_at_end", "prepare"):
+        monkeypatch.setattr(hosted, name, Mock())
+    plan, said = staged_plan("gpt2", rows([1])), []
+    batch = plan.global_batch
+    training = hosted.Training(torch.zeros, sequence_length=1, global_batch=batch, precision=asked)
+    hosted.host(nn.Linear(1, 1), training, plan=plan, say=said.append)
+    line = "devices compute in fp32, as the plan says, not in bf16"
+    assert said == ([line] if told else [])
+
+
 class Trained:
     """By a program whose objects know each other."""
 

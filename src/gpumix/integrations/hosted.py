@@ -126,6 +126,8 @@ def host(
             f"{training.global_batch}",
             fix="plan for this program, or give no plan",
         )
+    elif first:
+        _tell_of_dtypes(plan, training.precision, say)
     if first and folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         plan.save(folder / run_files.PLAN)
@@ -134,6 +136,14 @@ def host(
     # What was trained before lies in cycles of its program, and its memory with it.
     gc.collect()
     return prepare(model, plan, loss=own or training.loss, seed=training.seed)
+
+
+def _tell_of_dtypes(plan: Plan, asked: Precision, say: Callable[[str], None]) -> None:
+    """Where a given plan computes in another dtype than the program asks for; "fp32" may just be
+    what nobody asked to change."""
+    others = sorted({worker.compute_dtype for worker in plan.workers} - {asked})
+    if others and asked in ("bf16", "fp16"):
+        say(f"devices compute in {' and '.join(others)}, as the plan says, not in {asked}")
 
 
 def refuse_gpu(device: torch.device, said: str, *, where: str) -> None:
