@@ -14,7 +14,7 @@ from gpumix.data.loader import Loader
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked")
 
 STEP_S = 0.01
-READ_S = 0.005  # of each of eight samples, later on
+READ_S = 0.02  # of each of eight samples, later on
 
 
 def test_where_samples_take_longer_later_more_workers_make_up_for_it(tmp_path):

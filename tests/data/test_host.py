@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import platform
+import resource
 import subprocess
 import sys
 import threading
@@ -111,3 +113,35 @@ def test_the_quota_of_a_container_counts(monkeypatch, tmp_path, contents, cores)
     all_of_them = cores_here()
     files(tmp_path, **contents)
     assert cores_here() == (cores or all_of_them)
+
+
+FAULTS = """
+import resource
+from gpumix.data.host import keep_freed_memory
+kept = keep_freed_memory()
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+def read():
+    sample = bytes(2 * 2**20).replace(b"\\0", b"a")  # two pieces, and every page of them
+
+read()
+before = faults()
+for _ in range(100):
+    read()
+print(kept, (faults() - before) / 100)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+@pytest.mark.parametrize("said", [{}, {"MALLOC_TRIM_THRESHOLD_": "131072"}])
+def test_what_samples_were_read_into_is_kept_unless_the_user_says_how_it_is_to_be(said):
+    clean = {key: value for key, value in os.environ.items() if "MALLOC" not in key}
+    command = [sys.executable, "-c", FAULTS]
+    done = subprocess.run(command, env=clean | said, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    kept, faults = done.stdout.split()
+    assert kept == str(not said)
+    pages = 4 * 2**20 / resource.getpagesize()
+    assert float(faults) < pages / 100 if kept == "True" else float(faults) > pages / 4

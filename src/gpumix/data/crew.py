@@ -22,6 +22,7 @@ import torch
 from gpumix.data import draws
 from gpumix.data.arena import Arena
 from gpumix.data.fetch import Chunk, Fetched, Skipped, clocked
+from gpumix.data.host import keep_freed_memory
 from gpumix.data.layout import Batch, Layout
 from gpumix.data.nursery import Inbox, Nursery, Worker, picklable, sent
 from gpumix.data.reading import (
@@ -178,6 +179,7 @@ class Threads(Crew):
     # -- inside ------------------------------------------------------------------------------------
 
     def _hire(self) -> None:
+        keep_freed_memory()
         thread = threading.Thread(target=self._work, name="gpumix-loader", daemon=True)
         with self._lock:
             self._threads.add(thread)
@@ -471,6 +473,7 @@ def _work(
     """A worker's life."""
     torch.set_num_threads(1)
     use_one_tokenizer_thread()
+    keep_freed_memory()
     draws.forget()
     while True:
         chunk, slot, layout, desk = inbox.receive()

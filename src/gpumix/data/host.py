@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 from gpumix.hardware.environment import available_host_bytes, place_here, ranks_here
@@ -16,6 +18,10 @@ MOST_BYTES = 4 * 2**30
 _MAX = Path("/sys/fs/cgroup/cpu.max")
 _QUOTA = Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us")
 _PERIOD = Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us")
+# mallopt(3), and what the user may have set for it.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_KEPT_BYTES, _LARGEST_BYTES = 256 * 2**20, 32 * 2**20
+_SET = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
 _OF_THREAD = "/proc/thread-self/schedstat"  # nanoseconds that it ran, and that it waited for a core
 
 
@@ -43,6 +49,21 @@ def waited_for_core_s() -> float:
         return 0.0
     finally:
         os.close(file)
+
+
+@cache
+def keep_freed_memory() -> bool:
+    """Have this process keep memory that samples were read into for the next ones. By itself glibc
+    gives samples of a megabyte back to the system, one after another, and pages that come anew take
+    half as long again as a quick decoder does. False: another C library is here, or the user has
+    said how it is to be."""
+    if any(name in os.environ for name in _SET):
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError, TypeError):
+        return False
+    return bool(mallopt(_TRIM_THRESHOLD, _KEPT_BYTES) and mallopt(_MMAP_THRESHOLD, _LARGEST_BYTES))
 
 
 def cores_for(shares: Shares, rank: int) -> float:
