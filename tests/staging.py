@@ -240,7 +240,7 @@ def train_in_stages(
 ) -> tuple[list[list[float]], Trained]:
     """Train on ranks: the losses that each saw, and what all came to."""
     arguments = plan.model_dump_json(), name, steps, staged_on
-    return _trained(run_ranks(_train_rank, len(plan.workers), *arguments, backend=backend))
+    return _trained(run_ranks(train_rank, len(plan.workers), *arguments, backend=backend))
 
 
 def _trained(results: Sequence[tuple[list[float], Any]]) -> tuple[list[list[float]], Trained]:
@@ -265,7 +265,7 @@ def train_in_turn(
 ) -> dict[Key, tuple[list[list[float]], Trained]]:
     """The same of several architectures and plans, by what they are called."""
     work = {key: (plan, (name, steps)) for key, (name, plan) in plans.items()}
-    return {key: _trained(results) for key, results in run_in_turn(_train_rank, work).items()}
+    return {key: _trained(results) for key, results in run_in_turn(train_rank, work).items()}
 
 
 def run_in_turn(
@@ -296,9 +296,10 @@ def _each(
     return found
 
 
-def _train_rank(
+def train_rank(
     plan_json: str, name: str, steps: int, staged_on: str = ""
 ) -> tuple[list[float], Any]:
+    """One rank's part: its losses, and its pieces of what was trained."""
     plan = Plan.model_validate_json(plan_json)
     engine = staged_engine(name, plan, staged_on)
     optimizer = optimizer_for(engine.parameters())

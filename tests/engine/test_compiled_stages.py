@@ -11,19 +11,9 @@ from turns import STEPS, assert_same
 
 from gpumix.engine import prepare as preparing
 from gpumix.engine.compiled import compile_units
-from gpumix.spec.plan import Plan
 from gpumix.spec.stage import Mode
-from reference import Trained, batches, joined, optimizer_for, pieces_of
-from staging import (
-    EVERY,
-    Row,
-    on_devices,
-    own_samples,
-    rows,
-    run_in_turn,
-    staged_engine,
-    staged_plan,
-)
+from reference import Trained, joined
+from staging import Row, on_devices, rows, run_in_turn, staged_plan, train_rank
 
 KEPT = rows([6], [6], mode=Mode(recompute=False))
 CASES: dict[tuple[str, str], tuple[list[Row], dict[str, Any]]] = {
@@ -43,15 +33,8 @@ def _train(plan_json: str, name: str) -> tuple[list[float], Any, int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(preparing, "compile_units", partial(compile_units, backend=counting))
-        plan = Plan.model_validate_json(plan_json)
-        engine = staged_engine(name, plan)
-        optimizer = optimizer_for(engine.parameters())
-        losses = []
-        for batch in batches(EVERY[name], plan.global_batch, STEPS):
-            optimizer.zero_grad()
-            losses.append(engine.step(own_samples(plan, engine.comm.rank, batch)).item())
-            optimizer.step()
-    return losses, pieces_of(engine), len(graphs)
+        losses, pieces = train_rank(plan_json, name, STEPS)
+    return losses, pieces, len(graphs)
 
 
 @pytest.fixture(scope="module")

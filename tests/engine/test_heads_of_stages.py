@@ -10,10 +10,9 @@ from turns import STEPS, assert_same
 
 from gpumix.engine import chunked_loss
 from gpumix.engine.chunked_loss import LinearCrossEntropy
-from gpumix.spec.plan import Plan
 from gpumix.spec.stage import Mode
-from reference import Trained, batches, joined, optimizer_for, pieces_of
-from staging import EVERY, Row, own_samples, rows, run_in_turn, staged_engine, staged_plan
+from reference import Trained, joined
+from staging import Row, rows, run_in_turn, staged_plan, train_rank
 
 ROWS = 10  # of a chunk: a micro-batch has several
 
@@ -80,15 +79,8 @@ def _train(plan_json: str, name: str) -> tuple[list[float], Any, list[bool]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunked_loss, "rows_per_chunk", lambda rows, **sizes: min(rows, ROWS))
         patch.setattr(LinearCrossEntropy, "run", noted)
-        plan = Plan.model_validate_json(plan_json)
-        engine = staged_engine(name, plan)
-        optimizer = optimizer_for(engine.parameters())
-        losses = []
-        for batch in batches(EVERY[name], plan.global_batch, STEPS):
-            optimizer.zero_grad()
-            losses.append(engine.step(own_samples(plan, engine.comm.rank, batch)).item())
-            optimizer.step()
-    return losses, pieces_of(engine), passes
+        losses, pieces = train_rank(plan_json, name, STEPS)
+    return losses, pieces, passes
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -382,10 +382,10 @@ class Feed:
     def _lent(self, nbytes: int) -> Tensor | None:
         """Memory that comes back once nobody holds it; None: there is none."""
         if self._used is None or self._used.slot_bytes < nbytes:
-            with suppress(MachineError):
+            try:
                 self._used = Arena(SLOTS, nbytes)
-        if self._used is None or self._used.slot_bytes < nbytes:
-            return None
+            except MachineError:
+                return None
         slot = self._used.take()
         return None if slot is None else self._used.lend(slot, nbytes)
 

@@ -46,9 +46,9 @@ from gpumix.train.watch import Watch, stamps_of
 from gpumix.train.watcher import Watcher
 
 # Notices of the engine's, the larger one first.
+WRITING = 0.5  # a checkpoint is being written
 STOP = 1.0  # this rank was asked to stop
 UNSAVED = 2.0  # a checkpoint could not be written
-WRITING = 0.5  # one is being written
 # How long steps wait for a checkpoint that is being written when the next one is due.
 MOST_STALL_S = 5.0
 MOST_STEPS_BESIDE = 8  # that are watched beside a checkpoint
