@@ -213,7 +213,7 @@ def _given_too_little():
 def test_a_batch_that_does_not_fit_on_one_rank():
     of_0, of_1 = run_ranks(_given_too_little, 2, timeout_s=20, group_timeout_s=GROUP_TIMEOUT_S)
     for _, told in (of_0, of_1):
-        assert "rank 1 was given 3 samples, its part of the plan is 2" in told
+        assert "rank 1 was given 3 samples, the plan gives it 2" in told
 
 
 # -- experts without tokens ------------------------------------------------------------------------

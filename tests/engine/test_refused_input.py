@@ -17,7 +17,7 @@ from reference import SEED, Share, engine_alone, engine_for, plan_for
 @pytest.mark.parametrize("samples", [0, 1, 3])
 def test_a_batch_of_another_size_than_the_plans(samples):
     engine = engine_alone(own_blocks, 2, 1)
-    with pytest.raises(InputError, match=f"was given {samples} samples, its part of the plan is 2"):
+    with pytest.raises(InputError, match=f"was given {samples} samples, the plan gives it 2"):
         engine.step(vectors(samples, torch.Generator()))
 
 

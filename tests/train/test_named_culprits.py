@@ -57,6 +57,12 @@ def check_names(error: RankLost, fault: str, rank: int) -> None:
     assert re.fullmatch(told, error.what), error
 
 
+def check_stand(error: RankLost, block: int) -> None:
+    """Of a rank that hangs: the calls, and the unit that it computes."""
+    assert "stands at toys.py" in error.why
+    assert re.search(rf"\((.*, )?(forward|backward) of unit 'blocks\.{block}'\)", error.why)
+
+
 @pytest.mark.parametrize("fault", SAID)
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_of_three_stages(tmp_path, three_stages, rank, fault):
@@ -64,7 +70,7 @@ def test_of_three_stages(tmp_path, three_stages, rank, fault):
     check_names(error, fault, rank)
     if fault == "hang":
         assert re.search(r"the (message|reduction|all-gather|exchange) .*failed", error.why)
-        assert "stands at toys.py" in error.why
+        check_stand(error, block=2 * rank)
 
 
 @pytest.mark.parametrize("fault", SAID)
@@ -73,3 +79,5 @@ def test_of_a_team_of_two_and_the_stage_behind_it(tmp_path, a_team_and_one, rank
     block = 0 if rank < 2 else BLOCKS - 1
     error = named_after(tmp_path, a_team_and_one, fault, rank, block)
     check_names(error, fault, rank)
+    if fault == "hang":
+        check_stand(error, block)

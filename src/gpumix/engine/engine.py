@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gpumix.cost.pipeline import Pipeline
-from gpumix.engine import buffers, layered, pipelined, sequential
+from gpumix.engine import buffers, layered, pipelined, sequential, stands
 from gpumix.engine.buckets import Reductions
 from gpumix.engine.buffers import BufferCopies
 from gpumix.engine.comm import Communicator, WaitClock
@@ -148,8 +148,7 @@ class Engine(ShardedModel):
         Raises:
             ModelError: the model does what cannot be run in units; the message names the unit.
             CommunicationError: another rank died or is late.
-            InputError: the batch has another number of samples than the plan says, or there are
-                more of them than the plan has, or none.
+            InputError: samples are not as many as the plan says, more than it has, or none.
             TrainingError: an earlier step failed on this rank, and there are others.
         """
         # That of a mean loss, if losses are counted as in the last step: then gradients need not be
@@ -533,6 +532,8 @@ class Engine(ShardedModel):
             if account is not error:
                 raise account from error
             raise
+        finally:
+            stands.computes()
 
     def _cut(
         self, batch: Any, rows: Sequence[range], objective: Function | None = None
@@ -542,8 +543,7 @@ class Engine(ShardedModel):
         wanted = sum(map(len, rows))
         if (given := samples_in(batch)) != wanted:
             raise InputError(
-                f"rank {self.comm.rank} was given {given} samples, its part of the plan "
-                f"is {wanted}",
+                f"rank {self.comm.rank} was given {given} samples, the plan gives it {wanted}",
                 fix="feed it with gpumix.Loader(dataset, plan, rank), or cut batches as "
                 "plan.rows_of(rank) says",
             )

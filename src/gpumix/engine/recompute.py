@@ -17,6 +17,7 @@ from typing import Generic, TypeVar
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from gpumix.engine import stands
 from gpumix.engine.coroutine import ModelError
 
 T = TypeVar("T")
@@ -32,7 +33,7 @@ class Recomputed(Generic[T]):
     """One run of a unit whose saved tensors are dropped, and computed again in backward.
 
     Args:
-        label: the unit's name, for error messages.
+        label: the unit's name, for messages.
         again: runs the unit once more, as often as need be: with the same result, changing nothing.
     """
 
@@ -100,6 +101,8 @@ class Recomputed(Generic[T]):
         return tensor
 
     def _rerun(self) -> None:
+        if self._phase is _Phase.BACKWARD:
+            stands.computes("backward", self._label)
         self._reruns += 1
         count = 0
 

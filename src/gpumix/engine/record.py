@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from gpumix.cost.pipeline import Action
+from gpumix.engine import stands
 from gpumix.spec.profile import ROOT
 from gpumix.spec.stage import Worker
 from gpumix.spec.trace import Move, Work, stage_name
@@ -84,7 +85,7 @@ class Recording:
 
 
 class Record:
-    """What a step tells of itself; this one notes nothing."""
+    """What a step tells of itself; this one notes nothing, but says where the rank stands."""
 
     def begin(self) -> float:
         """The step begins; a reading of the host's clock."""
@@ -92,6 +93,7 @@ class Record:
 
     def computes(self, kind: Work, unit: str) -> None:
         """From here on this is computed."""
+        stands.computes(kind, unit if unit != ROOT else "")
 
     def passes(self, action: Action) -> None:
         """From here on, but for waits, it is all a part of this pass."""
@@ -148,6 +150,7 @@ class Recorder(Record):
         return self._begun
 
     def computes(self, kind: Work, unit: str) -> None:
+        super().computes(kind, unit)
         self._turned = kind in ("head", "backward")
         part = self._worker.state_share if kind == "optimizer" else self._worker.samples
         if part:

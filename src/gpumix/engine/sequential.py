@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from gpumix.engine import stands
 from gpumix.engine.boundary import (
     Run,
     cast,
@@ -88,6 +89,7 @@ def run(
             if left == 0:
                 reducing = _Reducing(parts, exchange(results))
                 reducing.watch()
+            stands.computes("backward")
             torch.autograd.backward(loss * scale)
             del loss
     assert reducing is not None

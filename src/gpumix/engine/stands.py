@@ -18,6 +18,7 @@ CALLS = 4
 _LIBRARIES = tuple(dict.fromkeys(sysconfig.get_path(name) for name in ("stdlib", "purelib")))
 _doing: dict[int, tuple[str, Wait | None]] = {}  # what each thread is at, by its identity
 _begun: dict[str, Wait] = {}  # the last collective of each group
+_computes = ""  # what the engine does in the step under way
 
 
 def begins(group: str, members: Sequence[int] = ()) -> Wait:
@@ -49,6 +50,12 @@ def doing(what: str, wait: Wait | None = None) -> Iterator[None]:
         _doing[thread] = outer
 
 
+def computes(phase: str = "", unit: str = "") -> None:
+    """From here on the engine does this, "backward", of a unit; without a phase it is at rest."""
+    global _computes
+    _computes = f"{phase} of unit '{unit}'" if unit else phase
+
+
 def wait_of(thread: int | None) -> Wait | None:
     """The collective that a thread waits for."""
     return _doing.get(thread or 0, ("", None))[1]
@@ -68,7 +75,7 @@ def stand_of_main(*, runs_ahead: bool) -> Stand:
 
 def where_main_stands() -> str:
     """The innermost calls of the main thread: those outside of Python's and installed packages, and
-    the innermost of all; and what it is `doing`."""
+    the innermost of all; what it is `doing`, and what the engine `computes`."""
     main = threading.main_thread().ident or 0
     frame = sys._current_frames().get(main)
     if frame is None:
@@ -80,4 +87,5 @@ def where_main_stands() -> str:
         f"{Path(call.filename).name}:{call.lineno} in {call.name}" for call in reversed(told)
     )
     what, _ = _doing.get(main, ("", None))
-    return f"{place} ({what})" if what else place
+    told_too = ", ".join(filter(None, (what, _computes)))
+    return f"{place} ({told_too})" if told_too else place
