@@ -276,7 +276,7 @@ def test_a_rank_that_somebody_asks_to_end(tmp_path, undisturbed):
 
 
 def test_a_plan_that_takes_more_memory_than_there_is_is_made_again(tmp_path):
-    """Once it is known that there is too little: no sample is lost."""
+    """Once it is known that there is too little, and where: no sample is lost."""
     cluster = [
         {"class": "big", "accelerator": "cpu", "memory": "64 MiB"},
         {"class": "small", "accelerator": "cpu", "memory": "6 MiB", "count": 2},
@@ -288,4 +288,6 @@ def test_a_plan_that_takes_more_memory_than_there_is_is_made_again(tmp_path):
     job = write_job(tmp_path, cluster=cluster, restarts=3, **usual)
     train(job, plan=plan_for(job, shares=(0.1, 0.8, 0.1)))
     restarts = check_same(tmp_path / "run", metrics(tmp_path / "large" / "run"))
-    assert [one["why"] for one in restarts] == ["out of memory"]
+    (restart,) = restarts
+    assert restart["why"] == "out of memory"
+    assert restart["decided"] == "planning again, with 92% of the memory of class 'small'"
