@@ -1,15 +1,15 @@
 """Kills ranks of runs again and again, and compares what comes out with an undisturbed run.
 
 Each run trains a small GPT on four emulated devices, and meets a number of faults: random ranks are
-killed (SIGKILL), stopped for good (SIGSTOP), asked to end (SIGTERM), or hang with a heart that
-beats, in the forward pass, the backward pass, a reduction, the optimizer, a copy into memory, or
-while a checkpoint is written; a third of the signals from outside at a random moment. The runs go
-on by themselves. In the end each must have the undisturbed run's losses, and each step its samples.
-Of four kinds of runs one has dropout, whose masks must be the same again, and leaves the split of
-samples as planned, on which masks depend; one splits its samples anew by measured times. These copy
-their state into memory as often as `auto` finds cheap: steps are short, so that is every few. One
-whose state is divided, and one in stages, copy it after each step. Some faults harm two ranks at
-once, or while they restore.
+killed (SIGKILL), stopped for good (SIGSTOP) or asked to end (SIGTERM), in the forward pass, the
+backward pass, a reduction, the optimizer, a copy into memory, or while a checkpoint is written, or
+hang in one of the others with a heart that beats; a third of the signals come from outside at a
+random moment. The runs go on by themselves. In the end each must have the undisturbed run's losses,
+and each step its samples. Of four kinds of runs one has dropout, whose masks must be the same
+again, and leaves the split of samples as planned, on which masks depend; one splits its samples
+anew by measured times. These copy their state into memory as often as `auto` finds cheap: steps are
+short, so that is every few. One whose state is divided, and one in stages, copy it after each step.
+Some faults harm two ranks at once, or while they restore.
 
     python benchmarks/faults.py [--json] [--kills 200] [--seed 0]
 
@@ -53,7 +53,8 @@ TIMEOUT_S = 5
 RANKS = 4
 # Ones that last are rarer: each takes its timeout.
 SIGNALS = (signal.SIGKILL,) * 6 + (signal.SIGTERM,) * 3 + (signal.SIGSTOP,) * 1
-FAULTS = (*SIGNALS, HANG)
+# A hang while a checkpoint is written is that of a disk, with which a run ends, as it says.
+FAULTS = {place: SIGNALS if place == "save" else (*SIGNALS, HANG) for place in PLACES}
 NAMES = {
     signal.SIGKILL: "killed",
     signal.SIGSTOP: "stopped",
@@ -217,7 +218,7 @@ def _set_traps(folder: Path, kind: _Kind, number: int, chance: random.Random) ->
             "step": chance.randint(2, 4),
             "place": place,
             "after": 0 if place in ONCE else chance.randrange(3),
-            "signal": int(chance.choice(FAULTS)),
+            "signal": int(chance.choice(FAULTS[place])),
         }
         ranks = 2 if chance.random() < DOUBLE else 1
         traps += [{"rank": rank, **trap} for rank in chance.sample(range(RANKS), ranks)]
