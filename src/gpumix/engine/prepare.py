@@ -94,13 +94,7 @@ def prepare(
     make_efficient(model, worker.efficiency, comm.device)
     comm.words = LastWords.of_default_group(rank=comm.rank, world=comm.world, on_gloo=comm.on_gloo)
     inventory = Inventory.of(model, anatomy, plan)
-    last = plan.stages_of(comm.rank)[-1]
-    in_chunks = (
-        last == len(plan.stages) - 1 and plan.worker_of(comm.rank, last).mode.head == "chunked"
-    )
-    fused = worker.efficiency.loss == "triton"
-    units_of_model = (unit.module for unit in anatomy.units)
-    head = HeadInChunks(model, units_of_model, fused=fused) if in_chunks else None
+    head = _head_in_chunks(model, anatomy, plan, comm.rank)
     # Tensor.
     teams = teams_of(plan, comm)
     anatomy, changes = _divided(plan, anatomy, comm.rank, teams, tensor, head)
@@ -134,6 +128,18 @@ def prepare(
         inventory=inventory,
         places=places,
     )
+
+
+def _head_in_chunks(
+    model: nn.Module, anatomy: Anatomy, plan: Plan, rank: int
+) -> HeadInChunks | None:
+    """That of a rank which has the last stage, if it is to be computed so."""
+    last = plan.stages_of(rank)[-1]
+    worker = plan.worker_of(rank, last)
+    if last < len(plan.stages) - 1 or worker.mode.head != "chunked":
+        return None
+    units = (unit.module for unit in anatomy.units)
+    return HeadInChunks(model, units, fused=worker.efficiency.loss == "triton")
 
 
 def _divided(
