@@ -17,14 +17,10 @@ from gpumix.train.launch import LOOPBACK, Seat
 from gpumix.train.rendezvous import store_of
 from gpumix.train.torchrun import NO_DEVICE
 from harness import run_ranks
+from ports import free_port
 
 SETTINGS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 ELSEWHERE = "127.0.0.2"  # loopback too, and another address than LOOPBACK
-
-
-def free_port() -> int:
-    with socket.create_server((LOOPBACK, 0)) as server:
-        return server.getsockname()[1]
 
 
 def _seat(host: str, **changes: object) -> Seat:
