@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -153,6 +154,10 @@ def test_values_are_frozen_and_digests_tell_them_apart():
     assert plan.digest() == make_plan().digest()
 
 
+def mixing(**changes) -> dict[str, Any]:
+    return {"reasons": {"binds": {"compute": ["fast"]}, "mixing": changes}}
+
+
 @pytest.mark.parametrize(
     ("change", "place", "said"),
     [
@@ -162,6 +167,8 @@ def test_values_are_frozen_and_digests_tell_them_apart():
         ({"global_batch": 0}, ": global_batch", "not a valid plan"),
         ({"global_batch": 9}, "", "add up to 8, not to the global batch of 9"),
         ({"collectives": {"padding": 2.5}}, "", "longer than a whole buffer over 2 workers"),
+        (mixing(pays=False), ": reasons.mixing", "that does not pay has a best_class"),
+        (mixing(pays=True, speedup=1.5), ": reasons.mixing", "are there together, or neither is"),
     ],
 )
 def test_a_wrong_document(tmp_path, change, place, said):

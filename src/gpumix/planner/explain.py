@@ -229,6 +229,9 @@ def _mixing(able: Sequence[Device], plan: Plan, single: list[Alternative]) -> Mi
         return None
     used = {w.device_class for w in plan.workers}
     possible = [(a.step_s, a.strategy.removeprefix(SINGLE)) for a in single if a.step_s is not None]
+    if len(used) == 1:
+        (only,) = used
+        possible.append((predicted(plan).step_s, only))
     best_s, best = min(possible, default=(None, None))
     speedup = None if best_s is None else best_s / predicted(plan).step_s
     pays = len(used) > 1 and (speedup is None or speedup > 1.0 + ALIKE)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Self
+
+from pydantic import Field, model_validator
 
 from gpumix.spec.base import Value
 
@@ -26,6 +28,14 @@ class Mixing(Value):
     left_out: tuple[str, ...] = Field(
         default=(), description="classes that would cost the others more than they give"
     )
+
+    @model_validator(mode="after")
+    def _says_against_what(self) -> Self:
+        if (self.best_class is None) != (self.speedup is None):
+            raise ValueError("best_class and speedup are there together, or neither is")
+        if not self.pays and self.speedup is None:
+            raise ValueError("mixing that does not pay has a best_class, and a speedup against it")
+        return self
 
 
 class Binding(Value):

@@ -212,7 +212,7 @@ def mixing(found: Mixing, strategy: str = "optimal") -> str:
             f"mixing does not pay: only {found.best_class} trains, for {left_out} would cost more "
             "than they give"
         )
-    assert found.speedup is not None
+    assert found.speedup is not None, "what does not pay is slower than something"
     if strategy != "optimal":
         return (
             f"mixing does not pay as '{strategy}' does it: with only {found.best_class} a step "
