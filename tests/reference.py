@@ -11,6 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -180,8 +181,9 @@ def initialised(factory: Callable[[], nn.Module]) -> nn.Module:
     return model
 
 
+@cache
 def train_alone(architecture: Architecture, size: int, steps: int) -> Trained:
-    """Train on whole batches in this process, without any of gpumix."""
+    """Train on whole batches in this process, without any of gpumix; once, whoever asks."""
     model = initialised(architecture.factory)
     optimizer = optimizer_for(model.parameters())
     losses = []

@@ -160,6 +160,12 @@ def calls_of(name: str) -> tuple[str, ...]:
 
 
 @cache
+def fingerprint_of(name: str) -> str:
+    """Of an architecture's model, as plans have it."""
+    return dissect(build(EVERY[name].factory, SEED)).fingerprint()
+
+
+@cache
 def flows_of(name: str, *, in_chunks: bool = False) -> Flows:
     """What the calls of an architecture's model need of each other."""
     architecture = EVERY[name]
@@ -205,7 +211,7 @@ def staged_plan(
         )
     return Plan(
         strategy="test",
-        model=dissect(build(EVERY[name].factory, SEED)).fingerprint(),
+        model=fingerprint_of(name),
         sequence_length=LENGTH,
         global_batch=sum(share.samples for share in rows[0].leaders),
         stages=tuple(stages),

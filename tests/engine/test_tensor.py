@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from turns import assert_case, in_turn
 
 from gpumix.engine.deferred import build
 from gpumix.engine.prepare import prepare
@@ -30,11 +31,9 @@ from gpumix.spec.plan import Plan
 from gpumix.spec.stage import Mode, Stage
 from harness import run_ranks
 from models import ARCHITECTURES, causal_model
-from reference import SEED, batches, initialised, mean_loss, train_alone, worst_error
-from staging import own_samples, rows, staged_engine, staged_plan, train_in_stages
+from reference import SEED, batches, initialised, mean_loss
+from staging import own_samples, rows, staged_engine, staged_plan
 
-STEPS = 2
-TOLERANCE = 1e-5
 KEPT = Mode(recompute=False)
 LLAMA = ARCHITECTURES["llama"]
 TEAM = rows([5], tensor=[2])
@@ -60,79 +59,95 @@ UNDIVIDED = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("stage", [0, 1])
-def test_layouts(layout, stage):
-    assert_parity("llama", LAYOUTS[layout], zero_stage=stage)
+DIVIDED = [name for name in ARCHITECTURES if name not in UNDIVIDED]
+CASES = {
+    # Each layout at most stages; also of norms inside of heads, whose gradients a team sums, in
+    # what else is a Llama. From stage 2 on units take turns in the memory of gradients.
+    **{
+        f"{layout}, {name}, ZeRO {stage}": (name, LAYOUTS[layout], {"zero_stage": stage})
+        for name, stage, some in [
+            ("llama", 0, ["a team", "one, then a team", "a team each"]),
+            ("llama", 1, ["two teams", "a team, then one", "a team, then two"]),
+            ("qwen3", 2, ["two teams", "one, then a team", "a team, then two"]),
+            ("qwen3", 3, LAYOUTS),
+        ]
+        for layout in some
+    },
+    **{
+        f"{layout}, {name}": (name, LAYOUTS[layout], {"zero_stage": 1})
+        for layout, some in [
+            ("two teams", {*DIVIDED[::2], "gpt2", "t5"}),
+            ("a team, then one", {*DIVIDED[1::2], "gpt2", "t5"}),
+        ]
+        for name in sorted(some)
+    },
+    # BERT's embeddings are a unit.
+    **{
+        f"nothing to divide, ZeRO {stage}": (
+            "bert",
+            LAYOUTS["a team, then two"],
+            {"cuts": [1], "zero_stage": stage},
+        )
+        for stage in [0, 3]
+    },
+    **{
+        f"{schedule}, {tensor}": (
+            "qwen3",
+            rows([4], [4], tensor=tensor, micro_batch=1, mode=KEPT),
+            {"schedule": schedule, "zero_stage": 1},
+        )
+        for schedule, tensor in [
+            ("1f1b", (2, 1)),
+            ("eager-1f1b", (1, 2)),
+            ("gpipe", (2, 2)),
+            ("zero-bubble", (2, 1)),
+            ("zero-bubble", (1, 2)),
+        ]
+    },
+    **{
+        f"{schedule}, {layout}, in waves": (
+            "qwen3",
+            LAYOUTS[layout],
+            {"schedule": schedule, "zero_stage": 3, "waves": 2},
+        )
+        for schedule, layout in [
+            ("gpipe", "a team, then two"),
+            ("1f1b", "a team each"),
+            ("eager-1f1b", "a team, then two"),
+        ]
+    },
+    **{
+        f"interleaved, ZeRO {stage}": (
+            "bert",
+            2 * rows([8], [8], tensor=[2, 2]),
+            {"schedule": "interleaved", "zero_stage": stage, "waves": waves},
+        )
+        for stage, waves in [(0, 1), (2, 3), (3, 2)]
+    },
+    # GPT-2's head is its embedding.
+    **{
+        f"{mode.describe()}, {name}": (
+            name,
+            rows([5], tensor=[2], mode=mode),
+            {"zero_stage": 1},
+        )
+        for name, mode in [
+            ("gpt2", KEPT),
+            ("llama", Mode(order="sequential")),
+            ("gpt2", Mode(order="sequential", recompute=False)),
+            ("gpt2", Mode(head="chunked")),
+            ("llama", Mode(head="chunked")),
+            ("llama", Mode(boundary="host")),
+        ]
+    },
+    "more ranks in a team": ("gpt2", rows([3], tensor=[4]), {"zero_stage": 1}),
+}
+trained = in_turn(CASES)
 
 
-@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in UNDIVIDED])
-@pytest.mark.parametrize("layout", ["two teams", "a team, then one"])
-def test_architectures(name, layout):
-    assert_parity(name, LAYOUTS[layout], zero_stage=1)
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_team_whose_stage_has_nothing_to_divide(stage):
-    """BERT's embeddings are a unit."""
-    assert_parity("bert", LAYOUTS["a team, then two"], cuts=[1], zero_stage=stage)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("stage", [2, 3])
-def test_gradients_that_a_team_sums(layout, stage):
-    """Of norms inside of heads, in what else is a Llama. Units take turns in the memory of
-    gradients."""
-    assert_parity("qwen3", LAYOUTS[layout], zero_stage=stage)
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b", "zero-bubble"])
-@pytest.mark.parametrize("tensor", [(2, 1), (1, 2), (2, 2)])
-def test_schedules(schedule, tensor):
-    layout = rows([6], [6], tensor=tensor, micro_batch=1, mode=KEPT)
-    assert_parity("qwen3", layout, schedule=schedule, zero_stage=1)
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b"])
-@pytest.mark.parametrize("layout", ["a team, then two", "a team each"])
-def test_waves(layout, schedule):
-    assert_parity("qwen3", LAYOUTS[layout], schedule=schedule, zero_stage=3, waves=2)
-
-
-@pytest.mark.parametrize(("stage", "waves"), [(0, 1), (2, 3), (3, 1), (3, 2)])
-def test_teams_go_round(stage, waves):
-    one, other = rows([8], [8], tensor=[2, 2])
-    layout = [one, other, one, other]
-    assert_parity("bert", layout, schedule="interleaved", zero_stage=stage, waves=waves)
-
-
-@pytest.mark.parametrize(
-    "mode",
-    [
-        KEPT,
-        Mode(order="sequential"),
-        Mode(order="sequential", recompute=False),
-        Mode(head="chunked"),
-        Mode(boundary="host"),
-    ],
-    ids=Mode.describe,
-)
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_modes(mode, name):
-    """GPT-2's head is its embedding."""
-    assert_parity(name, rows([5], tensor=[2], mode=mode), zero_stage=1)
-
-
-def test_more_ranks_in_a_team():
-    assert_parity("gpt2", rows([3], tensor=[4]), zero_stage=1)
-
-
-def assert_parity(name, layout, **settings):
-    plan = staged_plan(name, layout, **settings)
-    expected = train_alone(ARCHITECTURES[name], plan.global_batch, STEPS)
-    losses, found = train_in_stages(name, plan, STEPS)
-    assert worst_error(found, expected) < TOLERANCE
-    assert all(of_rank == losses[0] for of_rank in losses)
+@pytest.mark.parametrize("case", CASES)
+def test_training_is_that_of_one_process(case, trained):
+    assert_case(case, trained)
 
 
 # -- against torch's own ---------------------------------------------------------------------------
@@ -368,7 +383,7 @@ def test_what_styles_of_torch_ask_for_in_vain(style, told, fix):
 @pytest.fixture(scope="module")
 def refusals():
     """What each rank says of each."""
-    return run_ranks(_refusals, 2)
+    return run_ranks(_refusals, 2, {name: staged_plan(name, TEAM) for name in UNDIVIDED})
 
 
 @pytest.mark.parametrize("message", BAD)
@@ -383,9 +398,8 @@ def test_architectures_that_cannot_be_divided(name, refusals):
         assert UNDIVIDED[name] in of_rank[name]
 
 
-def _refusals() -> dict[str, str]:
+def _refusals(plans: dict[str, Plan]) -> dict[str, str]:
     said = {message: _refusal(_prepared, *bad) for message, bad in BAD.items()}
-    plans = {name: staged_plan(name, TEAM) for name in UNDIVIDED}
     return said | {name: _refusal(staged_engine, name, plan) for name, plan in plans.items()}
 
 
