@@ -7,8 +7,9 @@ with none of the planner's tables, thresholds or knapsacks.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import combinations_with_replacement, product
 from math import inf
 
@@ -37,6 +38,14 @@ ELEMENTS = st.one_of(st.just(0), st.integers(300, 3000))
 # Of one device: samples, forward and backward seconds, capacity, seconds to update everything.
 Option = tuple[int, float, float, float, float]
 
+# Cuts samples into micro-batches of a size. What is summed of a curve is kept in what it gives.
+Cut = Callable[[int, int], MicroBatches]
+
+
+def cuts() -> Cut:
+    """One that cuts everything once, for as long as curves are the same."""
+    return cache(lambda samples, micro_batch: MicroBatches.of([samples], [micro_batch]))
+
 
 def plan_of(profile: Profile, batch: int, space: Space = EVERYTHING) -> Plan | None:
     """The optimal plan; None if nothing fits."""
@@ -52,12 +61,15 @@ def step_of(profile: Profile, batch: int, space: Space = EVERYTHING) -> float | 
     return None if plan is None else predicted(plan).step_s
 
 
-def best_step(profile: Profile, batch: int, space: Space = EVERYTHING) -> float | None:
+def best_step(
+    profile: Profile, batch: int, space: Space = EVERYTHING, *, cut: Cut | None = None
+) -> float | None:
     """Seconds of the fastest step of all plans; None if no plan fits."""
+    cut = cut or cuts()
     devices = ranked_devices(profile, PlanRequest(global_batch=batch))
     steps = []
     for setting in settings(Fleet.of(profile, devices), space):
-        best = best_of(_with_all_modes(setting, space), batch)
+        best = best_of(_with_all_modes(setting, space), batch, cut)
         if best < inf:
             steps.append(exposed_seconds(profile, setting.links) + best)
     return min(steps, default=None)
@@ -70,16 +82,16 @@ def _with_all_modes(setting: Setting, space: Space) -> Setting:
     return replace(setting, modes=modes)
 
 
-def best_of(setting: Setting, batch: int) -> float:
+def best_of(setting: Setting, batch: int, cut: Cut) -> float:
     """The least sum of the three maxima over all ways to give every device one option."""
     best = inf
     hosts = sorted({d.host for d in setting.devices}) if setting.sharding == "host" else [""]
     of_host = {host: [d for d in setting.devices if host in ("", d.host)] for host in hosts}
-    groups = [
-        (host, list(combinations_with_replacement(_options(setting, name, batch, len(there)), n)))
-        for host, there in of_host.items()
-        for name, n in sorted(Counter(d.device_class for d in there).items())
-    ]
+    groups = []
+    for host, there in of_host.items():
+        for name, n in sorted(Counter(d.device_class for d in there).items()):
+            every = _options(setting, name, batch, len(there), cut)
+            groups.append((host, list(combinations_with_replacement(every, n))))
     for combination in product(*(ways for _, ways in groups)):
         chosen = [option for part in combination for option in part]
         if sum(o[0] for o in chosen) != batch:
@@ -98,20 +110,20 @@ def best_of(setting: Setting, batch: int) -> float:
     return best
 
 
-def _options(setting: Setting, name: str, batch: int, ranks: int) -> list[Option]:
+def _options(setting: Setting, name: str, batch: int, ranks: int, cut: Cut) -> list[Option]:
     """Every way in which a device of the class can run 0 to `batch` samples and still fit, but for
     those that another one with as many samples beats."""
     model, free = setting.profile.model_of(name), free_bytes(setting.profile, name)
     host_bytes = setting.profile.of_class(name).host_bytes
-    cuts = [(0, 0)]
-    cuts += [
+    sizes = [(0, 0)]
+    sizes += [
         (b, m)
         for b in range(1, batch + 1)
         for m in range(1, setting.largest_micro_batch(name, b) + 1)
     ]
     options: list[Option] = []
-    for (b, m), mode in product(cuts, setting.modes[name]):
-        micro = MicroBatches.of([b], [m])
+    for (b, m), mode in product(sizes, setting.modes[name]):
+        micro = cut(b, m)
         held = Activations(model, micro, mode)
         demands = setting.memory.demands(held, state_on=setting.state_on(name))
         room = float(demands.capacity(free, host_bytes)[0])

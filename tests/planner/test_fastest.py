@@ -95,7 +95,7 @@ def test_where_links_were_measured_a_slow_class_is_left_out():
     assert predicted(plan).step_s <= predicted(alone).step_s < predicted(mixed).step_s
 
 
-@pytest.mark.parametrize("link", [10e6, 1e9, 1e12])
+@pytest.mark.parametrize("link", [10e6, 1e12])
 def test_a_plan_and_a_comparison_agree(link):
     found = hosts(link)
     rows = {row.strategy: row for row in compare(found, PlanRequest(global_batch=32)).rows}

@@ -53,9 +53,16 @@ def test_the_plan_is_that_of_brute_force(cpu_s):
     _is_best(hosts(cpu_s))
 
 
-@pytest.mark.parametrize("cpu_s", [0.0, 4e-3])
 @pytest.mark.parametrize(
-    "most", [(200.0, None), (None, 50.0), (300.0, 300.0), (1e6, None), (40.0, 1000.0)]
+    ("most", "cpu_s"),
+    [
+        ((200.0, None), 0.0),
+        ((200.0, None), 4e-3),
+        ((None, 50.0), 4e-3),
+        ((300.0, 300.0), 0.0),
+        ((1e6, None), 4e-3),
+        ((40.0, 1000.0), 0.0),
+    ],
 )
 def test_the_plan_is_that_of_brute_force_where_a_disk_or_a_network_is_slow(most, cpu_s):
     _is_best(hosts(cpu_s, most=most))

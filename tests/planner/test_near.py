@@ -96,7 +96,7 @@ def test_stages_are_of_devices_that_are_near(name):
     assert groups == {frozenset({"card-0", "card-2"}), frozenset({"card-1", "card-3"})}
 
 
-@pytest.mark.parametrize("name", CLUSTERS)
+@pytest.mark.parametrize("name", ["islands", "stated racks"])
 def test_no_plan_is_faster(name):
     found = CLUSTERS[name](3)
     plan = staged(found, PlanRequest(global_batch=2, space=SPACE))

@@ -7,7 +7,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from brute import best_step, linked_profiles, small_profiles, step_of
+from brute import best_step, cuts, linked_profiles, small_profiles, step_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from profiles import GIB, Card, Network, block, curve, line, profile, steady
@@ -56,17 +56,18 @@ def test_in_large_clusters_some_classes_and_hosts_are_left_out(profile, batch):
 
 def best_of_some(profile, batch, may):
     """The least step on any devices that `may` be all there are."""
-    steps = []
+    steps, cut = [], cuts()
     for some in filter(may, subsets(profile.cluster.devices)):
         cluster = profile.cluster.model_copy(update={"devices": tuple(some)})
-        steps.append(best_step(profile.model_copy(update={"cluster": cluster}), batch))
+        steps.append(best_step(profile.model_copy(update={"cluster": cluster}), batch, cut=cut))
     expected = min((s for s in steps if s is not None), default=None)
     return expected and about(expected)
 
 
 def subsets(devices):
-    for size in range(1, len(devices) + 1):
-        yield from combinations(devices, size)
+    """Of those that differ only in which of alike devices of a host they have, one."""
+    every = (some for n in range(1, len(devices) + 1) for some in combinations(devices, n))
+    return {tuple((d.host, d.device_class) for d in some): some for some in every}.values()
 
 
 @examples(10)

@@ -70,7 +70,7 @@ def fits(plan: Plan) -> bool:
     return all(w.peak_bytes <= w.memory_limit_bytes for w in predicted(plan).workers)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     speeds=st.lists(st.sampled_from([1e-3, 2e-3, 3.5e-3]), min_size=2, max_size=3),
     batch=st.integers(2, 4),
@@ -124,7 +124,7 @@ def is_the_fastest(found: Profile, batch: int, space: Space, *, short: bool) -> 
     return plan
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(
     speeds=st.tuples(st.just(1e-3), st.sampled_from([1e-3, 2.2e-3])),
     batch=st.integers(2, 3),
@@ -151,18 +151,18 @@ def test_of_two_devices_no_plan_of_any_kind_is_faster(
     link=st.sampled_from([1e6, 1e9]),
     per_host=st.integers(1, 2),
     schedule=st.sampled_from(SCHEDULES),
-    zero_stages=st.permutations(range(4)).map(lambda every: every[:2]),
+    zero_stage=st.integers(0, 3),
     batch=st.integers(2, 3),
     short=st.booleans(),
 )
 def test_of_three_devices_no_plan_of_some_kinds_is_faster(
-    speeds, link, per_host, schedule, zero_stages, batch, short
+    speeds, link, per_host, schedule, zero_stage, batch, short
 ):
     """In both modes, by all numbers of waves, all ways to deal micro-batches to workers."""
     cards = sorted(Counter(speeds).items())
     calls = 4 if schedule == "interleaved" else 3
     found = with_split_backward(cluster(cards, calls=calls, link=link, per_host=per_host))
-    space = Space(zero_stages=zero_stages, schedules=schedule, heads="whole")
+    space = Space(zero_stages=zero_stage, schedules=schedule, heads="whole")
     is_the_fastest(found, batch, space, short=short)
 
 
@@ -188,9 +188,13 @@ def with_split_backward(found: Profile) -> Profile:
     return found.model_copy(update={"classes": tuple(classes), "model": model})
 
 
-@pytest.mark.parametrize("link", [1e8, 1e7])
 @pytest.mark.parametrize(
-    "cards", [[(1e-3, 2), (2.2e-3, 2)], [(1e-3, 1), (1.5e-3, 1), (3e-3, 2)], [(1e-3, 2), (2e-3, 3)]]
+    ("cards", "link"),
+    [
+        ([(1e-3, 2), (2.2e-3, 2)], 1e8),
+        ([(1e-3, 1), (1.5e-3, 1), (3e-3, 2)], 1e7),
+        ([(1e-3, 2), (2e-3, 3)], 1e7),
+    ],
 )
 def test_no_schedule_is_faster_where_it_is_the_only_one(cards, link):
     """Where there are too many plans to look at all of them."""

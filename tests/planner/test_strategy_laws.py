@@ -21,7 +21,7 @@ from gpumix.spec.space import EVERYTHING, Space
 
 LAYERS = Space(zero_stages=3, recompute=True, state_on="device")
 
-EASY = examples(8)
+EASY = examples(4)
 BATCHES = st.integers(1, 12)
 SPACES = pytest.mark.parametrize("space", [EVERYTHING, LAYERS], ids=["everything", "layers"])
 POLICIES = pytest.mark.parametrize("name", ["proportional", "poplar", "cephalo", "best-subset"])
