@@ -85,8 +85,10 @@ def test_one_graph_for_all_layers_and_sizes(factory, samples):
     assert backend.graphs == 2
 
 
-@pytest.mark.parametrize("mode", [Mode(), Mode(recompute=False)], ids=["again", "kept"])
-@pytest.mark.parametrize("samples, micro_batch", [(8, 2), (8, 3), (9, 4)])
+@pytest.mark.parametrize(
+    ("samples", "micro_batch", "mode"),
+    [(8, 2, Mode()), (8, 3, Mode(recompute=False)), (9, 4, Mode())],
+)
 def test_micro_batches_of_unlike_lengths(samples, micro_batch, mode):
     """All alike in samples, two sizes, and one of one sample: what backward runs again, after other
     lengths came, saves what it saved before."""

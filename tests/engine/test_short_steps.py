@@ -9,10 +9,9 @@ from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Plan
 from gpumix.spec.shares import rows_of
 from gpumix.spec.stage import Mode
-from harness import run_ranks
 from models import ARCHITECTURES, mean_loss
 from reference import batches, engine_alone, initialised, optimizer_for
-from staging import rows, staged_engine, staged_plan
+from staging import rows, run_in_turn, staged_engine, staged_plan
 
 GPT2 = ARCHITECTURES["gpt2"]
 SIZES = [6, 5, 2, 6, 1]  # of the global batch, by step
@@ -46,11 +45,21 @@ def alone() -> list[float]:
     return losses
 
 
+@pytest.fixture(scope="module")
+def on_ranks() -> dict[str, list[list[float]]]:
+    """The losses of each rank."""
+    return run_in_turn(
+        _losses,
+        {
+            layout: (staged_plan("gpt2", stages, **settings), ())
+            for layout, (stages, settings) in LAYOUTS.items()
+        },
+    )
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_they_train_like_one_process(layout, alone):
-    stages, settings = LAYOUTS[layout]
-    plan = staged_plan("gpt2", stages, **settings)
-    for found in run_ranks(_losses, len(plan.workers), plan.model_dump_json()):
+def test_they_train_like_one_process(layout, alone, on_ranks):
+    for found in on_ranks[layout]:
         assert found == pytest.approx(alone, rel=1e-5)
 
 

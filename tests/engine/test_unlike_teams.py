@@ -18,7 +18,7 @@ from harness import run_ranks
 from memory import count_tensors
 from models import ARCHITECTURES
 from reference import SEED, batches, optimizer_for
-from staging import own_samples, rows, staged_engine, staged_plan
+from staging import on_devices, own_samples, rows, run_in_turn, staged_engine, staged_plan
 
 KEPT = Mode(recompute=False)
 ONE_AND_TEAM = rows([4, 3], tensor=[(1, 2)])
@@ -68,21 +68,29 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("zero_stage", [1, 3])
-@pytest.mark.parametrize("way", WAYS)
-def test_other_ways_to_hold_parameters(way, zero_stage):
+HELD = [("in bf16", 1), ("in bf16", 3), ("sent in fp32", 3), ("state on the host", 1)]
+HELD += [("some frozen", 1), ("some frozen", 3)]
+
+
+@pytest.fixture(scope="module")
+def held():
+    """The losses of each rank, and of one that is alone."""
+    work = {}
+    for way, zero_stage in HELD:
+        of_workers, of_plan, frozen = WAYS[way]
+        for layout in (rows([7]), ONE_AND_TEAM):
+            plan = staged_plan("llama", layout, zero_stage=zero_stage, **of_plan)
+            plan = on_devices(plan, *[of_workers] * len(plan.workers))
+            work[way, zero_stage, len(plan.workers)] = plan, (frozen,)
+    return run_in_turn(_losses, work)
+
+
+@pytest.mark.parametrize(("way", "zero_stage"), HELD)
+def test_other_ways_to_hold_parameters(way, zero_stage, held):
     """As a rank alone with all of them does."""
-    of_workers, of_plan, frozen = WAYS[way]
-    losses = []
-    for layout in (rows([7]), ONE_AND_TEAM):
-        plan = staged_plan("llama", layout, zero_stage=zero_stage, **of_plan)
-        (stage,) = plan.stages
-        workers = tuple(worker.model_copy(update=of_workers) for worker in stage.workers)
-        plan = plan.model_copy(update={"stages": (stage.model_copy(update={"workers": workers}),)})
-        ranks = run_ranks(_losses, len(workers), plan.model_dump_json(), frozen)
-        assert all(of_rank == ranks[0] for of_rank in ranks)
-        losses.append(ranks[0])
-    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    ((alone,), ranks) = held[way, zero_stage, 1], held[way, zero_stage, 3]
+    assert all(of_rank == ranks[0] for of_rank in ranks)
+    assert ranks[0] == pytest.approx(alone, rel=1e-4)
 
 
 def _losses(plan_json: str, frozen: bool) -> list[float]:
