@@ -30,7 +30,7 @@ def assert_parity(name: str, shares: list[Share]) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "bart", "plain-own-blocks"])
 @given(shares=share_lists())
-@settings(max_examples=8)
+@settings(max_examples=4)
 def test_any_plan_trains_like_one_process(name, shares):
     assert_parity(name, shares)
 
@@ -51,9 +51,10 @@ def test_ranks_may_lack_samples_or_state(shares):
 
 @pytest.mark.slow
 def test_all_architectures_train_like_one_process():
+    """On several ranks; some alone too."""
     rng = random.Random(1)
-    for name in ARCHITECTURES:
-        for world in (1, 3):
+    for number, name in enumerate(ARCHITECTURES):
+        for world in (1, 3) if number % 5 == 0 else (3,):
             assert_parity(name, random_shares(world, rng))
 
 

@@ -46,7 +46,6 @@ def _trained(shares, zero_stage: int, replays: bool):
 
 ONE, OTHER = rows([4, 4], [6, 2], micro_batch=2)
 PAIRS = {
-    "stages": ("gpt2", rows([6], [4, 2]), {}),
     "waves": ("llama", rows([2, 2], [1, 3], micro_batch=1), {"zero_stage": 3, "waves": 2}),
     "zero-bubble": (
         "gpt2",
