@@ -15,7 +15,7 @@ from gpumix.planner.best_subset import best_subset
 from gpumix.planner.optimal import optimal
 from gpumix.spec.errors import NoFeasiblePlanError
 
-MANY = examples(15)
+MANY = examples(8)
 
 
 @MANY

@@ -24,7 +24,7 @@ from gpumix.spec.errors import InputError, NoFeasiblePlanError
 from gpumix.spec.space import EVERYTHING, Space
 from gpumix.spec.stage import Mode
 
-MANY = examples(40)
+MANY = examples(20)
 INF = float("inf")
 
 

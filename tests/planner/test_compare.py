@@ -17,7 +17,7 @@ from gpumix.planner.explain import plan as make_plan
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
 from gpumix.spec.profile import Profile
 
-EASY = examples(15)
+EASY = examples(8)
 
 
 def two_classes() -> Profile:

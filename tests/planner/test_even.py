@@ -15,7 +15,7 @@ from gpumix.planner.optimal import optimal
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
 from gpumix.spec.space import Space
 
-MANY = examples(40)
+MANY = examples(20)
 
 
 def test_samples_shares_and_micro_batches_are_equal():

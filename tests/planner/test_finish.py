@@ -19,7 +19,7 @@ from gpumix.spec.errors import NoFeasiblePlanError
 from gpumix.spec.profile import ROOT, UnitTimes
 from gpumix.spec.space import EVERYTHING, Space
 
-MANY = examples(25)
+MANY = examples(12)
 TIMES = {
     "block": UnitTimes(forward=line(1.0), backward=line(3.0), gradient=line(2.0)),
     ROOT: UnitTimes(forward=line(0.1), backward=line(0.2)),

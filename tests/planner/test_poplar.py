@@ -24,7 +24,7 @@ from gpumix.spec.errors import NoFeasiblePlanError
 from gpumix.spec.profile import ROOT, UnitTimes
 from gpumix.spec.space import EVERYTHING, Space
 
-MANY = examples(15)
+MANY = examples(8)
 ONE_WAY = {"shardings": ("all",), "recompute": (True,), "boundaries": ("device",)}
 
 

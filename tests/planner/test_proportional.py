@@ -30,7 +30,7 @@ from gpumix.spec.errors import InputError, NoFeasiblePlanError
 from gpumix.spec.space import EVERYTHING, Space
 from gpumix.spec.stage import Mode
 
-MANY = examples(15)
+MANY = examples(8)
 
 
 LAYERS = Space(zero_stages=3, recompute=True, state_on="device")

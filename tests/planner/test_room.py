@@ -17,7 +17,7 @@ from gpumix.planner.setting import setting_of
 from gpumix.planner.setting import settings as settings_of
 from gpumix.spec.space import EVERYTHING
 
-MANY = examples(60)
+MANY = examples(30)
 
 
 @MANY
