@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ from harness import run_ranks
 from models import ARCHITECTURES, LENGTH, Architecture, Batch, mean_loss
 
 Array = np.ndarray
+Key = TypeVar("Key", bound=Hashable)
 SEED = 7
 # A bias whose true gradient is zero (that of a key, which softmax cannot see) starts at zero and is
 # moved by rounding alone; two roundings share no digit. So an error is taken relative to the
@@ -54,6 +55,10 @@ class Share(NamedTuple):
     mode: Mode = PLAIN
     kept: int = 0
     host: str = "localhost"
+
+
+Case = tuple[str, Sequence[Share], Mapping[str, Any]]
+"""An architecture, the shares of ranks, and more of the plan."""
 
 
 @dataclass
@@ -200,9 +205,23 @@ def train_by_plan(
     name: str, shares: Sequence[Share], steps: int, *, backend: str = "gloo", **settings: Any
 ) -> Trained:
     """Train on ranks as a plan with these shares, and `settings`, says."""
-    results = run_ranks(
-        _train_rank, len(shares), name, list(shares), steps, settings, backend=backend
-    )
+    case = name, shares, settings
+    ranks = run_ranks(_train_each, len(shares), [case], steps, backend=backend)
+    return _trained([of_rank for (of_rank,) in ranks])
+
+
+def train_by_plans(cases: Mapping[Key, Case], steps: int) -> dict[Key, Trained]:
+    """The same of several, by what they are called; ranks of as many are started once."""
+    found = {}
+    for world in sorted({len(shares) for _, shares, _ in cases.values()}):
+        alike = {key: case for key, case in cases.items() if len(case[1]) == world}
+        time_s = max(60.0, 10.0 * len(alike))
+        ranks = run_ranks(_train_each, world, [*alike.values()], steps, timeout_s=time_s)
+        found |= {key: _trained(of_ranks) for key, of_ranks in zip(alike, zip(*ranks))}
+    return found
+
+
+def _trained(results: Sequence[tuple[Any, ...]]) -> Trained:
     return Trained(
         results[0][0],
         joined([pieces for _, pieces, _, _ in results]),
@@ -211,8 +230,12 @@ def train_by_plan(
     )
 
 
+def _train_each(cases: Sequence[Case], steps: int) -> list[tuple[Any, ...]]:
+    return [_train_rank(name, shares, steps, settings) for name, shares, settings in cases]
+
+
 def _train_rank(
-    name: str, shares: list[Share], steps: int, settings: dict[str, Any]
+    name: str, shares: Sequence[Share], steps: int, settings: Mapping[str, Any]
 ) -> tuple[Any, ...]:
     architecture = ARCHITECTURES[name]
     engine = engine_for(architecture.factory, shares, **settings)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from math import ceil
-from typing import Any, NamedTuple, TypeVar, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from hypothesis import strategies as st
@@ -33,9 +33,17 @@ from models import (
     Regression,
     vectors,
 )
-from reference import SEED, Share, Trained, batches, joined, optimizer_for, pieces_of, through_host
-
-Key = TypeVar("Key", bound=Hashable)
+from reference import (
+    SEED,
+    Key,
+    Share,
+    Trained,
+    batches,
+    joined,
+    optimizer_for,
+    pieces_of,
+    through_host,
+)
 
 
 def tied_blocks() -> nn.Module:

@@ -14,7 +14,15 @@ from hypothesis import given, settings
 from commands import run
 from gpumix.spec.plan import Collectives
 from models import ARCHITECTURES
-from reference import Share, random_shares, train_alone, train_by_plan, worst_error
+from reference import (
+    Share,
+    Trained,
+    random_shares,
+    train_alone,
+    train_by_plan,
+    train_by_plans,
+    worst_error,
+)
 from strategies import share_lists
 
 STEPS = 2
@@ -22,7 +30,10 @@ TOLERANCE = 2e-5
 
 
 def assert_parity(name: str, shares: list[Share]) -> None:
-    trained = train_by_plan(name, shares, STEPS)
+    assert_same(name, shares, train_by_plan(name, shares, STEPS))
+
+
+def assert_same(name: str, shares: list[Share], trained: Trained) -> None:
     size = sum(share.samples for share in shares)
     assert worst_error(trained, train_alone(ARCHITECTURES[name], size, STEPS)) < TOLERANCE
     assert all(counts == trained.expected_counts for counts in trained.counts)
@@ -53,9 +64,14 @@ def test_ranks_may_lack_samples_or_state(shares):
 def test_all_architectures_train_like_one_process():
     """On several ranks; some alone too."""
     rng = random.Random(1)
-    for number, name in enumerate(ARCHITECTURES):
-        for world in (1, 3) if number % 5 == 0 else (3,):
-            assert_parity(name, random_shares(world, rng))
+    cases = {
+        (name, world): (name, random_shares(world, rng), {})
+        for number, name in enumerate(ARCHITECTURES)
+        for world in ((1, 3) if number % 5 == 0 else (3,))
+    }
+    found = train_by_plans(cases, STEPS)
+    for key, (name, shares, _) in cases.items():
+        assert_same(name, shares, found[key])
 
 
 @pytest.mark.slow

@@ -8,11 +8,12 @@ from gpumix.engine.micro_batch import MicroBatch
 from gpumix.spec.stage import Mode
 from models import ARCHITECTURES
 from reference import (
+    Case,
     Share,
     batches,
     engine_alone,
     train_alone,
-    train_by_plan,
+    train_by_plans,
     worst_error,
 )
 
@@ -23,69 +24,97 @@ ONE_BY_ONE = Mode(order="sequential")
 INLINE = Mode(order="sequential", recompute=False)
 
 
-def assert_parity(name, shares, **settings):
-    trained = train_by_plan(name, shares, STEPS, **settings)
+UNEVEN = [Share(3, 2, 1), Share(2, 1, 0, KEEPING), Share(0, 0, 2), Share(4, 3, 3, kept=3)]
+ORDERS = [
+    Share(3, 2, 1, ONE_BY_ONE),
+    Share(2, 1, 0, INLINE),
+    Share(0, 0, 1, INLINE),
+    Share(4, 3, 2, LAYERED),
+]
+TWO = [Share(3, 2, 1), Share(2, 1, 2)]
+ON_HOST = Mode(boundary="host")
+LLAMAS_ENDS = {
+    "before": ("model.embed_tokens.weight",),
+    "after": ("lm_head.weight", "model.norm.weight"),
+}
+
+
+def in_hosts(*states: int) -> list[Share]:
+    """Two ranks on each of two hosts."""
+    return [Share(n + 1, 2 if n else 1, states[n], host="ab"[n // 2]) for n in range(4)]
+
+
+CASES: dict[str, Case] = {
+    **{f"uneven, {stage}": ("gpt2", UNEVEN, {"zero_stage": stage}) for stage in range(4)},
+    **{
+        f"uneven, own blocks, {stage}": ("plain-own-blocks", UNEVEN, {"zero_stage": stage})
+        for stage in (1, 3)
+    },
+    "orders meet, 0": ("gpt2", ORDERS, {"zero_stage": 0}),
+    "orders meet, 1": ("bart", ORDERS, {"zero_stage": 1}),
+    "one rank, one by one": ("gpt2", [Share(5, 2, 1, ONE_BY_ONE)], {"zero_stage": 0}),
+    "one rank, inline": ("gpt2", [Share(5, 2, 1, INLINE)], {"zero_stage": 0}),
+    "one rank, keeping": ("gpt2", [Share(5, 2, 1, KEEPING)], {"zero_stage": 3}),
+    **{
+        f"state divided inside hosts, {states}, {stage}": (
+            "gpt2",
+            in_hosts(*states),
+            {"zero_stage": stage, "sharding": "host"},
+        )
+        for stage, states in [
+            (1, (1, 2, 3, 0)),
+            (2, (1, 2, 1, 2)),
+            (3, (1, 2, 1, 2)),
+            (3, (1, 2, 3, 0)),
+        ]
+    },
+    **{
+        f"joined by {joined}, {stage}": (
+            "bart",
+            TWO,
+            {"zero_stage": stage, "stage": {"joined": joined}},
+        )
+        for stage, joined in [(0, 2), (2, 5), (3, 2), (3, 5)]
+    },
+    "ends of the root, 0": (
+        "llama",
+        [TWO[0], Share(2, 1, 2, INLINE)],
+        {"zero_stage": 0, "stage": LLAMAS_ENDS},
+    ),
+    "ends of the root, 3": ("llama", TWO, {"zero_stage": 3, "stage": LLAMAS_ENDS}),
+    **{
+        f"inputs kept on the host, {name}": (
+            name,
+            [Share(3, 1, 1, ON_HOST), Share(4, 2, 0, ON_HOST, kept=3), Share(1, 1, 1)],
+            {},
+        )
+        for name in ("gpt2", "whisper")
+    },
+    # What GPUs do that have no NCCL between them: here with devices that are the host itself.
+    **{
+        f"collectives through the host, {stage}": (
+            "gpt2",
+            in_hosts(0, 1, 2, 3),
+            {"zero_stage": stage, "sharding": "host", "staged_on": "cpu"},
+        )
+        for stage in (1, 3)
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return train_by_plans(CASES, STEPS)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_is_that_of_one_process(case, trained):
+    name, shares, _ = CASES[case]
+    found = trained[case]
     size = sum(share.samples for share in shares)
-    assert worst_error(trained, train_alone(ARCHITECTURES[name], size, STEPS)) < TOLERANCE
-    later = trained.counts[1:] if len(shares) == 1 else trained.counts
-    assert all(counts == trained.expected_counts for counts in later)
-
-
-@pytest.mark.parametrize(
-    ("name", "stage"),
-    [*(("gpt2", stage) for stage in range(4)), ("plain-own-blocks", 1), ("plain-own-blocks", 3)],
-)
-def test_stages_with_uneven_everything(name, stage):
-    shares = [Share(3, 2, 1), Share(2, 1, 0, KEEPING), Share(0, 0, 2), Share(4, 3, 3, kept=3)]
-    assert_parity(name, shares, zero_stage=stage)
-
-
-@pytest.mark.parametrize(("name", "stage"), [("gpt2", 0), ("bart", 1)])
-def test_orders_meet(name, stage):
-    shares = [
-        Share(3, 2, 1, ONE_BY_ONE),
-        Share(2, 1, 0, INLINE),
-        Share(0, 0, 1, INLINE),
-        Share(4, 3, 2, LAYERED),
-    ]
-    assert_parity(name, shares, zero_stage=stage)
-
-
-@pytest.mark.parametrize("mode", [ONE_BY_ONE, INLINE, KEEPING])
-def test_one_rank(mode):
-    assert_parity("gpt2", [Share(5, 2, 1, mode)], zero_stage=0 if "seq" in mode.order else 3)
-
-
-ALIKE, UNLIKE = (1, 2, 1, 2), (1, 2, 3, 0)
-
-
-@pytest.mark.parametrize(("stage", "states"), [(1, UNLIKE), (2, ALIKE), (3, ALIKE), (3, UNLIKE)])
-def test_state_divided_inside_hosts(stage, states):
-    shares = [Share(n + 1, 2 if n else 1, states[n], host="ab"[n // 2]) for n in range(4)]
-    assert_parity("gpt2", shares, zero_stage=stage, sharding="host")
-
-
-@pytest.mark.parametrize(("stage", "joined"), [(0, 2), (2, 5), (3, 2), (3, 5)])
-def test_joined_units(stage, joined):
-    shares = [Share(3, 2, 1), Share(2, 1, 2)]
-    assert_parity("bart", shares, zero_stage=stage, stage={"joined": joined})
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_ends_of_the_root(stage):
-    ends = {
-        "before": ("model.embed_tokens.weight",),
-        "after": ("lm_head.weight", "model.norm.weight"),
-    }
-    shares = [Share(3, 2, 1), Share(2, 1, 2, LAYERED if stage else INLINE)]
-    assert_parity("llama", shares, zero_stage=stage, stage=ends)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "whisper"])
-def test_inputs_kept_on_the_host(name):
-    host = Mode(boundary="host")
-    shares = [Share(3, 1, 1, host), Share(4, 2, 0, host, kept=3), Share(1, 1, 1)]
-    assert_parity(name, shares)
+    assert worst_error(found, train_alone(ARCHITECTURES[name], size, STEPS)) < TOLERANCE
+    later = found.counts[1:] if len(shares) == 1 else found.counts
+    assert all(counts == found.expected_counts for counts in later)
 
 
 def test_what_comes_back_from_the_host_is_what_backward_runs_next(monkeypatch):
@@ -107,10 +136,3 @@ def test_what_comes_back_from_the_host_is_what_backward_runs_next(monkeypatch):
     engine.step(next(batches(architecture, 3, 1)))
     assert len(seen["backward"]) == 3 * len(engine.plan.stages[0].units) > 3
     assert seen["prefetch"] == seen["backward"][1:]
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_collectives_through_the_host(stage):
-    """What GPUs do that have no NCCL between them: here with devices that are the host itself."""
-    shares = [Share(n + 1, 2 if n else 1, n, host="ab"[n // 2]) for n in range(4)]
-    assert_parity("gpt2", shares, zero_stage=stage, sharding="host", staged_on="cpu")
