@@ -67,14 +67,18 @@ ALL = LAYOUTS | TEAMS
 
 
 BY_SCHEDULE = {
-    f"{name}, {schedule}": ("gpt2", layout, {"schedule": schedule, "zero_stage": stage})
-    for schedule, stage, mode in [
-        ("gpipe", 0, PLAIN),
-        ("1f1b", 1, PLAIN),
-        ("eager-1f1b", 0, PLAIN),
-        ("zero-bubble", 1, KEPT),
+    f"{name}, {schedule}": (
+        "gpt2",
+        layouts(mode)[name],
+        {"schedule": schedule, "zero_stage": stage},
+    )
+    for schedule, stage, mode, names in [
+        ("gpipe", 0, PLAIN, ["1 + 2", "2 + 2, crossing"]),
+        ("1f1b", 1, PLAIN, LAYOUTS),
+        ("eager-1f1b", 0, PLAIN, ["1 + 1", "1 + 2 + 1"]),
+        ("zero-bubble", 1, KEPT, ["1 + 2 + 1", "2 + 2, crossing", "2 of which one stores only"]),
     ]
-    for name, layout in layouts(mode).items()
+    for name in names
 }
 by_schedule = in_turn(BY_SCHEDULE)
 
@@ -84,20 +88,28 @@ def test_layouts(case, by_schedule):
     assert_case(case, by_schedule)
 
 
+IN_WAVES: list[tuple[list[Row], int]] = [
+    (rows([6], [2, 4]), 1),
+    (rows([8], [8], micro_batch=1), 2),
+    (rows([4, 4], [4, 4]), 2),
+    (rows([6, 4], [6, 4]), 2),
+]
+# Each layout at both stages, and by each schedule.
 WAVES = {
-    f"{samples}, {waves}, {schedule}, {stage}": (
+    f"{schedule}, {stage}, {number}": (
         "gpt2",
-        rows(*samples, **more),
-        {"schedule": schedule, "zero_stage": stage, "waves": waves},
+        IN_WAVES[number][0],
+        {"schedule": schedule, "zero_stage": stage, "waves": IN_WAVES[number][1]},
     )
-    for stage in [2, 3]
-    for schedule in ["gpipe", "1f1b", "eager-1f1b"]
-    for samples, more, waves in [
-        (([6], [2, 4]), {}, 1),
-        (([8], [8]), {"micro_batch": 1}, 2),
-        (([4, 4], [4, 4]), {}, 2),
-        (([6, 4], [6, 4]), {}, 2),
+    for schedule, stage, numbers in [
+        ("gpipe", 2, [0, 2]),
+        ("gpipe", 3, [1, 3]),
+        ("1f1b", 2, [1, 3]),
+        ("1f1b", 3, [0, 2]),
+        ("eager-1f1b", 2, [2]),
+        ("eager-1f1b", 3, [0, 1, 3]),
     ]
+    for number in numbers
 }
 in_waves = in_turn(WAVES)
 
@@ -105,18 +117,6 @@ in_waves = in_turn(WAVES)
 @pytest.mark.parametrize("case", WAVES)
 def test_waves(case, in_waves):
     assert_case(case, in_waves)
-
-
-@pytest.mark.parametrize("stage", [0, 1])
-def test_weights_come_later_where_graphs_are_kept(stage):
-    kept, plain = (layouts(mode)["1 + 2"] for mode in (KEPT, PLAIN))
-    assert_parity("gpt2", [plain[0], kept[1]], schedule="zero-bubble", zero_stage=stage)
-
-
-def test_weights_that_come_later_get_gradients_from_where_no_input_comes_before():
-    """T5's first block returns its position bias, which depends on weights alone."""
-    layout = rows([6], [6], mode=KEPT)
-    assert_parity("t5", layout, schedule="zero-bubble", zero_stage=1)
 
 
 def twice(samples: Sequence[Sequence[int]]) -> list[Row]:
@@ -131,8 +131,11 @@ ROUND = {
         twice(samples),
         {"schedule": "interleaved", "zero_stage": stage, "waves": waves},
     )
-    for layout, samples in {"1 + 1": ([8], [8]), "2 + 2": ([4, 4], [4, 4])}.items()
-    for stage, waves in [(0, 1), (1, 1), (2, 2), (3, 1), (3, 2), (3, 3)]
+    for layout, samples, settings in [
+        ("1 + 1", ([8], [8]), [(0, 1), (2, 2), (3, 3)]),
+        ("2 + 2", ([4, 4], [4, 4]), [(1, 1), (2, 2), (3, 1), (3, 2)]),
+    ]
+    for stage, waves in settings
 }
 AROUND = {"schedule": "interleaved", "zero_stage": 1}
 ROUND |= {
@@ -155,8 +158,12 @@ UNEQUAL = {
         RAGGED[layout],
         {"zero_stage": stage, "waves": 2 if stage > 1 else 1},
     )
-    for layout in RAGGED
-    for stage in [1, 2, 3]
+    for stage, layouts_at in [
+        (1, ["3 + 1, crossing", "one that stores only", "a team, then two"]),
+        (2, ["one that stores nothing", "two teams"]),
+        (3, RAGGED),
+    ]
+    for layout in layouts_at
 }
 unequal = in_turn(UNEQUAL)
 
@@ -173,21 +180,26 @@ WAYS = {
         {"zero_stage": 1, "schedule": "zero-bubble"},
     ),
     "waves": (
-        rows([4, 2], [6], micro_batch=1, state=[[1, 2], [1]]),
-        {"zero_stage": 3, "schedule": "eager-1f1b", "waves": 3},
+        rows([2, 1], [3], micro_batch=1, state=[[1, 2], [1]]),
+        {"zero_stage": 3, "schedule": "eager-1f1b", "waves": 2},
     ),
 }
 
 
+# Each architecture in one way, and unlike ones in all.
+ARCHITECTURES_BY_WAY = [
+    (name, way)
+    for number, name in enumerate(ARCHITECTURES)
+    for way in (WAYS if name in ("gpt2", "t5", "mixtral") else [list(WAYS)[number % len(WAYS)]])
+]
 AROUND_THREE = "gpt2-deep", "interleaved"
 
 
 @pytest.fixture(scope="module")
 def by_architecture():
     plans = {
-        (name, way): (name, staged_plan(name, layout, **settings))
-        for name in ARCHITECTURES
-        for way, (layout, settings) in WAYS.items()
+        (name, way): (name, staged_plan(name, WAYS[way][0], **WAYS[way][1]))
+        for name, way in ARCHITECTURES_BY_WAY
     }
     layout = 2 * rows([6], [6], [6], micro_batch=1)
     plan = staged_plan("gpt2-deep", layout, cuts=[1, 3, 4, 5, 7], **AROUND)
@@ -195,8 +207,7 @@ def by_architecture():
     return plans, train_in_turn(plans, STEPS)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(("name", "way"), ARCHITECTURES_BY_WAY)
 def test_architectures(name, way, by_architecture):
     assert_case((name, way), by_architecture)
 
@@ -206,38 +217,66 @@ def test_stages_of_several_units_go_round_three(by_architecture):
     assert_case(AROUND_THREE, by_architecture)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_weights_that_units_of_different_stages_share(stage):
-    assert_parity("tied_blocks", LAYOUTS["1 + 2 + 1"], zero_stage=stage)
+ODD = {
+    **{
+        f"one keeps its graphs, {stage}": (
+            "gpt2",
+            [LAYOUTS["1 + 2"][0], layouts(KEPT)["1 + 2"][1]],
+            {"schedule": "zero-bubble", "zero_stage": stage},
+        )
+        for stage in [0, 1]
+    },
+    # T5's first block returns its position bias, which depends on weights alone.
+    "weights come later that no input comes before": (
+        "t5",
+        rows([6], [6], mode=KEPT),
+        {"schedule": "zero-bubble", "zero_stage": 1},
+    ),
+    **{
+        f"units of different stages share weights, {stage}": (
+            "tied_blocks",
+            LAYOUTS["1 + 2 + 1"],
+            {"zero_stage": stage},
+        )
+        for stage in [0, 1, 3]
+    },
+    **{
+        f"a stage calls units again, {stage}": (
+            "called_again",
+            LAYOUTS["1 + 2"],
+            {"cuts": [4], "zero_stage": stage},
+        )
+        for stage in [0, 1, 3]
+    },
+    **{
+        f"code between units goes by values of another stage, {stage}": (
+            "looks_back",
+            LAYOUTS["1 + 2 + 1"],
+            {"zero_stage": stage},
+        )
+        for stage in [0, 3]
+    },
+}
+odd = in_turn(ODD)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_units_that_a_stage_calls_again(stage):
-    assert_parity("called_again", LAYOUTS["1 + 2"], cuts=[4], zero_stage=stage)
+@pytest.mark.parametrize("case", ODD)
+def test_odd_models(case, odd):
+    assert_case(case, odd)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5"])
 @pytest.mark.parametrize(
-    "layout, settings",
+    ("name", "layout", "settings"),
     [
-        (rows([6], [2, 4], mode=KEPT), {"zero_stage": 1, "schedule": "zero-bubble"}),
-        (rows([6], [6], tensor=[2, 1]), {"zero_stage": 3, "waves": 2}),
+        ("t5", rows([6], [2, 4], mode=KEPT), {"zero_stage": 1, "schedule": "zero-bubble"}),
+        ("gpt2", rows([6], [6], tensor=[2, 1]), {"zero_stage": 3, "waves": 2}),
     ],
     ids=["stages", "a team, then one"],
 )
 def test_messages_through_memory_of_the_host(name, layout, settings):
     """As several ranks on one GPU send them (`tests/engine/test_on_gpus.py`)."""
-    assert_parity(name, layout, staged_on="cpu", **settings)
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_code_between_units_that_goes_by_values_of_another_stage(stage):
-    assert_parity("looks_back", LAYOUTS["1 + 2 + 1"], zero_stage=stage)
-
-
-def assert_parity(name: str, layout: list[Row], *, staged_on: str = "", **settings):
     plan = staged_plan(name, layout, **settings)
-    assert_same(name, plan, *train_in_stages(name, plan, STEPS, staged_on=staged_on))
+    assert_same(name, plan, *train_in_stages(name, plan, STEPS, staged_on="cpu"))
 
 
 @pytest.mark.parametrize("layout", ["1 + 1", "two teams", "a team, then two"])
@@ -261,23 +300,33 @@ def _other_samples(plan_json: str) -> None:
 # -- beside steps ----------------------------------------------------------------------------------
 
 
-def of_each(function: Callable[..., Any], layouts: Sequence[str], stages: Sequence[int], *more):
+Cases = Sequence[tuple[str, int]]  # layouts and ZeRO stages
+
+
+def of_each(function: Callable[..., Any], cases: Cases, *more):
     """A fixture: plans, and what a function of them comes to on each of their ranks."""
 
     @pytest.fixture(scope="module")
     def found():
         plans = {
             (layout, stage): staged_plan("gpt2", ALL[layout], zero_stage=stage)
-            for layout in layouts
-            for stage in stages
+            for layout, stage in cases
         }
         return plans, run_in_turn(function, {key: (plan, more) for key, plan in plans.items()})
 
     return found
 
 
-@pytest.mark.parametrize("layout", ["1 + 2", *TEAMS])
-@pytest.mark.parametrize("stage", [1, 3])
+WITH_STATE: Cases = [
+    ("1 + 2", 1),
+    ("1 + 2", 3),
+    ("two teams", 3),
+    ("a team, then two", 1),
+    ("one, then a team", 3),
+]
+
+
+@pytest.mark.parametrize(("layout", "stage"), WITH_STATE)
 def test_all_ranks_get_all_of_the_state(layout, stage, states):
     plans, found = states
     plan = plans[layout, stage]
@@ -293,7 +342,7 @@ def test_all_ranks_get_all_of_the_state(layout, stage, states):
 
 @pytest.mark.parametrize(
     ("name", "more"),
-    [("tied_crosswise", {}), ("gpt2-deep", {}), ("gpt2-deep", {"zero_stage": 3, "waves": 2})],
+    [("tied_crosswise", {}), ("gpt2-deep", {"zero_stage": 3, "waves": 2})],
 )
 def test_all_ranks_get_the_state_of_stages_that_go_round(name, more):
     """Also of weights that stages share, whose gradients count once in the norm."""
@@ -323,7 +372,7 @@ def _state_there_and_back(
     return again, norm, engine.gradient_norm().item()
 
 
-states = of_each(_state_there_and_back, ["1 + 2", *TEAMS], [1, 3])
+states = of_each(_state_there_and_back, WITH_STATE)
 
 
 def _norm_alone(samples: int, name: str = "gpt2") -> float:
@@ -333,8 +382,15 @@ def _norm_alone(samples: int, name: str = "gpt2") -> float:
     return torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("layout", ["2 + 2, crossing", "two teams", "a team, then two"])
+EVALUATED: Cases = [
+    ("2 + 2, crossing", 1),
+    ("2 + 2, crossing", 3),
+    ("two teams", 1),
+    ("a team, then two", 3),
+]
+
+
+@pytest.mark.parametrize(("layout", "stage"), EVALUATED)
 def test_evaluation(stage, layout, evaluated):
     """Also on a batch that is smaller than that of a step."""
     _, found = evaluated
@@ -357,11 +413,20 @@ def _evaluate(plan_json: str, sizes: list[int]) -> dict[int, float]:
     return found
 
 
-evaluated = of_each(_evaluate, ["2 + 2, crossing", "two teams", "a team, then two"], [1, 3], SIZES)
+evaluated = of_each(_evaluate, EVALUATED, SIZES)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("layout", ["1 + 2", *TEAMS])
+SUMMED: Cases = [
+    ("1 + 2", 0),
+    ("1 + 2", 2),
+    ("two teams", 0),
+    ("two teams", 2),
+    ("a team, then two", 1),
+    ("one, then a team", 1),
+]
+
+
+@pytest.mark.parametrize(("layout", "stage"), SUMMED)
 def test_gradients_of_several_steps_add_up(stage, layout, summed):
     """As autograd's do, and whatever the losses of each step are counted with."""
     plans, found = summed
@@ -381,7 +446,7 @@ def _two_steps(plan_json: str) -> float:
     return engine.gradient_norm().item()
 
 
-summed = of_each(_two_steps, ["1 + 2", *TEAMS], [0, 1, 2])
+summed = of_each(_two_steps, SUMMED)
 
 
 @pytest.mark.parametrize("layout", ["1 + 1", "two teams"])
