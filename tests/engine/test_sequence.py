@@ -37,10 +37,7 @@ def team(mode: Mode) -> Any:
 
 
 CASES = {
-    "GPT-2": ("gpt2", TEAM, {"zero_stage": 1}),
-    "Llama": ("llama", TEAM, {"zero_stage": 0}),
     "Qwen3": ("qwen3", TEAM, {"zero_stage": 3}),
-    "BERT": ("bert", TEAM, {"zero_stage": 1}),
     "T5": ("t5", TEAM, {"zero_stage": 1}),
     "sequential": ("gpt2", team(Mode(order="sequential")), {"zero_stage": 1}),
     "sequential, kept": ("t5", team(Mode(order="sequential", recompute=False)), {"zero_stage": 0}),

@@ -121,7 +121,7 @@ def test_waves(case, in_waves):
 
 def twice(samples: Sequence[Sequence[int]]) -> list[Row]:
     """Stages on two ranks or pairs of ranks, of which each has two."""
-    one, other = rows(*samples, micro_batch=1)
+    one, other = rows(*samples, micro_batch=2)
     return [one, other, one, other]
 
 
@@ -201,7 +201,7 @@ def by_architecture():
         (name, way): (name, staged_plan(name, WAYS[way][0], **WAYS[way][1]))
         for name, way in ARCHITECTURES_BY_WAY
     }
-    layout = 2 * rows([6], [6], [6], micro_batch=1)
+    layout = 2 * rows([6], [6], [6])
     plan = staged_plan("gpt2-deep", layout, cuts=[1, 3, 4, 5, 7], **AROUND)
     plans[AROUND_THREE] = "gpt2-deep", plan
     return plans, train_in_turn(plans, STEPS)

@@ -20,6 +20,15 @@ from reference import batches, engine_alone
 GPT2 = ARCHITECTURES["gpt2"]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def what_was_there_is_not_looked_at():
+    """All that tests before these imported and made is gone through once, not at each count."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def test_two_units_are_gathered_at_a_time_and_two_have_gradients():
     engine = engine_alone(GPT2.factory, 4, 2)
     units = [unit.bucket.groups[0] for unit in engine._parts.units.values()]
