@@ -22,7 +22,7 @@ from gpumix.spec.plan import Collectives
 from gpumix.spec.profile import ROOT, UnitTimes
 
 about = partial(pytest.approx, rel=1e-9, abs=1e-15)
-MANY = examples(30)
+MANY = examples(20)
 
 
 @MANY

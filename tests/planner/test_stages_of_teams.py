@@ -41,7 +41,7 @@ def test_as_many_stages_as_are_wanted_where_teams_would_have_one():
     assert len(make_plan(found, 1, space=Space(least_stages=2)).stages) >= 2
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     old=st.integers(0, 1),
     batch=st.integers(1, 2),
