@@ -11,6 +11,7 @@ import hypothesis.strategies
 import pytest
 import torch
 import torch.distributed.launcher.api
+import torch.distributed.pipelining
 import torch.distributed.tensor.debug
 import torch.distributed.tensor.parallel
 import transformers.models.auto.modeling_auto

@@ -96,7 +96,7 @@ def measured(config: dict, batch: int = BATCH, length: int = LENGTH, degrees: tu
         degrees={"cpu": degrees},
         must_divide=True,
     )
-    with open_device(DeviceClass(name="cpu", accelerator="cpu", memory_bytes=2**32), 0) as runtime:
+    with open_device(DeviceClass(name="cpu", accelerator="cpu", memory_bytes=2**27), 0) as runtime:
         return measure_class(subject, runtime, device_class="cpu", progress=lambda line: None)
 
 

@@ -31,7 +31,7 @@ def wanted(**settings) -> Chosen:
 
 def measured(what: Subject) -> tuple[ClassProfile, list[str]]:
     told: list[str] = []
-    one = DeviceClass(name="one", accelerator="cpu", memory_bytes=256 * MIB)
+    one = DeviceClass(name="one", accelerator="cpu", memory_bytes=64 * MIB)
     with open_device(one, 0) as runtime:
         found = measure_class(what, runtime, device_class="one", progress=told.append)
     return found.device_class, [line for line in told if "not used" in line]
@@ -216,7 +216,7 @@ def test_a_fused_loss_is_used_where_it_computes_the_same_faster(monkeypatch, com
     what = llama()
     head = what.build().lm_head
     chosen = replace(wanted(loss="triton"), choices=(Choice(what="loss", value="?", why="asked"),))
-    one = DeviceClass(name="one", accelerator="cpu", memory_bytes=256 * MIB)
+    one = DeviceClass(name="one", accelerator="cpu", memory_bytes=64 * MIB)
     with open_device(one, 0) as runtime:
         what = replace(what, chosen={"one": chosen})
         found = agreement.agreed(what, runtime, "one", print).chosen["one"]

@@ -40,7 +40,7 @@ def test_a_time_above_that_of_more_work_is_lowered_to_it(monkeypatch, part):
         budget_s=20,
         dtypes={"cpu": "fp32"},
     )
-    with open_device(DeviceClass(name="cpu", accelerator="cpu", memory_bytes=2**32), 0) as runtime:
+    with open_device(DeviceClass(name="cpu", accelerator="cpu", memory_bytes=2**26), 0) as runtime:
         made = measure_class(subject, runtime, device_class="cpu", progress=lambda line: None)
     assert made.device_class.disturbed() == ""
     for times in made.device_class.units.values():

@@ -14,10 +14,11 @@ from gpumix.engine.ranks import Ranks
 from gpumix.hardware.runtime import open_device
 from gpumix.profiler.cache import MeasurementCache
 from gpumix.profiler.cluster import ClusterProfiler
-from gpumix.spec.profile import ClassMeasurement, InputMeasurement, Profile
+from gpumix.spec.profile import ClassMeasurement, HostInput, InputMeasurement, Profile
 from gpumix.train.pipeline import Pipeline
 
 ALONE = [{"class": "one", "accelerator": "cpu", "memory": "64 MiB"}]
+NEW = {"class": "new", "accelerator": "cpu", "memory": "48 MiB"}
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +57,22 @@ def test_a_profile_is_found_again_as_it_was(measured, tmp_path):
     assert cache(tmp_path).load() == measured
 
 
+def plant_input(measured: Profile, folder) -> tuple[HostInput, ...]:
+    """What reading samples took, so to speak: far more than it does."""
+    (found,) = measured.inputs
+    planted = (found.model_copy(update={"cpu_s_per_sample": 123.0}),)
+    cache(folder).save_inputs(InputMeasurement(inputs=planted))
+    return planted
+
+
 def test_fresh_measures_again(measured, tmp_path):
+    plant_input(measured, tmp_path)
     again = Pipeline.of_file(tmp_path / "job.yaml", [], debug=False).profile(fresh=True)
     assert times(again) != times(measured)
+    (found,) = again.inputs
+    assert found.cpu_s_per_sample < 1.0
     assert cache(tmp_path).load() == again
+    assert cache(tmp_path).inputs() == InputMeasurement(inputs=again.inputs)
 
 
 def test_the_same_device_in_another_class_name_is_known(measured, tmp_path):
@@ -70,12 +83,13 @@ def test_the_same_device_in_another_class_name_is_known(measured, tmp_path):
 
 
 def test_a_new_class_is_measured_alone(measured, tmp_path):
-    new = {"class": "new", "accelerator": "cpu", "memory": "48 MiB"}
-    write_job(tmp_path, cluster=[*CLUSTER, new])
+    planted = plant_input(measured, tmp_path)
+    write_job(tmp_path, cluster=[*CLUSTER, NEW])
     assert missing(tmp_path) == ["new"]
     again = Pipeline.of_file(tmp_path / "job.yaml", [], debug=False).profile()
     assert times(again).keys() == {"big", "small", "new"}
     assert times(again).items() >= times(measured).items()
+    assert again.inputs == planted
 
 
 def test_more_devices_are_measured_on_their_links_only(measured, tmp_path):
@@ -85,18 +99,6 @@ def test_more_devices_are_measured_on_their_links_only(measured, tmp_path):
     again = Pipeline.of_file(tmp_path / "job.yaml", [], debug=False).profile()
     assert times(again) == times(measured)
     assert again.network != measured.network
-
-
-def test_what_reading_samples_takes_is_not_measured_again(measured, tmp_path):
-    (found,) = measured.inputs
-    planted = (found.model_copy(update={"cpu_s_per_sample": 123.0}),)
-    cache(tmp_path).save_inputs(InputMeasurement(inputs=planted))
-    new = {"class": "new", "accelerator": "cpu", "memory": "48 MiB"}
-    write_job(tmp_path, cluster=[*CLUSTER, new])  # so something is measured
-    assert Pipeline.of_file(tmp_path / "job.yaml", [], debug=False).profile().inputs == planted
-    (again,) = Pipeline.of_file(tmp_path / "job.yaml", [], debug=False).profile(fresh=True).inputs
-    assert again.cpu_s_per_sample < 1.0
-    assert cache(tmp_path).inputs() == InputMeasurement(inputs=(again,))
 
 
 @pytest.mark.parametrize(
@@ -154,9 +156,13 @@ def test_what_does_not_tell_all_of_a_kept_graph_is_measured_again(measured, tmp_
 
 
 def test_a_changed_factory_is_measured_again(tmp_path):
-    """Its name is the same, its code is not."""
-    for name in ("own_model", "own_data"):
-        (tmp_path / f"{name}.py").write_text("from toys import model, tokens\n")
+    """Its name is the same, its code is not, or that of what it imports."""
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "__init__.py").write_text("from . import inner\n")
+    (tmp_path / "parts" / "inner.py").write_text("from toys import model\n")
+    (tmp_path / "own_model.py").write_text("import os, torch\nfrom parts.inner import model\n")
+    (tmp_path / "own_data.py").write_text("from toys import tokens\n")
+    (tmp_path / "unused.py").write_text("")
     job = write_job(
         tmp_path,
         cluster=ALONE,
@@ -164,25 +170,9 @@ def test_a_changed_factory_is_measured_again(tmp_path):
         data={"factory": "own_data:tokens"},
     )
     Pipeline.of_file(job, [], debug=False).profile()
-    assert missing(tmp_path) == []
-    for name in ("own_model", "own_data"):
-        with (tmp_path / f"{name}.py").open("a") as file:
-            file.write("# changed\n")
-        assert missing(tmp_path) == ["one"]
-        Pipeline.of_file(job, [], debug=False).profile()
-
-
-def test_a_change_of_what_a_factory_imports_is_measured_again(tmp_path):
-    (tmp_path / "parts").mkdir()
-    (tmp_path / "parts" / "__init__.py").write_text("from . import inner\n")
-    (tmp_path / "parts" / "inner.py").write_text("from toys import model\n")
-    (tmp_path / "own.py").write_text("import os, torch\nfrom parts.inner import model\n")
-    (tmp_path / "unused.py").write_text("")
-    job = write_job(tmp_path, cluster=ALONE, model={"factory": "own:model"})
-    Pipeline.of_file(job, [], debug=False).profile()
     (tmp_path / "unused.py").write_text("x = 1\n")
     assert missing(tmp_path) == []
-    for name in ("parts/inner.py", "parts/__init__.py"):
+    for name in ("own_model.py", "own_data.py", "parts/inner.py", "parts/__init__.py"):
         before = (tmp_path / name).read_text()
         (tmp_path / name).write_text(before + "# changed\n")
         assert missing(tmp_path) == ["one"]

@@ -29,7 +29,7 @@ SIZES = {"hidden_size": 128, "num_hidden_layers": 4, "max_position_embeddings": 
 MOST_ABOVE, MOST_BELOW = 0.04, 0.03
 
 CLUSTER = Cluster(
-    classes=(DeviceClass(name="one", accelerator="cpu", memory_bytes=2**30),),
+    classes=(DeviceClass(name="one", accelerator="cpu", memory_bytes=2**27),),
     devices=(Device(id="d0", device_class="one"),),
 )
 MODELS: dict[str, Callable[[], nn.Module]] = {

@@ -11,7 +11,7 @@ from gpumix.hardware.runtime import open_device
 from gpumix.profiler import compute
 from gpumix.spec.cluster import DeviceClass
 
-GIB = 2**30
+CAP = 2**26  # little: a part of it is taken to time the optimizer
 
 
 @pytest.fixture
@@ -22,13 +22,13 @@ def clock():
 
 @pytest.fixture
 def cpu():
-    with open_device(DeviceClass(name="one", accelerator="cpu", memory_bytes=GIB), 0) as runtime:
+    with open_device(DeviceClass(name="one", accelerator="cpu", memory_bytes=CAP), 0) as runtime:
         yield runtime
 
 
 @pytest.fixture
 def emulated(clock):
-    one = DeviceClass(name="one", accelerator="cpu", memory_bytes=GIB, emulate_flops_per_s=1e6)
+    one = DeviceClass(name="one", accelerator="cpu", memory_bytes=CAP, emulate_flops_per_s=1e6)
     with open_device(one, 0) as runtime:
         yield runtime
 
