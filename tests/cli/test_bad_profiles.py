@@ -166,7 +166,7 @@ CHANGES: list[Callable[[Keys, Any], Any]] = [
     lambda keys, of: with_value(keys, [at(of, keys)], of),
     *(lambda keys, of, odd=odd: with_value(keys, odd, of) for odd in ODD),
 ]
-ANYTHING = settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+ANYTHING = settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @st.composite

@@ -89,7 +89,7 @@ def test_devices_finds_what_is_here(tmp_path):
 
 @pytest.mark.slow
 def test_plan_hands_on_the_error_of_its_measurement(tmp_path):
-    write_job(tmp_path, model={"factory": "toys:modle"})
+    write_job(tmp_path, model={"factory": "toys:modle"}, cluster=EMULATED[:1])
     done = gpumix("plan", "job.yaml", "--json", folder=tmp_path)
     assert done.code == 2
     assert done.json()["what"] == "module 'toys' has no function 'modle'"

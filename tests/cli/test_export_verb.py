@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from jobs import gpumix, train, write_job
+from jobs import PAIR, gpumix, train, write_job
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM
 from verbs import here
@@ -22,9 +22,9 @@ LLAMA = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Beside a run of three devices that each hold a part of the weights."""
+    """Beside a run of two devices that each hold a part of the weights."""
     folder = tmp_path_factory.mktemp("exported")
-    train(write_job(folder, model={"config": LLAMA}, steps=2))
+    train(write_job(folder, model={"config": LLAMA}, steps=2, cluster=PAIR))
     return folder
 
 

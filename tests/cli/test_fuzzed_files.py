@@ -18,7 +18,7 @@ from mutant_files import JOB, OWN, SMALL, write_all
 from mutant_runs import Ended, clean, faults, is_placed, run
 from mutants import Mutant, mutants, of_text, with_value, written
 
-EACH = 12  # of a kind of file
+EACH = 6  # of a kind of file
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from gpumix.planner.explain import plan as make_plan
 from gpumix.spec.trace import Trace
 from gpumix.train.pipeline import Pipeline
 
-CLUSTER = "4x rtx3090, 2x p40"
+CLUSTER = "2x rtx3090, 2x p40"
 ESTIMATE = ("--cluster", CLUSTER, "--model", "3B")
 PAIR = [{"class": "one", "accelerator": "cpu", "memory": "64 MiB", "count": 2}]
 
@@ -79,7 +79,7 @@ def test_json_has_the_step_what_binds_it_and_how_each_device_spends_it(estimated
     assert sum(part["seconds"] for part in found["critical_path"]) == pytest.approx(step_s)
     assert found["critical_events"][-1]["end_s"] == step_s
     assert sorted(d for lane in found["lanes"] for d in lane["devices"]) == sorted(
-        [*(f"rtx3090-{i}" for i in range(4)), "p40-0", "p40-1"]
+        ["rtx3090-0", "rtx3090-1", "p40-0", "p40-1"]
     )
     assert sum(lane["samples"] * len(lane["devices"]) for lane in found["lanes"]) == 48
     for lane in found["lanes"]:
@@ -90,7 +90,7 @@ def test_the_trace_is_written(estimated, tmp_path):
     path = tmp_path / "traces" / "simulated.json"
     found = json.loads(ran("simulate", estimated, *ESTIMATE, "--json", "--trace", path).stdout)
     events = Trace.load(path).traceEvents
-    assert sum(e.name == "process_name" for e in events) == 6
+    assert sum(e.name == "process_name" for e in events) == 4
     ends = max(e.ts + e.dur for e in events if e.ph == "X")
     assert ends == pytest.approx(1e6 * found["step_s"], abs=1)
 
@@ -130,8 +130,8 @@ def test_a_plan_of_another_model_is_told(estimated):
 @pytest.mark.parametrize(
     ("cluster", "said"),
     [
-        ("4x rtx3090", "--cluster: the plan has devices of class p40, which are not there"),
-        ("4x rtx3090, 1x p40", "the plan's device 'p40-1' (p40) is not in the profile's cluster"),
+        ("2x rtx3090", "--cluster: the plan has devices of class p40, which are not there"),
+        ("2x rtx3090, 1x p40", "the plan's device 'p40-1' (p40) is not in the profile's cluster"),
     ],
 )
 def test_a_plan_of_another_cluster_is_told(estimated, cluster, said):

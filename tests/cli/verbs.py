@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
+import jobs
 import yaml
 from click.testing import Result
 from profiles import GIB, MIB, Card, Network, block, curve, line, profile, root
@@ -56,6 +61,35 @@ def refused(*arguments: str | Path, code: int = 2) -> str:
     assert "Traceback" not in done.output
     assert done.stdout == ""
     return done.stderr
+
+
+def heavy_imports(folder: Path, *commands: tuple[str, ...]) -> dict[str, list[Any]]:
+    """The exit code of each command, and what is imported after it that takes seconds to import;
+    one process runs all."""
+    code = f"""
+import json, sys
+from gpumix.cli import app
+found = {{}}
+for command in {commands!r}:
+    try:
+        app(command)
+    except SystemExit as left:
+        heavy = {{"torch", "transformers", "scipy", "pandas"}} & set(sys.modules)
+        found[" ".join(command)] = [left.code or 0, *heavy]
+print(json.dumps(found))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=folder,
+        env=os.environ | jobs.environment(folder),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, list[Any]] = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == len(commands)
+    return found
 
 
 def write_job(folder: Path, **changes: Any) -> Path:

@@ -19,6 +19,18 @@ from gpumix.report.run import Run, read_run
 from gpumix.spec.plan import Plan
 
 BATCH, STEP_S = 8, 0.5
+PARTS = [
+    "answer",
+    "cluster",
+    "plan",
+    "memory",
+    "step",
+    "curves",
+    "compared",
+    "spent",
+    "events",
+    "reproduce",
+]
 
 
 @cache
@@ -119,3 +131,22 @@ def read(run: Run) -> Read:
     assert found.wrong == []
     assert found.open == []
     return found
+
+
+def check_alone(found) -> None:
+    """Nothing is asked for from elsewhere, nothing runs, and nothing but one style sheet styles."""
+    for tag, attributes in found.tags:
+        assert tag not in {
+            "script",
+            "link",
+            "img",
+            "iframe",
+            "object",
+            "embed",
+            "base",
+            "a",
+            "form",
+        }
+        assert not {"src", "href", "srcset", "action", "style", "data"} & set(attributes), tag
+        assert not [name for name in attributes if name.startswith("on") or ":" in name], tag
+    assert len(found.named("style")) == 1

@@ -8,25 +8,13 @@ import json
 import re
 
 import pytest
-from folders import event_line, planned, read, run_of, step_line, write_run
+from folders import PARTS, check_alone, event_line, planned, read, run_of, step_line, write_run
 
 from gpumix.report.page import page, write_page
 from gpumix.report.run import read_run
 from gpumix.spec.errors import InputError, MachineError
 from gpumix.spec.plan import Plan
 
-PARTS = [
-    "answer",
-    "cluster",
-    "plan",
-    "memory",
-    "step",
-    "curves",
-    "compared",
-    "spent",
-    "events",
-    "reproduce",
-]
 HOSTILE = [
     "</script><script>alert(1)</script>",
     '"><img src=x onerror=alert(1)>',
@@ -66,31 +54,6 @@ def hostile_run(folder, name: str):
     }  # fmt: skip
     (folder / "run.json").write_text(json.dumps(record))
     return read_run(folder)
-
-
-def check_alone(found) -> None:
-    """Nothing is asked for from elsewhere, nothing runs, and nothing but one style sheet styles."""
-    for tag, attributes in found.tags:
-        assert tag not in {
-            "script",
-            "link",
-            "img",
-            "iframe",
-            "object",
-            "embed",
-            "base",
-            "a",
-            "form",
-        }
-        assert not {"src", "href", "srcset", "action", "style", "data"} & set(attributes), tag
-        assert not [name for name in attributes if name.startswith("on") or ":" in name], tag
-    assert len(found.named("style")) == 1
-
-
-def test_the_page_of_a_run_is_whole_and_alone(trained):
-    found = read(read_run(trained[0]))
-    check_alone(found)
-    assert [a["id"] for a in found.named("section")] == PARTS
 
 
 def test_the_policy_allows_its_own_style_and_nothing_else(tmp_path):

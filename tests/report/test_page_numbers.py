@@ -3,132 +3,12 @@
 from __future__ import annotations
 
 import io
-import json
-import re
-from statistics import mean
 
-import pytest
 from folders import event_line, planned, read, run_of, step_line
 from rich.console import Console
 
-from gpumix.report import words
 from gpumix.report.facts import Facts
 from gpumix.report.live import frame
-from gpumix.report.page import page
-from gpumix.report.run import read_run
-from gpumix.spec.plan import Plan
-from gpumix.spec.units import show_bytes, show_seconds
-
-
-@pytest.fixture(scope="module")
-def shown(trained):
-    """The text of a run's page, with titles of pictures."""
-    return read(read_run(trained[0])).text
-
-
-def lines_of(folder, event):
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [told for line in lines if (told := json.loads(line))["event"] == event]
-
-
-def test_the_speed_is_that_of_the_run(trained, shown):
-    _, summary = trained
-    assert words.rate(summary.tokens_per_s) in shown
-    assert f"measured, {show_seconds(summary.step_s)} a step" in shown
-    assert f"predicted step time off by {summary.prediction_error:+.1%}" in shown
-    assert f"loss {summary.loss:.4f}" in shown
-
-
-def test_the_prediction_is_that_of_the_plan(trained, shown):
-    expected = Plan.load(trained[0] / "plan.json").prediction
-    assert expected is not None
-    assert show_seconds(expected.step_s) in shown
-    assert words.rate(expected.tokens_per_s) in shown
-
-
-def test_memory_is_that_of_plan_and_metrics(trained, shown):
-    plan = Plan.load(trained[0] / "plan.json")
-    assert plan.prediction is not None
-    for of_class in lines_of(trained[0], "classes")[-1]["classes"]:
-        name = of_class["device_class"]
-        own = {w.device for w in plan.workers if w.device_class == name}
-        fullest = max(
-            (w for w in plan.prediction.workers if w.device in own), key=lambda w: w.peak_bytes
-        )
-        told = f"{show_bytes(fullest.peak_bytes)} of {show_bytes(fullest.memory_limit_bytes)}"
-        assert f"{told}; measured {show_bytes(of_class['peak_bytes'])}" in shown
-        for cause, taken in fullest.memory_bytes.items():
-            assert not taken or f"{cause}: {show_bytes(taken)}" in shown
-
-
-def test_predictions_are_off_by_what_was_measured(trained):
-    """Computed anew, from the plan, the run's summary and what its devices told."""
-    folder, summary = trained
-    plan = json.loads((folder / "plan.json").read_text())
-    predicted = plan["prediction"]
-    expected = {
-        "step time": predicted["step_s"] / summary.step_s,
-        "tokens/s": predicted["tokens_per_s"] / summary.tokens_per_s,
-    }
-    of_device = {one["device"]: one for one in predicted["workers"]}
-    workers = [worker for stage in plan["stages"] for worker in stage["workers"]]
-    told = [one for line in lines_of(folder, "classes") for one in line["classes"]]
-    assert {line["step"] for line in lines_of(folder, "classes")} == {2, 4, 6, 8}
-    for name in {one["device_class"] for one in told}:
-        own = [of_device[w["device"]] for w in workers if w["device_class"] == name]
-        peak = max(one["peak_bytes"] for one in told if one["device_class"] == name)
-        expected[f"{name}: memory"] = max(sum(w["memory_bytes"].values()) for w in own) / peak
-        busy = mean(one["busy_share"] for one in told if one["device_class"] == name)
-        planned_busy = mean(w["busy_s"] for w in own) / predicted["step_s"]
-        expected[f"{name}: busy"] = planned_busy / busy
-    shown = off_by(page(read_run(folder)))
-    assert len(expected) == 6
-    assert {name: shown[name] for name in expected} == {
-        name: f"{ratio - 1:+.1%}" for name, ratio in expected.items()
-    }
-
-
-def off_by(text: str) -> dict[str, str]:
-    """The last cell of each row of "Predicted against measured"."""
-    table = text.partition("by how much the prediction is off")[2].partition("</table>")[0]
-    rows = [re.findall(r"<t[hd][^>]*>([^<]*)<", row) for row in table.split("<tr")]
-    return {cells[0]: cells[-1] for cells in rows[1:] if cells}
-
-
-def test_held_out_losses_are_those_of_the_metrics(trained, shown):
-    told = lines_of(trained[0], "evaluation")
-    assert [one["step"] for one in told] == [4, 8]
-    for one in told:
-        assert f"held-out loss {one['loss']:.4f} at step {one['step']}" in shown
-
-
-def test_who_computes_and_stores_adds_up(trained):
-    facts = Facts(read_run(trained[0]))
-    assert sum(group.samples for group in facts.groups) == facts.run.plan.global_batch
-    assert sum(group.computed for group in facts.groups) == pytest.approx(1)
-    stored = [group.stored for group in facts.groups]
-    if facts.run.plan.zero_stage:
-        assert sum(stored) == pytest.approx(1)
-    else:
-        assert set(stored) == {None}
-
-
-def test_the_job_can_be_started_again_from_the_page(trained, shown, tmp_path):
-    """The job in it is the one that ran."""
-    from gpumix.spec.read import read_job
-
-    found = read_run(trained[0]).record
-    assert found is not None
-    assert found.job_text() in shown
-    (tmp_path / "job.yaml").write_text(found.job_text())
-    again = read_job(tmp_path / "job.yaml")
-    assert again.model_dump(mode="json") == found.job
-    assert Plan.load(trained[0] / "plan.json").digest() in shown
-
-
-def test_emulated_numbers_are_labelled_in_every_part(trained):
-    found = read(read_run(trained[0]))
-    assert found.text.count("emulated devices") >= len(found.named("section"))
 
 
 def test_real_devices_have_no_such_label(tmp_path):
@@ -217,8 +97,3 @@ def test_parts_are_those_since_the_last_split(tmp_path):
     again = [event_line("plan", step, live=live, **told) for step, live in ((3, True), (5, False))]
     facts = Facts(run_of(tmp_path / "again", again))  # since then it goes by its plan
     assert {m.device: m.samples.most for m in facts.cluster.all_members} == before
-
-
-def test_commands_name_the_code_that_a_job_calls(trained, shown):
-    assert "gpumix train job.yaml --allow toys --plan" in shown
-    assert "--resume" not in shown  # all steps are done

@@ -19,16 +19,6 @@ def even_step_s() -> float:
     return found
 
 
-def test_of_a_run_the_measured_speed_is_the_one_that_it_told(trained):
-    folder, summary = trained
-    found = answer_of(read_run(folder))
-    assert found.best is found.measured
-    assert found.measured.source == "measured"
-    assert found.measured.step_s == summary.step_s
-    assert found.measured.tokens_per_s == pytest.approx(summary.tokens_per_s)
-    assert found.prediction_error == pytest.approx(summary.prediction_error)
-
-
 def test_of_a_plan_alone_it_is_the_predicted_one(tmp_path):
     found = answer_of(run_of(tmp_path))
     expected = planned().prediction

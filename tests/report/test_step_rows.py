@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from folders import planned, run_of
 
-from gpumix.report.run import read_run
-from gpumix.report.step_rows import BARS, WAITING, Bar, _thinned, simulated, traced
+from gpumix.report.step_rows import BARS, WAITING, Bar, _thinned, simulated
 from gpumix.simulate.events import simulate
 from gpumix.simulate.timeline import uses
 
@@ -24,18 +23,6 @@ def test_the_simulated_step_is_the_simulators(tmp_path):
         assert computed == pytest.approx(busy[rank])
         # At any moment a device computes, or waits.
         assert sum(bar.seconds for bar in row.computes) == pytest.approx(replay.step_s)
-
-
-def test_the_traced_step_has_the_same_devices(trained):
-    run = read_run(trained[0])
-    assert run.trace is not None and run.profile is not None
-    found, planned_step = traced(run.trace, run.plan), simulated(run.profile, run.plan)
-    assert planned_step is not None
-    assert [row.device for row in found.rows] == [row.device for row in planned_step.rows]
-    for row, worker in zip(found.rows, run.plan.workers):
-        computes = {"forward", "backward"} <= {bar.kind for bar in row.computes}
-        assert computes == (worker.samples > 0)
-        assert all(0 <= bar.start_s <= bar.end_s <= found.step_s for bar in row.computes)
 
 
 def test_a_profile_without_a_device_of_the_plan_tells_nothing(tmp_path):

@@ -1,0 +1,202 @@
+"""A run that was trained: its folder, and numbers of its page, which are those of its files."""
+
+from __future__ import annotations
+
+import json
+import re
+from statistics import mean
+
+import pytest
+from folders import PARTS, check_alone, read
+from jobs import EMULATED, train, write_job
+
+from gpumix.report import words
+from gpumix.report.facts import Facts
+from gpumix.report.page import page
+from gpumix.report.run import read_run
+from gpumix.report.speed import answer_of
+from gpumix.report.step_rows import simulated, traced
+from gpumix.spec.errors import InputError
+from gpumix.spec.plan import Plan
+from gpumix.spec.read import read_job
+from gpumix.spec.units import show_bytes, show_seconds
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run's folder, and its summary: uneven devices, evaluations, checkpoints, a traced step."""
+    folder = tmp_path_factory.mktemp("trained")
+    job = write_job(
+        folder,
+        cluster=EMULATED,
+        steps=8,
+        trace_step=5,
+        evaluation={"every_steps": 4, "batches": 1},
+        checkpoint={"every_steps": 4},
+        profile={"cache": "profiles", "budget": 5},
+    )
+    return folder / "run", train(job)
+
+
+@pytest.fixture(scope="module")
+def shown(trained):
+    """The text of a run's page, with titles of pictures."""
+    return read(read_run(trained[0])).text
+
+
+def lines_of(folder, event):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [told for line in lines if (told := json.loads(line))["event"] == event]
+
+
+def test_a_trained_run_has_all_of_it(trained):
+    folder, summary = trained
+    found = read_run(folder)
+    assert found.plan == Plan.load(folder / "plan.json")
+    assert [one.loss for one in found.history.steps] == summary.losses
+    assert found.progress.state == "finished"
+    assert [step for step, _ in found.checkpoints] == [8, 4]
+    assert found.trace is not None and found.record is not None
+
+
+def test_the_page_of_a_run_is_whole_and_alone(trained):
+    found = read(read_run(trained[0]))
+    check_alone(found)
+    assert [a["id"] for a in found.named("section")] == PARTS
+
+
+def test_the_speed_is_that_of_the_run(trained, shown):
+    _, summary = trained
+    assert words.rate(summary.tokens_per_s) in shown
+    assert f"measured, {show_seconds(summary.step_s)} a step" in shown
+    assert f"predicted step time off by {summary.prediction_error:+.1%}" in shown
+    assert f"loss {summary.loss:.4f}" in shown
+
+
+def test_the_prediction_is_that_of_the_plan(trained, shown):
+    expected = Plan.load(trained[0] / "plan.json").prediction
+    assert expected is not None
+    assert show_seconds(expected.step_s) in shown
+    assert words.rate(expected.tokens_per_s) in shown
+
+
+def test_memory_is_that_of_plan_and_metrics(trained, shown):
+    plan = Plan.load(trained[0] / "plan.json")
+    assert plan.prediction is not None
+    for of_class in lines_of(trained[0], "classes")[-1]["classes"]:
+        name = of_class["device_class"]
+        own = {w.device for w in plan.workers if w.device_class == name}
+        fullest = max(
+            (w for w in plan.prediction.workers if w.device in own), key=lambda w: w.peak_bytes
+        )
+        told = f"{show_bytes(fullest.peak_bytes)} of {show_bytes(fullest.memory_limit_bytes)}"
+        assert f"{told}; measured {show_bytes(of_class['peak_bytes'])}" in shown
+        for cause, taken in fullest.memory_bytes.items():
+            assert not taken or f"{cause}: {show_bytes(taken)}" in shown
+
+
+def test_predictions_are_off_by_what_was_measured(trained):
+    """Computed anew, from the plan, the run's summary and what its devices told."""
+    folder, summary = trained
+    plan = json.loads((folder / "plan.json").read_text())
+    predicted = plan["prediction"]
+    expected = {
+        "step time": predicted["step_s"] / summary.step_s,
+        "tokens/s": predicted["tokens_per_s"] / summary.tokens_per_s,
+    }
+    of_device = {one["device"]: one for one in predicted["workers"]}
+    workers = [worker for stage in plan["stages"] for worker in stage["workers"]]
+    told = [one for line in lines_of(folder, "classes") for one in line["classes"]]
+    assert {line["step"] for line in lines_of(folder, "classes")} == {2, 4, 6, 8}
+    for name in {one["device_class"] for one in told}:
+        own = [of_device[w["device"]] for w in workers if w["device_class"] == name]
+        peak = max(one["peak_bytes"] for one in told if one["device_class"] == name)
+        expected[f"{name}: memory"] = max(sum(w["memory_bytes"].values()) for w in own) / peak
+        busy = mean(one["busy_share"] for one in told if one["device_class"] == name)
+        planned_busy = mean(w["busy_s"] for w in own) / predicted["step_s"]
+        expected[f"{name}: busy"] = planned_busy / busy
+    shown = off_by(page(read_run(folder)))
+    assert len(expected) == 6
+    assert {name: shown[name] for name in expected} == {
+        name: f"{ratio - 1:+.1%}" for name, ratio in expected.items()
+    }
+
+
+def off_by(text: str) -> dict[str, str]:
+    """The last cell of each row of "Predicted against measured"."""
+    table = text.partition("by how much the prediction is off")[2].partition("</table>")[0]
+    rows = [re.findall(r"<t[hd][^>]*>([^<]*)<", row) for row in table.split("<tr")]
+    return {cells[0]: cells[-1] for cells in rows[1:] if cells}
+
+
+def test_held_out_losses_are_those_of_the_metrics(trained, shown):
+    told = lines_of(trained[0], "evaluation")
+    assert [one["step"] for one in told] == [4, 8]
+    for one in told:
+        assert f"held-out loss {one['loss']:.4f} at step {one['step']}" in shown
+
+
+def test_who_computes_and_stores_adds_up(trained):
+    facts = Facts(read_run(trained[0]))
+    assert sum(group.samples for group in facts.groups) == facts.run.plan.global_batch
+    assert sum(group.computed for group in facts.groups) == pytest.approx(1)
+    stored = [group.stored for group in facts.groups]
+    if facts.run.plan.zero_stage:
+        assert sum(stored) == pytest.approx(1)
+    else:
+        assert set(stored) == {None}
+
+
+def test_the_job_can_be_started_again_from_the_page(trained, shown, tmp_path):
+    """The job in it is the one that ran."""
+    found = read_run(trained[0]).record
+    assert found is not None
+    assert found.job_text() in shown
+    (tmp_path / "job.yaml").write_text(found.job_text())
+    again = read_job(tmp_path / "job.yaml")
+    assert again.model_dump(mode="json") == found.job
+    assert Plan.load(trained[0] / "plan.json").digest() in shown
+
+
+def test_emulated_numbers_are_labelled_in_every_part(trained):
+    found = read(read_run(trained[0]))
+    assert found.text.count("emulated devices") >= len(found.named("section"))
+
+
+def test_commands_name_the_code_that_a_job_calls(trained, shown):
+    assert "gpumix train job.yaml --allow toys --plan" in shown
+    assert "--resume" not in shown  # all steps are done
+
+
+def test_of_a_run_the_measured_speed_is_the_one_that_it_told(trained):
+    folder, summary = trained
+    found = answer_of(read_run(folder))
+    assert found.best is found.measured
+    assert found.measured.source == "measured"
+    assert found.measured.step_s == summary.step_s
+    assert found.measured.tokens_per_s == pytest.approx(summary.tokens_per_s)
+    assert found.prediction_error == pytest.approx(summary.prediction_error)
+
+
+def test_the_traced_step_has_the_same_devices(trained):
+    run = read_run(trained[0])
+    assert run.trace is not None and run.profile is not None
+    found, planned_step = traced(run.trace, run.plan), simulated(run.profile, run.plan)
+    assert planned_step is not None
+    assert [row.device for row in found.rows] == [row.device for row in planned_step.rows]
+    for row, worker in zip(found.rows, run.plan.workers):
+        computes = {"forward", "backward"} <= {bar.kind for bar in row.computes}
+        assert computes == (worker.samples > 0)
+        assert all(0 <= bar.start_s <= bar.end_s <= found.step_s for bar in row.computes)
+
+
+@pytest.mark.parametrize("name", ["plan.json", "profile.json", "run.json", "trace.json"])
+def test_a_file_of_a_newer_schema_is_refused(tmp_path, trained, name):
+    for file in trained[0].glob("*.json*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    told = json.loads((tmp_path / name).read_text())
+    (tmp_path / name).write_text(json.dumps(told | {"schema_version": 99}))
+    with pytest.raises(InputError, match="schema 99") as caught:
+        read_run(tmp_path)
+    assert caught.value.exit_code == 2 and caught.value.fix
+    assert name in caught.value.where
