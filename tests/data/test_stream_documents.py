@@ -143,13 +143,13 @@ def test_little_of_the_packs_is_padding():
 
 
 @pytest.mark.parametrize("make", [packed, padded])
-@pytest.mark.parametrize("stream", [texts, sharded], ids=["alone", "sharded"])
 @pytest.mark.parametrize(
-    ("cut", "given"),
+    ("stream", "cut", "given"),
     [
-        ([5, 3], {}),
-        ([1, 0, 7], {"workers": 0}),
-        ([2, 6], {"workers": 2, "kind": "processes"}),
+        (texts, [5, 3], {}),
+        (sharded, [1, 0, 7], {"workers": 0}),
+        (texts, [2, 6], {"workers": 2, "kind": "processes"}),
+        (sharded, [2, 6], {"workers": 2, "kind": "processes"}),
     ],
 )
 def test_samples_are_the_same_in_every_plan(make, stream, cut, given):

@@ -53,15 +53,22 @@ def in_a_row(batch: int, steps: int) -> list[list[int]]:
     return [list(itertools.islice(endless, batch)) for _ in range(steps)]
 
 
-@pytest.mark.parametrize("cut", [[6], [4, 2], [0, 5, 1], [1, 1, 1, 3]])
+STREAMS: list[tuple[Any, dict[str, Any]]] = [
+    (numbers, {}),
+    (Numbers(), {}),
+    (numbers, {"workers": 1, "kind": "processes"}),
+    (numbers, {"workers": 3, "kind": "processes", "transform": squared}),
+    (numbers, {"workers": 0, "transform": squared}),
+]
+
+
 @pytest.mark.parametrize(
-    ("stream", "given"),
+    ("stream", "given", "cut"),
     [
-        (numbers, {}),
-        (Numbers(), {}),
-        (numbers, {"workers": 1, "kind": "processes"}),
-        (numbers, {"workers": 3, "kind": "processes", "transform": squared}),
-        (numbers, {"workers": 0, "transform": squared}),
+        *((*of, [4, 2]) for of in STREAMS),
+        *((*of, [0, 5, 1]) for of in STREAMS[::3]),
+        (*STREAMS[0], [1, 1, 1, 3]),
+        (*STREAMS[3], [6]),
     ],
 )
 def test_the_order_is_that_of_the_stream_which_goes_round(cut, stream, given):

@@ -89,17 +89,16 @@ def whole(profile: Profile) -> Profile:
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("profile", "text", "expected"),
     [
-        ("p40", {"rtx3090": 2, "p40": 3}),
-        ("2x p40", {"rtx3090": 2, "p40": 4}),
-        ("3x3090", {"rtx3090": 5, "p40": 2}),
-        ("2 * rtx3090", {"rtx3090": 4, "p40": 2}),
-        ("2xt4", {"rtx3090": 2, "p40": 2, "t4": 2}),
-        ("NVIDIA A10", {"rtx3090": 2, "p40": 2, "a10": 1}),
+        (measured(), "p40", {"rtx3090": 2, "p40": 3}),
+        (estimated(), "2x p40", {"rtx3090": 2, "p40": 4}),
+        (measured(), "3x3090", {"rtx3090": 5, "p40": 2}),
+        (measured(), "2 * rtx3090", {"rtx3090": 4, "p40": 2}),
+        (estimated(), "2xt4", {"rtx3090": 2, "p40": 2, "t4": 2}),
+        (measured(), "NVIDIA A10", {"rtx3090": 2, "p40": 2, "a10": 1}),
     ],
 )
-@pytest.mark.parametrize("profile", [estimated(), measured()], ids=["estimated", "measured"])
 def test_more_cards(profile, text, expected):
     larger = whole(added(profile, text))
     assert counts(larger) == expected
@@ -211,16 +210,15 @@ def test_real_cards_do_not_join_emulated_ones():
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("profile", "text", "expected"),
     [
-        ("p40", {"rtx3090": 2}),
-        ("1x p40", {"rtx3090": 2, "p40": 1}),
-        ("2x p40", {"rtx3090": 2}),
-        ("3090", {"p40": 2}),
-        ("1x3090", {"rtx3090": 1, "p40": 2}),
+        (measured(), "p40", {"rtx3090": 2}),
+        (measured(), "1x p40", {"rtx3090": 2, "p40": 1}),
+        (estimated(), "2x p40", {"rtx3090": 2}),
+        (measured(), "3090", {"p40": 2}),
+        (estimated(), "1x3090", {"rtx3090": 1, "p40": 2}),
     ],
 )
-@pytest.mark.parametrize("profile", [estimated(), measured()], ids=["estimated", "measured"])
 def test_fewer_cards(profile, text, expected):
     smaller = whole(removed(profile, text))
     assert counts(smaller) == expected

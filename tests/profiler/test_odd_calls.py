@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from jobs import train, write_job
+import toys
+from jobs import LENGTH, train, write_job
+from sweeps import measure
+from torch.utils.data import default_collate
 
 from gpumix.engine.coroutine import ModelError
+from gpumix.hardware.runtime import open_device
+from gpumix.spec.cluster import DeviceClass
 
 CARD = [{"class": "only", "accelerator": "cpu", "memory": "64 MiB"}]
 
@@ -29,9 +34,16 @@ def test_refused(tmp_path, arguments, told):
 
 @pytest.mark.parametrize("before", range(1, 6))
 @pytest.mark.parametrize("calls", [[0, 2], [0, 2, 1], [0, 1, 2, 2]])
-def test_of_one_batch_too_all_passes_are_alike(tmp_path, calls, before):
+def test_of_one_batch_too_all_passes_are_alike(calls, before):
     """Layers that are left out at random, say: whichever pass of what is measured they lack in."""
-    model = {"factory": "toys:selective", "arguments": {"calls": calls, "before": before}}
-    job = write_job(tmp_path, model=model, cluster=CARD)
-    with pytest.raises(ModelError, match=r"call \d was of '.+' in one pass, of '.+' in another"):
-        train(job)
+    samples = toys.tokens(length=LENGTH)
+    with (
+        open_device(DeviceClass(name="one", accelerator="cpu", memory_bytes=2**26), 0) as runtime,
+        pytest.raises(ModelError, match=r"call \d was of '.+' in one pass, of '.+' in another"),
+    ):
+        measure(
+            runtime,
+            lambda: toys.selective(calls, before=before),
+            largest=1,
+            make_batch=lambda n: default_collate(samples[:n]),
+        )

@@ -27,7 +27,7 @@ from gpumix.simulate.events import simulate
 from gpumix.spec.errors import InputError
 from gpumix.spec.stage import Mode
 
-EASY = examples(20)
+EASY = examples(10)
 MODES = [Mode(recompute=r, boundary=b) for r, b in ((1, "device"), (1, "host"), (0, "device"))]
 SEQUENTIAL = Mode(order="sequential")
 ROUNDING = 1e-9

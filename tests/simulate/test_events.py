@@ -21,7 +21,7 @@ from gpumix.simulate.program import program_of
 from gpumix.simulate.timeline import uses
 from gpumix.spec.stage import Mode
 
-EASY = examples(20)
+EASY = examples(10)
 
 
 @EASY
