@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from jobs import PAIR, gpumix, train, write_job
+from jobs import PAIR, gpumix, plan_for, train, write_job
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM
 from verbs import here
@@ -24,7 +24,8 @@ LLAMA = {
 def folder(tmp_path_factory):
     """Beside a run of two devices that each hold a part of the weights."""
     folder = tmp_path_factory.mktemp("exported")
-    train(write_job(folder, model={"config": LLAMA}, steps=2, cluster=PAIR))
+    job = write_job(folder, model={"config": LLAMA}, steps=2, cluster=PAIR)
+    train(job, plan=plan_for(job, (4, 4), (0.5, 0.5)))
     return folder
 
 

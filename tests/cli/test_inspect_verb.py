@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from jobs import gpumix, train, write_job
+from jobs import gpumix, plan_for, train, write_job
 from verbs import here
 
 
@@ -11,7 +11,8 @@ from verbs import here
 def folder(tmp_path_factory):
     """Beside a run with three checkpoints."""
     folder = tmp_path_factory.mktemp("inspected")
-    train(write_job(folder, steps=6, checkpoint={"every_steps": 2, "keep": 3}))
+    job = write_job(folder, steps=6, checkpoint={"every_steps": 2, "keep": 3})
+    train(job, plan=plan_for(job))
     return folder
 
 

@@ -70,14 +70,14 @@ class Cluster:
 LIVES = {"n": st.integers(1, 60), "batch": st.integers(1, 24), "seed": st.integers(0, 2**64)}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data(), **LIVES)
 def test_no_sample_is_lost_or_repeated(data, n, batch, seed):
     live(data, n, batch, seed)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="workers are forked")
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(data=st.data(), **LIVES)
 def test_no_sample_is_lost_or_repeated_by_processes(data, n, batch, seed):
     """Of the rank between two others."""

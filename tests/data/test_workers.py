@@ -9,7 +9,6 @@ import os
 import pickle
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -23,6 +22,8 @@ import pytest
 import torch
 from squares import N, Squares, alive, expected, pids, processes, take, until
 
+import commands
+from commands import Done
 from gpumix.data import arena, feed
 from gpumix.data.crew import Processes
 from gpumix.data.feed import MOST_AHEAD, UNKNOWN_BYTES
@@ -116,12 +117,18 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_workers_end_with_a_trainer_that_is_killed():
-    done = subprocess.run(
-        [sys.executable, "-c", DYING], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == -signal.SIGKILL
-    some = [int(pid) for pid in done.stdout.split()]
+def script(folder: Path, text: str) -> Done:
+    """Run it in a process of its own."""
+    (folder / "script.py").write_text(text)
+    words = [sys.executable, folder / "script.py"]
+    env = commands.environment(folder / "cache")
+    return commands.run(words, folder=folder, env=env, timeout_s=120)
+
+
+def test_workers_end_with_a_trainer_that_is_killed(tmp_path):
+    done = script(tmp_path, DYING)
+    assert done.code == -signal.SIGKILL
+    some = [int(pid) for pid in done.out.split()]
     assert len(some) == 4
     until(lambda: not any(map(alive, some)))
 
@@ -303,12 +310,10 @@ with Loader([{"x": k} for k in range(10)], [2], 0, workers=2, kind="processes") 
 """
 
 
-def test_after_workers_could_not_be_had_nothing_of_the_program_runs_twice():
+def test_after_workers_could_not_be_had_nothing_of_the_program_runs_twice(tmp_path):
     """What is left of those that were not to be must not let a forked process go astray."""
-    done = subprocess.run(
-        [sys.executable, "-c", REFUSED], capture_output=True, text=True, timeout=120
-    )
-    assert (done.stdout, done.returncode) == ("refused\nwent on\n", 0), done.stderr
+    done = script(tmp_path, REFUSED)
+    assert (done.out, done.code) == ("refused\nwent on\n", 0), done.err
 
 
 def test_files_that_were_opened_for_workers_are_closed_where_none_can_be_had(monkeypatch):

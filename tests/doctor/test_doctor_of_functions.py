@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from jobs import gpumix
 
+import commands
 from gpumix.doctor.function.patient import function_patient, imported
 from gpumix.spec.errors import InputError, TrainingError
 
@@ -183,9 +182,10 @@ print(seen)
 """
 
 
-def test_seconds_of_cores_of_a_group_of_processes():
+def test_seconds_of_cores_of_a_group_of_processes(tmp_path):
     """Those of a child that has ended stay: the workers of a loader end with their epoch."""
-    command = [sys.executable, "-c", WORK]
-    done = subprocess.run(command, capture_output=True, text=True, process_group=0, timeout=100)
-    begun, looped, ended = json.loads(done.stdout)
+    (tmp_path / "work.py").write_text(WORK)
+    env = commands.environment(tmp_path / "cache")
+    done = commands.run([sys.executable, "work.py"], folder=tmp_path, env=env, timeout_s=100)
+    begun, looped, ended = done.json()
     assert begun < looped < ended

@@ -24,6 +24,7 @@ def model_in(dtype):
 
 
 MODEL = model_in("bf16")
+ONE_STAGE = Space(most_stages=1, tensor=1)  # which is found soon
 
 
 def estimated(text="2x rtx3090, 1x p40", model=model_in, **changes):
@@ -37,7 +38,7 @@ def test_every_class_is_there_and_marked():
     for of_class in profile.classes:
         assert set(of_class.units) == {KIND, ROOT}
         assert of_class.disturbed() == ""
-    made = plan(profile, 8)
+    made = plan(profile, 8, space=ONE_STAGE)
     assert set(made.estimated) == {w.device_class for w in made.workers}
     assert not made.emulated
 
@@ -141,7 +142,7 @@ def test_a_longer_sequence_takes_longer_than_in_proportion():
 def test_an_optimizer_without_state_needs_less_of_everything():
     adamw, sgd = estimated(), estimated(optimizer_bytes=0)
     assert (adamw.optimizer_bytes_per_element, sgd.optimizer_bytes_per_element) == (8, 0)
-    plans = [plan(p, 8).prediction for p in (adamw, sgd)]
+    plans = [plan(p, 8, space=ONE_STAGE).prediction for p in (adamw, sgd)]
     for one, other in zip(*(p.workers for p in plans)):
         # Beside masters of 4 bytes an element there are 8 of the optimizer's, or none.
         assert other.memory_bytes["state"] == pytest.approx(one.memory_bytes["state"] / 3, rel=0.1)
