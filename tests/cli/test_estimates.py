@@ -12,7 +12,7 @@ from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 
 CARDS = "rtx3090, p40"  # few: plans are found soon
-SMALL = ("--model", "300M", "--sequence-length", "512", "--global-batch", "16")
+SMALL = ("--model", "100M", "--sequence-length", "512", "--global-batch", "16")
 LABEL = "an estimate from datasheets"
 
 
