@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from harness import run_ranks
-from programs import GLOBAL_BATCH, Texts, as_launched, model, other_ranks, saved, unlike_ranks
+from programs import GLOBAL_BATCH, Texts, as_launched, model, saved, unlike_ranks
 from reference import Share, plan_for
 
 pytestmark = pytest.mark.slow
@@ -26,7 +26,7 @@ def one_rank() -> Any:
     return plan_for(model(), [Share(GLOBAL_BATCH, 6, 1)])
 
 
-PLANS: dict[int, Callable[[], Any]] = {1: one_rank, 2: other_ranks, 3: unlike_ranks}
+PLANS: dict[int, Callable[[], Any]] = {1: one_rank, 3: unlike_ranks}
 
 
 def looped(folder: Path, world: int, stock: bool, resumes: bool) -> dict[str, Any]:

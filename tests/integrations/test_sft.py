@@ -112,8 +112,12 @@ def same(row: dict[str, Any]) -> dict[str, Any]:
     return {"text": row["text"]}
 
 
-def trained(folder: Path, world: int, kind: str) -> dict[str, Any]:
+def trained_each(folder: Path, world: int) -> dict[str, dict[str, Any]]:
     as_launched(folder)
+    return {kind: trained(folder, world, kind) for kind in KINDS}
+
+
+def trained(folder: Path, world: int, kind: str) -> dict[str, Any]:
     streams = kind == "a stream"
     from trl import SFTConfig
 
@@ -177,11 +181,17 @@ def frozen_bytes(trainer: Any) -> int:
     return sum(one.nbytes for one in stored if not one.requires_grad)
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def both(request, tmp_path_factory) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+@pytest.fixture(scope="module")
+def each(tmp_path_factory) -> list[dict[str, Any]]:
+    """By kind, of the stock script and of each rank."""
     folder = tmp_path_factory.mktemp("sft")
-    (stock,) = run_ranks(trained, 1, folder, 1, request.param, timeout_s=120)
-    return stock, run_ranks(trained, 2, folder, 2, request.param, timeout_s=120)
+    return [one for n in (1, 2) for one in run_ranks(trained_each, n, folder, n, timeout_s=240)]
+
+
+@pytest.fixture(params=KINDS)
+def both(request, each) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    stock, *ours = (of_kind[request.param] for of_kind in each)
+    return stock, ours
 
 
 def test_losses_and_norms_are_those_of_the_stock_script(both):

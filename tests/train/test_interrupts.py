@@ -21,10 +21,10 @@ from pytest import approx
 from gpumix.spec.errors import Interrupted
 
 
-@pytest.fixture
-def losses(tmp_path):
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory):
     """Of a run that nobody disturbs."""
-    job = write_job(tmp_path / "undisturbed")
+    job = write_job(tmp_path_factory.mktemp("undisturbed"))
     return train(job, plan=plan_for(job)).losses
 
 

@@ -35,8 +35,16 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("zero_stage", [1, 3])
-@pytest.mark.parametrize("case", CASES)
+# Teams of one size and of unlike ones, with whole parameters and with shares of them.
+@pytest.mark.parametrize(
+    ("case", "zero_stage"),
+    [
+        ("of a team", 3),
+        ("of a team beside one who is alone", 1),
+        ("of a team beside one who is alone", 3),
+        ("who is alone beside a team", 1),
+    ],
+)
 def test_a_member_is_killed(tmp_path, case, zero_stage):
     plan_of, cluster, rank, passes = CASES[case]
 
