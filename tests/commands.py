@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -95,18 +94,18 @@ def _started(
 
 def environment(cache: Path) -> dict[str, str]:
     """This process's own, but caches are the test's, ranks talk on loopback, nothing is styled."""
-    _share_compiled(cache / "gpumix")
+    share_compiled(cache / "gpumix")
     kept = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "FORCE_COLOR")}
     return kept | {"XDG_CACHE_HOME": str(cache), "GLOO_SOCKET_IFNAME": "lo"}
 
 
-def _share_compiled(cache: Path) -> None:
-    """What takes long to make: the compiler needs ten seconds for the counting allocator."""
+def share_compiled(cache: Path) -> None:
+    """What takes long to make: the compiler needs seconds for the counting allocator."""
     with suppress(BuildError):  # without a compiler commands find none either
         built = capped_allocator_library()
         cache.mkdir(parents=True, exist_ok=True)
-        if not (cache / built.name).exists():
-            shutil.copy(built, cache)
+        with suppress(FileExistsError):  # ranks may do so at once
+            (cache / built.name).symlink_to(built)
 
 
 def _remain(group: int, patience_s: float = 20.0) -> bool:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
+from commands import share_compiled
 from gpumix.engine.units import dissect
 from gpumix.report.run import Run
 from gpumix.spec.plan import Plan
@@ -77,6 +78,7 @@ def as_launched(folder: Path) -> None:
     world = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
     os.environ.update(OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="true")
+    share_compiled(folder / "cache" / "gpumix")
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
     if world > 1:
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
