@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from gpumix.engine.units import dissect
 from gpumix.spec.cluster import Cluster
 from gpumix.spec.plan import Plan
 from gpumix.spec.read import read_job
-from gpumix.spec.stage import Stage, Worker
+from gpumix.spec.stage import PLAIN, Mode, Stage, Worker
 from gpumix.train.models import model_of
 from gpumix.train.outcome import Summary
 from gpumix.train.pipeline import Pipeline
@@ -122,14 +122,15 @@ def staged_plan_for(
     *,
     micro_batch: int = 2,
     tensor: Sequence[int] = (),
+    mode: Mode = PLAIN,
     **settings: Any,
 ) -> Plan:
     """A plan by hand of several stages, by the samples of each team of each stage, devices in rank
-    order; of equally many unit calls, by what the profile says of the model. `tensor` has the
-    degree of each stage, by default 1."""
+    order, and again from the first one; of equally many unit calls, by what the profile says of the
+    model. `tensor` has the degree of each stage, by default 1."""
     pipeline = Pipeline.of_file(job_file, [], debug=True)
     profile = pipeline.profile()
-    model, devices = profile.model, iter(pipeline.cluster.in_rank_order())
+    model, devices = profile.model, cycle(pipeline.cluster.in_rank_order())
     stages = []
     for number, (counts, size) in enumerate(zip(samples, tensor or [1] * len(samples))):
         begin, end = (len(model.calls) * n // len(samples) for n in (number, number + 1))
@@ -141,6 +142,7 @@ def staged_plan_for(
                 samples=count,
                 micro_batch=min(count, micro_batch),
                 state_share=1 / len(counts),
+                mode=mode,
             )
             for count in counts
             for device in islice(devices, size)

@@ -7,13 +7,14 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from jobs import metrics, plan_for, progress, train, write_job
+from jobs import CLUSTER, metrics, plan_for, progress, train, write_job
 
 from gpumix.doctor.inside import Inside
 from gpumix.spec.errors import InputError
 from gpumix.train.pipeline import Pipeline
 
 LENGTH = 24
+UNLIKE = [one | {"count": 1} for one in CLUSTER]
 GPT = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": LENGTH}
 GPT |= {"vocab_size": 264, "bos_token_id": 256, "eos_token_id": 256}
 LINES = ["the cat sat on the mat"[: 2 + 7 * k % 21] for k in range(60)]
@@ -62,8 +63,8 @@ def test_a_run_learns_and_goes_on_where_it_was(tmp_path, text, data):
 
     datasets.disable_progress_bars()
     datasets.Dataset.from_dict({"text": LINES}).save_to_disk(str(tmp_path / "saved"))
-    job = write(tmp_path, data, evaluation={"every_steps": 2, "batches": 1})
-    plan = plan_for(job)
+    job = write(tmp_path, data, cluster=UNLIKE, evaluation={"every_steps": 2, "batches": 1})
+    plan = plan_for(job, (5, 3), (0.7, 0.3))
     whole = train(job, f"output={tmp_path / 'whole'}", plan=plan)
     assert all(math.isfinite(loss) for loss in whole.losses) and len(whole.losses) == 4
     assert whole.losses[-1] < whole.losses[0]

@@ -10,6 +10,7 @@ from jobs import BATCH, staged_plan_for, toy, train, write_job
 
 from gpumix.spec.errors import RankLost
 from gpumix.spec.plan import Plan
+from gpumix.spec.stage import Mode
 
 pytestmark = [pytest.mark.slow]  # most are waited for until the timeout
 
@@ -25,8 +26,14 @@ def sound(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def three_stages(sound) -> Plan:
-    return staged_plan_for(sound, [(BATCH,)] * 3, micro_batch=1)
+def in_stages(sound) -> list[Plan]:
+    """Each in another schedule: of three stages, or of six, of which each rank has two."""
+    later = {"schedule": "zero-bubble", "zero_stage": 1, "mode": Mode(recompute=False)}
+    return [
+        staged_plan_for(sound, [(BATCH,)] * 3, micro_batch=1),
+        staged_plan_for(sound, [(BATCH,)] * 3, micro_batch=1, **later),
+        staged_plan_for(sound, [(BATCH,)] * 6, micro_batch=1, schedule="interleaved"),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +45,7 @@ DIVIDED = {"blocks.*.into": "colwise", "blocks.*.out": "rowwise"}
 
 
 def named_after(tmp_path, plan: Plan, fault: str, rank: int, block: int) -> RankLost:
-    """What a run says of which one rank comes to harm in the middle of its second step."""
+    """What a run says of which one rank comes to harm in the middle of a step."""
     harm = {"fault": fault, "rank": rank, "block": block, "at": BATCH * 2 + 3, "blocks": BLOCKS}
     model = toy(**harm) | {"tensor_plan": DIVIDED}
     job = write_job(tmp_path, model=model, steps=4, timeout=6)
@@ -63,18 +70,24 @@ def check_stand(error: RankLost, block: int) -> None:
     assert re.search(rf"\((.*, )?(forward|backward) of unit 'blocks\.{block}'\)", error.why)
 
 
-@pytest.mark.parametrize("fault", SAID)
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_of_three_stages(tmp_path, three_stages, rank, fault):
-    error = named_after(tmp_path, three_stages, fault, rank, block=2 * rank)
+# Who hangs is found by what the others tell, wherever it stands. Of one that ends or is stopped
+# nobody need tell: the two plans together have each of these faults on each rank.
+HANGS = [(rank, "hang") for rank in (0, 1, 2)]
+
+
+@pytest.mark.parametrize(("rank", "fault"), [*HANGS, (1, "kill"), (0, "stop"), (2, "stop")])
+def test_of_stages(tmp_path, in_stages, rank, fault):
+    plan = in_stages[rank]
+    first = plan.stages[plan.stages_of(rank)[0]].units[0]
+    block = int(first.removeprefix("blocks."))
+    error = named_after(tmp_path, plan, fault, rank, block)
     check_names(error, fault, rank)
     if fault == "hang":
         assert re.search(r"the (message|reduction|all-gather|exchange) .*failed", error.why)
-        check_stand(error, block=2 * rank)
+        check_stand(error, block)
 
 
-@pytest.mark.parametrize("fault", SAID)
-@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize(("rank", "fault"), [*HANGS, (0, "kill"), (2, "kill"), (1, "stop")])
 def test_of_a_team_of_two_and_the_stage_behind_it(tmp_path, a_team_and_one, rank, fault):
     block = 0 if rank < 2 else BLOCKS - 1
     error = named_after(tmp_path, a_team_and_one, fault, rank, block)
