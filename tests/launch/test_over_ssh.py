@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from jobs import checkpoints, metrics, plan_for, run, toy, train, write_job
+from jobs import CLUSTER, checkpoints, metrics, plan_for, run, toy, train, write_job
 from running import MARK, Running, running
 from sshd import Hosts
 
@@ -126,8 +126,11 @@ dist.destroy_process_group()
 
 
 def test_ctrl_c_stops_all_and_the_run_is_saved(two, tmp_path):
-    job_of(tmp_path, steps=1000, model=toy(sample_s=0.02))
-    with running(tmp_path, *options(two, carried=(*CARRIED, MARK)), program=BY_PLAN) as started:
+    pair = [one | {"count": 1} for one in CLUSTER]
+    job = write_job(tmp_path, cluster=pair, steps=1000, model=toy(sample_s=0.02))
+    plan_for(job, (4, 4), (0.5, 0.5)).save(tmp_path / "plan.json")
+    words = options(two, "--hosts", "gpx-a:1,gpx-b:1", carried=(*CARRIED, MARK))
+    with running(tmp_path, *words, program=BY_PLAN) as started:
         started.wait_for_steps(3)
         os.kill(started.process.pid, signal.SIGINT)
         assert started.code() == 130, started.said

@@ -31,7 +31,8 @@ pytestmark = [
 ]
 
 HOSTS = ("one", "two", "three")
-STEPS = 150
+STEPS = 60
+SAMPLE_S = 0.05  # so that steps are left when a host has come
 
 
 def job_in(folder: Path, hosts: Sequence[str] = HOSTS, once: Path | None = None) -> Path:
@@ -44,7 +45,7 @@ def job_in(folder: Path, hosts: Sequence[str] = HOSTS, once: Path | None = None)
         for name, host in zip(HOSTS, hosts)
     ]
     harm = {"fault": "stop", "at": 10, "among": 2, "once": str(once)} if once is not None else {}
-    model = toy(sample_s=0.02, rank=0, **harm)
+    model = toy(sample_s=SAMPLE_S, rank=0, **harm)
     # So slow that losses stay away from zero, where sums of another order show.
     changes = {"optimizer": {"lr": 1e-4}, "checkpoint": {"memory_every_steps": 1}}
     return write_job(

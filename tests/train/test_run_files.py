@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from jobs import BATCH, EMULATED, LENGTH, checkpoints, metrics, progress, toy, train, write_job
+from jobs import BATCH, LENGTH, checkpoints, metrics, progress, toy, train, write_job
 
 from gpumix.planner.explain import plan as make_plan
 from gpumix.spec.plan import Plan
@@ -110,7 +110,7 @@ def test_a_runs_profile_gives_its_plan(run):
 
 
 def test_resuming_a_finished_run_does_nothing(tmp_path, capsys):
-    job = write_job(tmp_path, cluster=EMULATED, steps=2)
+    job = write_job(tmp_path, steps=2)
     first = train(job)
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
     again = train(job, resume=True)

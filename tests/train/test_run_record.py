@@ -4,7 +4,6 @@ script as it was started."""
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from jobs import EMULATED, toy, write_job
 
+from commands import run
 from gpumix.spec.cluster_file import written
 from gpumix.spec.read import read_cluster, read_job
 from gpumix.train.run_record import RunRecord, Script
@@ -79,7 +79,8 @@ def script_of(folder: Path, *words: str, **env: str) -> Script:
     """What a process records of itself that is started by such words."""
     (folder / "loop.py").write_text(SCRIPT)
     kept = {k: v for k, v in os.environ.items() if k not in ("RAY_JOB_ID", "GPUMIX_CLUSTER")}
-    subprocess.run([sys.executable, *words], cwd=folder, env=kept | env, check=True, timeout=100)
+    done = run([sys.executable, *words], folder=folder, env=kept | env, timeout_s=100)
+    assert done.code == 0, done.err
     record = RunRecord.load(folder / "run.json")
     assert record.folder == str(folder) and record.job == {}
     assert record.script is not None

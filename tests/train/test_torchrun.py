@@ -25,11 +25,6 @@ FIRST_RANKS_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 HALVES = {"samples": (4, 4), "shares": (0.5, 0.5)}
 
 
-@pytest.fixture
-def job(tmp_path):
-    return write_job(tmp_path, cluster=EMULATED, steps=4, profile=OWN_PROFILES)
-
-
 def torchrun(folder, *arguments: str, **settings: str) -> Done:
     return run([*TORCHRUN, *arguments], folder, {"OMP_NUM_THREADS": "1"} | settings, timeout_s=120)
 
@@ -62,8 +57,14 @@ def test_torchrun_measures_plans_and_trains(tmp_path):
     assert [r["loss"] for r in metrics(tmp_path / "run")] == summary["losses"]
 
 
-@pytest.mark.parametrize("own", [["gpumix"], ["c10d", "--local-addr", "127.0.0.1"]])
-def test_hosts_may_differ_in_devices_and_in_what_they_have_measured(job, tmp_path, own):
+@pytest.mark.parametrize(
+    ("own", "processes"),
+    [(["gpumix"], (1, 2)), (["c10d", "--local-addr", "127.0.0.1"], (1, 1))],
+    ids=["gpumix", "c10d"],
+)
+def test_hosts_may_differ_in_devices_and_in_what_they_have_measured(tmp_path, own, processes):
+    cluster = EMULATED if sum(processes) > 2 else UNLIKE
+    job = write_job(tmp_path, cluster=cluster, steps=4, profile=OWN_PROFILES)
     train(job, "steps=1", f"output={tmp_path / 'first'}")
     meeting = ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-backend", *own]
 
@@ -75,7 +76,7 @@ def test_hosts_may_differ_in_devices_and_in_what_they_have_measured(job, tmp_pat
 
     said: list[bool] = []
     with ThreadPoolExecutor(2) as hosts:
-        for done in hosts.map(host, (1, 2), ("profiles", "nothing")):
+        for done in hosts.map(host, processes, ("profiles", "nothing")):
             assert done.code == 0, done.err
             said.append("--rdzv-backend gpumix" in done.err)
     assert any(said) is (own != ["gpumix"])
@@ -93,7 +94,8 @@ def test_the_first_rank_may_have_the_store_itself(tmp_path):
     assert "is gone" not in done.err
 
 
-def test_there_must_be_a_process_for_every_device(job, tmp_path):
+def test_there_must_be_a_process_for_every_device(tmp_path):
+    write_job(tmp_path, cluster=EMULATED)
     done = standalone(tmp_path, 2)
     assert done.code != 0
     assert "the cluster has 3 devices, torchrun started 2 processes" in done.err
