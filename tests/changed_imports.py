@@ -43,7 +43,8 @@ SCRIPTS = {
     "sft_lora": ([*TRAINER, "--bf16", "False"], "--per_device_train_batch_size"),
     "clm_no_trainer": (["--steps", str(STEPS)], "--per_device_batch_size"),
 }
-BY_TORCHRUN = ("run_clm", "sft_lora", "clm_no_trainer")  # are started so too, as pages say
+# Are started so too, as pages say: a script with a trainer, and one with a loop.
+BY_TORCHRUN = ("sft_lora", "clm_no_trainer")
 MORE = {"lightning_clm": SCRIPTS["clm_no_trainer"]}  # more than their import is changed
 BATCH = 12
 LOSSES = "losses.json"

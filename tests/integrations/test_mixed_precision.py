@@ -37,7 +37,6 @@ def on_unlike_devices(folder: Path) -> None:
 
 
 def by_trainer(folder: Path, world: int) -> tuple[list[float], Any]:
-    on_unlike_devices(folder)
     if world == 1:
         from transformers import Trainer
     else:
@@ -50,7 +49,6 @@ def by_trainer(folder: Path, world: int) -> tuple[list[float], Any]:
 
 
 def by_loop(folder: Path, world: int) -> tuple[list[float], Any]:
-    on_unlike_devices(folder)
     if world == 1:
         from accelerate import Accelerator
     else:
@@ -71,11 +69,27 @@ def by_loop(folder: Path, world: int) -> tuple[list[float], Any]:
     return losses, None if world == 1 else accelerator.plan
 
 
-@pytest.mark.parametrize("program", [by_trainer, by_loop])
-def test_losses_are_those_of_the_stock_script(program: Callable[..., Any], tmp_path):
-    ((stock, _),) = run_ranks(program, 1, tmp_path, 1)
+PROGRAMS: dict[str, Callable[..., Any]] = {"trainer": by_trainer, "loop": by_loop}
+
+
+def by_each(folder: Path, world: int) -> dict[str, tuple[list[float], Any]]:
+    on_unlike_devices(folder)
+    return {name: program(folder, world) for name, program in PROGRAMS.items()}
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The second program finds what devices were measured to do for the first."""
+    folder = tmp_path_factory.mktemp("mixed")
+    (stock,) = run_ranks(by_each, 1, folder, 1)
+    return stock, run_ranks(by_each, RANKS, folder, RANKS, timeout_s=240)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_losses_are_those_of_the_stock_script(name, both):
+    stock, _ = both[0][name]
     assert len(stock) == STEPS
-    for losses, plan in run_ranks(program, RANKS, tmp_path, RANKS, timeout_s=240):
+    for losses, plan in (rank[name] for rank in both[1]):
         assert losses == pytest.approx(stock, rel=TOLERANCE)
         first, second = plan.workers
         assert (first.compute_dtype, second.compute_dtype) == ("bf16", "bf16")

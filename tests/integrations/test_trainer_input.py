@@ -398,7 +398,7 @@ def _best(folder: Path) -> tuple[list[float], float, float]:
             **(SHORT | {"eval_strategy": "steps", "save_strategy": "steps"}),
             eval_steps=2,
             save_steps=2,
-            max_steps=8,
+            max_steps=4,
             learning_rate=1e-2,
             warmup_steps=0,
             load_best_model_at_end=True,
