@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import gpumix
 
 LENGTH = 64
-GLOBAL_BATCH = 24
+GLOBAL_BATCH = 12
 STEPS = 8
 
 DEVICES = (
