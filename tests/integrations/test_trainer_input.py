@@ -304,7 +304,8 @@ def _subclassed(folder: Path, name: str, method: Any) -> None:
 
     as_launched(folder)
     own = type("Own", (Trainer,), {name: method})
-    own(model=model(), args=arguments(folder, 12, **SHORT), train_dataset=Texts()).train()
+    args, plan = arguments(folder, 12, **SHORT), plan_for(model(), [Share(12, 6, 1)])
+    own(model=model(), args=args, train_dataset=Texts(), plan=plan).train()
 
 
 def test_a_collator_that_lays_samples_into_one_row_is_told(tmp_path):

@@ -36,9 +36,10 @@ def harmed(tmp_path, fault: str, **changes):
     )
 
 
-def undisturbed(tmp_path) -> list[float]:
-    """The losses of the same job without the harm."""
-    job = write_job(tmp_path / "undisturbed")
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory) -> list[float]:
+    """Of the same job without the harm."""
+    job = write_job(tmp_path_factory.mktemp("undisturbed"))
     return train(job, plan=plan_for(job)).losses
 
 
@@ -52,10 +53,9 @@ def test_a_killed_rank_is_named_with_its_signal(tmp_path):
     assert checkpoints(tmp_path / "run") == ["step-00000002"]
 
 
-def test_a_run_goes_on_where_a_killed_rank_left_it(tmp_path):
+def test_a_run_goes_on_where_a_killed_rank_left_it(tmp_path, losses):
     failure(harmed(tmp_path, "kill"))
     job = write_job(tmp_path, checkpoint={"every_steps": 2})
-    losses = undisturbed(tmp_path)
     assert train(job, plan=plan_for(job), resume=True).losses == losses[2:]
     assert [record["step"] for record in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
 
@@ -143,19 +143,17 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_the_step(tmp_path, fault
     }
 
 
-def test_a_run_goes_on_from_before_a_loss_that_was_not_finite(tmp_path):
+def test_a_run_goes_on_from_before_a_loss_that_was_not_finite(tmp_path, losses):
     failure(write_job(tmp_path, model=toy(fault="nan", rank=1, at=3)))  # nothing saved before
     job = write_job(tmp_path)
-    losses = undisturbed(tmp_path)
     assert train(job, plan=plan_for(job), resume=True).losses == losses[2:]
 
 
-def test_a_gradient_that_is_not_finite_stops_the_run_before_the_step(tmp_path):
+def test_a_gradient_that_is_not_finite_stops_the_run_before_the_step(tmp_path, losses):
     """The loss may be finite and its gradient not: the step would spoil every weight."""
     error = failure(harmed(tmp_path, "nan-gradient"))
     assert error.what == "the gradient norm of step 3 is nan"
     job = write_job(tmp_path)
-    losses = undisturbed(tmp_path)
     assert train(job, plan=plan_for(job), resume=True).losses == losses[2:]
 
 
@@ -174,14 +172,13 @@ def test_a_gradient_that_is_not_finite_is_seen_without_clipping_too(tmp_path):
     assert failure(job).what == "the gradient norm of step 3 is nan"
 
 
-def test_a_full_disk_leaves_the_checkpoint_before(tmp_path):
+def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, losses):
     error = failure(harmed(tmp_path, "small-disk"), MachineError)
     assert error.exit_code == 3
     assert "rank 1 could not" in error.what
     assert "File too large" in error.why
     assert checkpoints(tmp_path / "run") == ["step-00000002"]
     job = write_job(tmp_path)
-    losses = undisturbed(tmp_path)
     assert train(job, plan=plan_for(job), resume=True).losses == losses[2:]
 
 
