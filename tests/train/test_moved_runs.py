@@ -14,7 +14,7 @@ from gpumix.spec.profile import Profile
 from gpumix.train.checkpoint import opened
 from gpumix.train.pipeline import Pipeline
 
-STEPS = 30
+STEPS = 20
 SAMPLES = (40, 40, 40)
 MICRO_BATCH = 10
 SHARES = (1 / 3, 1 / 3, 1 / 3)
