@@ -15,7 +15,7 @@ from gpumix.spec.errors import InputError, NoFeasiblePlanError
 from gpumix.spec.network import Network as Links
 from gpumix.spec.plan import Plan
 from gpumix.spec.stage import Mode
-from gpumix.train.tables import efficiency_table, plan_table, why
+from gpumix.train.tables import efficiency_table, mixing, plan_table, why
 
 
 def two_classes(slow=3.0, **changes):
@@ -212,6 +212,11 @@ def test_whether_mixing_pays_is_said_first():
     assert second.endswith("; no plan for the devices that take part takes less")
     assert third == "what binds: compute of fast, slow"
     assert shown(made).startswith("mixing pays")
+
+
+def test_a_small_gain_of_mixing_is_not_rounded_to_none():
+    made = plan(two_classes(), 8).reasons.mixing.model_copy(update={"speedup": 1.004})
+    assert mixing(made) == "mixing hardly pays: 0.4% faster than only fast, the best single class"
 
 
 def test_that_mixing_does_not_pay_comes_with_what_to_do():

@@ -14,12 +14,14 @@ need(__name__, "transformers", "accelerate", extra="trainer")
 
 import transformers  # noqa: E402 - what is missing is told first
 
-from gpumix.integrations.trainer.arguments import SEQ2SEQ  # noqa: E402
+from gpumix.integrations.trainer.arguments import SEQ2SEQ, tell_of_cpus  # noqa: E402
 from gpumix.integrations.trainer.planned import ARGUMENTS, STANDS_IN_FOR, Planned  # noqa: E402
 
 TESTED = ">=5.15,<6"
 need_names(transformers.Trainer, STANDS_IN_FOR, package="transformers", tested=TESTED)
 need_names(transformers.TrainingArguments, ARGUMENTS, package="transformers", tested=TESTED)
+
+tell_of_cpus()
 
 __all__ = ["Seq2SeqTrainer", "Trainer"]
 

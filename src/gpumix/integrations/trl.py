@@ -25,12 +25,14 @@ from gpumix.engine.documents import mask_of_documents  # noqa: E402
 from gpumix.engine.engine import Engine  # noqa: E402
 from gpumix.integrations.fields import Fields  # noqa: E402
 from gpumix.integrations.gathering import all_texts  # noqa: E402
-from gpumix.integrations.trainer.arguments import PLANNED, TRAINING  # noqa: E402
+from gpumix.integrations.trainer.arguments import PLANNED, TRAINING, tell_of_cpus  # noqa: E402
 from gpumix.integrations.trainer.loss import by_itself  # noqa: E402
 from gpumix.integrations.trainer.planned import Planned  # noqa: E402
 from gpumix.spec.errors import InputError  # noqa: E402
 from gpumix.spec.plan import Plan  # noqa: E402
 from gpumix.train.documents import check_documents  # noqa: E402
+
+tell_of_cpus()
 
 __all__ = ["SFTTrainer"]
 

@@ -191,16 +191,25 @@ def join() -> torch.device:
         InputError: there are several processes, and nothing says how they meet.
     """
     cluster, _ = _wanted(None)
-    on_gpus = _join(cluster)
-    return indexed("cuda") if on_gpus else torch.device("cpu")
+    return indexed("cuda") if _join(cluster) else torch.device("cpu")
+
+
+def on_gpus() -> bool:
+    """Whether ranks compute on GPUs: on those of the cluster that is named, or of their hosts."""
+    cluster, _ = _wanted(None)
+    return _has_gpus(cluster)
 
 
 def _join(cluster: Cluster | None) -> bool:
     """The other ranks, if the program has not; whether ranks compute on GPUs."""
-    gpus = cluster is None or any(one.accelerator == "cuda" for one in cluster.classes)
-    on_gpus = gpus and torch.cuda.is_available()
-    join_launched(on_gpus=on_gpus)
-    return on_gpus
+    found = _has_gpus(cluster)
+    join_launched(on_gpus=found)
+    return found
+
+
+def _has_gpus(cluster: Cluster | None) -> bool:
+    named = cluster is None or any(one.accelerator == "cuda" for one in cluster.classes)
+    return named and torch.cuda.is_available()
 
 
 def _ranks(timeout_s: float | None) -> Ranks:

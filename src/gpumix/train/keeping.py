@@ -80,6 +80,7 @@ class Keeping:
         """How long training stood still for the checkpoint that was begun last."""
         self.save_s: float | None = None
         """How long the last one was written."""
+        self._safe_step = 0  # the state after it is on disk, or is what the run begins with
         root = shared_memory_folder()
         self._home = None if root is None else Home(root, job.output, context.device.host)
         self._memory: MemoryCheckpointer | None = None
@@ -131,6 +132,7 @@ class Keeping:
         saved = self.checkpointer.finish()
         self.stalled_s += time.perf_counter() - begun
         self.save_s = saved.seconds
+        self._safe_step = saved.step
         return saved
 
     # -- in memory ---------------------------------------------------------------------------------
@@ -141,6 +143,8 @@ class Keeping:
         Args:
             fresh: the run begins anew; copies of an earlier one are removed.
         """
+        # Beside the main thread, whatever that does with the other one.
+        self._beside = self._checkpointer_of(self._group_of_ranks())
         if not self._every_steps:
             return ""
         ranks, home = self._context.ranks, self._home
@@ -162,8 +166,6 @@ class Keeping:
             buddies=self._buddies_in(home.generation(generation)),
             patience_s=self.patience_s,
         )
-        # Beside the main thread, whatever that does with the other one.
-        self._beside = self._checkpointer_of(self._group_of_ranks())
         return ""
 
     def _refusal(self, generation: int) -> str:
@@ -218,22 +220,24 @@ class Keeping:
         self._every_steps = every = max(1, math.ceil(max(map(float, told)) / MEMORY_SHARE))
         return [Told("copies", {"every_steps": every}, "")]
 
-    @property
-    def copies_in_memory(self) -> bool:
-        """Whether all ranks have begun to keep some."""
-        return self._memory is not None
+    def nothing_new(self, step: int) -> bool:
+        """Whether on all ranks the state after `step`, the last one done, is on disk, or is what
+        the run began with. Collective; for a thread beside the main one."""
+        assert self._beside is not None
+        return self._beside.all_say(step == self._safe_step, "anything is new")
 
     def save_copies(self, *, deadline: float, needs_s: float) -> Saved | None:
         """Write to disk what is in memory: the newest state of which all ranks have a copy. A
         checkpoint that is being written is waited for; if that leaves no time for another one, it
-        is the last. None if there is neither in time. The state changes no more until
-        `go_on_copying`. Collective; for a thread beside the main one.
+        is the last. None if there is neither in time, or nothing is kept in memory. The state
+        changes no more until `go_on_copying`. Collective; for a thread beside the main one.
 
         Args:
             deadline: when all is to be done, by `time.monotonic()`.
             needs_s: so long before a checkpoint is begun at the latest.
         """
-        assert self._memory is not None
+        if self._memory is None:
+            return None
         assert self._beside is not None
         held = self._memory.hold(max(0.0, deadline - time.monotonic()))
         self.checkpointer.wait(deadline - needs_s - time.monotonic())
@@ -298,6 +302,7 @@ class Keeping:
         """The newest checkpoint that is whole, of a step later than `after`."""
         state = self.checkpointer.load(self._engine, self._optimizer, after=after)
         self._loader.load_state_dict(state.cursor)
+        self._safe_step = state.step
         return TakenUp(state.step, state.extra, state.path, state.passed_over)
 
     def _found_in_memory(self) -> tuple[Found, list[Held]] | None:
@@ -318,6 +323,7 @@ class Keeping:
             self._optimizer,
         )
         self._loader.load_state_dict(dict(manifest.cursor))
+        self._safe_step = -1
         return TakenUp(manifest.step, dict(manifest.extra))
 
 

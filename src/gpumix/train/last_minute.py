@@ -2,14 +2,15 @@
 
 Who asks (a cloud, a scheduler, `gpumix launch`) ends the processes some time later. The main thread
 answers between two steps. Where that would be too late a thread beside it writes to disk what was
-copied into the hosts' memory: all ranks together, of the last step of which all have a copy.
+copied into the hosts' memory: all ranks together, of the last step of which all have a copy. Where
+the last step that was done is on disk, or none was done yet, the run ends without a save.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -92,10 +93,14 @@ class Moment:
 
 
 class LastMinute:
-    """One rank's part in it."""
+    """One rank's part in it.
 
-    def __init__(self, context: Context, keeping: Keeping) -> None:
-        self._ranks, self._keeping = context.ranks, keeping
+    Args:
+        done: how many steps are.
+    """
+
+    def __init__(self, context: Context, keeping: Keeping, done: Callable[[], int]) -> None:
+        self._ranks, self._keeping, self._done = context.ranks, keeping, done
         self._folder = context.job.output / run_files.CHECKPOINTS
         self._steps = context.job.steps
         self._grace_s = context.job.grace or grace_of_launcher() or GRACE_S
@@ -107,19 +112,17 @@ class LastMinute:
     @contextmanager
     def beside(self, stop: StopRequest) -> Iterator[None]:
         """Look, while the block trains, whether this rank or another one was asked to end."""
-        threads = []
-        if self._keeping.copies_in_memory:
-            self._over.clear()
-            watch = partial(self._watch, stop)
-            threads = [threading.Thread(target=watch, name="gpumix-last-minute", daemon=True)]
-            threads[0].start()
-            self._watching = threads[0].ident
+        self._over.clear()
+        watch = partial(self._watch, stop)
+        thread = threading.Thread(target=watch, name="gpumix-last-minute", daemon=True)
+        thread.start()
+        self._watching = thread.ident
         try:
             yield
         finally:
             self._closed.set()
             stop.wake()
-            leave_together(threads)
+            leave_together([thread])
 
     def step_begins(self, before: Sequence[float], *, tells: bool) -> None:
         """After steps that took `before`; `tells`: see `Moment`."""
@@ -184,6 +187,9 @@ class LastMinute:
         now = time.monotonic()
         moment = self._moment(now + left_s - self._grace_s)
         try:
+            done = self._done()
+            if self._keeping.nothing_new(done):
+                return self._ended_without_a_save(done)
             saved = self._keeping.save_copies(deadline=moment.deadline, needs_s=moment.needs_s(now))
         except (GpumixError, RuntimeError, OSError):
             saved = None
@@ -195,5 +201,20 @@ class LastMinute:
             where=str(saved.path),
             why="the step under way was not to end, and be saved, within "
             f"{show_seconds(self._grace_s)} (`grace`)",
+            fix="go on with the same command and --resume",
+        )
+
+    def _ended_without_a_save(self, done: int) -> Interrupted:
+        late = f"was not to end within {show_seconds(self._grace_s)} (`grace`)"
+        if not done:
+            return Interrupted(
+                "stopped before the first step was done",
+                why=f"it {late}; nothing was trained that could be saved",
+                fix="start it again with the same command",
+            )
+        return Interrupted(
+            f"stopped after step {done} of {self._steps}",
+            where=str(self._folder),
+            why=f"the step under way {late}; nothing was trained since the last checkpoint",
             fix="go on with the same command and --resume",
         )

@@ -112,7 +112,7 @@ class Trainer:
             if warning and context.first:
                 stderr().print(warning)
         self.keeping = Keeping(context, plan, self.engine, self.optimizer, self.loader)
-        self._last_minute = LastMinute(context, self.keeping)
+        self._last_minute = LastMinute(context, self.keeping, lambda: self.step)
         self.step = 0
         self._nothing_left: Path | None = None  # the checkpoint of the last step
         self._put_off = False  # a checkpoint that is due

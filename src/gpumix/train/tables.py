@@ -21,6 +21,7 @@ from gpumix.spec.units import show_bytes, show_seconds
 
 NO_WRAP = 10_000
 WIDEST = 56  # of a column of text: tables are read in terminals of a hundred columns
+HARDLY = 1.01  # a speed-up below it is no reason to mix
 PLAN_WIDTHS = {"state share": 8, "memory": 12, "backward": 16}
 EMULATED = "emulated devices: times are of the emulation, not of any real card"
 ESTIMATE = "an estimate from datasheets: measured ones may be a third longer or shorter"
@@ -203,10 +204,10 @@ def mixing(found: Mixing, strategy: str = "optimal") -> str:
         more = f"; {left_out} left out: they would cost more than they give" if left_out else ""
         if found.speedup is None:
             return f"mixing pays: no class alone could train this batch with these techniques{more}"
-        return (
-            f"mixing pays: {found.speedup:.2f} times as fast as only {found.best_class}, the best "
-            f"single class{more}"
-        )
+        best = f"only {found.best_class}, the best single class{more}"
+        if found.speedup < HARDLY:
+            return f"mixing hardly pays: {found.speedup - 1:.1%} faster than {best}"
+        return f"mixing pays: {found.speedup:.2f} times as fast as {best}"
     if left_out:
         return (
             f"mixing does not pay: only {found.best_class} trains, for {left_out} would cost more "

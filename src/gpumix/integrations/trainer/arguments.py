@@ -8,13 +8,17 @@ size, is the plan's affair.
 from __future__ import annotations
 
 import copy
+import os
 from typing import Any
 
 import transformers
 from transformers.trainer_pt_utils import AcceleratorConfig
+from transformers.training_args import ParallelMode
 
+from gpumix.hardware.environment import world_size
 from gpumix.integrations.fields import Fields, no_meaning
 from gpumix.integrations.hosted import precision_of_weights
+from gpumix.profiler.library import on_gpus
 from gpumix.spec.dtypes import Precision
 from gpumix.spec.errors import InputError
 from gpumix.spec.space import EVERYTHING, Space
@@ -99,6 +103,13 @@ BLOCKS = "leave it out: whole blocks are computed again, by the plan"
 ARGUMENTS = "TrainingArguments"
 
 
+def tell_of_cpus() -> None:
+    """Before arguments are made: on CPUs transformers and Accelerate take each process for the only
+    one, which prints and writes everything, unless they hear that it is to compute there."""
+    if world_size() > 1 and not on_gpus():
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
+
+
 def refuse_without_meaning(args: Any, kind: type, fields: Fields) -> None:
     """
     Args:
@@ -114,6 +125,12 @@ def refuse_without_meaning(args: Any, kind: type, fields: Fields) -> None:
                 where=ARGUMENTS,
                 fix="give 1 or more",
             )
+    if world_size() > 1 and args.parallel_mode != ParallelMode.DISTRIBUTED:
+        raise InputError(
+            f"they take this process for the only one, and there are {world_size()}",
+            where=ARGUMENTS,
+            fix="make them after the import of gpumix, or with use_cpu=True",
+        )
     # Who has arguments of a plainer kind has not all of these.
     fields.check_all(args, kind if isinstance(args, kind) else transformers.TrainingArguments)
     ACCELERATOR.check_all(args.accelerator_config, AcceleratorConfig)
