@@ -83,6 +83,15 @@ def test_each_change_is_tried_against_those_that_helped_before_in_turns():
     assert patient.log[7:] == [half, both, both, half, half, both]
 
 
+def test_how_long_windows_take_is_told_where_that_is_long(monkeypatch):
+    monkeypatch.setattr("gpumix.doctor.examine.LONG_S", -1.0)
+    _, _, said = examined("half")
+    (told,) = [line for line in said if "one pair of windows of 3 took" in line]
+    assert "the others take about" in told
+    monkeypatch.undo()
+    assert not any("one pair" in line for line in examined("half")[2])
+
+
 def test_what_trains_something_else_is_no_finding():
     report, patient, said = examined("wrong", "half")
     assert [one.suspect.name for one in report.findings] == ["half"]

@@ -77,7 +77,7 @@ def test_a_save_that_does_not_end_is_waited_for_as_long_as_one_may_take(tmp_path
     ranks = SimpleNamespace(rank=3, claim=lambda *_: word, claimed=lambda _: word)
     job = SimpleNamespace(steps=6, grace=0.1, output=tmp_path)
     keeping = SimpleNamespace(
-        copies_in_memory=True,
+        nothing_new=lambda done, deadline: False,
         checkpointer=SimpleNamespace(writing_since=None),
         save_s=None,
         patience_s=0.1,
@@ -86,7 +86,7 @@ def test_a_save_that_does_not_end_is_waited_for_as_long_as_one_may_take(tmp_path
     )
     stop: Any = SimpleNamespace(asked_at=None, wait=lambda _: None, wake=lambda: None)
     late = r"rank 3 could not save the end of the run within 0 s"
-    last: Any = LastMinute(SimpleNamespace(ranks=ranks, job=job), keeping)
+    last: Any = LastMinute(SimpleNamespace(ranks=ranks, job=job), keeping, lambda: 2)
     with last.beside(stop):
         try:
             with pytest.raises(MachineError, match=late) as caught:
@@ -158,6 +158,22 @@ def test_one_rank_that_is_asked_tells_the_others(tmp_path, losses):
     (restart,) = metrics(tmp_path / "run", "restart")
     assert restart["resumed_from"] == 3
     assert restart["why"] == "somebody asked a rank to end: stopped after step 3 of 6"
+
+
+def test_a_first_step_that_does_not_end_is_given_up(tmp_path, losses):
+    harm = toy(fault="notice", rank=1, at=1, once=str(tmp_path / "asked"))
+    job = write_job(tmp_path, model=harm, grace=2)
+    with pytest.raises(Interrupted, match="stopped before the first step was done") as caught:
+        train(job, plan=plan_for(job))
+    assert "`grace`" in caught.value.why and not list((tmp_path / "run" / "checkpoints").glob("*"))
+    again = write_job(tmp_path, model=harm, output="again")
+    assert train(again, plan=plan_for(again)).losses == pytest.approx(losses, rel=1e-6)
+
+
+def test_a_step_after_a_checkpoint_is_given_up_without_copies_in_memory(tmp_path, losses):
+    saved = {"every_steps": 3, "memory_every_steps": 0}
+    job = asked(tmp_path, "notice", checkpoint=saved)
+    check_stopped_after_three(tmp_path, losses, job)
 
 
 def test_without_copies_in_memory_the_step_is_waited_for(tmp_path, losses):

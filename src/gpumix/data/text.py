@@ -84,7 +84,8 @@ def find_files(spec: DataSpec) -> list[SourceFile]:
         raise InputError(
             f"no file with text in it matches the pattern '{spec.pattern}'",
             where=", ".join(str(path) for path in folders),
-            fix="change data.pattern; it is matched against the end of a file's path",
+            fix="put some there, or change data.pattern, which is matched against the end of a "
+            "file's path",
         )
     seen: set[Path] = set()
     for file in files:

@@ -21,6 +21,7 @@ from gpumix.spec.units import show_seconds
 
 STEPS = 12  # of a window, beside its warm-up
 DISTURBED = 0.3  # of a step, that windows of one setting may differ by
+LONG_S = 20.0  # that windows may take without a word of how long they will
 
 Say = Callable[[str], None]
 
@@ -119,7 +120,7 @@ def examine(
         say(f"suspected: {suspect.what} ({suspect.why}); with {suspect.mended_by}:")
         after = patient.with_changes(suspect.changes)
         try:
-            gain = _compared(patient, after, pairs, tally)
+            gain = _compared(patient, after, pairs, tally, say)
         except GpumixError as error:
             say(f"  that does not run: {error.what}")
             continue
@@ -153,13 +154,20 @@ def _next(patient: Patient, tried: set[str], only: tuple[str, ...]) -> Suspect |
     return None
 
 
-def _compared(before: AnyPatient, after: AnyPatient, pairs: int, tally: _Tally) -> Gain:
+def _compared(before: AnyPatient, after: AnyPatient, pairs: int, tally: _Tally, say: Say) -> Gain:
     """By windows that run in turn; no more of them than say something."""
+    begun_s = time.perf_counter()
     before_s: list[float] = []
     after_s: list[float] = []
     while not enough(before_s, after_s, pairs):
         order = ((before, before_s), (after, after_s))
         for patient, seconds in order if len(before_s) % 2 == 0 else order[::-1]:
             seconds.append(tally.one_more(patient).step_s)
+        pair_s = time.perf_counter() - begun_s
+        if len(before_s) == 1 and (left_s := pair_s * (pairs - 1)) > LONG_S:
+            say(
+                f"  one pair of windows of {pairs} took {show_seconds(pair_s)}, the others take "
+                f"about {show_seconds(left_s)}"
+            )
     tally.spreads.append((max(before_s) - min(before_s)) / median(before_s))
     return gain_of(before_s, after_s)

@@ -433,8 +433,8 @@ class Job(Value):
     grace: Seconds | None = Field(
         default=None,
         description="how long after SIGTERM or Ctrl-C a run may take to save: where the step under "
-        "way would not end in time, the state before it is saved; default: what `gpumix launch "
-        "--grace` says, else 30 s, as torchrun has it",
+        "way would not end in time, the state before it is saved, or the run just ends if it is on "
+        "disk; default: what `gpumix launch --grace` says, else 30 s, as torchrun has it",
     )
 
     @model_validator(mode="after")

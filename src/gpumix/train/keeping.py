@@ -81,6 +81,7 @@ class Keeping:
         self.save_s: float | None = None
         """How long the last one was written."""
         self._safe_step = 0  # the state after it is on disk, or is what the run begins with
+        self._begun_step = -1  # a checkpoint was begun after it
         root = shared_memory_folder()
         self._home = None if root is None else Home(root, job.output, context.device.host)
         self._memory: MemoryCheckpointer | None = None
@@ -108,6 +109,7 @@ class Keeping:
         """Write a checkpoint beside the next steps; the data goes on at `cursor`, by default behind
         the last batch. The one before must be finished."""
         begun = time.perf_counter()
+        self._begun_step = step
         self.checkpointer.begin(
             step,
             self._engine,
@@ -220,11 +222,14 @@ class Keeping:
         self._every_steps = every = max(1, math.ceil(max(map(float, told)) / MEMORY_SHARE))
         return [Told("copies", {"every_steps": every}, "")]
 
-    def nothing_new(self, step: int) -> bool:
-        """Whether on all ranks the state after `step`, the last one done, is on disk, or is what
-        the run began with. Collective; for a thread beside the main one."""
+    def nothing_new(self, step: int, *, deadline: float) -> bool:
+        """Whether on all ranks the state after `step`, the last one done, is on disk by then, or is
+        what the run began with. Collective; for a thread beside the main one."""
         assert self._beside is not None
-        return self._beside.all_say(step == self._safe_step, "anything is new")
+        being_written = self._begun_step == step
+        saved = self.checkpointer.wait(deadline - time.monotonic() if being_written else 0.0)
+        safe_step = self._safe_step if saved is None else saved.step
+        return self._beside.all_say(step == safe_step, "nothing is new")
 
     def save_copies(self, *, deadline: float, needs_s: float) -> Saved | None:
         """Write to disk what is in memory: the newest state of which all ranks have a copy. A

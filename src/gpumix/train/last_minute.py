@@ -23,6 +23,7 @@ from gpumix.spec.errors import GpumixError, Interrupted
 from gpumix.spec.units import show_seconds
 from gpumix.train import run_files
 from gpumix.train.background import Overdue
+from gpumix.train.checkpoint_file import folder_of
 from gpumix.train.checkpoint_together import not_in_time
 from gpumix.train.context import Context
 from gpumix.train.keeping import Keeping
@@ -188,7 +189,7 @@ class LastMinute:
         moment = self._moment(now + left_s - self._grace_s)
         try:
             done = self._done()
-            if self._keeping.nothing_new(done):
+            if self._keeping.nothing_new(done, deadline=moment.deadline):
                 return self._ended_without_a_save(done)
             saved = self._keeping.save_copies(deadline=moment.deadline, needs_s=moment.needs_s(now))
         except (GpumixError, RuntimeError, OSError):
@@ -214,7 +215,7 @@ class LastMinute:
             )
         return Interrupted(
             f"stopped after step {done} of {self._steps}",
-            where=str(self._folder),
+            where=str(self._folder / folder_of(done)),
             why=f"the step under way {late}; nothing was trained since the last checkpoint",
             fix="go on with the same command and --resume",
         )

@@ -6,6 +6,8 @@ Deciding happens here, in the process that was started; measuring and training i
 from __future__ import annotations
 
 import fcntl
+import os
+import shlex
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -342,6 +344,7 @@ class Pipeline:
         self.show(line)
         if summary.overruns:
             self.show(too_busy(summary.overruns))
+        self.show(f"more of it: gpumix report {_shortest(self.job.output)}")
 
     def _task(self) -> Any:
         from gpumix.train.context import Task
@@ -422,8 +425,12 @@ class Pipeline:
         return plan, profile
 
     def _refuse_at_once(self) -> None:
-        """Tell of teams and stages that the job wants and that there cannot be."""
+        """Tell of texts, teams and stages that the job wants and that there cannot be."""
         space, spec = self.job.techniques, self.job.model
+        if self.job.data.text and self._runs.decides_alone:
+            from gpumix.data.text import find_files
+
+            find_files(self.job.data)
         if 1 not in space.tensor:
             from gpumix.train import heads
 
@@ -448,10 +455,15 @@ def plan_of(job: Job, profile: Profile, strategy: str | None = None, *, leaving_
     return make_plan(profile, job.global_batch, strategy=strategy or job.strategy, space=space)
 
 
+def _shortest(path: Path) -> str:
+    """The path as a shell takes it, from here where that is shorter."""
+    return shlex.quote(min(os.path.relpath(path), str(path), key=len))
+
+
 def too_busy(overruns: int) -> str:
     """What to say of a measurement on emulated devices that had overruns."""
     times = "once" if overruns == 1 else f"{overruns} times"
     return (
-        f"emulated devices fell behind their speed {times}: this machine was too busy for the "
-        "numbers to count"
+        f"emulated devices fell behind their speed {times}: this machine was busy, and may have "
+        "made times longer"
     )

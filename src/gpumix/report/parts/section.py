@@ -73,8 +73,8 @@ def too_busy(facts: Facts) -> Markup | None:
     times = "once" if overruns == 1 else f"{overruns:,} times"
     return el(
         "p",
-        f"Emulated devices fell behind their speed {times}: this machine was too busy for measured "
-        "times to count.",
+        f"Emulated devices fell behind their speed {times}: this machine was busy, and may have "
+        "made measured times longer.",
         class_="why",
     )
 
