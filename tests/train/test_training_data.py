@@ -6,11 +6,13 @@ import math
 import re
 
 import pytest
+import transformers
 from jobs import OWN_PROFILES, gpumix, metrics, plan_for, train, write_job
 
 from gpumix.data.order import GlobalOrder
 from gpumix.spec.errors import InputError, MachineError, TrainingError
 from gpumix.spec.read import read_job
+from gpumix.train.export import export
 from gpumix.train.models import check_fits, config_of, model_of
 from gpumix.train.pipeline import Pipeline
 
@@ -78,6 +80,19 @@ def test_text_with_a_tokenizer_trained_on_it(tmp_path, text):
         config={"vocab_size": vocabulary, "bos_token_id": 0, "eos_token_id": 0},
     )
     assert_learns(train(job))
+    # It goes with the exported model.
+    model = export(tmp_path / "run", tmp_path / "model")
+    words = " ".join(WORDS)
+    found = transformers.AutoTokenizer.from_pretrained(model)
+    assert found(words)["input_ids"] == tokenizer.encode(words).ids
+    assert len({file.stat().st_mode for file in model.iterdir()}) == 1
+    (tmp_path / "tokenizer.json").unlink()
+    told: list[str] = []
+    assert not (export(tmp_path / "run", model, tell=told.append) / "tokenizer.json").exists()
+    assert told == [
+        f"its tokenizer is not at {tmp_path / 'tokenizer.json'} any more: copy it into the folder "
+        "by hand"
+    ]
 
 
 def test_a_folder_of_datasets(tmp_path):

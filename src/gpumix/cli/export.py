@@ -12,7 +12,8 @@ from gpumix.cli.common import Debug, Json, print_json, verb
 
 def register(app: typer.Typer) -> None:
     app.command(
-        help="Write the weights of a run's newest checkpoint as safetensors.\n\n"
+        help="Write the weights of a run's newest checkpoint as safetensors, with configuration "
+        "and tokenizer: a folder that transformers loads.\n\n"
         "Example: gpumix export runs/latest --to my-model"
     )(export)
 

@@ -1,4 +1,4 @@
-"""A checkpoint as a folder that `transformers` loads: safetensors and the model's configuration.
+"""A checkpoint as a folder that `transformers` loads: safetensors, configuration, tokenizer.
 
 Reads tensor by tensor from the checkpoint's files: no model is built, no other process takes part,
 and no more is held than one file of the result. Of a tied parameter the one name is written that
@@ -32,6 +32,13 @@ FILE_BYTES = 5 * 10**9
 # Says that a folder is an export, and which files are of it.
 RECORD = "gpumix.json"
 
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+# What may lie beside it, in the folder that a job names.
+BESIDE_IT = (TOKENIZER_CONFIG, "special_tokens_map.json", "chat_template.jinja")
+# Where nothing does, transformers would take the model's own class, which reads it in another way.
+AS_IT_IS = {"tokenizer_class": "PreTrainedTokenizerFast"}
+
 # Not fp16: values beyond its range would become infinite.
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -54,7 +61,8 @@ def export(
             from a factory) there is no `config.json`.
         dtype: of all floating tensors: fp32 or bf16.
         file_bytes: a file of weights holds at most so much, or one tensor.
-        tell: takes lines for people: which newer checkpoints are damaged.
+        tell: takes lines for people: which newer checkpoints are damaged, and whether the tokenizer
+            is where it was no more.
 
     Raises:
         InputError: no checkpoint, a damaged one, another dtype, or `to` holds something else.
@@ -77,6 +85,7 @@ def export(
         _write_weights(part, path, index, _DTYPES[dtype], file_bytes)
         if config is not None:
             _write_json(part / "config.json", _configuration(config, _DTYPES[dtype]))
+        _copy_tokenizer(part, manifest, tell)
         _write_json(part / RECORD, _record(part, path, manifest))
         _replace(to, part)
     except (OSError, SafetensorError) as error:
@@ -102,6 +111,26 @@ def _stored_config(path: Path, manifest: Manifest) -> Mapping[str, Any] | None:
     if stored is None or isinstance(stored, dict):
         return stored
     raise damaged(path / MANIFEST, "its model_config is none")
+
+
+def _copy_tokenizer(part: Path, manifest: Manifest, tell: Callable[[str], None]) -> None:
+    """The files that the job of a checkpoint names; bytes as tokens have none."""
+    job = manifest.extra.get("job")
+    told = job.get("tokenizer") if isinstance(job, dict) else None
+    if not isinstance(told, str) or told == "bytes":
+        return
+    place = Path(told)
+    files = {TOKENIZER: place}
+    if place.is_dir():
+        files = {name: place / name for name in (TOKENIZER, *BESIDE_IT)}
+    present = {name: file for name, file in files.items() if file.is_file()}
+    if TOKENIZER not in present:
+        tell(f"its tokenizer is not at {place} any more: copy it into the folder by hand")
+        return
+    for name, file in present.items():
+        shutil.copyfile(file, part / name)
+    if TOKENIZER_CONFIG not in present:
+        _write_json(part / TOKENIZER_CONFIG, AS_IT_IS)
 
 
 def _check_replaceable(to: Path) -> None:
