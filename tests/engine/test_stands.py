@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gpumix.engine.record import SILENT, Recorder
 from gpumix.engine.stands import where_main_stands
+from gpumix.spec.profile import ROOT
 from gpumix.spec.stage import Mode
 from models import WIDTH, Block, Regression, vectors
 from reference import engine_alone
@@ -82,3 +84,15 @@ def test_a_step_that_fails_computes_nothing_any_more():
     told.clear()
     tell()
     assert told == [""]
+
+
+def test_after_the_optimizer_nothing_is_computed():
+    engine = engine_alone(model, 2, 2)
+    for record in (SILENT, Recorder(engine.comm, engine.plan.workers[0])):
+        told.clear()
+        record.begin()
+        record.computes("optimizer", ROOT)
+        tell()
+        record.end()
+        tell()
+        assert told == ["optimizer", ""]

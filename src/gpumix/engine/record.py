@@ -118,6 +118,7 @@ class Record:
 
     def end(self) -> float:
         """The step is over; a reading of the host's clock."""
+        stands.computes()
         return time.perf_counter()
 
 
@@ -190,6 +191,7 @@ class Recorder(Record):
         self._note(moved, (operation, name), message.works)
 
     def end(self) -> float:
+        super().end()
         ended = self._clock.stop()
         step_s = ended - self._begun
         self._activities.append((partial(Activity, "overhead", ROOT), lambda: step_s))
