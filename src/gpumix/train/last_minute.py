@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from gpumix.engine.leaving import leave_together
 from gpumix.engine.ranks import STORE_ERRORS
@@ -197,25 +198,29 @@ class LastMinute:
         if saved is None:  # the main thread saves
             self._keeping.go_on_copying()
             return None
-        return Interrupted(
-            f"stopped after step {saved.step} of {self._steps}",
-            where=str(saved.path),
-            why="the step under way was not to end, and be saved, within "
-            f"{show_seconds(self._grace_s)} (`grace`)",
-            fix="go on with the same command and --resume",
-        )
+        late = f"the step under way was not to end, and be saved, within {self._grace}"
+        return self._stopped_after(saved.step, saved.path, late)
+
+    @property
+    def _grace(self) -> str:
+        return f"{show_seconds(self._grace_s)} (`grace`)"
 
     def _ended_without_a_save(self, done: int) -> Interrupted:
-        late = f"was not to end within {show_seconds(self._grace_s)} (`grace`)"
         if not done:
             return Interrupted(
                 "stopped before the first step was done",
-                why=f"it {late}; nothing was trained that could be saved",
+                why=f"it was not to end within {self._grace}; nothing was trained that could be "
+                "saved",
                 fix="start it again with the same command",
             )
+        late = f"the step under way was not to end within {self._grace}"
+        why = f"{late}; nothing was trained since the last checkpoint"
+        return self._stopped_after(done, self._folder / folder_of(done), why)
+
+    def _stopped_after(self, step: int, saved: Path, why: str) -> Interrupted:
         return Interrupted(
-            f"stopped after step {done} of {self._steps}",
-            where=str(self._folder / folder_of(done)),
-            why=f"the step under way {late}; nothing was trained since the last checkpoint",
+            f"stopped after step {step} of {self._steps}",
+            where=str(saved),
+            why=why,
             fix="go on with the same command and --resume",
         )
