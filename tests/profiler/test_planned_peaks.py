@@ -32,10 +32,38 @@ CLUSTER = Cluster(
     classes=(DeviceClass(name="one", accelerator="cpu", memory_bytes=2**27),),
     devices=(Device(id="d0", device_class="one"),),
 )
+
+
+class LowRank(nn.Module):
+    """A frozen layer beside a small trained one."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner = inner
+        self.down = nn.Linear(inner.in_features, 4, bias=False)
+        self.up = nn.Linear(4, inner.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + self.up(self.down(x))
+
+
+def adapted() -> nn.Module:
+    """Frozen but for a small layer in each block: no input of the first one wants a gradient."""
+    model = MODELS["llama"]().requires_grad_(False)
+    for block in model.get_submodule("model.layers").children():
+        block.mlp.up_proj = LowRank(block.mlp.up_proj)
+    return model
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt2": gpt2(dropout=0.1, **SIZES),
     "llama": causal_model("LlamaConfig", intermediate_size=352, **SIZES),
 }
+ADAPTED = "adapted"
+
+
+def _model(name: str) -> Callable[[], nn.Module]:
+    return adapted if name == ADAPTED else MODELS[name]
 
 
 def _batch(n: int) -> dict[str, Tensor]:
@@ -45,14 +73,14 @@ def _batch(n: int) -> dict[str, Tensor]:
 
 def _profile(name: str) -> str:
     """On a rank."""
-    return profile_json(MODELS[name], _batch, length=LENGTH, global_batch=BATCH, cluster=CLUSTER)
+    return profile_json(_model(name), _batch, length=LENGTH, global_batch=BATCH, cluster=CLUSTER)
 
 
 def _measure(name: str, plan_json: str) -> int | None:
     """On a rank: the most bytes of two steps by the plan."""
     with open_device(CLUSTER.classes[0], 0) as runtime:
         plan = Plan.model_validate_json(plan_json)
-        engine = gpumix.prepare(gpumix.build(MODELS[name], seed=7), plan)
+        engine = gpumix.prepare(gpumix.build(_model(name), seed=7), plan)
         optimizer = torch.optim.AdamW(engine.parameters(), fused=True)
         runtime.reset_peak()
         for _ in range(2):
@@ -92,6 +120,20 @@ def test_a_graph_that_is_gone_when_the_others_are_made_again_is_planned_for(prof
     assert graph is not None
     most = (1 + MOST_ABOVE) * measured + graph.values[graph.sizes.index(MICRO_BATCH)]
     assert (1 - MOST_BELOW) * measured <= planned <= most
+
+
+@pytest.mark.parametrize("mode", [Mode(recompute=False), Mode()], ids=["all graphs", "none"])
+def test_what_gradients_go_through_is_planned_for_where_they_end_early(mode):
+    """The first block, which they do not go through, is planned as the others are."""
+    (found,) = run_ranks(_profile, 1, ADAPTED)
+    profile = Profile.model_validate_json(found)
+    planned, measured = _peaks(ADAPTED, profile, mode=mode, kept_graphs=0)
+    kind = profile.model.kinds[0]
+    left = kind.kept if mode.recompute else kind.saved
+    assert left is not None
+    of_first = BATCH / MICRO_BATCH * left.values[left.sizes.index(MICRO_BATCH)]
+    least = (1 - MOST_BELOW) * measured
+    assert least <= planned <= (1 + MOST_ABOVE) * measured + of_first
 
 
 def _peaks(name: str, profile: Profile, **of_worker: object) -> tuple[int, int]:

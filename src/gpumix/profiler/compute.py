@@ -255,7 +255,7 @@ class _Measurement:
             outputs: Any = None
             while walk.call is not None:
                 kind = specimens.kind_of[walk.call.unit]
-                if kind not in self._seen:
+                if self._shows_more(kind, walk.call):
                     self._seen[kind] = (walk.call, self._forward_counted(kind, walk.call))
                 outputs = self._seen[kind][1].again()
                 before = self._memory.current()
@@ -278,6 +278,12 @@ class _Measurement:
             point.backward_flops[ROOT] = backward.total / point.size
             self.ends = tuple(walk.enters), tuple(walk.leaves)
             return tuple(walk.calls)
+
+    def _shows_more(self, kind: str, call: UnitCall) -> bool:
+        """Whether a call does more than that of its kind which was seen: where all before it is
+        frozen, its inputs want no gradient."""
+        known = self._seen.get(kind)
+        return known is None or _wants_gradients(call) > _wants_gradients(known[0])
 
     @contextmanager
     def _listening(self, name: str, way: Pass, *, more: bool = False) -> Iterator[None]:
@@ -437,7 +443,7 @@ class _Measurement:
         _give_gradients(halved.leaves)
         first = self._timed(partial(halved.backward, splits=True))[0]
         second = 0.0
-        if halved.weights is not None:  # else it had no path to an input
+        if halved.weights is not None:
             second = self._timed(halved.weights.backward)[0]
         return first, second
 
@@ -503,6 +509,11 @@ def on_device(specimens: Specimens, batch: Batch) -> Batch:
 def _leaves(outputs: Any) -> list[torch.Tensor]:
     tensors = (t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor))
     return [t for t in tensors if t.requires_grad]
+
+
+def _wants_gradients(call: UnitCall) -> bool:
+    tensors = tree_leaves((call.args, call.kwargs))
+    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tensors)
 
 
 def _give_gradients(leaves: list[torch.Tensor]) -> None:
