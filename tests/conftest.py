@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from typing import Any
 
 import pytest
+import tqdm
 from hypothesis import HealthCheck, settings
 
 import rank_server
@@ -21,6 +23,11 @@ from draws import USUAL
 
 # The code of tests' own jobs.
 os.environ.setdefault("GPUMIX_ALLOW", "toys mine")
+
+# The lock of progress bars is one with that of forked processes, and tests kill some of those: with
+# one that dies while it has the lock, no bar would go on.
+tqdm.tqdm.set_lock(threading.RLock())
+tqdm.tqdm.monitor_interval = 0
 
 # Where all tests run, each process of them has use for it.
 if "PYTEST_XDIST_WORKER" in os.environ:

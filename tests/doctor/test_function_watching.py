@@ -132,7 +132,7 @@ def test_what_workers_read_ahead_is_no_measure_of_how_fast_they_read():
     seen = seen_of(train)
     # Some batch may be ready, and each worker in the middle of one.
     assert seen.seconds > (STEPS - 1 - workers) * FETCHING_S / workers
-    assert seen.input_share > 0.3  # what a busy machine computes takes longer, too
+    assert seen.input_share > 0.1  # what a busy machine computes takes longer, too
 
 
 def test_what_the_loop_waits_for():
