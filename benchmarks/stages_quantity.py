@@ -264,8 +264,8 @@ def _even_ways(profile: Profile, batch: int) -> Iterator[EvenStages]:
         sizes = [size for size in range(1, min(largest, part) + 1) if part % size == 0]
         stages_of_zero: tuple[ZeroStage, ...] = (0,) if stages == devices else (0, 1, 3)
         for size, schedule, mode, zero in product(sizes, schedules, modes, stages_of_zero):
-            if schedule == "zero-bubble" and (mode.recompute or zero > 1):
-                continue  # it keeps graphs, and whole gradients until a step's end
+            if schedule == "zero-bubble" and mode.recompute:
+                continue  # it splits the backward of graphs that are kept
             if stages * rounds_of(schedule) <= most:
                 yield EvenStages(stages, batch, size, schedule, mode, zero)
 

@@ -373,8 +373,7 @@ def layouts(
     inner = rounds * len(groups) - 1
     cuts = draw(st.lists(st.integers(1, calls - 1), min_size=inner, max_size=inner, unique=True))
     size, count = draw(st.integers(1, 2)), draw(st.integers(1, 8))
-    zero_stage = draw(st.sampled_from([0, 1] if schedule == "zero-bubble" else [0, 1, 2, 3]))
-    settings: dict[str, Any] = {"zero_stage": zero_stage, "schedule": schedule}
+    settings: dict[str, Any] = {"zero_stage": draw(st.integers(0, 3)), "schedule": schedule}
     found: list[Row] = []
     device = 0
     for workers, tensor in groups:
@@ -389,7 +388,7 @@ def layouts(
         )
         found.append(_row(shares, tensor, device, sequence=tensor != 1 and draw(st.booleans())))
         device += len(found[-1].devices)
-    if zero_stage >= 2 and len(groups) > 1:
+    if settings["zero_stage"] >= 2 and len(groups) > 1:
         settings["waves"] = draw(st.sampled_from(range(min(map(_micro_batches, found)), 0, -1)))
     return found * rounds, sorted(cuts), settings
 

@@ -122,3 +122,19 @@ def test_a_schedule_that_would_split_nothing_is_refused(made):
         check_use(Plan.model_validate(tree))
     workers[0]["mode"] = {"recompute": False}
     check_use(Plan.model_validate(tree))
+
+
+def test_in_waves_a_stage_splits_where_all_of_its_devices_keep_graphs(made):
+    tree = made.model_copy(update={"prediction": None, "reasons": None}).model_dump(mode="json")
+    tree |= {"schedule": "zero-bubble", "zero_stage": 2}
+    for stage in tree["stages"]:
+        (one,) = stage["workers"]
+        half = one | {"samples": 2, "micro_batch": 2, "state_share": 0.5}
+        stage["workers"] = [
+            half | {"device": f"{one['device']} {n}", "mode": {"recompute": n == 0}}
+            for n in range(2)
+        ]
+    with pytest.raises(InputError, match="kept graphs, and in each stage some devices recompute"):
+        check_use(Plan.model_validate(tree))
+    tree["stages"][0]["workers"][0]["mode"] = {"recompute": False}
+    check_use(Plan.model_validate(tree))

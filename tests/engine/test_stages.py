@@ -88,18 +88,22 @@ def test_layouts(case, by_schedule):
     assert_case(case, by_schedule)
 
 
-IN_WAVES: list[tuple[list[Row], int]] = [
-    (rows([6], [2, 4]), 1),
-    (rows([8], [8], micro_batch=1), 2),
-    (rows([4, 4], [4, 4]), 2),
-    (rows([6, 4], [6, 4]), 2),
-]
+def waves(mode: Mode) -> list[tuple[list[Row], int]]:
+    return [
+        (rows([6], [2, 4], mode=mode), 1),
+        (rows([8], [8], micro_batch=1, mode=mode), 2),
+        (rows([4, 4], [4, 4], mode=mode), 2),
+        (rows([6, 4], [6, 4], mode=mode), 2),
+    ]
+
+
+IN_WAVES = {"zero-bubble": waves(KEPT)}
 # Each layout at both stages, and by each schedule.
 WAVES = {
     f"{schedule}, {stage}, {number}": (
         "gpt2",
-        IN_WAVES[number][0],
-        {"schedule": schedule, "zero_stage": stage, "waves": IN_WAVES[number][1]},
+        IN_WAVES.get(schedule, waves(PLAIN))[number][0],
+        {"schedule": schedule, "zero_stage": stage, "waves": waves(PLAIN)[number][1]},
     )
     for schedule, stage, numbers in [
         ("gpipe", 2, [0, 2]),
@@ -108,6 +112,8 @@ WAVES = {
         ("1f1b", 3, [0, 2]),
         ("eager-1f1b", 2, [2]),
         ("eager-1f1b", 3, [0, 1, 3]),
+        ("zero-bubble", 2, [0, 1, 2, 3]),
+        ("zero-bubble", 3, [0, 1, 2, 3]),
     ]
     for number in numbers
 }
@@ -217,6 +223,14 @@ def test_stages_of_several_units_go_round_three(by_architecture):
     assert_case(AROUND_THREE, by_architecture)
 
 
+def of_two(*modes: Mode) -> Row:
+    """Workers of one stage that do not the same."""
+    row = LAYOUTS["2 + 2, crossing"][0]
+    return row._replace(
+        shares=tuple(share._replace(mode=mode) for share, mode in zip(row.shares, modes))
+    )
+
+
 ODD = {
     **{
         f"one keeps its graphs, {stage}": (
@@ -224,13 +238,38 @@ ODD = {
             [LAYOUTS["1 + 2"][0], layouts(KEPT)["1 + 2"][1]],
             {"schedule": "zero-bubble", "zero_stage": stage},
         )
-        for stage in [0, 1]
+        for stage in [0, 1, 2, 3]
+    },
+    # Where they reduce together, neither of both splits.
+    **{
+        f"one of two in a stage keeps its graphs, {stage}": (
+            "gpt2",
+            [of_two(KEPT, PLAIN), layouts(KEPT)["2 + 2, crossing"][1]],
+            {"schedule": "zero-bubble", "zero_stage": stage},
+        )
+        for stage in [0, 1, 2, 3]
+    },
+    **{
+        f"weights of units that share them come later, {stage}": (
+            "tied_blocks",
+            layouts(KEPT)["1 + 2 + 1"],
+            {"schedule": "zero-bubble", "zero_stage": stage},
+        )
+        for stage in [0, 1, 2, 3]
+    },
+    **{
+        f"weights of units that are called again come later, {stage}": (
+            "called_again",
+            layouts(KEPT)["1 + 2"],
+            {"cuts": [4], "schedule": "zero-bubble", "zero_stage": stage},
+        )
+        for stage in [1, 2, 3]
     },
     # T5's first block returns its position bias, which depends on weights alone.
     "weights come later that no input comes before": (
         "t5",
         rows([6], [6], mode=KEPT),
-        {"schedule": "zero-bubble", "zero_stage": 1},
+        {"schedule": "zero-bubble", "zero_stage": 3},
     ),
     **{
         f"units of different stages share weights, {stage}": (

@@ -110,8 +110,6 @@ def dealt(
                 )
             )
             for zero_stage in space.zero_stages:
-                if schedule == "zero-bubble" and zero_stage > 1:
-                    continue
                 for waves in range(1, fewest + 1 if zero_stage > 1 else 2):
                     yield Plan(
                         strategy="every",

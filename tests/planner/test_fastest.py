@@ -67,17 +67,6 @@ def test_over_a_fast_link_one_stage_is_faster():
     assert len(plan.stages) == 1
 
 
-@pytest.mark.parametrize("zero_stage", [2, 3])
-def test_a_pinned_stage_leaves_schedules_out_that_it_does_not_go_with(zero_stage):
-    """A zero-bubble schedule keeps gradients whole."""
-    space = Space(zero_stages=zero_stage, orders="layered")
-    plan = staged(hosts(10e6), PlanRequest(global_batch=8, space=space))
-    assert plan.zero_stage == zero_stage and plan.schedule != "zero-bubble"
-    space = Space(zero_stages=zero_stage, schedules="zero-bubble")
-    with pytest.raises(NoFeasiblePlanError):
-        staged(hosts(10e6), PlanRequest(global_batch=8, space=space))
-
-
 def test_where_links_were_measured_a_slow_class_is_left_out():
     """They are known of all devices: over them one class alone is no slower than over its own."""
     cards = [

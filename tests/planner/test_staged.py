@@ -236,11 +236,6 @@ def test_stages_that_go_round_count_each_time(most):
             r"most_stages to \d or more",
         ),
         (
-            {"schedules": "zero-bubble", "zero_stages": (2, 3)},
-            "keeps gradients whole until a step's end, and ZeRO stages 2 and 3 divide them",
-            r"zero_stages: \[0, 1\]",
-        ),
-        (
             {"schedules": "zero-bubble", "recompute": True},
             "`recompute: true` keeps none",
             r"recompute: \[true, false\]",
@@ -252,6 +247,15 @@ def test_why_a_schedule_is_not_possible_is_told(space, told, fix):
         staged(cluster([(1e-3, 4)], calls=8), PlanRequest(global_batch=4, space=Space(**space)))
     assert re.search(fix, caught.value.fix)
     assert "profile" not in caught.value.fix
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_zero_bubble_goes_with_every_zero_stage(zero_stage):
+    found = with_split_backward(cluster([(1e-3, 2), (3e-3, 2)], calls=8, link=1e9))
+    space = Space(zero_stages=zero_stage, schedules="zero-bubble", most_stages=2)
+    plan = staged(found, PlanRequest(global_batch=8, space=space))
+    assert (plan.zero_stage, plan.schedule, len(plan.stages)) == (zero_stage, "zero-bubble", 2)
+    assert not any(worker.mode.recompute for worker in plan.workers)
 
 
 def test_each_schedule_has_its_own_reason():

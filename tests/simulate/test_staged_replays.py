@@ -12,6 +12,7 @@ from gpumix.cost.predict import predict
 from gpumix.planner.manner import ALONE, Manner, Team
 from gpumix.planner.way import Way, assemble_stages, rounds_of
 from gpumix.simulate.events import simulate
+from gpumix.simulate.replay import Replay
 from gpumix.simulate.timeline import critical_path, stretches, uses
 from gpumix.simulate.trace import trace_of
 from gpumix.spec.errors import InputError
@@ -97,6 +98,11 @@ PLANS = {
         [1, 2],
         {"schedule": "zero-bubble", "zero_stage": 1, "modes": [KEPT, PLAIN]},
     ),
+    "zero-bubble waves": (
+        [2, 2],
+        {"schedule": "zero-bubble", "zero_stage": 3, "waves": 2, "modes": [KEPT, KEPT]},
+    ),
+    "zero-bubble, all summed beside": ([1, 2], {"schedule": "zero-bubble", "modes": [KEPT, KEPT]}),
     "interleaved": ([1, 1], {"schedule": "interleaved"}),
     "interleaved waves": ([2, 2], {"schedule": "interleaved", "zero_stage": 3, "waves": 2}),
 }
@@ -135,17 +141,36 @@ def test_the_bubble_is_the_textbooks():
     assert idle / replay.step_s == pytest.approx(1 / 9, abs=0.01)
 
 
-def test_gradients_that_are_put_off_are_reduced_when_all_is_computed():
-    link = 1e5
+def put_off(link: float, **settings) -> Replay:
+    """A step of a stage that recomputes and of one on two devices that puts weights off; each has
+    two units of 1000 gradients."""
     found = that_splits(cluster(3, link=link))
-    plan = staged(found, [1, 2], 8, schedule="zero-bubble", modes=[PLAIN, KEPT])
-    replay = simulate(found, plan)
-    own = [event for event in replay.events if event.lane == 1]
+    modes = [PLAIN, KEPT]
+    return simulate(
+        found, staged(found, [1, 2], 8, schedule="zero-bubble", modes=modes, **settings)
+    )
+
+
+@pytest.mark.parametrize(("zero_stage", "sent", "hidden_s"), [(0, 8000, S), (1, 4000, 0.0)])
+def test_when_gradients_that_are_put_off_are_reduced(zero_stage, sent, hidden_s):
+    """Half of each unit's to the other, whose half comes back summed at stage 0, where those of the
+    second unit are on their way beside the first one; at stage 1 when all is computed."""
+    link = 1e5
+    own = [event for event in put_off(link, zero_stage=zero_stage).events if event.lane == 1]
     computed = max(event.end for event in own if event.kind == "weights")
     (reduced,) = (event for event in own if event.kind == "reduce")
-    # Two units of 1000 gradients: half to the other, whose half comes back summed.
-    assert reduced.end - reduced.start == pytest.approx(2 * 4000 / link, rel=0.01)
+    assert reduced.end - reduced.start == pytest.approx(sent / link - hidden_s, rel=0.001)
     assert reduced.start >= computed
+
+
+def test_in_waves_gradients_that_are_put_off_are_reduced_in_each():
+    """Two micro-batches a device and wave: their second unit, which nothing is moved beside, their
+    first one beside the sum of the second, and the sum of the first."""
+    link = 1e5
+    replay = put_off(link, zero_stage=2, waves=2)
+    taken = [e.end - e.start for e in replay.events if e.lane == 1 and e.kind == "weights"]
+    assert taken == pytest.approx([2 * S + 2 * 2000 / link] * 2, rel=0.001)
+    assert not [e for e in replay.events if e.lane == 1 and e.kind == "reduce"]
 
 
 def test_no_backward_is_split_where_nothing_is_kept():

@@ -81,7 +81,6 @@ def test_a_stage_computes_something_on_some_device(part, told):
         (GOOD, {"ranks": ("a", "b", "x")}, "and names a, b, x"),
         (GOOD, {"ranks": ("a", "b", "c", "c")}, "and names a, b, c, c"),
         (GOOD, {"waves": 2, "zero_stage": 1}, "several waves are for ZeRO stages 2 and 3"),
-        (GOOD, {"schedule": "zero-bubble", "zero_stage": 2}, "keeps gradients whole"),
         (
             GOOD,
             {"waves": 3, "zero_stage": 3},

@@ -91,10 +91,12 @@ def check_use(plan: Plan) -> None:
                 where=where,
                 fix="set `mode.order` to layered",
             )
-    splits = any(not w.mode.recompute for _, _, w in of_stages if w.samples)
+    splits = any(plan.puts_off(n - 1, worker) for n, _, worker in of_stages if worker.samples)
     if len(plan.stages) > 1 and plan.schedule == "zero-bubble" and not splits:
+        who = "in each stage some devices recompute" if plan.in_waves else "all devices recompute"
         raise InputError(
-            "schedule 'zero-bubble' splits the backward of kept graphs, and all devices recompute",
+            f"schedule 'zero-bubble' splits the backward of kept graphs, and {who}",
+            why="at ZeRO stages 2 and 3 a stage's devices reduce together" if plan.in_waves else "",
             fix="set `schedule` to 1f1b, or `mode.recompute` of devices to false",
         )
 

@@ -13,15 +13,15 @@ from functools import cached_property
 import numpy as np
 
 from gpumix.cost.buckets import BEFORE, Joining
-from gpumix.cost.curves import MicroBatches, bytes_at
+from gpumix.cost.curves import FloatArray, MicroBatches
 from gpumix.cost.memory import Activations, MemoryModel, Owned, StateModel, owned_by_each
 from gpumix.cost.network import Cuts, Layout, free_links, links_for
 from gpumix.cost.of_stage import StagedModel
 from gpumix.cost.phases import Pass
 from gpumix.cost.teams import OfStage
-from gpumix.cost.time import optimizer_seconds, pass_seconds
+from gpumix.cost.time import optimizer_seconds, pass_seconds, split_seconds
 from gpumix.cost.wire import wire_among
-from gpumix.spec.errors import InputError
+from gpumix.spec.curve import Curve
 from gpumix.spec.islands import Near
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import ROOT, ModelProfile
@@ -32,13 +32,14 @@ from gpumix.spec.stage import DTYPE_BYTES, Mode, Worker
 class Passes:
     """Seconds of one pass through a stage's units on a worker. `forward_s` and `backward_s` are of
     computing alone, `first_s` and `last_s` where parameters are gathered, or gradients reduced;
-    `weights_s` is what of a split backward is put off."""
+    `weights_s` and `weights_last_s` are of what is put off of a split backward."""
 
     forward_s: float
     first_s: float
     backward_s: float
     last_s: float
     weights_s: float = 0.0
+    weights_last_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -117,39 +118,18 @@ class StageCost:
     def _timed(self, worker: Worker, samples: int, size: int) -> Passes:
         name, mode = worker.device_class, in_layers(worker.mode)
         micro = MicroBatches.of([samples], [size])
-        both = [pass_seconds(self.profile, name, x, micro, mode) for x in (self._free, self.links)]
-        (forward, backward), (first, last) = ([float(s[0]) for s in one] for one in both)
-        links, kind = self.links, self.links.buckets.kind(0)
-        found = Passes(
-            forward_s=forward,
-            first_s=first + links.gather_s[kind],
-            backward_s=backward,
-            last_s=last + links.reduce_s[kind],
+        both = self._free, self.links
+        (forward, backward), (first, last) = (
+            map(_one, pass_seconds(self.profile, name, links, micro, mode)) for links in both
         )
-        return self._split(name, micro, found) if self._splits(worker) else found
-
-    def _splits(self, worker: Worker) -> bool:
-        """Whether its backward is in two parts: that of kept graphs alone is."""
-        return self.plan.schedule == "zero-bubble" and not worker.mode.recompute
-
-    def _split(self, name: str, micro: MicroBatches, whole: Passes) -> Passes:
-        """With the gradients of parameters put off."""
-        inputs = weights = gradient = 0.0
-        for kind in self.profile.model.kind_of_call:
-            times = self.profile.of_class(name).units[kind]
-            if times.inputs is None or times.weights is None or times.gradient is None:
-                raise InputError(
-                    "the profile does not say how long the parts of a split backward take",
-                    where=f"device class '{name}'",
-                    fix="measure again: `gpumix profile JOB.yaml --fresh`, or leave out the "
-                    "schedule 'zero-bubble'",
-                )
-            inputs += float(micro.seconds(times.inputs)[0])
-            weights += float(micro.seconds(times.weights)[0])
-            gradient += float(micro.seconds(times.gradient)[0])
-        backward = whole.backward_s - gradient + inputs
-        last = whole.last_s - gradient + inputs
-        return replace(whole, backward_s=backward, last_s=last, weights_s=weights)
+        kind = self.links.buckets.kind(0)
+        gathered, reduced = self.links.gather_s[kind], self.links.reduce_s[kind]
+        if not self.plan.puts_off(self.number, worker):
+            return Passes(forward, first + gathered, backward, last + reduced)
+        (backward, weights), (last, weights_last) = (
+            map(_one, split_seconds(self.profile, name, links, micro, mode)) for links in both
+        )
+        return Passes(forward, first + gathered, backward, last, weights, weights_last + reduced)
 
     def held(self, worker: int, batch: int) -> Held:
         """Of a worker's part of a micro-batch or wave."""
@@ -164,8 +144,8 @@ class StageCost:
         micro = MicroBatches.of([samples], [size])
         held = _held(Activations(model, micro, in_layers(worker.mode)))
         if self.plan.schedule == "zero-bubble":
-            calls = model.kind_of_call if self._splits(worker) else ()
-            held = _held_in_parts(model, calls, size, held)
+            calls = model.kind_of_call if self.plan.puts_off(self.number, worker) else ()
+            held = _held_in_parts(model, calls, micro, held)
         least = self._looked_up * DTYPE_BYTES[worker.compute_dtype]
         backward = dict(held.backward)
         backward["working set"] = max(backward["working set"], least)
@@ -211,6 +191,11 @@ class StageCost:
         return state.owned_bytes_on_host(self._owned[worker])
 
 
+def _one(seconds: FloatArray) -> float:
+    """Of the only worker."""
+    return float(seconds[0])
+
+
 def in_layers(mode: Mode) -> Mode:
     """How a pass of a stage runs."""
     return mode if mode.order == "layered" else mode.model_copy(update={"order": "layered"})
@@ -227,19 +212,26 @@ def _held(held: Activations) -> Held:
     return Held(left, 0, most["forward"], most["head"], most["backward"])
 
 
-def _held_in_parts(model: ModelProfile, calls: Sequence[str], size: int, held: Held) -> Held:
+def _held_in_parts(
+    model: ModelProfile, calls: Sequence[str], micro: MicroBatches, held: Held
+) -> Held:
     """The same where the backward of calls of these kinds is in two parts, or whole where no input
     comes before."""
-    split, working = int(bytes_at(model.root.kept, size)), 0
+    split, working = _of_all(micro, model.root.kept), 0
     for kind in map(model.kind, calls):
+        split += _of_all(micro, kind.split)
         left, in_parts, saved, whole = (
-            int(bytes_at(curve, size)) if curve else 0
+            0 if curve is None else int(micro.largest_bytes(curve)[0])
             for curve in (kind.split, kind.split_backward, kind.saved, kind.saved_backward)
         )
-        split += left
         working = max(working, in_parts, saved + whole - left)
     last = held.backward | {"activations": split, "working set": working}
     return replace(held, split=split, backward=larger(held.backward, last))
+
+
+def _of_all(micro: MicroBatches, curve: Curve | None) -> int:
+    """Bytes of all micro-batches."""
+    return 0 if curve is None else int(micro.bytes(curve)[0])
 
 
 def larger(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:

@@ -144,9 +144,7 @@ class StagedStep:
             of_stage = {a: end for a, end in self.times.end_s.items() if a.stage == number}
             computed = max(of_stage.values())
             begun = max(end + self._beside_s(a) for a, end in of_stage.items())
-            alone = all(len(self._stages_of[rank]) == 1 for rank in self._ranks[number])
-            splits = self.plan.schedule == "zero-bubble"  # and sums after all its actions
-            beside = self.in_waves or (self.plan.zero_stage == 0 and alone and not splits)
+            beside = self.in_waves or self._sums_beside(number)
             own[number] = computed, begun + cost.after_s(beside=beside)
         found = [Reductions(own)]
         for shared in self.cut.shared:
@@ -155,6 +153,20 @@ class StagedStep:
             both = (begin, begin + self._shared_s(shared))
             found.append(Reductions(dict(before) | dict.fromkeys(shared.stages, both)))
         return tuple(found)
+
+    def _sums_beside(self, stage: int) -> bool:
+        """Whether all ranks of a stage begin to sum gradients beside the last action of a step."""
+        return self.plan.zero_stage == 0 and all(
+            len(self._stages_of[rank]) == 1
+            and all(self._adds(action, place) for action in self.order(rank)[-1:])
+            for place, rank in enumerate(self._ranks[stage])
+        )
+
+    def _adds(self, action: Action, worker: int) -> bool:
+        """Whether an action of a stage's worker computes gradients of units' parameters."""
+        one = self.plan.stages[action.stage].workers[worker]
+        ends: Kind = "weights" if self.plan.puts_off(action.stage, one) else "backward"
+        return action.kind == ends
 
     def _shared_s(self, shared: Shared) -> float:
         """To reduce what several stages have of the root, and to gather it."""
@@ -225,19 +237,22 @@ class StagedStep:
                 return passes.first_s + before
             return passes.forward_s
         if action.kind == "weights":
-            return passes.weights_s
+            return passes.weights_last_s if self.in_waves else passes.weights_s
         return passes.last_s if self.in_waves else passes.backward_s
 
     def _beside_s(self, action: Action) -> float:
         """How long after an action gradients are summed that began to be beside it: where a rank
         sums them once, beside its last one. What goes to other stages is sent before."""
-        if self.plan.zero_stage > 0 or action.kind != "backward":
+        if self.plan.zero_stage > 0:
             return 0.0
         rank = self.pipeline.seat_of[action.stage, action.batch].rank
-        if len(self._stages_of[rank]) > 1 or self.order(rank)[-1] != action:
-            return 0.0
         worker = self.place_of[action.stage, rank]
+        last = self.order(rank)[-1] == action and self._adds(action, worker)
+        if len(self._stages_of[rank]) > 1 or not last:
+            return 0.0
         passes = self.stages[action.stage].passes(worker, action.batch)
+        if action.kind == "weights":
+            return passes.weights_last_s - passes.weights_s
         return passes.last_s - passes.backward_s
 
     def order(self, rank: int) -> tuple[Action, ...]:

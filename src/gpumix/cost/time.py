@@ -48,11 +48,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gpumix.cost.buckets import BEFORE, Beside, Names
+from gpumix.cost.buckets import AFTER, BEFORE, Beside, Names
 from gpumix.cost.curves import FloatArray, IntArray, MicroBatches, bytes_at, seconds_at
 from gpumix.cost.memory import MASTER_BYTES
 from gpumix.cost.network import Links
 from gpumix.spec.curve import Curve
+from gpumix.spec.errors import InputError
 from gpumix.spec.plan import ZeroStage
 from gpumix.spec.profile import ROOT, ClassProfile, ModelProfile, Profile
 from gpumix.spec.stage import Mode, Place
@@ -75,6 +76,19 @@ def pass_seconds(
         return forward, backward
     early = computing.seconds_before_last()
     return forward + early, backward - early
+
+
+def split_seconds(
+    profile: Profile, name: str, links: Links, micro: MicroBatches, mode: Mode
+) -> tuple[FloatArray, FloatArray]:
+    """The same of the two parts of a backward pass that computes the gradients of parameters, and
+    reduces them, in a pass of its own.
+
+    Raises:
+        InputError: they were not measured.
+    """
+    computing = Computing(profile.model_of(name), profile.of_class(name), micro, mode)
+    return _Work(computing, links).split_seconds()
 
 
 def work_seconds(profile: Profile, name: str, micro: MicroBatches, mode: Mode) -> FloatArray:
@@ -187,6 +201,18 @@ class Computing:
         assert times.gradient is not None, "the mode keeps graphs, which were not measured"
         return times.gradient
 
+    def split_curves(self, kind: str) -> tuple[Curve, Curve]:
+        """Of the parts of one micro-batch's backward, towards inputs and towards parameters."""
+        times = self.device.units[kind]
+        if times.inputs is None or times.weights is None:
+            raise InputError(
+                "the profile does not say how long the parts of a split backward take",
+                where=f"device class '{self.device.device_class}'",
+                fix="measure again: `gpumix profile JOB.yaml --fresh`, or leave out the "
+                "schedule 'zero-bubble'",
+            )
+        return times.inputs, times.weights
+
     def seconds_before_last(self) -> FloatArray:
         """Of heads and backward passes of all micro-batches but the one that runs last."""
         micro, total = self.micro, np.zeros(self.micro.size.shape)
@@ -223,6 +249,23 @@ class _Work:
         for beside, count in self.links.buckets.backward_counts:
             total = total + count * self._backward_of(beside)
         return total
+
+    def split_seconds(self) -> tuple[FloatArray, FloatArray]:
+        """What only the head uses is reduced beside the first part, units beside the second; each
+        gathers what it needs."""
+        computing, links = self.computing, self.links
+        inputs, weights = computing.backward_s(ROOT), np.zeros(computing.micro.size.shape)
+        for beside, count in links.buckets.backward_counts:
+            gathered = links.regather_s.get(beside.gathered, 0.0)
+            reduced = links.reduce_s.get(beside.reduced, 0.0)
+            of_head = reduced if beside.reduced == AFTER else 0.0
+            first, second = zip(*map(computing.split_curves, beside.kinds))
+            inputs = inputs + count * self._beside([*first], gathered + of_head, self._last)
+            moved = gathered + reduced - of_head
+            weights = weights + count * self._beside([*second], moved, self._last)
+        # The parameters of the last run went with the first part.
+        last = links.buckets.kind(len(links.buckets.runs) - 1)
+        return inputs, weights + links.regather_s.get(last, 0.0)
 
     def _backward_of(self, beside: Beside) -> FloatArray:
         curves = [self.computing.backward_curve(kind) for kind in beside.kinds]

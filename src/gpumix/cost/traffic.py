@@ -270,8 +270,9 @@ class _InStages:
         if plan.zero_stage == 3:
             runs = [sizes[buckets.kind(run)] for run in range(len(buckets.runs))]
             gathered = [root]
+            puts_off = plan.puts_off(number, plan.worker_of(rank, number))
             for before, action in zip((None, *order), order):
-                if action.stage == number:
+                if action.stage == number and (puts_off or action.kind != "weights"):
                     # The last run's stays where the backward follows at once.
                     stays = before == Action("forward", number, action.batch)
                     gathered += runs[: len(runs) - stays]

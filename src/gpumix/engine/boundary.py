@@ -171,9 +171,8 @@ class Cut:
             edges, gradients = zip(*ends)
             del ends
             assert self._ran is not None, "forward comes before backward"
-            if splits and sources and isinstance(self._ran, Kept):
-                views = [v for group in self.unit.bucket.trainable for v in group.views]
-                self.weights = SplitBackward(edges, gradients, sources, views)
+            if splits and isinstance(self._ran, Kept):
+                self.weights = SplitBackward(edges, gradients, sources)
             else:
                 with self._ran.backward():
                     torch.autograd.backward(edges, gradients)

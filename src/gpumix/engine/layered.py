@@ -8,7 +8,7 @@ bucket behind computing this one, and so the reduction of the last one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -139,11 +139,38 @@ def backward(
     Args:
         reductions: None if others follow in the same step.
         begun: of what there are gradients already.
-        splits: whether the gradients of units' parameters may be left to `weights`.
+        splits: whether the gradients of units' parameters are left to `weights`.
     """
     begun.begin(*parts.throughout, parts.before, parts.after)
     if reductions is not None:
         begun.reduce(parts.after, reductions)
+    for number in _back_through(parts, None if splits else reductions, begun, adds=not splits):
+        turn = turns.of(number)
+        for place, batch in enumerate(turn):
+            if place + 1 < len(turn):
+                turn[place + 1].prefetch(number)
+            elif number:
+                turns.of(number - 1)[0].prefetch(number - 1)
+            batch.backward(number, splits=splits)
+
+
+def weights(parts: Parts, turns: Turns, reductions: Reductions | None, begun: Begun) -> None:
+    """What `backward` has left to be done of all micro-batches; reduces as that does."""
+    if reductions is not None and not begun.reduced(parts.after):
+        begun.reduce(parts.after, reductions)
+    for number in _back_through(parts, reductions, begun):
+        for batch in turns.of(number):
+            batch.backward_weights(number)
+
+
+def _back_through(
+    parts: Parts, reductions: Reductions | None, begun: Begun, *, adds: bool = True
+) -> Iterator[int]:
+    """The unit calls, last first, each while its parameters are here.
+
+    Args:
+        adds: whether there will be something in the gradients of its bucket.
+    """
     reduced_after = parts.reduced_after
     for number in reversed(range(parts.last_call + 1)):
         unit = parts.call(number)
@@ -153,26 +180,13 @@ def backward(
         behind = parts.behind[number]
         if behind is not None:
             behind.start_gather()
-        begun.begin(bucket)
-        turn = turns.of(number)
-        for place, batch in enumerate(turn):
-            if place + 1 < len(turn):
-                turn[place + 1].prefetch(number)
-            elif number:
-                turns.of(number - 1)[0].prefetch(number - 1)
-            batch.backward(number, splits=splits)
+        if adds:
+            begun.begin(bucket)
+        yield number
         if not number or parts.bucket(number - 1) is not bucket:
             bucket.release()
         if reductions is not None and number in reduced_after:
             begun.reduce(bucket, reductions)
-
-
-def weights(parts: Parts, turns: Turns) -> None:
-    """What `backward` has left to be done of all micro-batches."""
-    for number in reversed(range(parts.last_call + 1)):
-        parts.record.computes("backward", parts.calls[number])
-        for batch in turns.of(number):
-            batch.backward_weights(number)
 
 
 def finish(

@@ -57,6 +57,11 @@ class Place:
         """This rank's part of it."""
         return self.plan.worker_of(self.rank, self.stage)
 
+    @cached_property
+    def puts_off(self) -> bool:
+        """Whether gradients of parameters are computed in passes of their own."""
+        return self.plan.puts_off(self.stage, self.worker)
+
     @property
     def last(self) -> bool:
         """Whether the loss is computed here."""
@@ -281,8 +286,8 @@ class Step:
                 place.parts.rest()
         elif action.kind == "backward":
             self._backward(place, action, last=number == len(self._actions) - 1)
-        else:
-            self._weights(place, action)
+        elif place.puts_off:
+            self._weights(place, action, last=number == len(self._actions) - 1)
 
     def _running_of(self, place: Place, action: Action) -> list[Running]:
         """Those that an action is for, begun if they are not yet."""
@@ -331,8 +336,7 @@ class Step:
                     gradient = place.wires.receive(message, look)
                     call = message.taken.call - place.first_call
                     one.batch.add_gradient(call, message.taken.output, gradient)
-        reductions = self._reductions if self._in_waves or (last and self._beside) else None
-        splits = place.plan.schedule == "zero-bubble"
+        splits, reductions = place.puts_off, self._reduced_in(last)
         layered.backward(place.parts, _turns(running), reductions, self._begun, splits=splits)
         for one in running:
             one.entrance.send_gradients()
@@ -341,10 +345,16 @@ class Step:
         if self._in_waves:
             self._reductions.finish()
 
-    def _weights(self, place: Place, action: Action) -> None:
+    def _weights(self, place: Place, action: Action, *, last: bool) -> None:
         running = self._running_of(place, action)
-        layered.weights(place.parts, _turns(running))
+        layered.weights(place.parts, _turns(running), self._reduced_in(last), self._begun)
         self._close(place, running)
+        if self._in_waves:
+            self._reductions.finish()
+
+    def _reduced_in(self, last: bool) -> Reductions | None:
+        """What gradients are reduced by in an action, the `last` one or another; None: later."""
+        return self._reductions if self._in_waves or (last and self._beside) else None
 
     def _close(self, place: Place, running: Sequence[Running]) -> None:
         for one in running:

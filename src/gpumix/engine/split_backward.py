@@ -53,8 +53,7 @@ class SplitBackward:
 
     Args:
         edges, gradients: where backward begins, and with what.
-        inputs: leaves.
-        parameters: some of which the graph may not have.
+        inputs: leaves of the graph; all others are parameters, of the unit or of others.
     """
 
     def __init__(
@@ -62,21 +61,25 @@ class SplitBackward:
         edges: Sequence[GradientEdge],
         gradients: Sequence[torch.Tensor],
         inputs: Sequence[torch.Tensor],
-        parameters: Sequence[torch.Tensor],
     ) -> None:
         from torch.distributed.pipelining._backward import construct_reverse_graph, get_param_groups
 
         nodes = [edge.node for edge in edges]
         reverse = construct_reverse_graph(nodes)
-        leaves = {_node(parameter): parameter for parameter in parameters}
-        reached = [node for node in leaves if node in reverse]
+        begins = [_node(i) for i in inputs]
+        leaves: dict[Node, torch.Tensor] = {
+            node: node.variable  # type: ignore[attr-defined]
+            for node in reverse
+            if node not in begins and node.name() == "torch::autograd::AccumulateGrad"
+        }
         self._groups = [
             _Group(list(found["intermediates"]), [leaves[node] for node in found["params"]])
-            for found in get_param_groups([_node(i) for i in inputs], reached, reverse)
+            for found in get_param_groups(begins, list(leaves), reverse)
         ]
         handles = [handle for group in self._groups for handle in group.watch()]
         try:
-            torch.autograd.backward(edges, gradients, inputs=list(inputs), retain_graph=True)
+            if inputs:
+                torch.autograd.backward(edges, gradients, inputs=list(inputs), retain_graph=True)
         finally:
             for handle in handles:
                 handle.remove()
@@ -84,11 +87,11 @@ class SplitBackward:
         apart = {id(p) for group in self._groups for p in group.parameters}
         self._edges, self._gradients = edges, gradients
         # Where no input comes before, nothing came by in the first part.
-        leading = _users([_node(i) for i in inputs], reverse)
+        leading = _users(begins, reverse)
         self._aside = [
             (edge, gradient) for edge, gradient in zip(edges, gradients) if edge.node not in leading
         ]
-        self._others = [p for node, p in leaves.items() if node in reverse and id(p) not in apart]
+        self._others = [p for p in leaves.values() if id(p) not in apart]
 
     def backward(self) -> None:
         """The second part: gradients of parameters accumulate as they do in any backward."""

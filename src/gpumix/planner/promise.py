@@ -154,7 +154,7 @@ class Promises:
             elements = self._elements(manner.team)
             for zero_stage, best in found.items():
                 room = self._rooms[manner.team].fits(teams, elements, zero_stage, held, rounds)
-                summed = self._summed_s(kind, manner, zero_stage)
+                summed = self._summed_s(kind, manner, zero_stage, schedule)
                 busy = np.where(room & possible, counts / speed + summed, np.inf)
                 better = busy < best.busy_s
                 np.copyto(best.busy_s, busy, where=better, casting="same_kind")
@@ -178,16 +178,19 @@ class Promises:
             self._elements_of[team] = self._rooms[team].elements(begin, end)[None]
         return self._elements_of[team]
 
-    def _summed_s(self, kind: Kind, manner: Manner, zero_stage: ZeroStage) -> FloatArray:
+    def _summed_s(
+        self, kind: Kind, manner: Manner, zero_stage: ZeroStage, schedule: Schedule
+    ) -> FloatArray:
         """Of sums of gradients, and of gathers of parameters, between the workers of a group."""
         numel = self._elements(manner.team)
         reduced = self._pace_of.s_per_byte(kind, manner.team) * GRADIENT_BYTES
         gathered = reduced / 2  # in half as many bytes, or of what need not be added up
+        passes = 3 if schedule == "zero-bubble" else 2
         times = {
             0: 2 * reduced,
             1: reduced + gathered,
             2: WAVES * reduced + gathered,
-            3: WAVES * (reduced + 2 * gathered),
+            3: WAVES * (reduced + passes * gathered),
         }
         return np.asarray(numel * times[zero_stage])
 

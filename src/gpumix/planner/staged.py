@@ -151,14 +151,6 @@ class _Search:
     def _refusal(self, schedule: Schedule) -> Refusal | None:
         """Why there can be no plan by a schedule."""
         rounds, space = rounds_of(schedule), self._space
-        if schedule == "zero-bubble" and min(space.zero_stages) > 1:
-            allowed = sorted(set(space.zero_stages))
-            return Refusal(
-                f"it keeps gradients whole until a step's end, and ZeRO "
-                f"{'stage' if len(allowed) == 1 else 'stages'} {' and '.join(map(str, allowed))} "
-                f"{'divides' if len(allowed) == 1 else 'divide'} them before",
-                "allow `techniques: {zero_stages: [0, 1]}`",
-            )
         if lacking := self._manners.lacking(self._classes, schedule):
             return lacking
         if any(self._zero_stages(row, schedule) for row in self._rows[0]):
@@ -241,12 +233,11 @@ class _Search:
         return [int(size) for size in sizes[sizes <= self._largest]]
 
     def _zero_stages(self, row: Row, schedule: Schedule) -> list[ZeroStage]:
-        """Where each stage has one device nothing is divided; nor is zero-bubble for gradients that
-        are. None if the row has too many stages by this schedule, or too few."""
+        """Where each stage has one device nothing is divided. None if the row has too many stages
+        by this schedule, or too few."""
         if not self._space.least_stages <= len(row) * rounds_of(schedule) <= self._most_stages:
             return []
-        every = sorted(set(self._space.zero_stages))
-        found = [stage for stage in every if stage <= 1 or schedule != "zero-bubble"]
+        found = sorted(set(self._space.zero_stages))
         return found[:1] if max(map(len, row)) == 1 else found
 
     def _count(self, candidate: Candidate) -> None:

@@ -197,11 +197,6 @@ class Plan(Document):
                     f"{self.waves} waves need as many micro-batches: no worker of stage {number} "
                     f"has more than {most}"
                 )
-        if self.schedule == "zero-bubble" and self.zero_stage > 1:
-            raise ValueError(
-                "schedule 'zero-bubble' keeps gradients whole until a step's end, ZeRO stage "
-                f"{self.zero_stage} divides them before"
-            )
         refuse_twins(
             "unit",
             (name for stage in self.stages for name in dict.fromkeys(stage.units)),
@@ -272,6 +267,14 @@ class Plan(Document):
         """Whether a stage's workers gather and reduce for each other in the middle of a step, so
         that all of them go through waves of micro-batches together."""
         return self.zero_stage >= 2
+
+    def puts_off(self, stage: int, worker: Worker) -> bool:
+        """Whether a worker of a stage computes the gradients of parameters in passes of their own:
+        by `zero-bubble` of graphs that it keeps. In waves workers reduce together, so all of a
+        stage do it or none."""
+        together = self.stages[stage].workers if self.in_waves else (worker,)
+        recomputes = any(one.mode.recompute for one in together if one.micro_batches)
+        return self.schedule == "zero-bubble" and not recomputes
 
     @property
     def in_teams(self) -> bool:
