@@ -8,10 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from profiles import GIB, Card, block, in_a_row, line, profile, steady, with_teams
 
+from gpumix.cost.predict import predict
 from gpumix.planner.base import PlanRequest, predicted
 from gpumix.planner.explain import plan as make_plan
 from gpumix.planner.fastest import fastest
 from gpumix.planner.staged import staged
+from gpumix.simulate.events import simulate
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
 from gpumix.spec.network import Link, Network
 from gpumix.spec.profile import Profile
@@ -122,6 +124,31 @@ def test_stages_may_have_teams_of_different_degrees_where_none_computes_alone():
     found = found.model_copy(update={"teams": teams, "network": network})
     plan = staged(found, request(1, tensor=(2, 4), schedules="1f1b"))
     assert {s.workers[0].device_class: s.tensor for s in plan.stages} == {"four": 4, "two": 2}
+
+
+def test_in_one_stage_two_team_up_beside_others_that_compute_alone():
+    """Three on each host: of the older ones two are too slow alone for what the stage has to do."""
+    found = profile(
+        [
+            Card("new", 3, GIB, steady(1e-3), per_host=3),
+            Card("old", 3, GIB, steady(2e-3), per_host=3),
+        ],
+        calls=("block",) * 8,
+        kinds=[block(trainable=1_000_000, kept=line(1e6), gradient=line(1e6), backward=line(4e6))],
+        links=Network(inside=Link.stated(1e12, 1e-6), between=Link.stated(1e9, 1e-6)),
+    )
+    found = with_teams(in_a_row(found, message=line(1e4)), 2, faster=1.5, divided=1.9)
+    space = {"schedules": "1f1b", "sequence": False, "boundaries": "device", "heads": "whole"}
+    plan = staged(found, request(2, tensor=(1, 2), **space))
+    assert len(plan.stages) > 1 and any(stage.unlike_teams for stage in plan.stages)
+    alone = staged(found, request(2, tensor=1, **space))
+    assert predicted(plan).step_s < 0.95 * predicted(alone).step_s
+    again = predict(found, plan)
+    assert again.step_s == pytest.approx(predicted(plan).step_s, rel=1e-9)
+    assert simulate(found, plan).step_s == pytest.approx(again.step_s, rel=1e-9)
+    assert predicted(plan).bound_s <= again.step_s
+    for worker in again.workers:
+        assert worker.peak_bytes <= worker.memory_limit_bytes
 
 
 def test_devices_that_are_too_many_for_teams_are_left_out():

@@ -28,7 +28,7 @@ import numpy as np
 
 from gpumix.cost.predict import predict
 from gpumix.planner.arrange import Row, cell_of, rows
-from gpumix.planner.base import PlanRequest
+from gpumix.planner.base import PlanRequest, bounded, worth_leaving
 from gpumix.planner.counted import ENOUGH, Candidate, Counting, Found, deals_near
 from gpumix.planner.cuts import FEW_CUTS, Cutter
 from gpumix.planner.manner import (
@@ -48,8 +48,9 @@ from gpumix.planner.no_stages import (
 )
 from gpumix.planner.pace import PaceOf
 from gpumix.planner.promise import Promises, RowPromises
-from gpumix.planner.teams import devices_in_teams
+from gpumix.planner.teams import Searched, devices_in_teams, of_unlike_sizes
 from gpumix.planner.way import Way, rounds_of
+from gpumix.spec.errors import NoFeasiblePlanError
 from gpumix.spec.plan import Plan, Schedule, ZeroStage
 from gpumix.spec.profile import Profile
 
@@ -64,6 +65,7 @@ PROMISING, ALIKE = 8_000, 16_000
 PROVING, PROVING_SOME = 32_000, 20_000
 # To cut a model takes, for each stage, as long as to replay so many, and one more for so many cuts.
 CUT_WORK, CUTS_A_WORK = 3, 100
+MIXTURES = 2  # of teams of unlike sizes in one stage: each takes a search of its own
 PESSIMISM = 0.8  # a step takes no less than this part of its estimate
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "eager-1f1b", "gpipe", "zero-bubble", "interleaved")
 
@@ -86,11 +88,30 @@ def staged_below(
     profile: Profile, request: PlanRequest, below_s: float
 ) -> tuple[Plan | None, float]:
     """The same if it is faster than `below_s`, else None; and seconds that no plan of several
-    stages takes less than, or `below_s` if that is shorter.
+    stages takes less than, or `below_s` if that is shorter. Teams of unlike sizes in one stage are
+    looked at last, as devices of unlike classes.
 
     Raises:
         InputError, NoFeasiblePlanError: there can be none, or none fits, however long it may take.
     """
+    best, failure, bound_s = None, None, below_s
+    try:
+        best, bound_s = _Search(profile, request, below_s).run()
+    except NoFeasiblePlanError as error:
+        failure = error
+    if best is not None:
+        below_s = worth_leaving(best)
+    other, bounds_s = of_unlike_sizes(
+        profile, request, _alike_below, below_s, most=MIXTURES, in_stages=True
+    )
+    best = other or best
+    if best is None and failure is not None:
+        raise failure
+    bound_s = min(bound_s, *(one for one in bounds_s if one is not None), float("inf"))
+    return None if best is None else bounded(best, bound_s), bound_s
+
+
+def _alike_below(profile: Profile, request: PlanRequest, below_s: float) -> Searched:
     return _Search(profile, request, below_s).run()
 
 

@@ -41,6 +41,13 @@ Teams = dict[str, tuple[Device, ...]]
 """The devices of each team by the id of its first one."""
 
 
+Searched = tuple[Plan | None, float | None]
+"""The fastest plan, None if it takes too long; and seconds that were proven of all, if any were."""
+
+Search = Callable[[Profile, PlanRequest, float], Searched]
+"""Looks for a plan that takes less than so many seconds."""
+
+
 def over_degrees(strategy: Strategy) -> Strategy:
     """The same strategy, for teams of all degrees that the request's space has too."""
     return lambda profile, request: of_any_degree(
@@ -60,9 +67,15 @@ def of_any_degree(
         InputError, NoFeasiblePlanError: there is none; what the lowest degree says of it.
     """
     best: Plan | None = None
+    below_s = float("inf")
     bounds_s: list[float | None] = []
     failures: list[InputError | NoFeasiblePlanError] = []
     refuse_too_large(profile.cluster, request.space)
+
+    def search(found: Profile, of_found: PlanRequest, _: float) -> Searched:
+        plan = strategy(found, of_found)
+        return plan, predicted(plan).bound_s
+
     wanted, measured = teams_of_space(request.space), measured_teams(profile)
     devices = ranked_devices(profile, request)
     for team in wanted:
@@ -70,32 +83,61 @@ def of_any_degree(
         if team != ALONE and team not in measured and others:
             continue  # the model, or the cluster, has no such teams
         try:
-            found = (
-                alone()
-                if team == ALONE
-                else _in_teams(profile, request, strategy, _all_of(profile, team, devices))
-            )
+            if team == ALONE:
+                found = alone()
+            else:
+                sizes = _all_of(profile, team, devices)
+                sized, _ = _in_teams(profile, request, search, sizes, below_s=float("inf"))
+                assert sized is not None, "any is fast enough"
+                found = sized
         except (InputError, NoFeasiblePlanError) as error:
             failures.append(error)
             continue
         bounds_s.append(predicted(found).bound_s)
-        if best is None or predicted(found).step_s < worth_leaving(best):
-            best = found
-    for mixture in _mixtures(profile, request, devices):
-        if (best is not None and mixture.least_s >= worth_leaving(best)) or mixture.late:
-            bounds_s.append(mixture.least_s)
-            continue
-        try:
-            found = _in_teams(profile, request, strategy, mixture.teams)
-        except (InputError, NoFeasiblePlanError):
-            continue
-        bounds_s.append(predicted(found).bound_s)
-        if best is None or predicted(found).step_s < worth_leaving(best):
-            best = found
+        if predicted(found).step_s < below_s:
+            best, below_s = found, worth_leaving(found)
+    other, more_s = of_unlike_sizes(
+        profile, request, search, below_s, most=MIXTURES, in_stages=False
+    )
+    best, bounds_s = other or best, [*bounds_s, *more_s]
     if best is None:
         raise failures[0]
     known = [bound_s for bound_s in bounds_s if bound_s is not None]
     return bounded(best, min(known)) if len(known) == len(bounds_s) else best
+
+
+def of_unlike_sizes(
+    profile: Profile,
+    request: PlanRequest,
+    search: Search,
+    below_s: float,
+    *,
+    most: int,
+    in_stages: bool,
+) -> tuple[Plan | None, list[float | None]]:
+    """The fastest plan, if it takes less than `below_s`, of devices in teams of several sizes; and
+    of each mixture seconds that no plan takes less than, or that are enough.
+
+    Args:
+        most: mixtures that are looked at.
+        in_stages: whether the search is for plans of several stages.
+    """
+    best: Plan | None = None
+    bounds_s: list[float | None] = []
+    for mixture in _mixtures(profile, request, ranked_devices(profile, request), most):
+        if mixture.late or mixture.least_s >= below_s:
+            bounds_s.append(mixture.least_s)
+            continue
+        try:
+            found, bound_s = _in_teams(
+                profile, request, search, mixture.teams, below_s, in_stages=in_stages
+            )
+        except (InputError, NoFeasiblePlanError):
+            continue
+        bounds_s.append(bound_s)
+        if found is not None and predicted(found).step_s < below_s:
+            best, below_s = found, worth_leaving(found)
+    return best, bounds_s
 
 
 def devices_in_teams(profile: Profile, request: PlanRequest) -> tuple[Device, ...]:
@@ -187,9 +229,9 @@ class _Mixture(NamedTuple):
 
 
 def _mixtures(
-    profile: Profile, request: PlanRequest, devices: Sequence[Device]
+    profile: Profile, request: PlanRequest, devices: Sequence[Device], most: int
 ) -> Iterator[_Mixture]:
-    """Of all classes, with a size for each, or two; those that may be fastest first."""
+    """Of all classes, with a size for each, or two; `most` of those that may be fastest first."""
     sequences = {team.sequence for team in teams_of_space(request.space) if team != ALONE}
     found, late_s = [], []
     for sequence in sorted(sequences):
@@ -204,8 +246,8 @@ def _mixtures(
                 mixture = _Sizes(of_class, sequence, others_alone=1 in request.space.tensor)
                 found.append(_Mixture(mixture, _seconds(request, chosen)))
     found.sort(key=lambda mixture: mixture.least_s)
-    yield from found[:MIXTURES]
-    least = [*late_s, *(mixture.least_s for mixture in found[MIXTURES:])]
+    yield from found[:most]
+    least = [*late_s, *(mixture.least_s for mixture in found[most:])]
     if least:
         yield _Mixture(_Sizes({}, sequence=False), min(least), late=True)
 
@@ -268,8 +310,16 @@ def _kind(team: Sequence[Device]) -> TeamOf:
     return TeamOf(team[0].device_class, len(team))
 
 
-def _in_teams(profile: Profile, request: PlanRequest, strategy: Strategy, sizes: _Sizes) -> Plan:
-    """The strategy's plan for such teams."""
+def _in_teams(
+    profile: Profile,
+    request: PlanRequest,
+    search: Search,
+    sizes: _Sizes,
+    below_s: float,
+    *,
+    in_stages: bool = False,
+) -> Searched:
+    """What a search finds for such teams."""
     devices = ranked_devices(profile, request)
     teams = sizes.teams(devices)
     leaders, used = list(teams), sum(map(len, teams.values()))
@@ -277,7 +327,7 @@ def _in_teams(profile: Profile, request: PlanRequest, strategy: Strategy, sizes:
     if not leaders or (used < len(devices) and request.space.leave_out is False):
         raise _undivided(there)
     kinds = {leader: _kind(team) for leader, team in teams.items()}
-    of_team = in_teams(profile, kinds, sequence=sizes.sequence)
+    of_team = in_teams(profile, kinds, sequence=sizes.sequence, in_stages=in_stages)
     # In chunks it was measured of devices alone only, and all of a stage make it alike.
     if len(there) > 1 and "whole" not in request.space.heads:
         raise _undivided(there)
@@ -291,10 +341,14 @@ def _in_teams(profile: Profile, request: PlanRequest, strategy: Strategy, sizes:
         plan = _expanded(found, teams, devices, sequence=sizes.sequence)
         return plan, predict(profile, plan)
 
-    found = strategy(of_team, request)
+    found, bound_s = search(of_team, request, below_s)
+    if found is None:
+        return None, bound_s
     plan, expected = expanded(found)
     if not fit(expected.workers):
-        found = strategy(_with_room(of_team, expected), request)
+        found, bound_s = search(_with_room(of_team, expected), request, below_s)
+        if found is None:
+            return None, bound_s
         plan, expected = expanded(found)
     if not fit(expected.workers):
         raise NoFeasiblePlanError(
@@ -302,7 +356,7 @@ def _in_teams(profile: Profile, request: PlanRequest, strategy: Strategy, sizes:
             "for what their ranks tell each other in",
             fix="take a smaller batch, or another tensor parallel degree",
         )
-    return bounded(plan.model_copy(update={"prediction": expected}), predicted(found).bound_s)
+    return bounded(plan.model_copy(update={"prediction": expected}), bound_s), bound_s
 
 
 def _with_room(of_team: Profile, expected: Prediction) -> Profile:
