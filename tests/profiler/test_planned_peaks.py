@@ -13,6 +13,8 @@ from sweeps import profile_json
 from torch import Tensor, nn
 
 import gpumix
+from gpumix.cost.curves import bytes_at
+from gpumix.cost.pipeline import Pipeline
 from gpumix.cost.predict import predict
 from gpumix.hardware.runtime import open_device
 from gpumix.planner.explain import plan as make_plan
@@ -134,6 +136,29 @@ def test_what_gradients_go_through_is_planned_for_where_they_end_early(mode):
     of_first = BATCH / MICRO_BATCH * left.values[left.sizes.index(MICRO_BATCH)]
     least = (1 - MOST_BELOW) * measured
     assert least <= planned <= (1 + MOST_ABOVE) * measured + of_first
+
+
+def test_what_a_split_backward_leaves_is_planned_for_where_gradients_end_early():
+    """The first block, all of whose backward is put off, is planned as the others are."""
+    (found,) = run_ranks(_profile, 1, ADAPTED)
+    profile = Profile.model_validate_json(found)
+    (one,) = profile.cluster.devices
+    devices = tuple(one.model_copy(update={"id": f"d{n}", "ordinal": n}) for n in range(2))
+    cluster = profile.cluster.model_copy(update={"devices": devices})
+    profile = profile.model_copy(update={"cluster": cluster})
+    space = Space(least_stages=2, schedules="zero-bubble", recompute=False, zero_stages=0)
+    plan = make_plan(profile, BATCH, space=space)
+    peaks = run_ranks(_measure, 2, ADAPTED, plan.model_dump_json())
+    if None in peaks:
+        pytest.skip("memory is not counted here: no C++ compiler")
+    (one,), saved = plan.stages[0].workers, profile.model.kinds[0].saved
+    assert saved is not None
+    waiting = Pipeline.of(plan).in_flight[0]
+    above = [waiting * float(bytes_at(saved, one.micro_batch)), 0.0]
+    expected = predict(profile, plan).workers
+    for worker, measured, of_first in zip(expected, peaks, above, strict=True):
+        least = (1 - MOST_BELOW) * measured
+        assert least <= worker.peak_bytes <= (1 + MOST_ABOVE) * measured + of_first
 
 
 def _peaks(name: str, profile: Profile, **of_worker: object) -> tuple[int, int]:

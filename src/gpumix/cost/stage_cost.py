@@ -215,8 +215,8 @@ def _held(held: Activations) -> Held:
 def _held_in_parts(
     model: ModelProfile, calls: Sequence[str], micro: MicroBatches, held: Held
 ) -> Held:
-    """The same where the backward of calls of these kinds is in two parts, or whole where no input
-    comes before."""
+    """The same where the backward of calls of these kinds is in two parts, or put off as a whole
+    where no input comes before."""
     split, working = _of_all(micro, model.root.kept), 0
     for kind in map(model.kind, calls):
         split += _of_all(micro, kind.split)
