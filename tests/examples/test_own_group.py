@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -161,9 +163,24 @@ def test_devices_may_be_named_by_a_file(tmp_path):
     assert found == [[96 * 2**20, "big-0", "small-0"], [48 * 2**20, "big-0", "small-0"]]
 
 
-def test_a_cluster_that_is_given_counts_more_than_a_file(monkeypatch):
-    monkeypatch.setenv("GPUMIX_CLUSTER", "nowhere.yaml")
-    with pytest.raises(InputError, match="2 devices, the process group 1 ranks"):
+def test_a_cluster_that_is_given_counts_more_than_a_file(tmp_path, monkeypatch):
+    """Which is told where they differ."""
+    file = tmp_path / "cluster.yaml"
+    file.write_text(ROWS.replace("48", "24"))
+    for named in ("nowhere.yaml", file):
+        monkeypatch.setenv("GPUMIX_CLUSTER", str(named))
+        with (
+            pytest.raises(InputError, match="2 devices, the process group 1 ranks"),
+            pytest.warns(
+                UserWarning, match=f"own devices: those of GPUMIX_CLUSTER={named} are not"
+            ),
+        ):
+            gpumix.open_device(CLUSTER)
+    file.write_text(ROWS)
+    with (
+        pytest.raises(InputError, match="2 devices, the process group 1 ranks"),
+        warnings.catch_warnings(action="error"),
+    ):
         gpumix.open_device(CLUSTER)
 
 

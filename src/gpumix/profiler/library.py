@@ -6,8 +6,10 @@ goes by `train.context` instead, which makes both group and device itself.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -176,11 +178,25 @@ def _wanted(cluster: Cluster | None) -> tuple[Cluster | None, str]:
     """The devices that the caller or the environment names, if one does; and what named them, where
     that is a file."""
     file = cluster_file()
-    if cluster is not None or file is None:
+    if file is None:
         return cluster, ""
     named_by = f"{CLUSTER}={file}"
+    if cluster is not None:
+        _warn_of_others(cluster, file, named_by)
+        return cluster, ""
     with placed(named_by):
         return read_cluster(file), named_by
+
+
+def _warn_of_others(cluster: Cluster, file: Path, named_by: str) -> None:
+    """What the program names counts; who started it with other devices may not know."""
+    try:
+        same = read_cluster(file) == cluster
+    except InputError:
+        same = False
+    if not same:
+        what = f"the program names its own devices: those of {named_by} are not used"
+        warnings.warn(what, stacklevel=4)
 
 
 def join() -> torch.device:
