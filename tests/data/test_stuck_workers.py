@@ -72,7 +72,36 @@ def test_the_samples_of_a_worker_that_is_stopped_are_read_by_another(caplog, tmp
     )
 
 
-def test_a_thread_that_is_stuck_stops_the_run_and_its_samples_are_named():
+@pytest.mark.parametrize("thread_safe", [True, False])
+def test_a_sample_that_sticks_once_is_read_by_another_thread(caplog, thread_safe):
+    """Which waits for the first one where the dataset is to be read by one at a time."""
+    bad, go_on, stuck = expected(6)[-1], threading.Event(), []
+
+    def read(k: int) -> None:
+        if k == bad and not stuck:
+            stuck.append(threading.current_thread())
+            go_on.wait(60 if thread_safe else 3)
+
+    dataset = Squares(read=read)
+    dataset.thread_safe = thread_safe
+    with processes(dataset, timeout_s=2.0, kind="threads") as loader:
+        assert take(loader, 5) == expected(5)
+        batch = next(loader)
+        assert batch["k"].tolist() == expected(6)[30:]
+        assert loader.lost_workers == 1 and loader.cursor.position == 6 * 8
+        batch["square"].fill_(-1.0)
+        go_on.set()  # what the first one writes now is nobody's
+        stuck[0].join(60)
+        assert not stuck[0].is_alive() and bool((batch["square"] == -1.0).all())
+        assert take(loader, 5) == expected(11)[36:]
+    (told,) = caplog.records
+    assert told.getMessage() == (
+        f"a thread of the data was stuck at sample {bad} of Squares, another has its place: "
+        "it was at it for more than 2 s"
+    )
+
+
+def test_a_sample_that_sticks_in_two_threads_stops_the_run_and_is_named():
     bad, go_on = expected(4)[-1], threading.Event()
 
     def read(k: int) -> None:
@@ -83,7 +112,7 @@ def test_a_thread_that_is_stuck_stops_the_run_and_its_samples_are_named():
         assert take(loader, 3) == expected(3)
         for _ in range(2):
             with pytest.raises(
-                TrainingError, match=f"is stuck at sample {bad} of Squares"
+                TrainingError, match=f"is stuck at sample {bad} of Squares, as was one before it"
             ) as caught:
                 next(loader)
             assert "timeout" in caught.value.fix

@@ -39,6 +39,7 @@ class Ahead:
         skipped: samples that could not be read, by the first rows of their chunks.
         heir: takes over what is there once all that was given out is; `waits`: for that one, before
             it, and for these rows.
+        again: it takes the place of one at which a thread was stuck.
         whole: all of it is there; who brought the last of it puts it together, with its memory.
         done: all of it, put together.
         dropped: nobody wants it any more, but somebody may still write into its memory.
@@ -57,6 +58,7 @@ class Ahead:
     skipped: dict[int, tuple[Skipped, ...]] = field(default_factory=dict)
     heir: Ahead | None = None
     waits: tuple[Run, ...] = ()
+    again: bool = False
     whole: bool = False
     done: Batch | None = None
     error: Exception | None = None

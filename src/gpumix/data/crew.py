@@ -97,8 +97,9 @@ class Crew(ABC):
 
 
 class Threads(Crew):
-    """Threads of this process. One that is stuck cannot be ended: it is left behind, and has no say
-    any more. So they are daemons; `close` ends them before the interpreter does.
+    """Threads of this process. One that is stuck cannot be ended: it is left behind, has no say any
+    more, and another one has its place. So they are daemons; `close` ends them before the
+    interpreter does.
 
     Args:
         timeout_s: after that long over one chunk a thread counts as stuck.
@@ -162,7 +163,14 @@ class Threads(Crew):
                 self._left_behind = True
                 self._begun -= 1
         for _, chunk, index in stuck:
+            self.lost += 1
             self._hire()
+            told = _some_of(chunk, index), self._source.name, self._timeout_s
+            _LOG.warning(
+                "a thread of the data was stuck at %s of %s, another has its place: it was at it "
+                "for more than %g s",
+                *told,
+            )
             self._done(chunk, self._lost(chunk, index))
 
     def close(self) -> None:
@@ -221,10 +229,10 @@ class Threads(Crew):
 
     def _lost(self, chunk: Chunk, index: int) -> TrainingError:
         return StuckError(
-            f"a thread of the data is stuck at {_some_of(chunk, index)} of {self._source.name}: "
-            f"it was at it for more than {self._timeout_s:g} s",
+            f"a thread of the data is stuck at {_some_of(chunk, index)} of {self._source.name}, as "
+            f"was one before it: it was at it for more than {self._timeout_s:g} s",
             where=f"process {os.getpid()}",
-            why="a thread cannot be ended, so it is left behind",
+            why="threads cannot be ended, so they are left behind",
             fix=IF_SLOW,
         )
 

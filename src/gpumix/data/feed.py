@@ -20,7 +20,7 @@ from gpumix.data.course import NO_INDICES, Part
 from gpumix.data.crew import LOOK_S, Crew, Kind, Place, Processes, Threads
 from gpumix.data.fetch import Chunk, Cost, Fetched, Skipped
 from gpumix.data.layout import Batch, Layout
-from gpumix.data.reading import BadSamples
+from gpumix.data.reading import BadSamples, StuckError
 from gpumix.data.rows import Source
 from gpumix.hardware.memory import host_memory
 from gpumix.spec.errors import MachineError
@@ -55,7 +55,7 @@ class Feed:
     Args:
         seed: of what samples draw at random.
         pin: the CUDA device whose copies want pinned memory.
-        timeout_s: after that long over one chunk a worker process counts as stuck.
+        timeout_s: after that long over one chunk a worker counts as stuck.
     """
 
     def __init__(
@@ -139,9 +139,8 @@ class Feed:
 
     def wait(self, position: int) -> None:
         """Until the batch at `position`, which was wanted, is there, or cannot be had."""
-        batch = self._by_position[position]
         with self._changed:
-            while batch.done is None and batch.error is None:
+            while not self.is_ready(position):
                 if self._lacking is not None:
                     lacking, self._lacking = self._lacking, None  # who wants one next tries anew
                     raise lacking
@@ -396,6 +395,8 @@ class Feed:
             if batch is None or chunk.start not in batch.missing:
                 return
             del batch.missing[chunk.start]
+            if isinstance(found, StuckError) and self._begin_again(batch):
+                return
             if isinstance(found, Exception):
                 batch.error = batch.error or found
             else:
@@ -414,6 +415,19 @@ class Feed:
                 self._changed.notify_all()
         if whole:
             self._finish(batch)
+
+    def _begin_again(self, batch: Ahead) -> bool:
+        """Have another one fetched in the place of a batch at which a thread is stuck, once: that
+        may still write into its memory. Not where rows go from one batch to another, nor of a
+        stream, which goes on behind what was read."""
+        passes_on = batch.waits or batch.heir is not None or batch.dropped
+        if batch.again or passes_on or self._source.in_order:
+            return False
+        del self._by_number[batch.number]
+        position = next(at for at, one in self._by_position.items() if one is batch)
+        self._add(position, batch.part).again = True
+        self._dispatch()
+        return True
 
     def _finish(self, batch: Ahead) -> None:
         """Put a batch together, of which all is there, or hand it over."""

@@ -86,8 +86,8 @@ class Loader(Iterator[Batch]):
         collate: makes a batch of a list of samples, in a worker; default: samples are stacked.
         bad_samples: what happens when a sample cannot be read: the run stops, or another sample,
             the same in every plan, takes its place (`skipped` tells).
-        timeout_s: after so long over one part of a batch a worker is stuck. A process is replaced;
-            a thread cannot be ended, and stops the run.
+        timeout_s: after so long over one part of a batch a worker is stuck, and is replaced. A
+            thread cannot be ended: it is left behind, and stops the run where it reads a stream.
         by_length: how samples of unlike length are read, where the dataset knows their lengths.
         cores: of this host, for this rank's data; default: its share of those that there are, by
             how many of its host's samples it reads.
@@ -181,7 +181,7 @@ class Loader(Iterator[Batch]):
 
     @property
     def lost_workers(self) -> int:
-        """Processes that died or were stuck so far; others have taken their places."""
+        """Workers that died or were stuck so far; others have taken their places."""
         return self._feed.lost_workers
 
     @property
