@@ -95,13 +95,16 @@ class ShardedModel:
         that trains on samples, in the stage that computes them. Collective."""
         buffers.agree(self.model, self.comm, self._inventory.keeper)
 
-    def load_state_dict(self, values: Mapping[str, torch.Tensor]) -> None:
+    def load_state_dict(self, values: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
         """Take this rank's part of an unsharded model's state dict.
+
+        Args:
+            strict: whether all names must be there; what is not stays as it is.
 
         Raises:
             InputError: names or shapes differ; nothing was changed.
         """
-        state.load_full_state(self.model, self.groups(), self._inventory, values)
+        state.load_full_state(self.model, self.groups(), self._inventory, values, strict=strict)
         self.values_changed()
 
     def values_changed(self) -> None:

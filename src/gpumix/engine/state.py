@@ -105,8 +105,11 @@ def load_full_state(
     groups: Iterable[FlatGroup],
     inventory: Inventory,
     state: Mapping[str, torch.Tensor],
+    *,
+    strict: bool,
 ) -> None:
     """Take this rank's intervals of ordinary full tensors; of a tied parameter any name will do.
+    What has no tensor stays, unless it is `strict`.
 
     Raises:
         InputError: names are missing or unexpected, or shapes differ; nothing was changed.
@@ -119,12 +122,15 @@ def load_full_state(
     wanted |= {name: buffer.shape for name, buffer in buffers.items()}
     shapes = {name: value.shape for name, value in (given | given_buffers).items()}
     shapes |= {name: v.shape for name, v in state.items() if name not in {*names, *buffers}}
+    if not strict:
+        wanted = {name: shape for name, shape in wanted.items() if name in shapes}
     check_names_and_shapes(wanted, shapes, "the state dict does not fit the model")
-    for piece in (piece for group in groups for piece in group.pieces):
+    pieces = [piece for group in groups for piece in group.pieces]
+    for piece in (piece for piece in pieces if piece.name in given):
         shown = piece.window.of(given[piece.name]).reshape(-1)
         piece.local.copy_(shown[piece.start : piece.end])
-    for name, buffer in buffers.items():
-        buffer.copy_(given_buffers[name])
+    for name, value in given_buffers.items():
+        buffers[name].copy_(value)
 
 
 def check_names_and_shapes(

@@ -260,7 +260,7 @@ class Accelerator(accelerate.Accelerator):
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         super().backward(loss, **kwargs)
         assert self._looped is not None
-        self._looped.backward_done(loss.detach(), more_follows=not self.sync_gradients)
+        self._looped.backward_done(loss.detach())
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: int = 2) -> Any:
         """Of all gradients of the model."""
@@ -326,29 +326,41 @@ class Accelerator(accelerate.Accelerator):
     def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
         """The model and its optimizer, so that any plan can go on from them, and the rest as
         Accelerate does."""
+        optimizer = self._only_optimizer("save_state")
         optimizers: list[Any] = self._optimizers  # type: ignore[has-type]
         self._optimizers = []
         try:
             folder = super().save_state(output_dir, *args, **kwargs)
         finally:
             self._optimizers = optimizers
-        self._saver.save(Path(folder), self._record.done, optimizers[0].optimizer)
+        self._saver.save(Path(folder), self._record.done, optimizer)
         self._record.checkpoint(self._record.done, Path(folder))
         return folder
 
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
         folder = self._last_state() if input_dir is None else Path(input_dir).expanduser()
+        optimizer = self._only_optimizer("load_state")
         optimizers, self._optimizers = self._optimizers, []
         try:
             with _registered_as_weights():
                 super().load_state(str(folder), *args, **kwargs)
         finally:
             self._optimizers = optimizers
-        self._record.done = self._saver.load(folder, optimizers[0].optimizer)
+        self._record.done = self._saver.load(folder, optimizer)
         for scheduler in self._schedulers:
             rates = zip(scheduler.optimizers[0].param_groups, scheduler.get_last_lr())
             for group, rate in rates:
                 group["lr"] = rate
+
+    def _only_optimizer(self, method: str) -> torch.optim.Optimizer:
+        found: list[Any] = self._optimizers
+        if len(found) != 1:
+            raise InputError(
+                f"{method} with {len(found)} prepared optimizers",
+                why="a state is that of one model and of one optimizer",
+                fix="make one optimizer, of several parameter groups, and prepare it",
+            )
+        return found[0].optimizer  # type: ignore[no-any-return]
 
     def _last_state(self) -> Path:
         """The newest one, by the names that Accelerate gives."""

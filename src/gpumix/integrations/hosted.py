@@ -28,6 +28,7 @@ from gpumix.engine.objective import Objective
 from gpumix.engine.prepare import prepare
 from gpumix.engine.randomness import untouched
 from gpumix.hardware.runtime import indexed
+from gpumix.integrations.adapters import refuse_prompts, tell_names
 from gpumix.integrations.alike import make_alike
 from gpumix.planner.explain import plan as make_plan
 from gpumix.profiler.library import open_device, profile
@@ -109,10 +110,11 @@ def host(
         say: is told, on the first rank, what is measured and what was planned.
 
     Raises:
-        InputError: the plan is for another model, batch or number of devices, or `folder` holds
-            what a run may not replace.
+        InputError: the plan is for another model, batch or number of devices, `folder` holds what a
+            run may not replace, or the model has prompts of PEFT.
         NoFeasiblePlanError: no plan fits the devices.
     """
+    refuse_prompts(model)
     first = rank() == 0
     if first and folder is not None:
         check_folder(folder)
@@ -135,7 +137,9 @@ def host(
     leave_at_end()
     # What was trained before lies in cycles of its program, and its memory with it.
     gc.collect()
-    return prepare(model, plan, loss=own or training.loss, seed=training.seed)
+    engine = prepare(model, plan, loss=own or training.loss, seed=training.seed)
+    tell_names(model, everywhere=False)
+    return engine
 
 
 def _tell_of_dtypes(plan: Plan, asked: Precision, say: Callable[[str], None]) -> None:

@@ -62,7 +62,6 @@ class Looped(nn.Module):
         self._at = at
         self._samples: int | None = None  # of the batch of the last call
         self._begun: _Begun | None = None
-        self._saved_up: dict[nn.Parameter, Tensor] = {}
         self._like: Any = None  # what the model returned last, without rows
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -82,8 +81,9 @@ class Looped(nn.Module):
         if given is not None and given.own == 0:
             batch = tree_map(lambda t: t[:0] if isinstance(t, Tensor) else t, batch)
         if LABELS in kwargs:
-            loss = self._engine.step(batch, samples=self._samples).float().requires_grad_()
-            self._begun = _Begun(batch, [loss], inside=True)
+            whole, made = self._computed(batch)
+            loss = whole.float().requires_grad_()
+            self._begun = _Begun(batch, [loss], made)
             return Outputs(loss)
         return self._outside(batch)
 
@@ -92,12 +92,17 @@ class Looped(nn.Module):
         found = self._engine.outputs(_outputs, batch, samples=self._samples, as_trained=True)
         outputs = self._joined(list(found.values()))
         leaves = [leaf.detach().requires_grad_() for leaf in _differentiable(outputs)]
-        self._begun = _Begun(batch, leaves, inside=False)
+        self._begun = _Begun(batch, leaves)
         return _with(outputs, leaves)
 
-    def backward_done(self, loss: Tensor, *, more_follows: bool) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Of what this rank has of the parameters."""
+        for parameter in self._with_gradients():
+            parameter.grad = None
+
+    def backward_done(self, loss: Tensor) -> None:
         """The loop's backward from `loss` has come to what the model returned; now gradients of
-        parameters are there, or are kept until there are all.
+        parameters are there, added to those that were.
 
         Raises:
             InputError: there was no call of the model, or the loss does not depend on it.
@@ -108,18 +113,17 @@ class Looped(nn.Module):
                 "the loss does not come from the last call of the model",
                 fix="compute it of what the model returned, and call accelerator.backward once",
             )
-        if begun.inside:
-            worth = begun.leaves[0].grad
-            assert worth is not None
-            for parameter in self._with_gradients():
-                assert parameter.grad is not None
-                parameter.grad.mul_(worth.to(parameter.grad.device))
-        else:
-            rows = _rows(begun.batch)  # the loop's loss is a mean over them
+        rows = _rows(begun.batch)
+        if begun.made is None:  # the loop's loss is a mean over its rows
             wanted = [_gradient(leaf) * rows for leaf in begun.leaves]
-            self._engine.step({**begun.batch, GRADIENTS: wanted}, samples=self._samples)
-        self._record.computed(loss, None if begun.inside else _rows(begun.batch))
-        self._add_up(more_follows)
+            _, made = self._computed({**begun.batch, GRADIENTS: wanted})
+        else:
+            made, worth = begun.made, begun.leaves[0].grad
+            assert worth is not None
+            for gradient in made.values():
+                gradient.mul_(worth.to(gradient.device))
+        self._record.computed(loss, rows if begun.made is None else None)
+        self._add(made)
 
     def check_done(self) -> None:
         """
@@ -132,18 +136,23 @@ class Looped(nn.Module):
                 fix="call accelerator.backward(loss), not loss.backward()",
             )
 
-    def _add_up(self, more_follows: bool) -> None:
-        for parameter in self._with_gradients():
-            gradient = parameter.grad
-            assert gradient is not None
-            if more_follows:
-                if parameter in self._saved_up:
-                    self._saved_up[parameter].add_(gradient)
-                else:
-                    self._saved_up[parameter] = gradient.clone()
-                parameter.grad = None
-            elif parameter in self._saved_up:
-                gradient.add_(self._saved_up.pop(parameter))
+    def _computed(self, batch: dict[str, Any]) -> tuple[Tensor, dict[nn.Parameter, Tensor]]:
+        """A batch's loss and gradients; those that parameters have stay: what the loop does with
+        them may come before its backward or after it."""
+        before = {p: p.grad.clone() for p in self._with_gradients() if p.grad is not None}
+        self.zero_grad()
+        loss = self._engine.step(batch, samples=self._samples)
+        made = {p: p.grad for p in self._with_gradients() if p.grad is not None}
+        for parameter in self._engine.parameters():
+            parameter.grad = before.get(parameter)
+        return loss, made
+
+    def _add(self, made: dict[nn.Parameter, Tensor]) -> None:
+        if self._engine.overflowed:  # in fp16: the sum would be left out
+            self.zero_grad()
+        for parameter, gradient in made.items():
+            before = parameter.grad
+            parameter.grad = gradient if before is None else gradient.add_(before)
 
     def _with_gradients(self) -> Iterator[nn.Parameter]:
         return (p for p in self._engine.parameters() if p.grad is not None)
@@ -198,12 +207,21 @@ class Outputs(dict[str, Any]):
 
 
 class _Begun:
-    """A call of the model whose backward is to come."""
+    """A call of the model whose backward is to come.
 
-    def __init__(self, batch: dict[str, Any], leaves: list[Tensor], *, inside: bool) -> None:
+    Args:
+        made: gradients of the loss that the model computed itself.
+    """
+
+    def __init__(
+        self,
+        batch: dict[str, Any],
+        leaves: list[Tensor],
+        made: dict[nn.Parameter, Tensor] | None = None,
+    ) -> None:
         self.batch = batch
         self.leaves = leaves
-        self.inside = inside
+        self.made = made
 
 
 def _outputs(model: nn.Module, batch: Any) -> Any:

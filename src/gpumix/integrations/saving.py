@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from gpumix.engine.engine import Engine
 from gpumix.engine.groups import group_timeout
 from gpumix.hardware.memory import host_memory
+from gpumix.integrations.adapters import adapters_in
 from gpumix.spec.errors import InputError
 from gpumix.train.checkpoint import Checkpointer
 
@@ -69,7 +70,8 @@ class Saver:
         Collective.
 
         Raises:
-            InputError: it is of another model, or holds no weights of the whole model.
+            InputError: it is of another model, or holds neither weights of the whole model nor its
+                adapters.
         """
         if (folder / self._name).is_dir():
             state = self._in(folder).load(self._engine, optimizer)
@@ -86,6 +88,10 @@ class Saver:
             )
             return 0
         files = sorted(folder.glob("model*.safetensors"))
+        if (adapters := adapters_in(folder, self._engine.model)) is not None:
+            with host_memory():
+                self._engine.load_state_dict(adapters, strict=False)
+            return 0
         if not files:
             raise InputError(
                 "the checkpoint holds no weights of a whole model",

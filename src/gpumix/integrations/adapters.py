@@ -1,0 +1,86 @@
+"""Adapters of PEFT in a model that is sharded: what PEFT saves and loads, by names alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gpumix.engine.state import persistent_buffers
+from gpumix.spec.errors import InputError
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+def refuse_prompts(model: nn.Module) -> None:
+    """
+    Raises:
+        InputError: PEFT could not save what is trained: it computes that from prompts.
+    """
+    for config in getattr(model, "peft_config", {}).values():
+        if getattr(config, "is_prompt_learning", False):
+            raise InputError(
+                f"prompts of PEFT ({type(config).__name__}) are not trained with gpumix",
+                why="PEFT saves what it computes from them, and no device has the whole model",
+                fix="take LoraConfig, or another that changes the model's own layers",
+            )
+
+
+def tell_names(model: nn.Module, *, everywhere: bool) -> None:
+    """Let the modules that are trained whole, `modules_to_save`, tell PEFT of their state the names
+    alone, which it asks for.
+
+    Args:
+        everywhere: not just on the first rank, which saves.
+    """
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    for module in _trained_whole(model):
+        names = _names_of(module) if everywhere or first else ()
+        module.state_dict = partial(_named, names)  # type: ignore[method-assign, assignment]
+
+
+def adapters_in(folder: Path, model: Any) -> dict[str, Tensor] | None:
+    """What PEFT saved there of the model's active adapter, by the model's names; None if it did
+    not."""
+    if not hasattr(model, "peft_config"):
+        return None
+    adapter = model.active_adapters[0]
+    places = [place for place in (folder / adapter, folder) if (place / WEIGHTS).is_file()]
+    if not places:
+        return None
+    from peft import load_peft_weights, set_peft_model_state_dict
+
+    found: dict[str, Tensor] = {}
+
+    def take(values: Mapping[str, Tensor], strict: bool = True) -> None:
+        found.update(values)
+
+    tell_names(model, everywhere=True)
+    model.load_state_dict, model.state_dict = take, partial(_named, _names_of(model))
+    try:
+        saved = load_peft_weights(str(places[0]), device="cpu")
+        set_peft_model_state_dict(model, saved, adapter_name=adapter)
+    finally:
+        del model.load_state_dict, model.state_dict
+        tell_names(model, everywhere=False)
+    return found
+
+
+def _trained_whole(model: nn.Module) -> Iterator[nn.Module]:
+    for module in model.modules():
+        kept = getattr(module, "modules_to_save", None)
+        if isinstance(kept, nn.ModuleDict):
+            yield from kept.values()
+
+
+def _names_of(module: nn.Module) -> Sequence[str]:
+    parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    return [*parameters, *persistent_buffers(module)]
+
+
+def _named(names: Sequence[str], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    return dict.fromkeys(names)

@@ -1,0 +1,174 @@
+"""Loops with `Accelerator` as programs write them, changed by their import alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.utils.data import DataLoader
+
+from gpumix.spec.errors import InputError
+from harness import run_ranks
+from programs import GLOBAL_BATCH, Texts, as_launched, model
+from reference import Share, plan_for
+
+pytestmark = pytest.mark.slow
+
+
+def by_hand(accelerator: Any, network: Any, optimizer: Any, loader: Any) -> list[float]:
+    """Two batches to a step, of which nobody is told."""
+    found = []
+    for number, batch in enumerate(loader):
+        loss = network(**batch).loss / 2
+        accelerator.backward(loss)
+        found.append(loss.item())
+        if number % 2:
+            found.append(float(accelerator.clip_grad_norm_(network.parameters(), 1.0)))
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+def by_hand_of_the_model(
+    accelerator: Any, network: Any, optimizer: Any, loader: Any
+) -> list[float]:
+    """The same, with gradients that the model forgets, and a loss of the loop's own."""
+    found = []
+    for number, batch in enumerate(loader):
+        logits = network(input_ids=batch["input_ids"]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["input_ids"].flatten())
+        accelerator.backward(loss / 2)
+        if number % 2:
+            found.append(float(accelerator.clip_grad_norm_(network.parameters(), 1.0)))
+            optimizer.step()
+            network.zero_grad()
+    return found
+
+
+def forgets_in_between(accelerator: Any, network: Any, optimizer: Any, loader: Any) -> list[float]:
+    """Old gradients go between forward and backward."""
+    found = []
+    for batch in loader:
+        loss = network(**batch).loss
+        optimizer.zero_grad()
+        accelerator.backward(loss)
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+LOOPS: dict[str, Callable[..., list[float]]] = {
+    "by hand": by_hand,
+    "by hand, of the model": by_hand_of_the_model,
+    "in between": forgets_in_between,
+}
+
+
+def looped(folder: Path, world: int, name: str) -> list[float]:
+    as_launched(folder)
+    more: dict[str, Any] = {}
+    if world == 1:
+        from accelerate import Accelerator
+    else:
+        from gpumix import Accelerator
+
+        more["plan"] = plan_for(model(), [Share(5, 2, 3), Share(7, 4, 1)], zero_stage=2)
+    accelerator = Accelerator(**more)
+    network = model()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)
+    loader = DataLoader(Texts(48), batch_size=GLOBAL_BATCH // world)
+    network, optimizer, loader = accelerator.prepare(network, optimizer, loader)
+    network.train()
+    return LOOPS[name](accelerator, network, optimizer, loader)
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_it_is_as_with_the_stock_accelerator(name, tmp_path):
+    (stock,) = run_ranks(looped, 1, tmp_path, 1, name)
+    assert len(stock) >= 2
+    for rank in run_ranks(looped, 2, tmp_path, 2, name, timeout_s=120):
+        assert rank == pytest.approx(stock, rel=1e-4)
+
+
+def test_a_state_of_several_optimizers_is_refused(tmp_path):
+    """None of them begins anew without a word."""
+    run_ranks(_of_two, 1, tmp_path)
+    assert not (tmp_path / "state").exists()
+
+
+def _of_two(folder: Path) -> None:
+    from gpumix import Accelerator
+
+    as_launched(folder)
+    accelerator = Accelerator(plan=plan_for(model(), [Share(12, 6, 1)]))
+    network = model()
+    first, *others = network.parameters()
+    optimizers = [torch.optim.AdamW(some) for some in ([first], others)]
+    accelerator.prepare(network, *optimizers, DataLoader(Texts(), batch_size=GLOBAL_BATCH))
+    for method in (accelerator.save_state, accelerator.load_state):
+        with pytest.raises(InputError, match="with 2 prepared optimizers"):
+            method(str(folder / "state"))
+
+
+def adapted() -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(4)
+    config = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    return get_peft_model(model(), config)
+
+
+def test_adapters_and_modules_that_are_trained_whole_are_saved(tmp_path):
+    pytest.importorskip("peft")
+    run_ranks(_adapted, 1, tmp_path, 1)
+    run_ranks(_adapted, 2, tmp_path, 2, timeout_s=120)
+    stock, ours = (load_file(tmp_path / str(n) / "adapter_model.safetensors") for n in (1, 2))
+    assert ours.keys() == stock.keys()
+    assert any("lm_head" in name for name in stock)
+    for name, value in stock.items():
+        torch.testing.assert_close(ours[name], value, rtol=2e-3, atol=2e-4)
+
+
+def _adapted(folder: Path, world: int) -> None:
+    as_launched(folder)
+    more: dict[str, Any] = {}
+    if world == 1:
+        from accelerate import Accelerator
+    else:
+        from gpumix import Accelerator
+
+        more["plan"] = plan_for(adapted(), [Share(5, 2, 3), Share(7, 4, 1)], zero_stage=3)
+    accelerator = Accelerator(**more)
+    network = adapted()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)
+    loader = DataLoader(Texts(24), batch_size=GLOBAL_BATCH // world)
+    network, optimizer, loader = accelerator.prepare(network, optimizer, loader)
+    network.train()
+    forgets_in_between(accelerator, network, optimizer, loader)
+    accelerator.unwrap_model(network).save_pretrained(
+        str(folder / str(world)),
+        is_main_process=accelerator.is_main_process,
+        state_dict=accelerator.get_state_dict(network),
+    )
+
+
+def test_prompts_of_peft_are_refused(tmp_path):
+    pytest.importorskip("peft")
+    run_ranks(_with_prompts, 1, tmp_path)
+
+
+def _with_prompts(folder: Path) -> None:
+    from peft import PromptTuningConfig, get_peft_model
+
+    from gpumix import Accelerator
+
+    as_launched(folder)
+    accelerator = Accelerator(plan=plan_for(model(), [Share(12, 6, 1)]))
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    network = get_peft_model(model(), config)
+    with pytest.raises(InputError, match=r"prompts of PEFT \(PromptTuningConfig\)"):
+        accelerator.prepare(network, DataLoader(Texts(), batch_size=GLOBAL_BATCH))
