@@ -84,11 +84,12 @@ def of_hub(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(in_hub_cache(model(), folder / "hub"))
 
 
-def adapted(folder: Path) -> Any:
+def adapted(folder: Path, **settings: Any) -> Any:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(4)
-    return get_peft_model(model(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **settings)
+    return get_peft_model(model(), config)
 
 
 MODELS: dict[str, Callable[[Path], Any]] = {
@@ -96,6 +97,7 @@ MODELS: dict[str, Callable[[Path], Any]] = {
     "of the hub": of_hub,
     "in bf16": partial(of_folder, dtype=torch.bfloat16),
     "with adapters": adapted,
+    "with adapters and a head": partial(adapted, modules_to_save=["lm_head"]),
 }
 STREAMED = {"max_steps": 3, "num_train_epochs": -1, "dataloader_num_workers": 2}
 
@@ -117,6 +119,17 @@ def variations() -> dict[str, dict[str, Any]]:
         "columns": {"train_dataset": with_columns},
         "a function that makes models": {"model_init": True},
         "in turn": {"train_sampling_strategy": "sequential", "dataloader_drop_last": True},
+        "whole batches of an accumulation": {
+            "dataloader_drop_last": True,
+            "gradient_accumulation_steps": 3,
+            "train_dataset": partial(Texts, 42),
+        },
+        "whole batches of a stream": {
+            "train_dataset": Stream,
+            "dataloader_drop_last": True,
+            "max_steps": 4,
+            "num_train_epochs": -1,
+        },
         "by length": {
             "train_sampling_strategy": "group_by_length",
             # As many are grouped by one process as by two.

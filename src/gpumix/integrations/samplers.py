@@ -39,6 +39,28 @@ class Alike(Sampler[Any]):
         yield from chain(first, indices)
 
 
+class Whole(Sampler[Any]):
+    """A sampler's indices, but for those at the end that fill no whole batch.
+
+    Args:
+        batch: how many are one.
+    """
+
+    def __init__(self, sampler: Any, batch: int) -> None:
+        self._sampler = sampler
+        self._batch = batch
+
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self._sampler) // self._batch * self._batch
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(self._sampler, len(self))
+
+
 def alike(sampler: Any) -> Any:
     """The same sampler, and if it has neither a generator nor epochs that tell its order, the same
     order on all ranks."""

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import SequentialSampler
 from transformers import TrainingArguments
 from transformers.trainer_utils import seed_worker
 from transformers.utils import is_datasets_available
@@ -28,7 +29,7 @@ from gpumix.integrations.optimizers import Pieces, like, taken_over
 from gpumix.integrations.own_batches import Collated, OwnLoader, own_loader
 from gpumix.integrations.recorded import Recorded
 from gpumix.integrations.rows import PlannedRows, evaluated_rows
-from gpumix.integrations.samplers import prepared
+from gpumix.integrations.samplers import Whole, prepared
 from gpumix.integrations.saving import STATE, Saver, dtypes_of
 from gpumix.integrations.specimens import specimen_of
 from gpumix.integrations.trainer.arguments import (
@@ -133,6 +134,7 @@ class Planned:
         """The first thing that is made, by arguments that are looked at before."""
         self._check_arguments()
         self._space = space_of(self.args)
+        self._accumulates = self.args.gradient_accumulation_steps
         self.args = folded(self.args)
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         # A program's own loader is not split evenly: `_loaded` takes it apart.
@@ -225,7 +227,11 @@ class Planned:
             collate = self._get_collator_with_removed_columns(collate, description=description)  # type: ignore[attr-defined]
         sampler = begin = None
         if not isinstance(dataset, torch.utils.data.IterableDataset):
-            sampler = None if sampler_fn is None else self._sampler(sampler_fn(dataset))
+            sampler = None if sampler_fn is None else sampler_fn(dataset)
+            sampler = self._sampler(SequentialSampler(dataset) if sampler is None else sampler)
+            if args.dataloader_drop_last:
+                trained = self._global_batch // self._accumulates
+                sampler = Whole(sampler, trained if is_training else batch_size * world())
             if is_training:
                 number, rank = args.dataloader_num_workers, args.process_index
                 begin = partial(seed_worker, num_workers=number, rank=rank)
@@ -237,7 +243,6 @@ class Planned:
             rows=self._rows(is_training),
             collate=Collated(collate),
             sampler=sampler,
-            drop_last=is_training and args.dataloader_drop_last,
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
             persistent_workers=args.dataloader_persistent_workers,
