@@ -61,7 +61,8 @@ def plan(adapted: bool) -> Any:
 
 
 ADAPTED = ("adapters", "packs and adapters")
-KINDS = ("whole", "adapters", "a stream", "packs", "packs and adapters", "prompts", "messages")
+WHOLE = ("whole", "smoothed", "a loss")
+KINDS = (*WHOLE, "a stream", "packs", *ADAPTED, "prompts", "messages")
 # Which tokens are trained on is for the template to say.
 TEMPLATE = """
 {%- for message in messages -%}
@@ -84,6 +85,8 @@ def given(kind: str, folder: Path) -> dict[str, Any]:
         known.chat_template = TEMPLATE
     in_memory = {
         "whole": texts,
+        "smoothed": texts,
+        "a loss": texts,
         "packs": texts,
         "packs and adapters": texts,
         "prompts": lambda: texts().map(as_prompt, remove_columns="text"),
@@ -143,6 +146,7 @@ def trained(folder: Path, world: int, kind: str) -> dict[str, Any]:
             packing=streams or kind.startswith("packs"),
             packing_strategy="wrapped" if streams else "bfd",
             assistant_only_loss=kind == "messages",
+            label_smoothing_factor=0.1 if kind == "smoothed" else 0.0,
             learning_rate=1e-2,
             logging_steps=1,
             save_strategy="no",
@@ -154,11 +158,14 @@ def trained(folder: Path, world: int, kind: str) -> dict[str, Any]:
             max_length=16,
         ),
         eval_dataset=held_out.select(range(9)),
+        compute_loss_func=own_loss if kind == "a loss" else None,
+        preprocess_logits_for_metrics=best,
         **what,
         **more,
     )
     trainer.train()
     evaluated = trainer.evaluate()
+    predicted = trainer.predict(trainer.eval_dataset).predictions
     trainer.save_model(str(output / "final"))
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     return {
@@ -167,11 +174,30 @@ def trained(folder: Path, world: int, kind: str) -> dict[str, Any]:
         "tokens": [entry["num_tokens"] for entry in logged],
         "entropy": [entry["entropy"] for entry in logged],
         "evaluated": evaluated["eval_loss"],
+        "predicted": predicted[predicted != -100].tolist(),
         "files": sorted(path.name for path in (output / "final").glob("*.safetensors")),
         "final": str(output / "final"),
         "parameters": trainer.get_num_trainable_parameters(),
         "frozen_bytes": frozen_bytes(trainer),
     }
+
+
+def own_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    import torch
+
+    losses = torch.nn.functional.cross_entropy(
+        outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum"
+    )
+    counted = (labels[:, 1:] != -100).sum()
+    return losses * 2 / (counted if num_items_in_batch is None else num_items_in_batch)
+
+
+def best(logits: Any, labels: Any) -> Any:
+    """Where a label follows."""
+    guessed = logits.argmax(-1)
+    guessed[:, :-1][labels[:, 1:] == -100] = -100
+    guessed[:, -1] = -100
+    return guessed
 
 
 def frozen_bytes(trainer: Any) -> int:
@@ -208,6 +234,13 @@ def test_metrics_are_of_all_ranks(both):
         # Means over micro-batches, of which the stock script has one.
         assert rank["entropy"] == pytest.approx(stock["entropy"], rel=0.05)
         assert rank["entropy"] == ours[0]["entropy"]
+
+
+def test_predictions_are_those_of_the_stock_script(both):
+    stock, ours = both
+    assert stock["predicted"]
+    for rank in ours:
+        assert rank["predicted"] == stock["predicted"]
 
 
 def test_each_rank_stores_its_share_of_what_is_frozen(both):

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from gpumix.integrations.missing import need
@@ -23,6 +24,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling  # noqa: E40
 
 from gpumix.engine.documents import mask_of_documents  # noqa: E402
 from gpumix.engine.engine import Engine  # noqa: E402
+from gpumix.engine.objective import IGNORED_LABEL  # noqa: E402
 from gpumix.integrations.fields import Fields  # noqa: E402
 from gpumix.integrations.gathering import all_texts  # noqa: E402
 from gpumix.integrations.trainer.arguments import PLANNED, TRAINING, tell_of_cpus  # noqa: E402
@@ -36,7 +38,7 @@ tell_of_cpus()
 
 __all__ = ["SFTTrainer"]
 
-TOKENS = "num_tokens"
+TOKENS, TOTAL = "num_tokens", "tokens of this rank"
 ARGUMENTS = Fields.of(
     heard="packing packing_strategy",
     theirs="""
@@ -71,6 +73,35 @@ class PacksInRows:
         return batch
 
 
+class OneForward:
+    """What TRL's loss calls for logits, and for what TRL's fused head computes of them: both come
+    of one forward of the model, for a micro-batch goes through the units once."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._outputs: Any = None
+
+    def __call__(self, *, fused_lm_head: bool = False, **inputs: Any) -> Any:
+        labels = inputs.pop("labels", None) if fused_lm_head else None
+        if self._outputs is None:
+            self._outputs = self._model(**inputs)
+        if labels is None:
+            return self._outputs
+        logits, labels = self._outputs.logits[:, :-1].float(), labels[:, 1:]
+        counted = labels != IGNORED_LABEL
+        every = logits.log_softmax(-1)
+        of_labels = every.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+        with torch.no_grad():
+            entropy = -(every.exp() * every).sum(-1) * counted
+        return SimpleNamespace(
+            log_probs=of_labels.masked_fill(~counted, 0.0),
+            entropy=entropy,
+            is_top1=(logits.argmax(-1) == labels) & counted,
+            label_mask=counted,
+            aux_loss=getattr(self._outputs, "aux_loss", None),
+        )
+
+
 class SFTTrainer(Planned, trl.SFTTrainer):
     """`trl.SFTTrainer`, run by a plan. Its metrics are means over the micro-batches of all devices.
 
@@ -96,14 +127,23 @@ class SFTTrainer(Planned, trl.SFTTrainer):
                 self.accelerator.print(_told_of_documents(engine, self.args.packing_strategy))
         return engine
 
-    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Of packs, whose documents do not see each other."""
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        """Of packs too, whose documents do not see each other."""
+        if return_outputs or self.compute_loss_func is not None or self.label_smoother is not None:
+            model = OneForward(model)
+        args = return_outputs, num_items_in_batch
         if not self.padding_free:
-            return super().compute_loss(model, inputs, *args, **kwargs)
+            return super().compute_loss(model, inputs, *args)
         tokens = inputs.pop(TOKENS, torch.zeros(()))
         whole = self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
         given = inputs | mask_of_documents(whole, inputs)
-        made = super().compute_loss(model, given, *args, **kwargs)
+        made = super().compute_loss(model, given, *args)
         if self.model.training:
             # TRL counts one row, and other micro-batches go on in between.
             self._tokens += int(tokens.sum())
@@ -122,14 +162,15 @@ class SFTTrainer(Planned, trl.SFTTrainer):
         if self._engine is not None:
             mode = "train" if self.model.training else "eval"
             own = self._metrics[mode]
-            told = {**own, TOKENS: [self._total_train_tokens]}
+            told = {**own, TOTAL: self._total_train_tokens}
             every = [
                 json.loads(text)
                 for text in all_texts(json.dumps(told), self._engine.comm, "gathering of metrics")
             ]
-            for name in sorted({name for one in every for name in one} - {TOKENS}):
+            for name in sorted({name for one in every for name in one} - {TOTAL}):
                 own[name] = [value for one in every for value in one.get(name, [])]
-            own[TOKENS] = [sum(sum(one[TOKENS]) for one in every)]
+            if TOKENS in own:
+                own[TOKENS] = [sum(one[TOTAL] for one in every)]
         super().log(logs, start_time)
 
 
