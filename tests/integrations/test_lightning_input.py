@@ -96,6 +96,12 @@ def network(**changes: Any) -> Any:
 VARIATIONS: dict[str, dict[str, Any]] = {
     "tuples": {},
     "accumulation": {"trainer": {"accumulate_grad_batches": 2}, "batch": 6},
+    "accumulation of whole batches": {
+        "trainer": {"accumulate_grad_batches": 2},
+        "batch": 6,
+        "samples": 33,
+        "loader": {"drop_last": True},
+    },
     "a stream": {"data": Stream, "trainer": {"max_epochs": 1}},
     "a stream in shards": {
         "data": Shards,
@@ -149,7 +155,11 @@ def trained(folder: Path, ours: bool) -> dict[str, dict[str, Any]]:
             **settings,
             **more,
         )
-        data = changes["data"]() if "data" in changes else TensorDataset(*rows())
+        data = (
+            changes["data"]()
+            if "data" in changes
+            else TensorDataset(*rows(changes.get("samples", SAMPLES)))
+        )
         module, batch = network(**changes), changes.get("batch", 12) // (2 if ours else 1)
         for fit in range(changes.get("fits", 1)):
             trainer.fit_loop.max_epochs = settings["max_epochs"] * (fit + 1)
@@ -169,7 +179,9 @@ def runs(tmp_path_factory) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return stock, run_ranks(trained, 2, folder, True, timeout_s=240)
 
 
-@pytest.mark.parametrize("name", [name for name in VARIATIONS if name != "accumulation"])
+@pytest.mark.parametrize(
+    "name", [name for name in VARIATIONS if not name.startswith("accumulation")]
+)
 def test_a_script_gives_what_it_gave_before(runs, name):
     stock, ours = runs
     for rank in ours:
@@ -187,3 +199,11 @@ def test_what_is_accumulated_is_one_batch(runs):
         assert whole["steps"] == stock["accumulation"]["steps"]
         for found, expected in zip(whole["told"], ours[0]["tuples"]["told"], strict=True):
             assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_batches_that_are_accumulated_are_whole_ones(runs):
+    stock, ours = runs
+    name = "accumulation of whole batches"
+    assert stock[name]["steps"] == 2 * 3  # of 12, 12 and 6 samples
+    for rank in ours:
+        assert rank[name]["steps"] == stock[name]["steps"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from gpumix.integrations.own_batches import Collated, L, own_loader
 from gpumix.integrations.rows import Rows
-from gpumix.integrations.samplers import alike
+from gpumix.integrations.samplers import Whole, alike
 from gpumix.spec.errors import InputError
 
 
@@ -52,6 +52,13 @@ class Batching:
                 fix="DataLoader(dataset, batch_size=..., sampler=...)",
             )
         return cls(loader, batches.batch_size, batches.sampler, batches.drop_last)
+
+    def of_whole(self, samples: int) -> Batching:
+        """For batches that are put together of such of so many samples: what fills none of these
+        is dropped, if it is to be."""
+        if not self.drop_last or self.sampler is None:
+            return self
+        return replace(self, sampler=Whole(alike(self.sampler), samples), drop_last=False)
 
     def own_part(self, batch_size: int, rows: Rows, collate: Collated, kind: type[L]) -> L:
         """This rank's part of the loader's samples, in its order, in batches of `batch_size`."""

@@ -251,12 +251,13 @@ class GpumixStrategy(Together, Checkpoints):
         samples = self._like.batch_size * world()
         assert self.lightning_module is not None
         training = self.lightning_module.trainer.training
+        given = self._like.of_whole(samples) if training else self._like
         if training:
             samples *= self._accumulates
         elif self._engine is not None:
             samples = min(samples, self._engine.plan.global_batch)
         rows = self._rows(rows_of if training else evaluated_rows)
-        return planned_loader(self._like, samples, rows, self._recording)
+        return planned_loader(given, samples, rows, self._recording)
 
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
