@@ -202,6 +202,29 @@ def test_a_wrong_call_is_told(job, arguments):
     assert done.err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("train", "--json"), "JOB"),
+        (("train", "job.yaml", "--fast", "--json"), "--fast"),
+        (("plan", "--json", "--global-batch", "none"), "--global-batch"),
+        (("trane", "job.yaml", "--json"), "trane"),
+    ],
+)
+def test_a_wrong_call_is_one_document_for_who_asks_for_it(job, arguments, said):
+    done = here(*arguments, folder=job.parent)
+    assert done.code == done.json()["exit_code"] == 2
+    assert done.json()["error"] == "InputError"
+    assert said in done.json()["what"]
+
+
+@pytest.mark.parametrize(
+    "arguments", [("train", "--fast"), ("launch", "--fast", "script.py", "--", "--json")]
+)
+def test_a_wrong_call_says_nothing_on_stdout_where_nobody_asks(job, arguments):
+    assert here(*arguments, folder=job.parent).out == ""
+
+
 # -- 3: the machine --------------------------------------------------------------------------------
 
 

@@ -6,7 +6,10 @@ plan, 5 training failed, 130 interrupted with a checkpoint saved.
 
 from __future__ import annotations
 
+from typing import Any
+
 import typer
+from typer.core import TyperGroup
 
 from gpumix import __version__
 from gpumix.cli import (
@@ -26,8 +29,36 @@ from gpumix.cli import (
     train,
     whatif,
 )
+from gpumix.cli.common import print_json
+from gpumix.spec.errors import InputError
+
+_GIVEN = "gpumix.given"
+
+
+class _Verbs(TyperGroup):
+    """The verbs: a call that none of them understands is a document, too, for who asks for one."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[_GIVEN] = list(args)
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        given = ctx.meta[_GIVEN]
+        try:
+            return super().invoke(ctx)
+        except (typer.Exit, typer.Abort):
+            raise
+        except Exception as wrong:
+            # Verbs let out no other error than that of a wrong call, whose class is typer's own.
+            said = getattr(wrong, "format_message", None)
+            if said and "--json" in given[: given.index("--") if "--" in given else None]:
+                fix = f"{' '.join(['gpumix', *given[:1]])} --help"
+                print_json(InputError(said(), fix=fix).as_dict())
+            raise
+
 
 app = typer.Typer(
+    cls=_Verbs,
     help="Train transformers on whatever mixture of GPUs you have.",
     no_args_is_help=True,
     add_completion=True,
