@@ -96,6 +96,9 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path):
         train(job, plan=plan)
     assert not (tmp_path / "run" / "checkpoints").exists()
     assert active_children() == []
+    told = progress(tmp_path / "run")
+    assert told["state"] == "interrupted"
+    assert "without saving" in told["why"]
 
 
 def test_a_signal_ends_a_profile_at_once(tmp_path):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 import typer
 
 from gpumix.hardware.environment import ALLOW
-from gpumix.spec.errors import GpumixError, Interrupted, MachineError
+from gpumix.spec.errors import ENDED_AT_ONCE, GpumixError, Interrupted, MachineError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -77,7 +77,7 @@ def _in_words(error: BaseException) -> GpumixError:
     from gpumix.train.failures import in_words
 
     if isinstance(error, KeyboardInterrupt):
-        return Interrupted("ended at once, without saving anything more")
+        return Interrupted(ENDED_AT_ONCE)
     return in_words(error, "")
 
 

@@ -13,6 +13,7 @@ from typing import Any
 EXIT_OK = 0
 EXIT_BUG = 1
 EXIT_INTERRUPTED = 130
+ENDED_AT_ONCE = "ended at once, without saving anything more"
 
 
 class GpumixError(Exception):

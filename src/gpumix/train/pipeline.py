@@ -44,7 +44,7 @@ from gpumix.train.checkpoint_folder import latest
 from gpumix.train.given_plan import check_job, check_memory, foretold_again, overruled
 from gpumix.train.memory_folder import Home, newest
 from gpumix.train.named_work import work_of
-from gpumix.train.progress import mark_failed, mark_restarting
+from gpumix.train.progress import mark_failed, mark_restarting, mark_stopped
 from gpumix.train.recovery import Again, Lessons, Recovery, Restart
 from gpumix.train.run_folder import check_folder
 from gpumix.train.runner import Runner, runner
@@ -171,6 +171,10 @@ class Pipeline:
                 summary = self._train(plan, profile, resume, lessons)
                 self._runs.tell_outcome(summary)
                 return summary
+            except KeyboardInterrupt:
+                if self.speaks:
+                    mark_stopped(self.job.output)
+                raise
             except BaseException as error:
                 if self.speaks:  # a rank that was ended could not say so
                     mark_failed(self.job.output, first_line(error))

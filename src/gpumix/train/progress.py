@@ -7,6 +7,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from gpumix.spec.errors import ENDED_AT_ONCE
 from gpumix.spec.files import read_text
 from gpumix.train import run_files
 
@@ -16,6 +17,11 @@ def mark_failed(folder: Path, why: str) -> None:
     which none of them may have been able to, and why: the one who writes may only know that its
     peers did not answer."""
     _mark(folder, "failed", why, after=("training", "restarting", "failed"))
+
+
+def mark_stopped(folder: Path) -> None:
+    """Say there that somebody ended the run at once: its ranks had no time to say so."""
+    _mark(folder, "interrupted", ENDED_AT_ONCE, after=("training", "restarting", "failed"))
 
 
 def mark_restarting(folder: Path, why: str) -> None:
