@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 from gpumix.hardware.efficiency import Installed
+from gpumix.spec.errors import InputError
 
 # Where the kernel says how much memory this process and its like may have.
 MEMORY_LIMITS = (
@@ -118,6 +119,12 @@ def shared_memory_folder() -> Path | None:
     return folder if folder.is_dir() and os.access(folder, os.W_OK) else None
 
 
+_NO_PLACE = (
+    "mend the launcher that set it; or start it without one: unset RANK WORLD_SIZE LOCAL_RANK "
+    "MASTER_ADDR MASTER_PORT"
+)
+
+
 @dataclass(frozen=True)
 class TorchrunPlace:
     """What torchrun tells a process that it starts; `elastic`: it may start others in its place.
@@ -139,24 +146,38 @@ class TorchrunPlace:
 
 
 def torchrun_place() -> TorchrunPlace | None:
-    """This process's place in a run that torchrun, or anything that speaks like it, started."""
+    """This process's place in a run that torchrun, or anything that speaks like it, started.
+
+    Raises:
+        InputError: what it says is no place.
+    """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     if any(name not in os.environ for name in names):
         return None
-    rank, world, local_rank, address, port = (os.environ[name] for name in names)
+    rank, world = _number("RANK"), _number("WORLD_SIZE")
+    if rank >= world:
+        raise InputError(f"RANK is {rank}, of WORLD_SIZE {world}", fix=_NO_PLACE)
     return TorchrunPlace(
-        rank=int(rank),
-        world=int(world),
-        local_rank=int(local_rank),
-        master_address=address,
-        master_port=int(port),
+        rank=rank,
+        world=world,
+        local_rank=_number("LOCAL_RANK"),
+        master_address=os.environ["MASTER_ADDR"],
+        master_port=_number("MASTER_PORT"),
         agent_has_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         elastic=os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0",
         starts=int(os.environ.get(STARTS, "0")),
         restarted=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0",
-        one_host=os.environ.get("LOCAL_WORLD_SIZE") == world,
+        one_host=os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"],
         agents_open="TORCHELASTIC_RUN_ID" in os.environ and APART not in os.environ,
     )
+
+
+def _number(name: str) -> int:
+    value = os.environ[name]
+    if not (value.isascii() and value.isdigit()):
+        what = f"the environment's {name} is '{value}', not a whole number of 0 or more"
+        raise InputError(what, fix=_NO_PLACE)
+    return int(value)
 
 
 def place_settings(
