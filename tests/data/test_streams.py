@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,79 @@ def test_samples_are_transformed():
     with Loader(numbers, [4], 0, transform=squared) as loader:
         batch = next(loader)
     assert batch["square"].tolist() == [0, 1, 4, 9]
+
+
+def takes_away(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"k": sample.pop("k")}
+
+
+def doubles(sample: dict[str, Any]) -> dict[str, Any]:
+    sample["k"] *= 2
+    sample["list"][0] += 1
+    return {"k": sample["k"] + sample["list"][0] + sample["tensor"].add_(1)}
+
+
+def nested() -> Iterator[dict[str, Any]]:
+    for sample in numbers():
+        yield {"k": np.array(sample["k"]), "list": [0], "tensor": torch.tensor(0)}
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_a_transform_may_change_what_it_is_given(kind):
+    found = steps_of(numbers, [4], 3, transform=takes_away, workers=1, kind=kind)
+    assert found == in_a_row(4, 3)
+    found = steps_of(nested, [4], 3, transform=doubles, workers=1, kind=kind)
+    assert found == [[2 * k + 2 for k in step] for step in in_a_row(4, 3)]
+
+
+def test_a_collate_may_change_what_it_is_given():
+    def collate(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        return {"k": torch.tensor([sample.pop("k") for sample in samples])}
+
+    assert steps_of(numbers, [4], 3, collate=collate) == in_a_row(4, 3)
+
+
+@pytest.mark.parametrize("bad_samples", ["stop", "skip"])
+def test_beside_a_bad_sample_too_a_transform_may_change_what_it_is_given(bad_samples):
+    def transform(sample: dict[str, Any]) -> dict[str, Any]:
+        k = sample.pop("k")
+        if k == 6:
+            raise ValueError("it is torn")
+        return {"k": k}
+
+    given = {"transform": transform, "bad_samples": bad_samples}
+    if bad_samples == "skip":
+        assert steps_of(numbers, [4], 3, **given) == [[0, 1, 2, 3], [4, 5, 7, 7], [8, 9, 10, 11]]
+        return
+    with pytest.raises(TrainingError, match=r"sample 6 of numbers .* it is torn"):
+        steps_of(numbers, [4], 2, **given)
+
+
+def two(begin: int) -> Iterator[dict[str, int]]:
+    yield from ({"k": 1000 * begin + k} for k in range(2))
+
+
+def from_three(begin: int = 3) -> Iterator[dict[str, int]]:
+    yield from two(begin)
+
+
+def by_name(epoch: int = 7) -> Iterator[dict[str, int]]:
+    yield from two(epoch)
+
+
+@pytest.mark.parametrize(
+    ("stream", "begins"),
+    [
+        (partial(two, 5), [5, 5]),
+        (partial(two, begin=5), [5, 5]),
+        (from_three, [3, 3]),
+        (by_name, [0, 1]),
+        (partial(by_name, epoch=2), [2, 2]),
+    ],
+)
+def test_what_has_a_value_already_is_not_the_number_of_the_pass(stream, begins):
+    found = steps_of(stream, [2], 2)
+    assert found == [[1000 * begin, 1000 * begin + 1] for begin in begins]
 
 
 def test_a_run_goes_on_elsewhere():

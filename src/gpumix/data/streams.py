@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from gpumix.data import draws
@@ -30,6 +32,7 @@ from gpumix.spec.errors import GpumixError, InputError, in_a_line
 from gpumix.spec.units import plural
 
 Transform = Callable[[Any], Any]
+_LEAVES = (int, float, str, bytes)
 ENDLESS = 2**60  # samples: how many there are is not known, and a pass follows the other
 
 
@@ -62,7 +65,8 @@ class StreamSource(Source):
 
     Args:
         stream: an iterable, an iterable of `datasets`, a function that makes an iterator (given the
-            number of the pass, if it takes an argument), or an iterator, which goes through once.
+            number of the pass, if it needs an argument or takes `epoch` first), or an iterator,
+            which goes through once.
         global_batch: samples of a step over all ranks: lanes divide it.
         form: what becomes of its samples.
         passed_over: global batches at the beginning of each pass that are left out.
@@ -182,6 +186,8 @@ class StreamSource(Source):
 
     def _sample(self, row: int, position: int) -> Any:
         sample = self._raw(position)
+        if self._form.transform is not None or self._form.collate is not None:
+            sample = _copied(sample)  # what a lane keeps may be asked for again
         if self._form.transform is None:
             return sample
         draws.begin(row)
@@ -223,7 +229,7 @@ class StreamSource(Source):
             stream.set_epoch(epoch)
         if hasattr(stream, "__iter__"):
             return iter(stream)
-        return iter(stream(epoch) if inspect.signature(stream).parameters else stream())
+        return iter(stream(epoch) if _takes_epoch(stream) else stream())
 
 
 class _Lane:
@@ -321,6 +327,31 @@ class _Lane:
             )
         self._epoch, self._of_pass = self._epoch + 1, 0
         self._passes = self._begin(self._epoch)
+
+
+def _takes_epoch(stream: Any) -> bool:
+    """Whether its first argument is to be given, and not one that has a value by itself."""
+    first = next(iter(inspect.signature(stream).parameters.values()), None)
+    if first is None or first.kind not in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD):
+        return False
+    return first.default is first.empty or first.name == "epoch"
+
+
+def _copied(given: Any) -> Any:
+    """A sample that may be changed: containers, tensors and arrays in it are its own."""
+    if isinstance(given, _LEAVES):  # quicker than the rest, and there may be many
+        return given
+    if isinstance(given, Tensor):
+        return given.clone()
+    if isinstance(given, np.ndarray):
+        return given.copy()
+    if type(given) in (list, tuple):
+        return type(given)(map(_copied, given))
+    if isinstance(given, MutableMapping):
+        found = copy(given)
+        found.update((key, _copied(value)) for key, value in given.items())
+        return found
+    return given
 
 
 def is_stream(dataset: Any) -> bool:
