@@ -120,6 +120,18 @@ def files_in(cache: Path, ending: str) -> list[Path]:
     return sorted(cache.glob(f"*.{ending}"))
 
 
+@pytest.mark.parametrize("chunk", [1, 2, 5, 2**20])
+@pytest.mark.parametrize("tokenizer", ["bytes", "words"])
+def test_lines_are_those_that_python_reads(tmp_path, words, monkeypatch, tokenizer, chunk):
+    monkeypatch.setattr("gpumix.data.text._CHUNK_BYTES", chunk)
+    file = write(tmp_path / "a", b"one two\r\n\r\ntwo\n \none one\r\n" + b"two " * 9 + b"one")
+    lines = [line for line in file.read_text().splitlines() if line.strip()]
+    opened = ByteTokenizer() if tokenizer == "bytes" else words
+    found = pack_text(spec(file, document="line"), opened, 2, tmp_path / "cache")
+    wanted = [[*opened.encode(line).tolist(), opened.end_of_text] for line in lines]
+    assert [part.tolist() for part in np.split(found.stream, found.ends[:-1])] == wanted
+
+
 def test_the_cache_is_used_again(tmp_path):
     file = write(tmp_path / "a", b"some text")
     pack(tmp_path, file)

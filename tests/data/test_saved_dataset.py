@@ -87,6 +87,13 @@ def test_masked_tokens_are_not_packed(tmp_path):
     assert stream(source) == [1, 2, END, 3, 4, END]
 
 
+def test_an_end_that_is_padding_ends_no_row_and_one_that_is_seen_is_not_doubled(tmp_path):
+    ids = [[1, 2, END, END], [3, END, 0, 0], [0, 4, 5, END], [6, 7, 0, 0], [8, 9, 0, 0]]
+    mask = [[1, 1, 0, 0], [1, 1, 0, 0], [0, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]]
+    source = opened(save(tmp_path / "d", input_ids=ids, attention_mask=mask), length=1)
+    assert stream(source) == [1, 2, END, 3, END, 4, 5, END, 6, 7, END]
+
+
 def test_rows_that_were_selected_and_shuffled_keep_their_order(tmp_path):
     import datasets
 

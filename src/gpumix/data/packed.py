@@ -22,7 +22,7 @@ from gpumix.data.lock import exclusive
 from gpumix.data.tokenizer import token_dtype
 from gpumix.spec.errors import InputError, MachineError
 
-_FORMAT = 2  # a change in how files become tokens takes a new number: old caches are built again
+_FORMAT = 3  # a change in how files become tokens takes a new number: old caches are built again
 _LOG = logging.getLogger(__name__)
 
 

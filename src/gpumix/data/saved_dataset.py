@@ -234,9 +234,7 @@ def _row_lengths(dataset: Any, names: list[str], folder: Path) -> np.ndarray:
     for _, columns in _lists(dataset, [wanted], folder):
         lengths, values = columns[wanted]
         if wanted == MASK:
-            seen = np.concatenate([[0], np.cumsum(values != 0)])
-            ends = np.cumsum(lengths)
-            lengths = seen[ends] - seen[ends - lengths]
+            lengths = _seen(lengths, values)
         found.append(lengths.astype(np.int32))
     of_all = np.concatenate(found)
     if not of_all.all():
@@ -246,6 +244,14 @@ def _row_lengths(dataset: Any, names: list[str], folder: Path) -> np.ndarray:
             fix="drop such rows: dataset.filter(lambda row: any(row['input_ids']))",
         )
     return of_all
+
+
+def _seen(lengths: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """How many tokens of rows of these lengths their masks, one behind the other, leave."""
+    before = np.concatenate([[0], np.cumsum(mask != 0)])
+    ends = np.cumsum(lengths)
+    seen: np.ndarray = before[ends] - before[ends - lengths]
+    return seen
 
 
 def _lists(
@@ -284,13 +290,13 @@ def _write_tokens(dataset: Any, tokenizer: Tokenizer, writer: TokenWriter, folde
                 where=str(folder),
                 fix="set tokenizer: to the tokenizer.json that the tokens were made with",
             )
+        if MASK in columns:
+            mask = columns[MASK][1]
+            lengths, tokens = _seen(lengths, mask), tokens[mask != 0]
         ends = np.cumsum(lengths[lengths > 0])
         added = ends[tokens[ends - 1] != tokenizer.end_of_text]
         tokens = np.insert(tokens, added, tokenizer.end_of_text)
         ends += np.searchsorted(added, ends, side="right")  # so many were put in up to there
-        if MASK in columns:
-            kept = np.insert(columns[MASK][1] != 0, added, True)
-            tokens, ends = tokens[kept], np.unique(np.cumsum(kept)[ends - 1])
         writer.write(tokens, ends)
 
 

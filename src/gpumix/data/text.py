@@ -160,14 +160,18 @@ def _pieces(path: Path, tokenizer: Tokenizer) -> Iterator[Piece]:
 
 
 def _lines_of(path: Path, tokenizer: Tokenizer) -> Iterator[Piece]:
-    """Every line of the file `path` that is not blank, as a document."""
+    """Every line of the file `path` that is not blank, without its end, as a document."""
     newline: Any = b"\n" if tokenizer.reads_bytes else "\n"
-    rest: Any = newline[:0]
-    for piece, _ in _pieces(path, tokenizer):
-        *lines, rest = (rest + piece).split(newline)
-        yield from ((line, True) for line in lines if line.strip())
-    if rest.strip():
-        yield rest, True
+    carriage: Any = b"\r" if tokenizer.reads_bytes else "\r"
+    begun: list[Any] = []  # parts of a line, which may be long
+    for piece, last in _pieces(path, tokenizer):
+        *ended, rest = piece.split(newline)
+        for line in [*ended, rest] if last else ended:
+            whole = newline[:0].join([*begun, line]).removesuffix(carriage)
+            begun = []
+            if whole.strip():
+                yield whole, True
+        begun.append(rest)
 
 
 def _chunks(path: Path) -> Iterator[bytes]:
