@@ -33,7 +33,8 @@ class Arena:
         self._memory = _shared(slots, self.slot_bytes)
         # Last in, first out: what is never needed is never touched.
         self._free = list(range(len(self._memory) // self.slot_bytes))[::-1]
-        self._lock = threading.Lock()
+        # A thread that holds it may collect what was lent, which gives a slot back.
+        self._lock = threading.RLock()
 
     def take(self) -> int | None:
         """A slot that nobody uses; None while there is none."""

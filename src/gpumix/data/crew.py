@@ -329,7 +329,8 @@ class Processes(Crew):
             self._closed = True
         with suppress(OSError):
             self._bell.send_bytes(b"!")
-        self._listener.join()
+        if self._listener is not threading.current_thread():  # which may collect the loader
+            self._listener.join()
         for hand in self._hands.values():
             hand.worker.close()
         self._hands.clear()

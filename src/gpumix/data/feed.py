@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -23,7 +24,7 @@ from gpumix.data.layout import Batch, Layout
 from gpumix.data.reading import BadSamples, StuckError
 from gpumix.data.rows import Source
 from gpumix.hardware.memory import host_memory
-from gpumix.spec.errors import MachineError
+from gpumix.spec.errors import InputError, MachineError
 
 MOST_AHEAD = 64  # batches
 SLOTS = 2 * MOST_AHEAD  # of those ahead, and of as many in use
@@ -72,6 +73,7 @@ class Feed:
         self._key = draws.key_of(f"gpumix samples {seed}")
         self._setting = Setting()
         self._crew: Crew | None = None
+        self._hirer = 0  # the process whose crew it is
         self._lacking: MachineError | None = None  # why there is none
         self._arena: Arena | None = None
         self._used: Arena | None = None  # memory of the batches of threads, used again
@@ -116,7 +118,18 @@ class Feed:
             self._dispatch()
 
     def want(self, position: int, part: Callable[[], Part]) -> None:
-        """Have the batch at `position` fetched, if it is not under way."""
+        """Have the batch at `position` fetched, if it is not under way.
+
+        Raises:
+            InputError: who fetches belongs to the process that this one was forked from.
+        """
+        if self._is_parents:
+            raise InputError(
+                "this loader is one of the process that this one was forked from, and its workers "
+                "are",
+                where=f"process {os.getpid()}",
+                fix="make a loader in the process that reads",
+            )
         under_way = position in self._by_position
         if self._crew is None and self._lacking is None:
             self._hire()
@@ -169,6 +182,8 @@ class Feed:
 
     def forget(self) -> None:
         """All that is under way."""
+        if self._is_parents:
+            return  # whose thread may hold the lock, for ever here
         with self._changed:
             self._pending.clear()
             for batch in self._by_position.values():
@@ -209,17 +224,23 @@ class Feed:
         return costs, skipped
 
     def close(self) -> None:
-        """End all workers."""
-        self.forget()
-        self._dismiss()
+        """End all workers; in a process that was forked meanwhile they are left alone."""
+        if not self._is_parents:
+            self.forget()
+            self._dismiss()
 
     # -- inside ------------------------------------------------------------------------------------
+
+    @property
+    def _is_parents(self) -> bool:
+        """Whether the crew is that of a process that this one was forked from."""
+        return self._crew is not None and self._hirer != os.getpid()
 
     def _hire(self) -> None:
         """A crew. Where none can be had it is `take` that says so: who changes a setting, or looks
         ahead, has a batch in hand that would be lost."""
         try:
-            self._crew = self._hired()
+            self._crew, self._hirer = self._hired(), os.getpid()
         except MachineError as error:
             self._lacking = error
 

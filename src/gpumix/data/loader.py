@@ -148,7 +148,7 @@ class Loader(Iterator[Batch]):
             timeout_s=timeout_s,
         )
         self._copies = None if pin is None else Copies(CopyStream(pin))
-        self._end = weakref.finalize(self, self._feed.close)
+        weakref.finalize(self, self._feed.close)
         self._tuner = Tuner(self._bounds_by(shares), self._source.splits)
         self._feed.set(self._tuner.setting)
         self._pace = pace_of(pin)
@@ -263,7 +263,7 @@ class Loader(Iterator[Batch]):
 
     def close(self) -> None:
         """Stop fetching and end all workers."""
-        self._end()
+        self._feed.close()
         self._forget()
 
     def __enter__(self) -> Loader:
