@@ -136,6 +136,50 @@ def test_datasets_must_be_map_style(dataset):
         as_source(dataset)
 
 
+@pytest.mark.parametrize("lazy", [False, True])
+def test_datasets_by_name_are_refused(lazy):
+    datasets = pytest.importorskip("datasets")
+    one = datasets.Dataset.from_dict({"x": [1]})
+    if lazy:
+        both = datasets.IterableDatasetDict({"test": one.to_iterable_dataset()})
+    else:
+        both = datasets.DatasetDict({"test": one})
+    with pytest.raises(InputError, match="has no sample 0, it has 'test'") as refused:
+        Loader(both, [1], 0)
+    assert "give one: dataset['test']" in refused.value.fix
+
+
+class Computed:
+    """What a model made, without a word that nothing is to be learnt from it."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, k: int) -> dict[str, Any]:
+        return {"x": torch.ones(3, requires_grad=True) * k}
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+@pytest.mark.parametrize("collate", [None, torch.utils.data.default_collate])
+def test_batches_do_not_know_how_samples_were_computed(kind, collate):
+    with Loader(Computed(), [8], 0, kind=kind, workers=2, collate=collate) as loader:
+        batches = [next(loader)["x"] for _ in range(3)]
+    assert not any(batch.requires_grad for batch in batches)
+    assert all(batch.sum().item() == 3 * sum(range(8)) for batch in batches)
+
+
+def stacked(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"x": torch.stack([sample["x"] for sample in samples])}
+
+
+@pytest.mark.parametrize("collate", [None, stacked])
+def test_sparse_tensors_are_refused(collate):
+    dataset = [{"x": torch.eye(3).to_sparse()}] * 4
+    with pytest.raises(InputError, match="'x', a sparse tensor") as refused:
+        Loader(dataset, [2], 0, collate=collate)
+    assert refused.value.fix == "make it a dense one: .to_dense()"
+
+
 def test_an_empty_dataset_is_refused():
     with pytest.raises(InputError, match="empty"):
         as_source([])

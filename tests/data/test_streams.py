@@ -453,6 +453,14 @@ def test_transforms_are_for_streams():
         Loader([{"k": 1}], [1], 0, transform=squared)
 
 
+def test_a_loader_of_torch_is_no_stream():
+    """Its batches are not samples."""
+    whole = torch.utils.data.DataLoader(Numbers(), batch_size=3)
+    with pytest.raises(InputError, match="a DataLoader makes batches of its own") as refused:
+        Loader(whole, [4], 0)
+    assert "give its dataset" in refused.value.fix
+
+
 def test_what_is_a_stream():
     assert all(map(is_stream, (numbers, numbers(), Numbers())))
     assert not any(map(is_stream, ([], {}, torch.zeros(3), Numbered())))

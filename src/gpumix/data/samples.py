@@ -214,7 +214,7 @@ def tensors_of(sample: Any, what: str, name: str) -> dict[str, Tensor]:
 
 def _tensor(value: Any, key: str, what: str, name: str) -> Tensor:
     if isinstance(value, Tensor):
-        return value
+        return _plain(value, what, key, name)
     try:
         array = np.array(value)
         if array.dtype == np.float64 and not isinstance(value, np.ndarray | np.generic):
@@ -229,6 +229,17 @@ def _tensor(value: Any, key: str, what: str, name: str) -> Tensor:
             if isinstance(value, str)
             else "return tensors, numpy arrays, numbers or flat lists of numbers",
         ) from error
+
+
+def _plain(value: Tensor, what: str, key: str, name: str) -> Tensor:
+    """Without how it was computed, which another process would not know of either."""
+    if value.layout != torch.strided:
+        raise InputError(
+            f"{what} holds '{key}', a sparse tensor",
+            where=name,
+            fix="make it a dense one: .to_dense()",
+        )
+    return value.detach()
 
 
 class CollatedSource(Source):
@@ -305,7 +316,7 @@ def collated(collate: Collate, samples: Sequence[Any], name: str) -> Batch:
                 where=name,
                 why="each rank takes some of the samples: tensors have them in the first dimension",
             )
-    return dict(batch)
+    return {key: _plain(value, "a batch", key, name) for key, value in batch.items()}
 
 
 class MapStyle:
@@ -411,6 +422,13 @@ def as_source(
 
 
 def _length(dataset: Any, name: str) -> int:
+    if isinstance(dataset, Mapping) and dataset and 0 not in dataset:
+        raise InputError(
+            f"a {type(dataset).__name__} has no sample 0, it has {', '.join(map(repr, dataset))}",
+            where=name,
+            fix=f"if these are datasets, give one: dataset[{next(iter(dataset))!r}]; if they are "
+            "columns: datasets.Dataset.from_dict(dataset)",
+        )
     iterable = isinstance(dataset, torch.utils.data.IterableDataset)
     if iterable or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise InputError(

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from gpumix.data import draws
 from gpumix.data.fetch import TRIES, BrokenStreamError, fetch_in_time, readable
@@ -74,7 +74,7 @@ class StreamSource(Source):
         reading: how long its first samples are waited for.
 
     Raises:
-        InputError: it gives nothing, or what cannot be put together.
+        InputError: it gives nothing, what cannot be put together, or batches.
         TrainingError: its first sample cannot be read.
     """
 
@@ -93,6 +93,12 @@ class StreamSource(Source):
         seed: int = 0,
         reading: Reading = AS_USUAL,
     ) -> None:
+        if isinstance(stream, DataLoader):
+            raise InputError(
+                "a DataLoader makes batches of its own, and these are no samples",
+                where=name,
+                fix="give its dataset; its `collate_fn` is Loader(collate=...)",
+            )
         self.name = name
         self._reading = reading
         self._seed = seed
