@@ -49,6 +49,12 @@ def fetching():
 def no_steps():
     print("here I am")
 
+def yielding():
+    yield train(100)
+
+async def later():
+    train(100)
+
 def few_steps():
     train(6)
 
@@ -146,6 +152,8 @@ def test_what_slows_a_function_down_is_found_with_its_line(folder):
     ("name", "what", "where"),
     [
         ("no_steps", "ended without a step of an optimizer", ""),
+        ("yielding", "gives a generator, and trains nothing by itself", ""),
+        ("later", "gives a coroutine, and trains nothing by itself", ""),
         ("broken", "TypeError: unsupported operand", line_of("None + 1") + " in <lambda>"),
         ("nowhere", "module 'script' has no function 'nowhere'", "script.py"),
         ("wants", "cannot be called with the given arguments", ""),

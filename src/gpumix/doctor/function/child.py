@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -109,15 +110,20 @@ def watch_function(order: Order, patches: Patches, send: Any) -> None:
         patches.callback(attention.end)
         attention.begin()
     try:
-        call_factory(order.reference, {}, Path(order.folder))
+        made = call_factory(order.reference, {}, Path(order.folder))
     except Enough:
         return
     if not steps.end_early():
-        raise _too_few(order, steps)
+        raise _too_few(order, steps, made)
     leaves()
 
 
-def _too_few(order: Order, steps: Steps) -> InputError:
+def _too_few(order: Order, steps: Steps, made: Any) -> InputError:
+    if isinstance(made, Iterator | Awaitable | AsyncIterator):
+        return InputError(
+            f"'{order.reference}' gives a {type(made).__name__}, and trains nothing by itself",
+            fix="name a function that goes through it: `for _ in ...: pass`, `asyncio.run(...)`",
+        )
     if not steps.done:
         return InputError(
             f"'{order.reference}' ended without a step of an optimizer",
