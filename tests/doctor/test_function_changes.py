@@ -47,11 +47,18 @@ def test_batches_and_pinned_memory_together(patches):
     assert (made.batch_size, made.pin_memory) == (8, True)
 
 
-def test_optimizers_are_fused(patches):
-    apply({"fused": True}, patches)
-    weight = nn.Parameter(torch.ones(2))
+def optimizer(kind: type[torch.optim.Optimizer], **arguments) -> torch.optim.Optimizer:
+    return kind([nn.Parameter(torch.ones(2))], lr=0.1, **arguments)
+
+
+def test_optimizers_of_some_lines_are_fused(patches):
+    """But for those that cannot be."""
+    file = calling_line().rpartition(":")[0]
+    apply({"fused": (f"{file}:{inspect.getsourcelines(optimizer)[1] + 1}",)}, patches)
     for kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
-        assert kind([weight], lr=0.1).defaults["fused"] is True
+        assert optimizer(kind).defaults["fused"] is True
+    assert not optimizer(torch.optim.SGD, foreach=True).defaults["fused"]
+    assert not torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1).defaults["fused"]
 
 
 def test_what_was_computed_again_is_kept(patches):

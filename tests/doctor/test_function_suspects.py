@@ -151,7 +151,7 @@ def test_nothing_is_suspected_of_a_function_that_shows_nothing():
         (
             replace(SEEN, optimizers=(replace(OPTIMIZER, seconds=0.2),)),
             "fused_optimizer",
-            {"fused": True},
+            {"fused": ("train.py:8",)},
             "AdamW(..., fused=True) at train.py:8",
         ),
         (

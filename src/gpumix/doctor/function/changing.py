@@ -9,7 +9,7 @@ from __future__ import annotations
 import builtins
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any, Protocol
@@ -24,7 +24,7 @@ from gpumix.doctor.function.lines import is_shown
 from gpumix.doctor.function.patches import UNKNOWN, Patches, calling_line
 from gpumix.doctor.function.roots import Treatment, device_of
 from gpumix.doctor.function.suspects import LATE
-from gpumix.doctor.function.watching import FUSIBLE, SETTERS
+from gpumix.doctor.function.watching import FUSIBLE, SETTERS, UNFUSIBLE
 from gpumix.hardware.environment import use_expandable_segments
 
 
@@ -220,9 +220,10 @@ def _ignored(*_: Any, **__: Any) -> None:
 # -- what is computed ------------------------------------------------------------------------------
 
 
-def _fuse(_: Any, patches: Patches) -> None:
+def _fuse(lines: Collection[str], patches: Patches) -> None:
     def change(line: str, given: dict[str, Any]) -> None:
-        given["fused"] = True
+        if line in lines and not any(given.get(key) for key in UNFUSIBLE):
+            given["fused"] = True
 
     for kind in FUSIBLE:
         _making(patches, kind, change)

@@ -263,7 +263,7 @@ def _computing(seen: Seen) -> Iterator[Suspect]:
             name="fused_optimizer",
             what="the optimizer is not fused",
             why="it reads and writes its state once for each operation",
-            changes={"fused": True},
+            changes={"fused": tuple(one.place for one in slow)},
             fix="; ".join(f"{one.name}(..., fused=True) at {one.place}" for one in slow),
         )
 

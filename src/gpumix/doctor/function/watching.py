@@ -36,6 +36,7 @@ from gpumix.hardware.cpu import cpu_has_bf16
 from gpumix.hardware.environment import has_cpp_compiler, host_memory_bytes
 
 FUSIBLE = (Adam, AdamW, SGD, Adagrad)
+UNFUSIBLE = ("differentiable", "capturable", "foreach")  # what goes with `fused` in none of them
 # What code sets for the whole process: its name in torch.
 SETTERS = {
     "threads": "set_num_threads",
@@ -161,7 +162,7 @@ class _Optimizer:
 
     def seen(self, one: Optimizer) -> OptimizerSeen:
         settings = one.defaults
-        other = any(settings.get(key) for key in ("differentiable", "capturable", "foreach"))
+        other = any(settings.get(key) for key in UNFUSIBLE)
         return OptimizerSeen(
             place=self.place,
             name=type(one).__name__,
