@@ -180,6 +180,19 @@ def test_sparse_tensors_are_refused(collate):
     assert refused.value.fix == "make it a dense one: .to_dense()"
 
 
+@pytest.mark.parametrize("bad_samples", ["stop", "skip"])
+def test_a_collate_may_take_away_from_samples_that_lie_in_memory(bad_samples):
+    """As collators of `transformers` do; the dataset gives the same dictionaries again."""
+
+    def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"k": torch.tensor([sample.pop("k") for sample in samples])}
+
+    dataset = [{"k": k} for k in range(6)]
+    with Loader(dataset, [4], 0, collate=collate, bad_samples=bad_samples) as loader:
+        found = torch.cat([next(loader)["k"] for _ in range(6)])
+    assert found.tolist() == GlobalOrder(6, 0).span(0, 24).tolist()
+
+
 def test_an_empty_dataset_is_refused():
     with pytest.raises(InputError, match="empty"):
         as_source([])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -303,7 +304,8 @@ def collated(collate: Collate, samples: Sequence[Any], name: str) -> Batch:
         InputError: it is no batch of them.
     """
     draws.begin_together()
-    batch = collate(list(samples))
+    # Who takes away from a dictionary must not take it from the dataset.
+    batch = collate([copy(one) if isinstance(one, dict) else one for one in samples])
     if not isinstance(batch, Mapping) or not batch:
         raise InputError(
             f"`collate` returns a {type(batch).__name__}, not a dictionary of tensors", where=name
