@@ -119,6 +119,14 @@ class RootParameterAsInput(Regression):
         return self.error(x, target)
 
 
+class RootParameterAsInputOnce(RootParameterAsInput):
+    """Of one block only."""
+
+    def forward(self, x, target):
+        x = self.blocks[0](self.enter(x))
+        return self.error(self.blocks[2](self.blocks[1](x, scale=self.scale)), target)
+
+
 class Many(nn.Module):
     """Takes and gives nested structures with numbers, strings and None among the tensors."""
 
@@ -228,6 +236,7 @@ MODELS = [
     SharedGlue,
     Chain,
     RootParameterAsInput,
+    RootParameterAsInputOnce,
     Structures,
     Aliases,
     InPlaceOnOutputs,

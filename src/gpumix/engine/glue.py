@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 
@@ -105,7 +106,7 @@ class Glue:
             if link.leaf is None:
                 root = self._roots[link.key]
                 root.gradient = gradient if root.gradient is None else root.gradient + gradient
-            elif link.leaf.grad is None:
+            elif link.leaf.grad is None and not isinstance(link.leaf, nn.Parameter):
                 link.leaf.grad = gradient
             else:
                 torch.autograd.backward(link.leaf, gradient)
