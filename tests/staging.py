@@ -81,6 +81,39 @@ class LooksBack(Regression):
         return self.error(x + first[first.isnan()].sum(), target)
 
 
+class UShape(Regression):
+    """Its last block, and its loss, go by what the first two have come to, too."""
+
+    def __init__(self) -> None:
+        super().__init__([Block() for _ in range(4)])
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first = self.blocks[0](self.enter(x))
+        second = self.blocks[1](first)
+        third = self.blocks[2](second)
+        return self.error(self.blocks[3](third * first.sigmoid()) + second, target)
+
+
+class StartsWithoutGradients(Regression):
+    """Its first two blocks run without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__([Block() for _ in range(4)])
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.no_grad():
+            x = self.blocks[1](self.blocks[0](self.enter(x)))
+        return self.error(self.blocks[3](self.blocks[2](x)), target)
+
+
+def frozen_bottom() -> nn.Module:
+    """Nothing before its third block is trained."""
+    model = Regression(blocks := [Block() for _ in range(4)])
+    for part in (model.enter, *blocks[:2]):
+        part.requires_grad_(False)
+    return model
+
+
 EVERY = (
     ARCHITECTURES
     | DEEP
@@ -91,6 +124,9 @@ EVERY = (
             "tied_crosswise": tied_crosswise,
             "called_again": called_again,
             "looks_back": LooksBack,
+            "u_shape": UShape,
+            "starts_without_gradients": StartsWithoutGradients,
+            "frozen_bottom": frozen_bottom,
         }.items()
     }
 )

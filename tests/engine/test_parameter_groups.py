@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatch
+
 import pytest
 import torch
 
 import gpumix
+from gpumix.engine.state import load_optimizer_state, optimizer_state
+from gpumix.integrations.optimizers import taken_over
 from gpumix.spec.errors import InputError
+from gpumix.spec.job import OptimizerSpec, ParameterGroup
+from gpumix.spec.plan import Plan
+from gpumix.train.optimizer import optimizer_for
+from harness import run_ranks
 from models import ARCHITECTURES
 from reference import (
     batches,
@@ -17,6 +25,7 @@ from reference import (
     pieces_of,
     tensor_errors,
 )
+from staging import EVERY, own_samples, rows, staged_engine, staged_plan
 
 GPT2 = ARCHITECTURES["gpt2"]
 STEPS = 3
@@ -112,3 +121,75 @@ def test_a_pattern_without_a_parameter_is_refused():
         by_patterns({"match": "*.biases"})
     with pytest.raises(InputError, match=r"why: '\*.bias' comes first and takes transformer.h.0"):
         by_patterns({"match": "*.bias"}, {"match": "*.ln_1.bias"})
+
+
+def _of_job(engine, match):
+    groups = (ParameterGroup(match=match, lr=0.02),)
+    spec = OptimizerSpec(name="sgd", lr=0.1, weight_decay=0.0, groups=groups)
+    return optimizer_for(spec, engine.pieces(), names=engine.trained_names())
+
+
+def _of_engine(engine, match):
+    return torch.optim.SGD(gpumix.parameter_groups(engine, {"match": match, "lr": 0.02}), lr=0.1)
+
+
+def _of_model(named, match):
+    named = list(named)
+    matching = [p for n, p in named if fnmatch(n, match)]
+    others = [p for n, p in named if not fnmatch(n, match)]
+    return torch.optim.SGD([{"params": matching, "lr": 0.02}, {"params": others}], lr=0.1)
+
+
+def _taken_over(engine, match):
+    """Made of the model's own parameters."""
+    model = initialised(GPT2.factory)
+    optimizer = _of_model(model.named_parameters(), match)
+    taken_over(optimizer, engine, {id(p): n for n, p in model.named_parameters()})
+    return optimizer
+
+
+def _of_parameters(engine, match):
+    """No groups."""
+    return torch.optim.SGD(engine.parameters(), lr=0.1)
+
+
+def _by_plan(name, plan_json, make, match):
+    """On a rank: its pieces after some steps."""
+    plan = Plan.model_validate_json(plan_json)
+    engine = staged_engine(name, plan)
+    optimizer = make(engine, match)
+    for batch in batches(EVERY[name], plan.global_batch, STEPS):
+        engine.step(own_samples(plan, engine.comm.rank, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+    state = optimizer_state(engine.pieces(), optimizer)
+    load_optimizer_state(engine.pieces(), optimizer, state)
+    return pieces_of(engine)
+
+
+def _assert_trains_plainly(name, plan, make, match):
+    ranks = len(plan.workers)
+    found = joined(run_ranks(_by_plan, ranks, name, plan.model_dump_json(), make, match))
+    model = initialised(EVERY[name].factory)
+    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    optimizer = _of_model(trained, "" if make is _of_parameters else match)
+    for batch in batches(EVERY[name], plan.global_batch, STEPS):
+        optimizer.zero_grad()
+        mean_loss(model, batch).backward()
+        optimizer.step()
+    errors = tensor_errors(found, {n: p.detach().numpy() for n, p in model.named_parameters()})
+    assert max(errors.values()) < 1e-5, errors
+
+
+@pytest.mark.parametrize("make", [_of_job, _of_engine, _of_parameters])
+@pytest.mark.parametrize("name", ["plain-own-blocks", "frozen_bottom"])
+def test_a_group_that_one_stage_has_alone(name, make):
+    """And a stage that trains nothing."""
+    plan = staged_plan(name, rows([4], [4]), cuts=[2])
+    _assert_trains_plainly(name, plan, make, "leave.*")
+
+
+@pytest.mark.parametrize("make", [_of_job, _of_engine, _taken_over])
+def test_groups_of_a_rank_that_has_several_parts_of_a_parameter(make):
+    plan = staged_plan("gpt2", rows([4, 3], tensor=[(1, 2)]), zero_stage=1)
+    _assert_trains_plainly("gpt2", plan, make, "transformer.h.1.*")

@@ -29,6 +29,7 @@ class ShardedModel:
         self.device = comm.device
         self._buckets = buckets
         self._inventory = inventory
+        self._nothing = nn.Parameter(torch.empty(0, device=comm.device))
 
     def groups(self) -> Iterator[FlatGroup]:
         """The flat groups of all buckets, the root's first, then those of units in order."""
@@ -47,12 +48,17 @@ class ShardedModel:
             yield from group.pieces
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """What the optimizer updates: this rank's trainable pieces, 1-D, some of them empty."""
-        return (p for _, p in self.named_parameters())
+        """What the optimizer updates: this rank's trainable pieces, 1-D, some of them empty. One
+        empty parameter where it has none, for an optimizer wants some."""
+        return iter([p for _, p in self.named_parameters()] or [self._nothing])
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The same by the model's own parameter names, for parameter groups."""
         return ((p.name, p.local) for p in self.pieces() if p.local.requires_grad)
+
+    def trained_names(self) -> list[str]:
+        """Names of all parameters that are trained, whoever has a part of them."""
+        return [name for name, one in self._inventory.parameters.items() if one.trained]
 
     def shapes(self) -> dict[str, torch.Size]:
         """Shapes of all parameters by name, as in the unsharded model."""

@@ -198,7 +198,8 @@ def beside(before: Cut | T | None, more: Cut | T) -> Cut | T:
 
 def _check_ours(pieces: Iterable[Piece], optimizer: Optimizer) -> None:
     ours = {id(piece.local) for piece in pieces}
-    foreign = [p for g in optimizer.param_groups for p in g["params"] if id(p) not in ours]
+    updated = [p for group in optimizer.param_groups for p in group["params"]]
+    foreign = [p for p in updated if id(p) not in ours and p.numel()]
     if foreign:
         raise InputError(
             f"the optimizer updates {len(foreign)} tensor(s) that are not the engine's",
@@ -237,8 +238,8 @@ def load_optimizer_state(
     _check_ours(pieces, optimizer)
     by_local = {id(piece.local): piece for piece in pieces}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    updated = [by_local[id(p)] for p in parameters]
-    names = {piece.name for piece in updated}
+    updated = [(n, by_local[id(p)]) for n, p in enumerate(parameters) if id(p) in by_local]
+    names = {piece.name for _, piece in updated}
     absent = [name for name in state if name not in names]
     if absent:
         raise InputError(
@@ -248,7 +249,7 @@ def load_optimizer_state(
     packed = optimizer.state_dict()
     packed["state"] = {
         number: {key: _local(piece, key, value) for key, value in state[piece.name].items()}
-        for number, piece in enumerate(updated)
+        for number, piece in updated
         if piece.name in state
     }
     optimizer.load_state_dict(packed)

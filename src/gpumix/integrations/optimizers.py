@@ -68,8 +68,10 @@ def taken_over(optimizer: Optimizer, engine: Engine, names: Mapping[int, str]) -
     Raises:
         InputError: it updates something else, or has updated already.
     """
-    pieces = dict(engine.named_parameters())
-    ours = {id(piece) for piece in pieces.values()}
+    pieces: dict[str, list[nn.Parameter]] = {}
+    for name, piece in engine.named_parameters():  # a rank may have several of one parameter
+        pieces.setdefault(name, []).append(piece)
+    ours = {id(piece) for of_name in pieces.values() for piece in of_name}
     if all(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
         return
     for group in optimizer.param_groups:
@@ -82,5 +84,5 @@ def taken_over(optimizer: Optimizer, engine: Engine, names: Mapping[int, str]) -
                 else "it updates tensors that are no parameters of the model",
                 fix="make it of the model's parameters, and hand it over before it is used",
             )
-        own = (pieces.get(names[id(p)]) for p in group["params"])
-        group["params"] = [piece for piece in own if piece is not None]
+        own = [pieces.get(names[id(p)], []) for p in group["params"]]
+        group["params"] = [piece for of_name in own for piece in of_name]

@@ -93,6 +93,7 @@ class Trainer:
             job.optimizer,
             self.engine.pieces(),
             self.engine.layout,
+            names=self.engine.trained_names(),
             fused=plan.workers[ranks.rank].efficiency.fused_optimizer,
         )
         self.loader = Loader(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ def optimizer_for(
     pieces: Iterable[Piece],
     layout: Callable[[], Layout] | None = None,
     *,
+    names: Sequence[str] | None = None,
     fused: bool = True,
 ) -> torch.optim.Optimizer:
     """The optimizer over a rank's pieces. Weight decay is for matrices: parameters of two and more
@@ -30,13 +31,15 @@ def optimizer_for(
 
     Args:
         layout: the engine's; called, on all ranks, where the optimizer needs it.
+        names: of all trained parameters, where other ranks may have others than this one.
         fused: whether adamw and sgd update in one kernel.
 
     Raises:
         InputError: a group of the job gets no parameter.
     """
     trained = [p for p in pieces if p.local.requires_grad]
-    numbers = matches([group.match for group in spec.groups], [p.name for p in trained])
+    patterns = [group.match for group in spec.groups]
+    numbers = matches(patterns, [p.name for p in trained], names)
     made: dict[tuple[int, bool], dict[str, Any]] = {}
     for piece, number in zip(trained, numbers):
         of_job = spec.groups[number] if number < len(spec.groups) else None
@@ -44,7 +47,9 @@ def optimizer_for(
         made.setdefault((number, not matrix), _group(spec, of_job, matrix=matrix))["params"].append(
             piece.local
         )
-    return _make(spec, [made[key] for key in sorted(made)], layout, fused=fused)
+    # An optimizer wants a group, also of a rank whose stage trains nothing.
+    groups = [made[key] for key in sorted(made)] or [_group(spec, None, matrix=True)]
+    return _make(spec, groups, layout, fused=fused)
 
 
 def _group(spec: OptimizerSpec, of_job: ParameterGroup | None, *, matrix: bool) -> dict[str, Any]:

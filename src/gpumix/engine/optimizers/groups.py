@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -32,30 +32,37 @@ def parameter_groups(engine: Engine, *groups: dict[str, Any]) -> list[dict[str, 
             f"the parameter group {without} does not say which parameters it is for",
             fix="give it a pattern of names, such as `'match': '*.bias'`",
         )
-    named = dict(engine.named_parameters())
-    numbers = matches([group["match"] for group in groups], named)
+    named = list(engine.named_parameters())
+    patterns = [group["match"] for group in groups]
+    numbers = matches(patterns, [name for name, _ in named], engine.trained_names())
     made: list[dict[str, Any]] = [
         {**{key: value for key, value in group.items() if key != "match"}, "params": []}
         for group in (*groups, {"match": "*"})
     ]
-    for (name, parameter), number in zip(named.items(), numbers):
+    for (name, parameter), number in zip(named, numbers):
         made[number]["params"].append((name, parameter))
-    return [group for group in made if group["params"]]
+    # An optimizer wants a group, also of a rank whose stage trains nothing.
+    return [group for group in made if group["params"]] or made[-1:]
 
 
-def matches(patterns: Sequence[str], names: Iterable[str]) -> list[int]:
+def matches(
+    patterns: Sequence[str], names: Sequence[str], every: Sequence[str] | None = None
+) -> list[int]:
     """For each name the number of the first pattern that it matches, or how many patterns there
     are if none does.
 
+    Args:
+        every: the names of all parameters, where `names` are those of a part of them.
+
     Raises:
-        InputError: a pattern is not the first that matches for any name.
+        InputError: a pattern is not the first that matches for any of all names.
     """
-    names = list(names)
-    found = [_first(patterns, name) for name in names]
+    every = names if every is None else every
+    matched = {_first(patterns, name) for name in every}
     for number, pattern in enumerate(patterns):
-        if number not in found:
-            raise _idle(pattern, patterns, names)
-    return found
+        if number not in matched:
+            raise _idle(pattern, patterns, every)
+    return [_first(patterns, name) for name in names]
 
 
 def _first(patterns: Sequence[str], name: str) -> int:
@@ -63,7 +70,7 @@ def _first(patterns: Sequence[str], name: str) -> int:
     return next(hits, len(patterns))
 
 
-def _idle(pattern: str, patterns: Sequence[str], names: list[str]) -> InputError:
+def _idle(pattern: str, patterns: Sequence[str], names: Sequence[str]) -> InputError:
     hits = [name for name in names if fnmatchcase(name, pattern)]
     what = f"no trained parameter is left for the group '{pattern}'"
     if hits:
