@@ -288,6 +288,31 @@ ODD = {
         for stage in [0, 1, 3]
     },
     **{
+        f"a stage takes what several calls return, not in their order, {stage}": (
+            "u_shape",
+            LAYOUTS["1 + 2"],
+            {"cuts": [3], "zero_stage": stage},
+        )
+        for stage in [1, 3]
+    },
+    **{
+        f"a stage has no gradients to wait for, {schedule}, {stage}": (
+            "starts_without_gradients",
+            layouts(KEPT)["1 + 2"],
+            {"zero_stage": stage, "schedule": schedule},
+        )
+        for schedule in ["1f1b", "zero-bubble"]
+        for stage in [1, 3]
+    },
+    **{
+        f"a stage trains nothing, {stage}": (
+            "frozen_bottom",
+            LAYOUTS["1 + 2 + 1"],
+            {"cuts": [1, 2], "zero_stage": stage},
+        )
+        for stage in [0, 1, 3]
+    },
+    **{
         f"code between units goes by values of another stage, {stage}": (
             "looks_back",
             LAYOUTS["1 + 2 + 1"],

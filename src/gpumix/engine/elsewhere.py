@@ -156,7 +156,7 @@ class Elsewhere:
     def _computed(self, call: UnitCall) -> Returned:
         """By a run whose parameters, and inputs without values, are zeros."""
         try:
-            with self._installed(call.unit, self._zeros):
+            with self._installed(call.unit, self.zeros):
                 return plain_run(call, self._forwards[call.unit], self._with_values)
         except Exception as error:
             raise ModelError(
@@ -165,7 +165,8 @@ class Elsewhere:
                 fix="make a plan of one stage for this model",
             ) from error
 
-    def _zeros(self, look: Look) -> torch.Tensor:
+    def zeros(self, look: Look) -> torch.Tensor:
+        """One that is all zeros."""
         return torch.zeros(look.shape, dtype=look.dtype, device=self._device)
 
     def _without_values(self, value: Any) -> Any:
@@ -176,7 +177,7 @@ class Elsewhere:
 
     def _with_values(self, value: Any) -> Any:
         value = cast(value, self._dtype)
-        return self._zeros(Look.of(value)) if isinstance(value, FakeTensor) else value
+        return self.zeros(Look.of(value)) if isinstance(value, FakeTensor) else value
 
 
 def plain_run(

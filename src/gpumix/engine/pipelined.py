@@ -127,7 +127,7 @@ class Place:
 
 class Entrance:
     """How one micro-batch comes to the first unit call of its stage: with what earlier stages have
-    computed. `leaves` get the gradients of that.
+    computed. `leaves` get the gradients of that, where the model runs with gradients.
 
     Args:
         batch: its number.
@@ -176,11 +176,17 @@ class Entrance:
         """Give earlier stages the gradients of what they sent."""
         for taken in self._place.takes:
             if taken.differentiable:
-                leaf = self.leaves.pop(taken)
-                gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+                leaf = self.leaves.pop(taken, None)
                 self._place.wires.send(
-                    Message("backward", self._place.stage, self._batch, taken), gradient
+                    Message("backward", self._place.stage, self._batch, taken),
+                    self._zeros(taken) if leaf is None or leaf.grad is None else leaf.grad,
                 )
+
+    def _zeros(self, taken: Taken) -> torch.Tensor:
+        """Who gave it waits for a gradient."""
+        look = self._place.look_of(taken, self._looks)
+        assert look is not None, "it was received"
+        return self._place.elsewhere.zeros(look)
 
     def _message(self, taken: Taken) -> Message:
         return Message("forward", self._place.stage, self._batch, taken)

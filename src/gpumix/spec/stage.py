@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from gpumix.spec.base import Value, refuse_twins
 from gpumix.spec.cut import split_micro_batches
@@ -163,6 +163,12 @@ class Stage(Value):
     root: tuple[str, ...] | None = Field(
         default=None, description="parameters of the root that the stage uses; null: all"
     )
+
+    @field_validator("takes")
+    @classmethod
+    def _in_the_order_of_calls(cls, takes: tuple[Taken, ...]) -> tuple[Taken, ...]:
+        """In which it comes."""
+        return tuple(sorted(takes, key=lambda taken: (taken.call, taken.output)))
 
     @model_validator(mode="after")
     def _not_empty(self) -> Self:
