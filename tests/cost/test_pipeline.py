@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpumix.cost.pipeline import NOTHING_SENT, Action, Pipeline, Seat, replay
+from gpumix.spec.plan import Plan
+from gpumix.spec.stage import Stage, Taken, Worker
 
 SCHEDULES = ["gpipe", "1f1b", "eager-1f1b", "zero-bubble"]
 
@@ -168,3 +170,65 @@ def test_unequal_workers_go_round_without_waiting_for_each_other():
     done = [action for order in found.orders.values() for action in order]
     assert len(done) == len(set(done)) == 2 * 4 * 3
     assert step_s(found) > 0
+
+
+@st.composite
+def plans_in_waves(draw: st.DrawFn, schedule: str) -> Plan:
+    """Workers of two stages, or of two on each of two groups, with unlike many micro-batches."""
+    count, stages = draw(st.integers(2, 9)), []
+    for number in range(2):
+        ends = [0, draw(st.integers(0, count)), count]
+        workers = tuple(
+            Worker(
+                device=f"d{number}{n}",
+                device_class="one",
+                samples=dealt,
+                micro_batch=min(dealt, 1),
+                state_share=1 / (len(ends) - 1),
+            )
+            for n, dealt in enumerate(b - a for a, b in pairwise(ends))
+        )
+        stages.append(workers)
+    most = min(max(w.samples for w in workers) for workers in stages)
+    rounds = 2 if schedule == "interleaved" else 1
+    return Plan(
+        strategy="test",
+        model="model",
+        sequence_length=1,
+        global_batch=count,
+        schedule=schedule,
+        zero_stage=2,
+        waves=draw(st.integers(1, most)),
+        stages=tuple(
+            Stage(
+                units=(f"u{n}",), workers=workers, takes=(Taken(call=n - 1, output=0),) if n else ()
+            )
+            for n, workers in enumerate(stages * rounds)
+        ),
+    )
+
+
+@settings(deadline=None)
+@given(st.data())
+@pytest.mark.parametrize("schedule", [*SCHEDULES, "interleaved"])
+def test_each_micro_batch_of_a_wave_comes_through_all_stages(schedule, data):
+    """Also where it is in another wave of one stage than of the next one."""
+    plan = data.draw(plans_in_waves(schedule))
+    found = Pipeline.of(plan)
+    waves = [[one.wave for one in stage.micro_batches(plan.waves)] for stage in plan.stages]
+    left = {rank: list(order) for rank, order in found.orders.items()}
+    done: set[tuple[str, int, int]] = set()
+
+    def has_all(action: Action) -> bool:
+        there = action.stage + {"forward": -1, "backward": 1, "weights": 0}[action.kind]
+        kind = "backward" if action.kind == "weights" else action.kind
+        own = [n for n, wave in enumerate(waves[action.stage]) if wave == action.batch]
+        outside = there not in range(len(waves))
+        return outside or all((kind, there, batch) in done for batch in own)
+
+    while ready := [rank for rank, order in left.items() if order and has_all(order[0])]:
+        for rank in ready:
+            action = left[rank].pop(0)
+            own = (n for n, wave in enumerate(waves[action.stage]) if wave == action.batch)
+            done |= {(action.kind, action.stage, batch) for batch in own}
+    assert not any(left.values())

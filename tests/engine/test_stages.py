@@ -147,6 +147,12 @@ AROUND = {"schedule": "interleaved", "zero_stage": 1}
 ROUND |= {
     # The last stage takes what both stages of the other rank give, which are not in turn there.
     "from two stages of a rank": ("t5-deep", twice(([8], [8])), {"cuts": [4, 5, 6], **AROUND}),
+    # A micro-batch is in a later wave of the first stage than of the second.
+    "unlike waves": (
+        "bert",
+        rows([1, 4], [5], micro_batch=1) * 2,
+        {"schedule": "interleaved", "zero_stage": 2, "waves": 3},
+    ),
     # What they share is in another order of stages on the one rank than on the other.
     "shared crosswise": ("tied_crosswise", twice(([8], [8])), AROUND),
 }

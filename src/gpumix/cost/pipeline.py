@@ -58,10 +58,12 @@ class Pipeline:
 
     Args:
         seats: of each stage, its workers in the order of their micro-batches.
+        waves: of each stage, the wave of each micro-batch; () where batches are micro-batches.
     """
 
     schedule: Schedule
     seats: tuple[tuple[Seat, ...], ...]
+    waves: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
     def of(cls, plan: Plan) -> Self:
@@ -75,6 +77,9 @@ class Pipeline:
                 (Seat(n, plan.ranks_of(n)[0], range(plan.waves)),) if together else _seats(plan, n)
                 for n in stages
             ),
+            tuple(tuple(one.wave for one in s.micro_batches(plan.waves)) for s in plan.stages)
+            if together
+            else (),
         )
 
     @cached_property
@@ -157,8 +162,9 @@ class Pipeline:
 
     @cached_property
     def _all_alike(self) -> bool:
-        """Whether all ranks have as many micro-batches of each stage."""
-        return len({len(seat.batches) for seats in self.seats for seat in seats}) == 1
+        """Whether all ranks have as many micro-batches of each stage, the same in each wave."""
+        counts = {len(seat.batches) for seats in self.seats for seat in seats}
+        return len(counts) == 1 and len(set(self.waves)) <= 1
 
     def _stages_of(self, rank: int) -> list[int]:
         return [n for n, seats in enumerate(self.seats) if any(s.rank == rank for s in seats)]
@@ -192,13 +198,34 @@ class Pipeline:
         """What must be done before, beside what comes earlier on the same rank."""
         last = len(self.seats) - 1
         if action.kind == "forward" and action.stage > 0:
-            yield Action("forward", action.stage - 1, action.batch)
+            yield from self._of_others("forward", action, action.stage - 1)
         if action.kind == "backward":
             yield Action("forward", action.stage, action.batch)
             if action.stage < last:
-                yield Action("backward", action.stage + 1, action.batch)
+                yield from self._of_others("backward", action, action.stage + 1)
         if action.kind == "weights":
             yield Action("backward", action.stage, action.batch)
+
+    def _of_others(self, kind: Kind, action: Action, stage: int) -> Iterator[Action]:
+        """The passes of another stage that an action's micro-batches go through; workers who have
+        unlike many divide them into waves in unlike ways."""
+        if not self.waves:
+            yield Action(kind, stage, action.batch)
+            return
+        for batch in self._met[action.stage, stage].get(action.batch, ()):
+            yield Action(kind, stage, batch)
+
+    @cached_property
+    def _met(self) -> dict[tuple[int, int], dict[int, tuple[int, ...]]]:
+        """By two stages, one after the other: of each wave of the first, the second's waves with
+        the same micro-batches."""
+        found: dict[tuple[int, int], dict[int, tuple[int, ...]]] = {}
+        for one, other in ((n + a, n + 1 - a) for n in range(len(self.waves) - 1) for a in (0, 1)):
+            met: dict[int, dict[int, None]] = {}
+            for here, there in zip(self.waves[one], self.waves[other], strict=True):
+                met.setdefault(here, {})[there] = None
+            found[one, other] = {here: tuple(there) for here, there in met.items()}
+        return found
 
     @cached_property
     def orders(self) -> dict[int, tuple[Action, ...]]:

@@ -322,7 +322,7 @@ class StagedStep:
         totals: dict[tuple[int, int], int] = {}
         both = zip(self._parts[action.stage], self._parts[other.stage])
         for here, there in both:
-            if here.wave == action.batch:
+            if (here.wave, there.wave) == (action.batch, other.batch):
                 pair = (here.worker, there.worker)
                 totals[pair] = totals.get(pair, 0) + len(here.rows)
         return [(one.workers[g], two.workers[t], n) for (g, t), n in totals.items()]
