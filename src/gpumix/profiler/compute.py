@@ -280,10 +280,10 @@ class _Measurement:
             return tuple(walk.calls)
 
     def _shows_more(self, kind: str, call: UnitCall) -> bool:
-        """Whether a call does more than that of its kind which was seen: where all before it is
-        frozen, its inputs want no gradient."""
+        """Whether a call does more than that of its kind which was seen: it may be made without
+        gradients, and where all before it is frozen, its inputs want none."""
         known = self._seen.get(kind)
-        return known is None or _wants_gradients(call) > _wants_gradients(known[0])
+        return known is None or _of_gradients(call) > _of_gradients(known[0])
 
     @contextmanager
     def _listening(self, name: str, way: Pass, *, more: bool = False) -> Iterator[None]:
@@ -511,9 +511,11 @@ def _leaves(outputs: Any) -> list[torch.Tensor]:
     return [t for t in tensors if t.requires_grad]
 
 
-def _wants_gradients(call: UnitCall) -> bool:
+def _of_gradients(call: UnitCall) -> tuple[bool, bool]:
+    """Whether a call is made with gradients, and whether one of its inputs wants one."""
     tensors = tree_leaves((call.args, call.kwargs))
-    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tensors)
+    wanted = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tensors)
+    return call.state.gradients, wanted
 
 
 def _give_gradients(leaves: list[torch.Tensor]) -> None:
