@@ -539,6 +539,14 @@ def _moments(profile: Profile, plan: Plan, rank: int) -> Iterator[tuple[int, int
             device += all_calls
         return device, host
 
+    def waiting(call: int) -> int:
+        """Gradients of units that one backward has come to, and comes to again."""
+        if in_layers or not micro_batches:
+            return 0
+        both = set(model.calls[: call + 1]) & set(model.calls[call + 1 :])
+        kind_of = dict(zip(model.calls, kinds))
+        return sum(_kind(model, kind_of[name]).trainable * GRADIENT for name in both)
+
     def moment(upto: int, *sizes: int) -> tuple[int, int]:
         device, host = kept(upto)
         return device + sum(sizes), host
@@ -551,7 +559,7 @@ def _moments(profile: Profile, plan: Plan, rank: int) -> Iterator[tuple[int, int
     for call in reversed(range(len(kinds))):
         of = _kind(model, kinds[call])
         work = working(call, of.backward, of.saved_backward)
-        yield moment(call + 1, under_way(of.gradient), work)
+        yield moment(call + 1, under_way(of.gradient), work, waiting(call))
 
 
 def _most(curve: Curve, micro_batches: tuple[int, ...]) -> float:

@@ -58,6 +58,29 @@ def adapted() -> nn.Module:
     return model
 
 
+class CallsAgain(nn.Module):
+    """Goes through its two blocks three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = SIZES["hidden_size"]
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 1024), nn.GELU(), nn.Linear(1024, width))
+            for _ in range(2)
+        )
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.embed(input_ids)
+        for block in (*self.blocks,) * 3:
+            x = block(x)
+        loss = nn.functional.cross_entropy(
+            self.head(x).flatten(0, 1), labels.flatten(), reduction="sum"
+        )
+        return loss, torch.tensor(labels.numel())
+
+
 class StartsWithout(nn.Module):
     """Runs its first block without gradients."""
 
@@ -92,8 +115,11 @@ END_EARLY: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+AGAIN = "calls again"
+
+
 def _model(name: str) -> Callable[[], nn.Module]:
-    return (MODELS | END_EARLY)[name]
+    return (MODELS | END_EARLY | {AGAIN: CallsAgain})[name]
 
 
 def _batch(n: int) -> dict[str, Tensor]:
@@ -188,6 +214,15 @@ def test_what_a_split_backward_leaves_is_planned_for_where_gradients_end_early()
     for worker, measured, of_first in zip(expected, peaks, above, strict=True):
         least = (1 - MOST_BELOW) * measured
         assert least <= worker.peak_bytes <= (1 + MOST_ABOVE) * measured + of_first
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_gradients_of_units_that_are_called_again_wait_in_one_backward(recompute):
+    (found,) = run_ranks(_profile, 1, AGAIN)
+    profile = Profile.model_validate_json(found)
+    mode = Mode(order="sequential", recompute=recompute)
+    planned, measured = _peaks(AGAIN, profile, mode=mode, kept_graphs=0)
+    assert 1 - MOST_BELOW <= planned / measured <= 1 + MOST_ABOVE
 
 
 def _peaks(name: str, profile: Profile, **of_worker: object) -> tuple[int, int]:

@@ -399,7 +399,8 @@ def _at(sizes: FloatArray | float, place: int) -> int:
 class Activations:
     """What samples hold in each phase, each curve summed once. Whole bytes, rounded up.
 
-    In layers all micro-batches wait at every call; one after the other, only one does. Without
+    In layers all micro-batches wait at every call; one after the other, only one does, whose one
+    backward holds the gradient of a unit that is called again until it is through. Without
     recompute a call leaves its graph behind, and needs so much less for itself. What is kept on the
     host passes through two buffers of one micro-batch each.
 
@@ -477,8 +478,14 @@ class Activations:
         return {
             "activations": self._kept_in(phase),
             "boundary gradients": 0.0 if boundary is None else self._boundary[boundary],
-            "working set": self._working_in(phase),
+            "working set": self._working_in(phase) + self._of_units_again(phase),
         }
+
+    def _of_units_again(self, phase: Phase) -> FloatArray | float:
+        if self._layered or not phase.again:
+            return 0.0
+        held = sum(self._kinds[name].trainable for name in phase.again) * GRADIENT_BYTES
+        return np.where(self._micro.size > 0, float(held), 0.0)
 
     def _working_in(self, phase: Phase) -> FloatArray:
         """Of micro-batches of which some keep the graph of the call, whichever takes the most."""

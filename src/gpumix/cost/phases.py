@@ -27,12 +27,14 @@ class Phase:
 
     `kept` counts the calls of each kind that wait for their backward, `calls` of them in all.
     `boundary` is the kind of the call between whose gradients, those of its outputs and those of
-    its inputs, the micro-batches stand. `working` is what is computed.
+    its inputs, the micro-batches stand. `working` is what is computed. `again` are units that a
+    backward pass has come to, and will come to again.
     """
 
     kept: tuple[tuple[str, int], ...]
     boundary: str | None
     working: tuple[str, Pass]
+    again: Names = ()
 
     @property
     def calls(self) -> int:
@@ -45,12 +47,12 @@ def phases(model: ModelProfile, *, every_call: bool = False) -> tuple[Phase, ...
     The ends of a step and the optimizer's moment hold only what all others hold too, and so are
     never the peak.
     """
-    return _phases(model.kind_of_call, every_call)
+    return _phases(model.calls, model.kind_of_call, every_call)
 
 
 @lru_cache(maxsize=64)  # a search asks for the same few models, thousands of times
-def _phases(kinds: Names, every_call: bool) -> tuple[Phase, ...]:
-    moments = list(_step(kinds))
+def _phases(calls: Names, kinds: Names, every_call: bool) -> tuple[Phase, ...]:
+    moments = list(_step(calls, kinds))
     if every_call:
         return tuple(moments)
     most: dict[Phase, Phase] = {}
@@ -61,14 +63,18 @@ def _phases(kinds: Names, every_call: bool) -> tuple[Phase, ...]:
     return tuple(most.values())
 
 
-def _step(kinds: Names) -> Iterator[Phase]:
+def _step(calls: Names, kinds: Names) -> Iterator[Phase]:
     """All moments of a step."""
     kept = _kept_before(kinds)
+    kind_of = dict(zip(calls, kinds))
+    first = {name: number for number, name in reversed([*enumerate(calls)])}
+    last = {name: number for number, name in enumerate(calls)}
     for k, kind in enumerate(kinds):
         yield Phase(kept[k + 1], None, (kind, "forward"))
     yield Phase(kept[-1], kinds[-1], (ROOT, "head"))
     for k in reversed(range(len(kinds))):
-        yield Phase(kept[k + 1], kinds[k], (kinds[k], "backward"))
+        again = tuple(kind_of[name] for name in first if first[name] <= k < last[name])
+        yield Phase(kept[k + 1], kinds[k], (kinds[k], "backward"), again)
 
 
 def _kept_before(kinds: Names) -> list[tuple[tuple[str, int], ...]]:
