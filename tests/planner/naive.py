@@ -544,8 +544,7 @@ def _moments(profile: Profile, plan: Plan, rank: int) -> Iterator[tuple[int, int
         if in_layers or not micro_batches:
             return 0
         both = set(model.calls[: call + 1]) & set(model.calls[call + 1 :])
-        kind_of = dict(zip(model.calls, kinds))
-        return sum(_kind(model, kind_of[name]).trainable * GRADIENT for name in both)
+        return sum(_kind(model, kinds[model.calls.index(n)]).trainable * GRADIENT for n in both)
 
     def moment(upto: int, *sizes: int) -> tuple[int, int]:
         device, host = kept(upto)

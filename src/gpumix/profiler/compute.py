@@ -9,31 +9,28 @@ kernels of this device really take, for any model, also one whose flow depends o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import pairwise
+from statistics import median_high
 from typing import Any, Literal
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gpumix.cost.curves import undisturbed
 from gpumix.engine import split_backward
 from gpumix.engine.boundary import Cut
 from gpumix.engine.coroutine import UnitCall
 from gpumix.engine.efficient import channels_last
-from gpumix.engine.host import empty_on_host
-from gpumix.engine.optimizers.base import WholeOptimizer
 from gpumix.engine.sequence import is_divided
-from gpumix.hardware.memory import host_memory, is_out_of_memory
+from gpumix.hardware.memory import is_out_of_memory
 from gpumix.hardware.runtime import DeviceRuntime
 from gpumix.profiler.counter import FlopCount, MemoryCounter
 from gpumix.profiler.flows import Flows, find_flows
 from gpumix.profiler.order import all_called
 from gpumix.profiler.specimen import Outputs, Specimens, Told, Walk, tensor_bytes
-from gpumix.spec.curve import Curve
 from gpumix.spec.profile import ROOT
 
 # A larger micro-batch that is less than this much faster per sample, twice in a row, ends it.
@@ -41,9 +38,6 @@ WORTHWHILE_GAIN = 0.02
 REPEATS = 3
 TRIES = 3  # of a size, where an emulated device falls behind its speed
 GRADIENT_STD = 1e-3
-OPTIMIZER_NUMEL = 2**26  # enough to hide that a GPU takes time to start
-HOST_NUMEL = 2**22  # beyond what caches hold
-COPIED_BYTES = (2**16, 2**20, 2**24, 2**26)
 
 Batch = Any
 Pass = Literal["forward", "backward", "gradient"]
@@ -430,9 +424,9 @@ class _Measurement:
                 kept.forward()
                 _give_gradients(kept.leaves)
                 gradient.append(self._timed(kept.backward)[0])
-            self._point.forward_s[kind] = _median(forward)
-            self._point.backward_s[kind] = _median(backward)
-            self._point.gradient_s[kind] = _median(gradient)
+            self._point.forward_s[kind] = median_high(forward)
+            self._point.backward_s[kind] = median_high(backward)
+            self._point.gradient_s[kind] = median_high(gradient)
             if self._splits:
                 self._point.parts_s[kind] = self._parts_timed(call)
 
@@ -467,8 +461,8 @@ class _Measurement:
                         head_s += self._timed(walk.loss_backward)[0]
                     before.append(self._timed(partial(walk.root_backward, first))[0])
                     backward.append(head_s + before[-1])
-        point.forward_s[ROOT], point.gradient_s[ROOT] = _median(forward), _median(before)
-        taken = {in_chunks: _median(backward) for in_chunks, backward in ways.items()}
+        point.forward_s[ROOT], point.gradient_s[ROOT] = median_high(forward), median_high(before)
+        taken = {in_chunks: median_high(backward) for in_chunks, backward in ways.items()}
         point.chunked_head_s = taken.get(True)
         point.backward_s[ROOT] = taken[False] if point.whole_head else taken[True]
 
@@ -521,91 +515,3 @@ def _of_gradients(call: UnitCall) -> tuple[bool, bool]:
 def _give_gradients(leaves: list[torch.Tensor]) -> None:
     for leaf in leaves:
         leaf.grad = torch.randn_like(leaf).mul_(GRADIENT_STD)
-
-
-def _median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
-
-
-@dataclass(frozen=True)
-class OptimizerCost:
-    """What the optimizer takes for one element: seconds of a step, and bytes of its state, of the
-    units' matrices and of all else."""
-
-    s_per_element: float
-    state_bytes: tuple[int, int]
-
-
-def time_optimizer(
-    runtime: DeviceRuntime,
-    optimizer_of: Callable[[list[torch.nn.Parameter]], Any],
-    unit_shapes: Sequence[torch.Size],
-) -> OptimizerCost:
-    """Run the optimizer on a shard of its own, a small part of the device's memory; one that looks
-    at whole matrices on parameters of a unit's shapes, as many as fit in there."""
-    device = runtime.torch_device
-    numel = min(OPTIMIZER_NUMEL, runtime.memory_limit_bytes // 64)
-    parameters = _trial_parameters(device, [torch.Size([numel])])
-    optimizer = optimizer_of(parameters)
-    whole = isinstance(optimizer, WholeOptimizer)
-    if whole:
-        totals = accumulate(shape.numel() for shape in unit_shapes)
-        fitting = [shape for shape, total in zip(unit_shapes, totals) if total <= numel]
-        parameters = _trial_parameters(device, fitting or unit_shapes[:1])
-        numel = sum(p.numel() for p in parameters)
-        optimizer = optimizer_of(parameters)
-    seconds = _timed_again(runtime, optimizer.step)
-    # What does not grow with the parameter (a step counter) is nothing per element.
-    state = 0 if whole else tensor_bytes(optimizer.state[parameters[0]]) // numel
-    per_element = optimizer.state_bytes if whole else (state, state)
-    return OptimizerCost(seconds / numel, per_element)
-
-
-def time_host_optimizer(
-    runtime: DeviceRuntime, optimizer_of: Callable[[list[torch.nn.Parameter]], Any]
-) -> float | None:
-    """Seconds of one element where its state is on the host; None for an optimizer that looks at
-    whole matrices, which are where they are computed with."""
-    with host_memory():
-        parameters = _trial_parameters(torch.device("cpu"), [torch.Size([HOST_NUMEL])])
-        optimizer = optimizer_of(parameters)
-        if isinstance(optimizer, WholeOptimizer):
-            return None
-        return _timed_again(runtime, optimizer.step) / HOST_NUMEL
-
-
-def time_host_copies(runtime: DeviceRuntime) -> Curve:
-    """Seconds to copy so many bytes to the host, or back: the slower of the two."""
-    device, seconds = runtime.torch_device, []
-    sizes = [n for n in COPIED_BYTES if n <= max(COPIED_BYTES[0], runtime.memory_limit_bytes // 64)]
-    for size in sizes:
-        here = torch.zeros(size, dtype=torch.uint8, device=device)
-        there = empty_on_host(size, torch.uint8, device)
-        out = _timed_again(runtime, partial(there.copy_, here, non_blocking=True))
-        back = _timed_again(runtime, partial(here.copy_, there, non_blocking=True))
-        seconds.append(max(out, back))
-    return Curve(sizes=tuple(map(float, sizes)), values=undisturbed(seconds))
-
-
-def _timed_again(runtime: DeviceRuntime, work: Callable[[], Any]) -> float:
-    """Seconds of `work` when it is not run for the first time."""
-    seconds = []
-    for _ in range(1 + REPEATS):
-        runtime.synchronize()
-        begun = time.perf_counter()
-        work()
-        runtime.synchronize()
-        seconds.append(time.perf_counter() - begun)
-    return _median(seconds[1:])
-
-
-def _trial_parameters(
-    device: torch.device, shapes: Sequence[torch.Size]
-) -> list[torch.nn.Parameter]:
-    """Parameters with gradients, all zero."""
-    made = []
-    for shape in shapes:
-        parameter = torch.nn.Parameter(torch.zeros(shape, device=device))
-        parameter.grad = torch.zeros_like(parameter)
-        made.append(parameter)
-    return made

@@ -26,12 +26,8 @@ from gpumix.hardware.environment import host_memory_bytes
 from gpumix.hardware.memory import is_out_of_memory
 from gpumix.hardware.runtime import DeviceRuntime
 from gpumix.profiler.agreement import TOLERANCE, agreed, compiled_error
-from gpumix.profiler.compute import (
-    MakeBatch,
-    Pass,
-    Progress,
-    Sweep,
-    sweep,
+from gpumix.profiler.compute import MakeBatch, Pass, Progress, Sweep, sweep
+from gpumix.profiler.optimizer_times import (
     time_host_copies,
     time_host_optimizer,
     time_optimizer,
