@@ -32,7 +32,7 @@ from gpumix.spec.errors import GpumixError, InputError, in_a_line
 from gpumix.spec.units import plural
 
 Transform = Callable[[Any], Any]
-_LEAVES = (int, float, str, bytes)
+_LEAVES = frozenset((int, float, bool, str, bytes))
 ENDLESS = 2**60  # samples: how many there are is not known, and a pass follows the other
 
 
@@ -345,14 +345,13 @@ def _takes_epoch(stream: Any) -> bool:
 
 def _copied(given: Any) -> Any:
     """A sample that may be changed: containers, tensors and arrays in it are its own."""
-    if isinstance(given, _LEAVES):  # quicker than the rest, and there may be many
-        return given
     if isinstance(given, Tensor):
         return given.clone()
     if isinstance(given, np.ndarray):
         return given.copy()
     if type(given) in (list, tuple):
-        return type(given)(map(_copied, given))
+        many_leaves = _LEAVES.issuperset(map(type, given))  # as tokens are
+        return type(given)(given if many_leaves else map(_copied, given))
     if isinstance(given, MutableMapping):
         found = copy(given)
         found.update((key, _copied(value)) for key, value in given.items())
