@@ -18,7 +18,7 @@ from harness import run_ranks
 from models import ARCHITECTURES, LENGTH
 
 GPT2 = ARCHITECTURES["gpt2"]
-SLOW_S = 0.25  # for a sample
+SLOW_S = 0.4  # for a sample: much longer than it takes to compute one on a busy machine
 
 
 def batch(samples: int) -> dict[str, torch.Tensor]:
