@@ -6,6 +6,7 @@ import pytest
 
 from gpumix.hardware.environment import torchrun_place
 from gpumix.spec.errors import InputError
+from gpumix.train.runner import LocalRunner, runner
 
 PLACE = {
     "RANK": "1",
@@ -45,6 +46,28 @@ def test_a_place_is_what_the_launcher_says(told):
 def test_what_is_no_number_is_told_by_its_variable(told, name, value):
     with pytest.raises(InputError, match=f"{name} is '{value.replace('$', '.')}'"):
         told(**{name: value})
+
+
+@pytest.mark.parametrize("missing", [["MASTER_ADDR", "MASTER_PORT"], ["LOCAL_RANK"]])
+def test_one_of_several_that_cannot_meet_is_refused(told, monkeypatch, missing):
+    told()
+    for name in missing:
+        monkeypatch.delenv(name)
+    assert torchrun_place() is None
+    with pytest.raises(InputError, match="one of 2 processes, and nothing says how") as caught:
+        runner()
+    assert f"{' and '.join(missing)} not" in caught.value.why
+    assert "gpumix launch" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("size", "missing"),
+    [("1", "MASTER_ADDR"), ("1", "LOCAL_RANK"), ("4", "RANK"), ("2", "WORLD_SIZE")],
+)
+def test_one_process_alone_may_be_told_a_part(told, monkeypatch, size, missing):
+    told(RANK="0", WORLD_SIZE=size)
+    monkeypatch.delenv(missing)
+    assert isinstance(runner(), LocalRunner)
 
 
 def test_a_rank_must_be_one_of_its_world(told):

@@ -119,10 +119,8 @@ def shared_memory_folder() -> Path | None:
     return folder if folder.is_dir() and os.access(folder, os.W_OK) else None
 
 
-_NO_PLACE = (
-    "mend the launcher that set it; or start it without one: unset RANK WORLD_SIZE LOCAL_RANK "
-    "MASTER_ADDR MASTER_PORT"
-)
+_PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_NO_PLACE = f"mend the launcher that set it; or start it without one: unset {' '.join(_PLACE)}"
 
 
 @dataclass(frozen=True)
@@ -151,8 +149,7 @@ def torchrun_place() -> TorchrunPlace | None:
     Raises:
         InputError: what it says is no place.
     """
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    if any(name not in os.environ for name in names):
+    if any(name not in os.environ for name in _PLACE):
         return None
     rank, world = _number("RANK"), _number("WORLD_SIZE")
     if rank >= world:
@@ -169,6 +166,25 @@ def torchrun_place() -> TorchrunPlace | None:
         restarted=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0",
         one_host=os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"],
         agents_open="TORCHELASTIC_RUN_ID" in os.environ and APART not in os.environ,
+    )
+
+
+def refuse_part_of_a_place() -> None:
+    """See that nothing started several processes here without telling each how they meet. Of one
+    process of one, and of a number that has no `RANK` beside it, a part may be told.
+
+    Raises:
+        InputError: this is one of several, and cannot find the others.
+    """
+    missing = [name for name in _PLACE if name not in os.environ]
+    if not missing or "RANK" not in os.environ or world_size() == 1:
+        return
+    raise InputError(
+        f"this is one of {world_size()} processes, and nothing says how they meet",
+        where="environment",
+        why=f"RANK and WORLD_SIZE are set, {' and '.join(missing)} not: each would train alone",
+        fix="start it with gpumix launch or torchrun, which set them; or, for a run of this "
+        "process alone: unset RANK WORLD_SIZE",
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gpumix.hardware.discover import discover
-from gpumix.hardware.environment import torchrun_place
+from gpumix.hardware.environment import refuse_part_of_a_place, torchrun_place
 from gpumix.spec.cluster import Cluster, Device
 from gpumix.spec.errors import GpumixError, InputError
 from gpumix.train.launch import launch, warm_up
@@ -95,13 +95,15 @@ def runner(
     Args:
         imports: what all ranks will import, so that it may be done once.
         silence_s: a rank of which nothing is heard for so long is lost.
+
+    Raises:
+        InputError: it is one of several, and cannot find the others.
     """
     place = torchrun_place()
-    return (
-        LocalRunner(debug, imports, silence_s)
-        if place is None
-        else TorchrunRunner(place, silence_s)
-    )
+    if place is not None:
+        return TorchrunRunner(place, silence_s)
+    refuse_part_of_a_place()
+    return LocalRunner(debug, imports, silence_s)
 
 
 @dataclass
