@@ -221,6 +221,33 @@ def test_only_an_older_plan_is_overwritten(tmp_path):
     assert Plan.load(path) == make_plan()
 
 
+@pytest.mark.parametrize("cut", [0.0, 0.3, 0.999], ids=["empty", "begun", "nearly whole"])
+def test_a_plan_that_was_not_written_to_its_end_is_overwritten(tmp_path, cut):
+    path = tmp_path / "plan.json"
+    make_plan().save(path)
+    text = path.read_text()
+    path.write_text(text[: int(cut * len(text))])
+    make_plan().save(path)
+    assert path.read_text() == text
+
+
+def test_what_a_crash_left_of_a_file_is_overwritten_if_it_was_a_plan(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_bytes(bytes(4096))
+    make_plan().save(path)
+    part = make_profile().model_dump_json(indent=1)[:200]
+    newer = '{"kind": "plan", "schema_version": 99, "mod'
+    for text, said in (
+        (part, "this is no plan"),
+        ('{"kind', "this is no plan"),
+        (newer, "of schema 99"),
+    ):
+        path.write_text(text)
+        with pytest.raises(InputError, match=said):
+            make_plan().save(path)
+        assert path.read_text() == text
+
+
 def test_a_profile_is_no_plan(tmp_path):
     make_profile().save(tmp_path / "profile.json")
     with pytest.raises(InputError, match="this is a profile of schema 1"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import shutil
 
 import pytest
 import toys
@@ -18,6 +19,7 @@ from gpumix.train.checkpoint_file import Damaged
 from gpumix.train.context import Task
 from gpumix.train.launch import launch
 from gpumix.train.pipeline import Pipeline
+from gpumix.train.run_record import RunRecord
 
 GIB = 2**30
 
@@ -204,6 +206,31 @@ def test_two_runs_do_not_share_a_folder(tmp_path):
     assert "another run writes into the output folder" in error.what
     assert not any((job.parent / "profiles").glob("*"))
     train(job, "steps=1", plan=plan_for(job))
+
+
+def test_a_run_that_goes_on_is_not_resumed(job):
+    """What it saved is that of an earlier run only once it has ended."""
+    plan = plan_for(job)
+    train(job, "steps=1", plan=plan)
+    with (job.parent / "run" / ".lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        for resume in (False, True):
+            error = refused(InputError, job, plan=plan, resume=resume)
+            assert "another run writes into the output folder" in error.what
+            assert "--resume" not in error.fix
+        shutil.rmtree(job.parent / "run" / "checkpoints")
+        error = refused(InputError, job, plan=plan, resume=True)
+        assert "another run writes into the output folder" in error.what
+
+
+@pytest.mark.parametrize("size", [0, 200])
+def test_a_record_that_was_not_written_to_its_end_stops_no_resume(job, size):
+    plan = plan_for(job)
+    train(job, "steps=2", plan=plan)
+    record = job.parent / "run" / "run.json"
+    record.write_bytes(record.read_bytes()[:size])
+    assert len(train(job, "steps=4", plan=plan, resume=True).losses) == 2
+    assert RunRecord.load(record).job["steps"] == 4
 
 
 def test_the_output_must_be_a_folder(job):

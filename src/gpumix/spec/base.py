@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
@@ -22,6 +23,14 @@ from gpumix.spec.files import read_text, why_unreadable
 
 # What tells the items of a list apart, in the documents that have them.
 _NAMES = ("name", "id", "device", "device_class", "operation")
+
+
+# What a file holds whose bytes had not reached the disk when its machine stopped.
+_NOTHING = " \t\r\n\0"
+# As `Document.save` writes it.
+_BEGINS = re.compile(
+    r'\{\s*"kind": "(?P<kind>[a-z -]+)"(?:,\s*"schema_version": (?P<schema>\d+),)?'
+)
 
 
 class Value(BaseModel):
@@ -100,13 +109,16 @@ class Document(Value):
         """See that nothing is lost if such a document is written to `path`.
 
         Raises:
-            InputError: there is something else than a former document of this kind, or what a newer
-                gpumix wrote.
+            InputError: there is something else than a former document of this kind, whole, cut off
+                or empty, or what a newer gpumix wrote.
         """
         if not path.exists():
             return
         try:
-            there = _fields(read_text(path))
+            text = read_text(path)
+            if not text.strip(_NOTHING):
+                return
+            there = _fields_of_part(text)
         except (OSError, ValueError):
             there = {}
         if there.get("kind") != cls.KIND:
@@ -206,6 +218,17 @@ def _fields(text: str, twice: list[str] | None = None) -> dict[str, object]:
     except RecursionError as error:
         raise ValueError(str(error)) from error
     return value if isinstance(value, dict) else {}
+
+
+def _fields_of_part(text: str) -> dict[str, object]:
+    """As `_fields`; of a document that was cut off, those by which it is known."""
+    with suppress(ValueError):
+        return _fields(text)
+    found = _BEGINS.match(text)
+    if found is None:
+        return {}
+    schema = found["schema"]
+    return {"kind": found["kind"]} | ({"schema_version": int(schema)} if schema else {})
 
 
 def _place(text: str, keys: tuple[int | str, ...]) -> str:

@@ -381,11 +381,7 @@ class Pipeline:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise InputError(
-                    "another run writes into the output folder",
-                    where=str(output),
-                    fix="wait for its end, or write elsewhere: --set output=runs/another",
-                ) from None
+                raise _held(output) from None
             yield
 
     def _check_output(self, resume: bool) -> None:
@@ -397,6 +393,8 @@ class Pipeline:
                 fix="write elsewhere: --set output=runs/another",
             )
         check_folder(output, traces=self.job.trace_step is not None)
+        if self.speaks:
+            _check_free(output)
         saved = latest(output / run_files.CHECKPOINTS)
         if resume and saved is None and not self._newest():
             raise InputError(
@@ -457,6 +455,27 @@ def plan_of(job: Job, profile: Profile, strategy: str | None = None, *, leaving_
     techniques = job.techniques
     space = techniques.leaving_out() if leaving_out else techniques.with_all_devices()
     return make_plan(profile, job.global_batch, strategy=strategy or job.strategy, space=space)
+
+
+def _check_free(output: Path) -> None:
+    """Raises InputError if a run holds the folder now; what it saved is not finished."""
+    try:
+        lock = (output / run_files.LOCK).open(encoding="utf-8")
+    except OSError:  # no run was here, or none can be: told when it is taken
+        return
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _held(output) from None
+
+
+def _held(output: Path) -> InputError:
+    return InputError(
+        "another run writes into the output folder",
+        where=str(output),
+        fix="wait for its end, or write elsewhere: --set output=runs/another",
+    )
 
 
 def _shortest(path: Path) -> str:
