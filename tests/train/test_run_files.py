@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from jobs import BATCH, LENGTH, checkpoints, metrics, progress, toy, train, write_job
+from jobs import BATCH, LENGTH, checkpoints, gpumix, metrics, progress, toy, train, write_job
 
 from gpumix.planner.explain import plan as make_plan
 from gpumix.spec.plan import Plan
@@ -122,6 +122,18 @@ def test_resuming_a_finished_run_does_nothing(tmp_path, capsys):
     assert progress(tmp_path / "run")["step"] == 2
     assert progress(tmp_path / "run")["state"] == "finished"
     assert [r["loss"] for r in metrics(tmp_path / "run")] == first.losses
+
+
+def test_nothing_is_said_of_rates_where_no_step_is_left(tmp_path):
+    train(write_job(tmp_path, steps=3, schedule={"kind": "cosine"}))
+    told = {}
+    for steps in (2, 4):
+        done = gpumix("train", "job.yaml", "--resume", "--set", f"steps={steps}", folder=tmp_path)
+        assert done.code == 0
+        told[steps] = " ".join(done.err.split())
+    assert "nothing was left to do" in told[2]
+    assert "the rate may jump" not in told[2]
+    assert "the rate may jump here" in told[4]
 
 
 def test_a_run_goes_on_to_more_steps(tmp_path):

@@ -469,8 +469,9 @@ class Trainer:
         stderr().print(f"going on from {state.where}")
         if self.job.trace_step is not None and self.job.trace_step <= self.step:
             stderr().print(f"step {self.job.trace_step} is done, and is not traced")
-        before = state.of_steps
-        if before not in (None, self.job.steps) and self.job.schedule.kind != "constant":
+        before, goes_on = state.of_steps, self.step < self.job.steps
+        varies = self.job.schedule.kind != "constant"
+        if before not in (None, self.job.steps) and varies and goes_on:
             stderr().print(
                 f"the schedule of the learning rate now ends at step {self.job.steps}, it "
                 f"ended at step {before}: the rate may jump here"
