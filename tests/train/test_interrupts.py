@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from multiprocessing import active_children
 
 import pytest
@@ -19,6 +21,7 @@ from jobs import (
 from pytest import approx
 
 from gpumix.spec.errors import Interrupted
+from gpumix.train.stop import StopRequest
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +111,27 @@ def test_a_signal_ends_a_profile_at_once(tmp_path):
         train(job)
     assert not (tmp_path / "profiles").exists()
     assert active_children() == []
+
+
+def test_who_started_it_by_nohup_wants_no_end_when_the_terminal_closes(tmp_path):
+    job, plan = disturbed(tmp_path, "hang-up-launcher")
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup leaves it
+    try:
+        assert train(job, plan=plan).steps == 6
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.requested
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.requested
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_terminal_that_closes_stops_a_run(tmp_path):
+    job, plan = disturbed(tmp_path, "hang-up-launcher")
+    with pytest.raises(Interrupted, match=r"stopped after step \d of 6"):
+        train(job, plan=plan)
 
 
 def test_a_signal_in_the_last_step_comes_too_late(tmp_path):

@@ -492,6 +492,7 @@ FAULTS: dict[str, Callable[[], float]] = {
     "notice": _notice(_to_launcher(signal.SIGTERM)),
     "notice-to-one": _notice(_signal(signal.SIGTERM)),
     "kill-launcher": _to_launcher(signal.SIGKILL),
+    "hang-up-launcher": _to_launcher(signal.SIGHUP),
     "interrupt-launcher": _to_launcher(signal.SIGINT),
     "interrupt-launcher-twice": _interrupt_launcher_twice,
     "ctrl-c": _ctrl_c,

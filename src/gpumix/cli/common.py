@@ -5,16 +5,18 @@ from __future__ import annotations
 import functools
 import json
 import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
 import typer
 
-from gpumix.hardware.environment import ALLOW
+from gpumix.hardware.environment import ALLOW, world_size
 from gpumix.spec.errors import ENDED_AT_ONCE, GpumixError, Interrupted, MachineError
 
 if TYPE_CHECKING:
@@ -57,7 +59,8 @@ def verb(command: Callable[P, None]) -> Callable[P, None]:
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         debug, as_json = bool(kwargs.get("debug")), bool(kwargs.get("as_json"))
         try:
-            command(*args, **kwargs)
+            with _ended_by_sigterm():
+                command(*args, **kwargs)
         except (typer.Exit, typer.Abort):
             raise
         except (Exception, KeyboardInterrupt) as caught:
@@ -71,6 +74,24 @@ def verb(command: Callable[P, None]) -> Callable[P, None]:
             raise typer.Exit(error.exit_code) from None
 
     return run
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends a verb as Ctrl-C does: in words, and with what it waits for. One of several
+    processes it ends at once, whatever call they are in: their launcher says why."""
+
+    def end(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    if world_size() > 1 or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _in_words(error: BaseException) -> GpumixError:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import re
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Signature, signature
 from pathlib import Path
@@ -389,27 +387,12 @@ def measured(
     sets += [part for name in allowed for part in ("--allow", name)]
     # -P: modules are looked for beside the job, as everywhere, not in the current folder.
     command = [sys.executable, "-P", "-m", "gpumix", "profile", str(path), "--json", *sets]
-    with _ended_by_sigterm():
-        done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         if as_json:  # its error
             sys.stdout.write(done.stdout)
         raise typer.Exit(done.returncode)
     return Profile.model_validate_json(done.stdout)
-
-
-@contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """What ends this process ends the one that it waits for too."""
-
-    def end(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def cached(path: Path, job: Job) -> Profile | None:

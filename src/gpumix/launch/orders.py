@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from gpumix.train.stop import SIGNALS
+from gpumix.train.stop import to_take
 
 ALIVE_S = 5.0  # how often a launcher says that it is there
 SILENCE_S = 60.0  # how long it may say nothing
@@ -57,9 +57,7 @@ class Orders:
                 os.write(2, STOPPING)  # a handler may interrupt a print
             self.give(Order.END if self.given else Order.STOP)
 
-        # Who starts it by nohup wants no end when the terminal closes.
-        kept = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else []
-        before = {one: signal.signal(one, take) for one in SIGNALS if one not in kept}
+        before = {one: signal.signal(one, take) for one in to_take()}
         try:
             yield
         finally:

@@ -34,7 +34,7 @@ from gpumix.hardware.environment import is_stopped
 from gpumix.spec.cluster import Device
 from gpumix.spec.errors import DeviceFailure, GpumixError, Interrupted, RankInterrupted, RankLost
 from gpumix.train.failures import in_words
-from gpumix.train.stop import SIGNALS
+from gpumix.train.stop import SIGNALS, to_take
 
 LOOPBACK = "127.0.0.1"
 # torch imports its compiler in every rank, with the first optimizer.
@@ -171,7 +171,7 @@ def _stops_taken(children: list[_Child]) -> Iterator[None]:
         for child in children:
             child.ask_to_stop()
 
-    before = {s: signal.signal(s, take) for s in SIGNALS} if _in_main_thread() else {}
+    before = {s: signal.signal(s, take) for s in to_take()} if _in_main_thread() else {}
     try:
         yield
     finally:
@@ -426,7 +426,10 @@ def _child(
     work: Work, seat: Seat, args: tuple[Any, ...], pipe: Connection, note: Path, debug: bool
 ) -> None:
     """One rank's process. Its own edge: whatever happens is told to the parent."""
-    tell_into(_mapped(note))
+    try:
+        tell_into(_mapped(note))
+    except FileNotFoundError:  # the launcher was interrupted while it started this process
+        os._exit(1)
     os.dup2(2, 1)  # data on stdout is the launcher's; what code prints in ranks is talk
     threading.Thread(target=end_with_launcher, name="gpumix-orphan", daemon=True).start()
     try:

@@ -16,6 +16,13 @@ from gpumix.spec.errors import Interrupted
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+def to_take() -> list[signal.Signals]:
+    """Those that this process answers: who starts it by nohup wants no end when the terminal
+    closes."""
+    kept = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else []
+    return [one for one in SIGNALS if one not in kept]
+
+
 class StopRequest:
     """Takes the signals while its `with` block runs, and remembers that one came. After an error it
     takes SIGTERM until the process ends: torchrun's agent sends it as soon as one rank has ended,
@@ -33,7 +40,7 @@ class StopRequest:
         self._read, self._written = socket.socketpair()
         for end in (self._read, self._written):
             end.setblocking(False)
-        self._before = {s: signal.signal(s, self._take) for s in SIGNALS}
+        self._before = {s: signal.signal(s, self._take) for s in to_take()}
         self._open = True
         self._fd_before = signal.set_wakeup_fd(self._written.fileno(), warn_on_full_buffer=False)
         return self
