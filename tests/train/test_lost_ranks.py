@@ -95,6 +95,16 @@ def test_a_stopped_rank_is_named_and_ended(tmp_path):
     assert ", ".join(sorted(match[1] for match in told)) == "rank 0, rank 2"
 
 
+def test_a_full_disk_is_told_by_the_file_that_the_run_speaks_in(tmp_path):
+    model = toy(fault="small-disk", rank=0, at=3)
+    error = failure(write_job(tmp_path, model=model), MachineError)
+    assert error.what == "cannot write what the run tells of itself"
+    assert error.where == str(tmp_path / "run" / "metrics.jsonl")
+    assert error.why == "File too large"
+    assert "make room" in error.fix and "--resume" in error.fix
+    assert progress(tmp_path / "run")["state"] == "failed"
+
+
 @pytest.mark.slow  # it is waited for until the timeout
 def test_a_rank_that_hangs_is_named_with_the_place_where_it_stands(tmp_path):
     """Its process lives, its device does not get on: the others wait in a collective."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import json
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 from jobs import metrics, progress
@@ -13,6 +16,7 @@ from gpumix.spec.errors import Interrupted
 from gpumix.spec.peak import Peak
 from gpumix.spec.plan import Plan, Prediction, WorkerPrediction
 from gpumix.spec.stage import Stage, Worker
+from gpumix.train import progress as progress_file
 from gpumix.train.account import Shares
 from gpumix.train.display import Display
 from gpumix.train.metrics import (
@@ -260,3 +264,24 @@ def test_on_a_terminal_there_is_a_table(tmp_path):
     assert "4.0 MiB" in last
     assert "unknown" in last
     assert "times are of the emulation" in last
+
+
+def test_that_it_failed_is_told_where_no_further_file_has_room(tmp_path, monkeypatch):
+    def full(path, text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    told = {"state": "training", "why": "", "step": 3, "time": 1.0}
+    (tmp_path / "progress.json").write_text(json.dumps(told | {"more": "x" * 200}))
+    monkeypatch.setattr(progress_file, "write_at_once", full)
+    mark_failed(tmp_path, "the disk is full")
+    now = json.loads((tmp_path / "progress.json").read_text())
+    assert (now["state"], now["why"], now["step"]) == ("failed", "the disk is full", 3)
+
+
+def test_a_file_for_which_there_is_no_room_leaves_no_part(tmp_path, monkeypatch):
+    (tmp_path / "told").write_text("before")
+    monkeypatch.setattr(Path, "replace", lambda self, to: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        progress_file.write_at_once(tmp_path / "told", "after")
+    assert [file.name for file in tmp_path.iterdir()] == ["told"]
+    assert (tmp_path / "told").read_text() == "before"

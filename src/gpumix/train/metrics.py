@@ -11,7 +11,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, TextIO
 
 from gpumix.cost.parts import PARTS
-from gpumix.spec.errors import Interrupted, first_line
+from gpumix.spec.errors import Interrupted, MachineError, first_line
 from gpumix.spec.peak import Peak
 from gpumix.spec.plan import Plan, WorkerPrediction
 from gpumix.train import run_files
@@ -258,12 +258,13 @@ class RunLog:
         if error is None:
             self.progress("finished")
         else:
-            with suppress(OSError):  # a full disk must not hide the error
+            with suppress(MachineError):  # a full disk must not hide the error
                 if isinstance(error, Interrupted):
                     self.progress("interrupted", error.what)
                 else:
                     self.progress("failed", first_line(error))
-        self._file.close()
+        with suppress(OSError):  # what it did not take before is tried again
+            self._file.close()
 
     def step(self, record: StepRecord) -> None:
         self.done, self.loss = record.step, record.loss
@@ -331,7 +332,9 @@ class RunLog:
             "remaining_s": None if self.steps is None else (self.steps - self.done) * self.step_s(),
             "time": time.time(),
         }
-        write_at_once(self.folder / run_files.PROGRESS, json.dumps(value) + "\n")
+        path = self.folder / run_files.PROGRESS
+        with _in_words(path):
+            write_at_once(path, json.dumps(value) + "\n")
 
     @property
     def predicted_step_s(self) -> float | None:
@@ -347,8 +350,24 @@ class RunLog:
 
     def _write(self, event: str, fields: dict[str, Any]) -> None:
         assert self._file is not None
-        self._file.write(json.dumps({"event": event, "time": time.time(), **fields}) + "\n")
-        self._file.flush()
+        with _in_words(self.folder / run_files.METRICS):
+            self._file.write(json.dumps({"event": event, "time": time.time(), **fields}) + "\n")
+            self._file.flush()
+
+
+@contextmanager
+def _in_words(file: Path) -> Iterator[None]:
+    """Raises MachineError if `file` cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise MachineError(
+            "cannot write what the run tells of itself",
+            where=str(file),
+            why=error.strerror or str(error),
+            fix="make room on that disk, then run the same command again, with --resume if a "
+            "checkpoint was saved",
+        ) from error
 
 
 def tell_afterwards(folder: Path, step: int, told: Told) -> None:

@@ -36,7 +36,17 @@ def _mark(folder: Path, state: str, why: str, *, after: tuple[str, ...]) -> None
         value = json.loads(read_text(path))
         if value["state"] in after:
             now = {"state": state, "why": why, "time": time.time()}
-            write_at_once(path, json.dumps(value | now) + "\n")
+            _write_where_room_is(path, json.dumps(value | now) + "\n")
+
+
+def _write_where_room_is(path: Path, text: str) -> None:
+    """As `write_at_once`; on a disk that is full in the place of what the file held."""
+    try:
+        write_at_once(path, text)
+    except OSError:
+        with path.open("r+", encoding="utf-8") as file:
+            file.write(text)
+            file.truncate()
 
 
 def last_heard(folder: Path) -> float | None:
@@ -50,5 +60,10 @@ def last_heard(folder: Path) -> float | None:
 def write_at_once(path: Path, text: str) -> None:
     """Write a file in one step, so that no reader finds half of it."""
     part = path.with_name(f".{path.name}.part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            part.unlink()
+        raise
