@@ -40,6 +40,7 @@ from gpumix.integrations.hosted import Training, host, plan_of, refuse_gpu, worl
 from gpumix.integrations.loop_record import LoopRecord
 from gpumix.integrations.looped import LABELS, Looped, objective
 from gpumix.integrations.optimizers import optimizer_like, taken_over
+from gpumix.integrations.overflows import tells_of_skips, told_norm
 from gpumix.integrations.own_batches import Collated, Given, OwnLoader
 from gpumix.integrations.rows import PlannedRows
 from gpumix.integrations.samplers import prepared, seed_of_all
@@ -97,16 +98,25 @@ class Loader(OwnLoader, DataLoaderStateMixin):
 
 
 class Optimizer(AcceleratedOptimizer):
-    """Steps only once the backward has been done."""
+    """Steps only once the backward has been done, and not with gradients that overflowed."""
 
     model: Looped
     record: LoopRecord
 
     def step(self, closure: Any = None) -> None:
         self.model.check_done()
-        super().step(closure)
+        if not self.gradient_state.sync_gradients:
+            return
+        self._is_overflow = self.model.overflowed and tells_of_skips(self.optimizer)
+        if not self.model.overflowed:
+            super().step(closure)
+        self.model.stepped()
+        self.record.stepped(self.param_groups[0]["lr"])
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        super().zero_grad(set_to_none)
         if self.gradient_state.sync_gradients:
-            self.record.stepped(self.param_groups[0]["lr"])
+            self.model.overflowed = False
 
 
 class Accelerator(accelerate.Accelerator):
@@ -268,9 +278,10 @@ class Accelerator(accelerate.Accelerator):
             raise InputError(f"gradients are clipped by norm 2, not {norm_type}")
         if not self.sync_gradients or self._engine is None:
             return None
+        assert self._looped is not None
         norm = self._engine.clip_grad_norm_(max_norm)
         self._record.clipped(norm)
-        return norm
+        return told_norm(norm, overflowed=self._looped.overflowed)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         if self.sync_gradients and self._engine is not None:

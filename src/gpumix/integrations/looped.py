@@ -46,7 +46,12 @@ class Looped(nn.Module):
         module: the model, sharded by `engine`.
         at: this rank's part of the batch that the loop is at; None if it is at none.
         record: is told what the loop does.
+
+    Attributes:
+        overflowed: in fp16, a gradient of those that are summed: there are none of this step.
     """
+
+    overflowed = False
 
     def __init__(
         self,
@@ -62,6 +67,7 @@ class Looped(nn.Module):
         self._at = at
         self._samples: int | None = None  # of the batch of the last call
         self._begun: _Begun | None = None
+        self._has_stepped = False  # the optimizer, since gradients were added
         self._like: Any = None  # what the model returned last, without rows
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -97,8 +103,8 @@ class Looped(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Of what this rank has of the parameters."""
-        for parameter in self._with_gradients():
-            parameter.grad = None
+        self.overflowed = False
+        self._without_gradients()
 
     def backward_done(self, loss: Tensor) -> None:
         """The loop's backward from `loss` has come to what the model returned; now gradients of
@@ -136,11 +142,15 @@ class Looped(nn.Module):
                 fix="call accelerator.backward(loss), not loss.backward()",
             )
 
+    def stepped(self) -> None:
+        """The optimizer has, or left the step out."""
+        self._has_stepped = True
+
     def _computed(self, batch: dict[str, Any]) -> tuple[Tensor, dict[nn.Parameter, Tensor]]:
         """A batch's loss and gradients; those that parameters have stay: what the loop does with
         them may come before its backward or after it."""
         before = {p: p.grad.clone() for p in self._with_gradients() if p.grad is not None}
-        self.zero_grad()
+        self._without_gradients()
         loss = self._engine.step(batch, samples=self._samples)
         made = {p: p.grad for p in self._with_gradients() if p.grad is not None}
         for parameter in self._engine.parameters():
@@ -148,11 +158,19 @@ class Looped(nn.Module):
         return loss, made
 
     def _add(self, made: dict[nn.Parameter, Tensor]) -> None:
-        if self._engine.overflowed:  # in fp16: the sum would be left out
-            self.zero_grad()
+        self.overflowed &= not self._has_stepped
+        self.overflowed |= self._engine.overflowed
+        self._has_stepped = False
+        if self.overflowed:  # the sum is left out
+            self._without_gradients()
+            return
         for parameter, gradient in made.items():
             before = parameter.grad
             parameter.grad = gradient if before is None else gradient.add_(before)
+
+    def _without_gradients(self) -> None:
+        for parameter in self._with_gradients():
+            parameter.grad = None
 
     def _with_gradients(self) -> Iterator[nn.Parameter]:
         return (p for p in self._engine.parameters() if p.grad is not None)

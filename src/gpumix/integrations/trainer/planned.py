@@ -7,6 +7,7 @@ saved comes out of its shards.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -26,6 +27,7 @@ from gpumix.integrations.batching import Batching
 from gpumix.integrations.fields import Fields
 from gpumix.integrations.hosted import Training, host, plan_of, refuse_gpu, world
 from gpumix.integrations.optimizers import Pieces, like, taken_over
+from gpumix.integrations.overflows import Skips, told_norm
 from gpumix.integrations.own_batches import Collated, OwnLoader, own_loader
 from gpumix.integrations.recorded import Recorded
 from gpumix.integrations.rows import PlannedRows, evaluated_rows
@@ -309,6 +311,7 @@ class Planned:
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = train_dataloader
         assert self._engine is not None
+        self.accelerator._optimizers.append(Skips(self._engine, self.optimizer))
         self._recorded = Recorded(
             self._engine,
             self._folder,
@@ -339,7 +342,7 @@ class Planned:
                 self.state.global_step,
                 loss=loss.item(),
                 learning_rate=self._get_learning_rate(),  # type: ignore[attr-defined]
-                norm=float(grad_norm) if grad_norm is not None else 0.0,
+                norm=float(grad_norm) if math.isfinite(grad_norm or 0.0) else 0.0,
             )
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kw)  # type: ignore[misc]
 
@@ -377,11 +380,14 @@ class Planned:
 
     def _clip_grad_norm(self, model: Any) -> Tensor:
         assert self._engine is not None
-        return self._engine.clip_grad_norm_(self.args.max_grad_norm)
+        norm = self._engine.clip_grad_norm_(self.args.max_grad_norm)
+        return told_norm(norm, overflowed=self._engine.overflowed)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         assert self._engine is not None
-        return self._engine.gradient_norm() if grad_norm is None else grad_norm
+        if grad_norm is not None:
+            return grad_norm
+        return told_norm(self._engine.gradient_norm(), overflowed=self._engine.overflowed)
 
     def floating_point_ops(self, inputs: Any) -> int:
         """By the number of parameters that the whole model has."""
