@@ -61,10 +61,30 @@ def forgets_in_between(accelerator: Any, network: Any, optimizer: Any, loader: A
     return found
 
 
+def prepared_again(accelerator: Any, network: Any, optimizer: Any, loader: Any) -> list[float]:
+    """By a library that cannot know that it was."""
+    return forgets_in_between(accelerator, *accelerator.prepare(network, optimizer, loader))
+
+
+def infers(accelerator: Any, network: Any, optimizer: Any, loader: Any) -> list[float]:
+    """Evaluates in inference mode, and goes on."""
+    found = forgets_in_between(accelerator, network, optimizer, loader)
+    with torch.inference_mode():
+        for batch in loader:
+            batch = {name: value.clone() for name, value in batch.items()}  # as on its way to a GPU
+            outputs = network.eval()(**batch)
+            found.append(outputs.loss.item())
+            found += accelerator.gather_for_metrics(outputs.logits[:, 0, 0]).tolist()
+    network.train()
+    return found + forgets_in_between(accelerator, network, optimizer, loader)
+
+
 LOOPS: dict[str, Callable[..., list[float]]] = {
     "by hand": by_hand,
     "by hand, of the model": by_hand_of_the_model,
     "in between": forgets_in_between,
+    "prepared again": prepared_again,
+    "inference mode": infers,
 }
 
 

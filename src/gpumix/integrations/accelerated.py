@@ -162,7 +162,7 @@ class Accelerator(accelerate.Accelerator):
             InputError: several models, or a model without a loader.
             NoFeasiblePlanError: no plan fits the devices.
         """
-        models = [one for one in args if isinstance(one, nn.Module)]
+        models = [m for m in args if isinstance(m, nn.Module) and not isinstance(m, Looped)]
         if len(models) + (self._engine is not None) > 1:
             raise InputError(
                 "several models cannot be trained by one Accelerator",

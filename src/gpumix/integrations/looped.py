@@ -181,7 +181,9 @@ class Looped(nn.Module):
         def made(model: nn.Module, part: Any) -> tuple[Any, Tensor]:
             return model(*part[ARGS], **part[KWARGS]), _count(model, part)
 
-        found = list(self._engine.outputs(made, batch).values())
+        with torch.inference_mode(False), torch.no_grad():
+            batch = tree_map(_tracked, batch)
+            found = list(self._engine.outputs(made, batch).values())
         outputs = self._joined([outputs for outputs, _ in found])
         if not (isinstance(outputs, Mapping) and outputs.get("loss") is not None):
             return outputs
@@ -285,6 +287,11 @@ def _with(outputs: Any, leaves: Sequence[Tensor]) -> Any:
 
 def _gradient(leaf: Tensor) -> Tensor:
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
+def _tracked(value: Any) -> Any:
+    """A copy of what was made in inference mode: units keep count of changes in place."""
+    return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
 
 
 def _together(values: Sequence[Any]) -> Any:
