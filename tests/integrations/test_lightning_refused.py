@@ -64,6 +64,13 @@ class NoOptimizer(Plain):
         return None
 
 
+class EveryThird(Plain):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step", "frequency": 3}]
+
+
 class OwnBatches(BatchSampler):
     pass
 
@@ -101,6 +108,10 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "limits": (
         "limit_train_batches=8 with accumulate_grad_batches=2",
         {"limit_train_batches": 8, "accumulate_grad_batches": 2},
+    ),
+    "frequency": (
+        "frequency=3 of a scheduler of steps with accumulate_grad_batches=2",
+        {"module": EveryThird, "accumulate_grad_batches": 2},
     ),
     "a range": ("a range gives the batches", {"loader": lambda: range(4)}),
     "own batches": (

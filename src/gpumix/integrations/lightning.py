@@ -60,7 +60,10 @@ from gpumix.integrations.strategy.loaders import (  # noqa: E402
 )
 from gpumix.integrations.strategy.precision import PlannedPrecision  # noqa: E402
 from gpumix.integrations.strategy.recording import Recording  # noqa: E402
-from gpumix.integrations.strategy.refused import refuse_without_meaning  # noqa: E402
+from gpumix.integrations.strategy.refused import (  # noqa: E402
+    refuse_frequencies,
+    refuse_without_meaning,
+)
 from gpumix.integrations.strategy.steps import Steps  # noqa: E402
 from gpumix.integrations.strategy.together import Together  # noqa: E402
 from gpumix.spec.errors import InputError  # noqa: E402
@@ -241,6 +244,7 @@ class GpumixStrategy(Together, Checkpoints):
             raise InputError("configure_optimizers returned several", fix=ONE_OPTIMIZER) from None
         if not self.optimizers or isinstance(self.optimizers[0], _MockOptimizer):
             raise InputError("configure_optimizers returned no optimizer", fix=ONE_OPTIMIZER)
+        refuse_frequencies(self.lr_scheduler_configs, self._accumulates)
         self.group_sizes = [len(group["params"]) for group in self.optimizers[0].param_groups]
 
     # -- data --------------------------------------------------------------------------------------

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 
 from gpumix.integrations.hosted import world
 from gpumix.spec.errors import InputError
 
 WHOLE = "it looks at whole parameters, and a rank has pieces of them"
+COUNTED = "what is accumulated is one batch here, so batches are counted in steps"
 CALLBACKS = {
     "StochasticWeightAveraging": WHOLE,
     "WeightAveraging": WHOLE,
@@ -29,6 +32,22 @@ def refuse_without_meaning(trainer: Trainer, module: LightningModule, accumulate
     """
     for what, why, fix in _found(trainer, module, accumulates):
         raise InputError(f"{what} has no meaning with gpumix", where="Trainer", why=why, fix=fix)
+
+
+def refuse_frequencies(schedulers: Sequence[LRSchedulerConfig], accumulates: int) -> None:
+    """
+    Raises:
+        InputError: a scheduler steps by a number of batches of which several are accumulated.
+    """
+    for one in schedulers if accumulates > 1 else ():
+        if one.interval == "step" and one.frequency > 1:
+            raise InputError(
+                f"frequency={one.frequency} of a scheduler of steps with "
+                f"accumulate_grad_batches={accumulates} has no meaning with gpumix",
+                where="configure_optimizers",
+                why=COUNTED,
+                fix=_larger(accumulates),
+            )
 
 
 def _found(trainer: Trainer, module: LightningModule, accumulates: int) -> Any:
@@ -84,7 +103,13 @@ def _counts(trainer: Any, accumulates: int) -> Any:
             if isinstance(given, int) and not isinstance(given, bool) and given > 1:
                 yield (
                     f"{name}={given} with accumulate_grad_batches={accumulates}",
-                    "what is accumulated is one batch here, so batches are counted in steps",
-                    "leave accumulate_grad_batches out, and give the loader a batch_size "
-                    f"{accumulates} times as large: the plan cuts it into micro-batches",
+                    COUNTED,
+                    _larger(accumulates),
                 )
+
+
+def _larger(accumulates: int) -> str:
+    return (
+        "leave accumulate_grad_batches out, and give the loader a batch_size "
+        f"{accumulates} times as large: the plan cuts it into micro-batches"
+    )
