@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -452,3 +453,29 @@ def _failing(folder: Path) -> None:
     plan = plan_for(model(), [Share(12, 6, 1)])
     data = {"train_dataset": Texts(), "callbacks": [Fails()]}
     Trainer(model=model(), args=args, plan=plan, **data).train()
+
+
+def test_a_run_that_goes_on_with_weights_alone_is_told_what_begins_anew(tmp_path):
+    """The checkpoint is its own."""
+    (told,) = run_ranks(_with_weights_alone, 1, tmp_path)
+    assert len(told) == 1
+    assert "the optimizer begins anew" in told[0]
+    assert "not saved by gpumix" not in told[0]
+
+
+def _with_weights_alone(folder: Path) -> list[str]:
+    from gpumix.integrations import saving
+    from gpumix.integrations.transformers import Trainer
+
+    as_launched(folder)
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    saving._LOG.addHandler(handler)
+    plan = plan_for(model(), [Share(12, 6, 1)])
+    saves = SHORT | {"save_strategy": "steps", "save_steps": 2, "save_only_model": True}
+    args = arguments(folder / "out", 12, **saves)
+    for checkpoint in (None, str(folder / "out" / "checkpoint-2")):
+        trainer = Trainer(model=model(), args=args, plan=plan, train_dataset=Texts())
+        trainer.train(resume_from_checkpoint=checkpoint)
+    return told

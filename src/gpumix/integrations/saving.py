@@ -83,7 +83,7 @@ class Saver:
             return state.step
         if optimizer is not None:
             _LOG.warning(
-                "%s was not saved by gpumix: its weights are taken, the optimizer begins anew",
+                "%s has no state of gpumix: its weights are taken, the optimizer begins anew",
                 folder,
             )
             return 0
