@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
+from gpumix.integrations.looped import Outputs
 from gpumix.spec.errors import InputError
 from harness import run_ranks
 from programs import GLOBAL_BATCH, Texts, as_launched, model
@@ -61,6 +62,18 @@ def forgets_in_between(accelerator: Any, network: Any, optimizer: Any, loader: A
     return found
 
 
+def by_place(accelerator: Any, network: Any, optimizer: Any, loader: Any) -> list[float]:
+    """The first of what the model returns is the loss, of a tuple and of a dictionary."""
+    found = []
+    for number, batch in enumerate(loader):
+        loss = network(**batch, return_dict=bool(number % 2))[0]
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
 def prepared_again(accelerator: Any, network: Any, optimizer: Any, loader: Any) -> list[float]:
     """By a library that cannot know that it was."""
     return forgets_in_between(accelerator, *accelerator.prepare(network, optimizer, loader))
@@ -83,6 +96,7 @@ LOOPS: dict[str, Callable[..., list[float]]] = {
     "by hand": by_hand,
     "by hand, of the model": by_hand_of_the_model,
     "in between": forgets_in_between,
+    "by place": by_place,
     "prepared again": prepared_again,
     "inference mode": infers,
 }
@@ -112,6 +126,13 @@ def test_it_is_as_with_the_stock_accelerator(name, tmp_path):
     assert len(stock) >= 2
     for rank in run_ranks(looped, 2, tmp_path, 2, name, timeout_s=120):
         assert rank == pytest.approx(stock, rel=1e-4)
+
+
+@pytest.mark.parametrize("key", ["logits", 1, slice(2)])
+def test_what_is_not_kept_of_training_says_so(key):
+    outputs = Outputs(torch.ones(()))
+    with pytest.raises(KeyError, match="is not kept while training"):
+        outputs[key]
 
 
 def test_a_state_of_several_optimizers_is_refused(tmp_path):

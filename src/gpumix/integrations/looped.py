@@ -219,11 +219,23 @@ class Outputs(dict[str, Any]):
         super().__init__(loss=loss)
         self.loss = loss
 
+    def __getitem__(self, key: Any) -> Any:
+        """The loss by its place too."""
+        if key == 0:
+            return self.loss
+        if isinstance(key, str) and key in self:
+            return super().__getitem__(key)
+        raise KeyError(_not_kept(key))
+
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"'{name}' is not kept while training: the batch went through the model in micro-"
-            "batches, forward and backward; call the model in eval mode for it"
-        )
+        raise AttributeError(_not_kept(name))
+
+
+def _not_kept(name: Any) -> str:
+    return (
+        f"{name!r} is not kept while training: the batch went through the model in micro-"
+        "batches, forward and backward; call the model in eval mode for it"
+    )
 
 
 class _Begun:
