@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -388,3 +389,108 @@ def test_seeds_are_those_of_one_place_each():
     many = draws.seeds_of(draws.key_of("a"), np.arange(10**5))
     assert len(np.unique(many)) == 10**5
     assert not set(many[:100]) & set(draws.seeds_of(draws.key_of("b"), np.arange(10**5)).tolist())
+
+
+class Still:
+    """Draws nothing; `read` is called for each sample."""
+
+    def __init__(self, read: Callable[[int], object]) -> None:
+        self.read = read
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, k: int) -> dict[str, Any]:
+        self.read(k)
+        return {"k": k}
+
+
+def in_a_thread(work: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+def test_loaders_that_are_built_at_once_leave_generators_as_they_were():
+    """The second one is begun while the first reads, and ends after it."""
+    first_reads, second_reads, first_over = (threading.Event() for _ in range(3))
+
+    def first(k: int) -> None:
+        first_reads.set()
+        second_reads.wait(0.5)
+
+    def second(k: int) -> None:
+        second_reads.set()
+        first_over.wait(0.5)
+
+    def build_first() -> None:
+        Loader(Still(first), [8], 0).close()
+        first_over.set()
+
+    def build_second() -> None:
+        first_reads.wait()
+        Loader(Still(second), [8], 0).close()
+
+    alone = seeded()
+    of_both = [in_a_thread(build_first), in_a_thread(build_second)]
+    for one in of_both:
+        one.join()
+    assert of_trainer() == alone
+
+
+def seeded() -> tuple[Any, ...]:
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    found = of_trainer()
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    return found
+
+
+def test_what_another_loader_reads_is_not_taken_for_draws(caplog):
+    """It is built while this one watches whether its samples draw."""
+    waited_for, other_reads, seen = (threading.Event() for _ in range(3))
+
+    def wait_for_other(k: int) -> None:
+        if waited_for.is_set():
+            other_reads.wait(0.5)
+
+    def read(k: int) -> None:
+        other_reads.set()
+        seen.wait(2)
+
+    def build_other() -> None:
+        Loader(Still(read), [8], 0).close()
+
+    with Loader(Still(wait_for_other), [8], 0, workers=2, kind="threads") as loader:
+        alone = seeded()
+        waited_for.set()
+        other = in_a_thread(build_other)
+        next(loader)
+        seen.set()
+        other.join()
+        assert loader.setting.workers == 2 and not loader._feed.draws
+        assert of_trainer() == alone
+    assert not caplog.records
+
+
+def test_a_thread_that_is_stuck_has_the_generators_no_longer():
+    """Samples that draw from them are read by another one, and so are those of other loaders."""
+    stuck, over = threading.Event(), threading.Event()
+
+    class Sticks(Augmented):
+        def __getitem__(self, k: int) -> dict[str, Any]:
+            found = super().__getitem__(k)
+            if k == bad and not stuck.is_set():
+                stuck.set()
+                over.wait(60)
+            return found
+
+    bad = int(GlobalOrder(N, 3).span(0, 8)[-1])
+    alone = seeded()
+    with (
+        Loader(Sticks(), [8], 0, seed=3, kind="threads", timeout_s=0.5) as loader,
+        Loader(Augmented(), [8], 0, kind="threads") as other,
+    ):
+        assert rows_of(next(loader)) == by_one_process(Augmented())[:8]
+        next(other)
+        over.set()
+        assert of_trainer() == alone

@@ -162,7 +162,8 @@ class Threads(Crew):
                 self._threads.discard(who)
                 self._left_behind = True
                 self._begun -= 1
-        for _, chunk, index in stuck:
+        for who, chunk, index in stuck:
+            draws.leave_behind(who)
             self.lost += 1
             self._hire()
             told = _some_of(chunk, index), self._source.name, self._timeout_s

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
 import random
 import threading
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,7 @@ _STEP = 0x9E3779B97F4A7C15  # of splitmix64, whose finaliser the others belong t
 _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _TOGETHER = 1  # what a batch is made with, beside what its samples are
 _MERSENNE_BYTES = 4 * 624 + 4  # words and a place among them
+_PATIENCE_S = 30.0  # with another one that has the generators, who may wait for this one
 
 
 class _Own(threading.local):
@@ -34,6 +36,7 @@ class _Own(threading.local):
         everywhere: whether the generators of the process are to be seeded.
         seed: that `generator` has not got yet.
         asked: whether anybody had that generator.
+        has_them: whether it waits while others move the generators of the process.
     """
 
     def __init__(self) -> None:
@@ -42,9 +45,70 @@ class _Own(threading.local):
         self.seed: int | None = None
         self.generator: torch.Generator | None = None
         self.asked = False
+        self.has_them = False
+
+
+class _Turn:
+    """Of one thread with the generators of the process, which are put back at its end."""
+
+    def __init__(self) -> None:
+        self.thread = threading.current_thread()
+        self.over = False
+        self._states = (
+            random.getstate(),
+            np.random.get_state(legacy=False),
+            torch.default_generator.get_state(),
+        )
+
+    def put_back(self) -> None:
+        random.setstate(self._states[0])
+        np.random.set_state(self._states[1])
+        torch.default_generator.set_state(self._states[2])
+
+
+class _Turns:
+    """One thread after the other has the generators of the process."""
+
+    def __init__(self) -> None:
+        self._free = threading.Lock()
+        self._change = threading.Lock()
+        self._now: _Turn | None = None
+
+    def begin(self) -> _Turn:
+        got = self._free.acquire(timeout=_PATIENCE_S)
+        turn = _Turn()
+        if got:
+            self._now = turn
+        return turn
+
+    def end(self, turn: _Turn) -> None:
+        with self._change:
+            if turn.over:
+                return
+            turn.over = True
+            turn.put_back()
+            if self._now is turn:
+                self._now = None
+                self._free.release()
+
+    def end_of(self, thread: threading.Thread) -> None:
+        turn = self._now
+        if turn is not None and turn.thread is thread:
+            self.end(turn)
 
 
 _own = _Own()
+_turns = _Turns()
+
+
+def _in_a_child() -> None:
+    """A thread that had the generators when this process was forked is not here."""
+    global _turns
+    _turns = _Turns()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_a_child)
 
 
 def sample_generator() -> torch.Generator:
@@ -111,26 +175,36 @@ def reading(seeds: Sequence[int], *, everywhere: bool) -> Iterator[None]:
 
 @contextmanager
 def put_back() -> Iterator[None]:
-    """Afterwards the generators of the process are as they were."""
-    states = (
-        random.getstate(),
-        np.random.get_state(legacy=False),
-        torch.default_generator.get_state(),
-    )
+    """Afterwards the generators of the process are as they were. Other threads that would have them
+    put back wait meanwhile; not those that read rows, for which somebody waits."""
+    if _own.has_them or _own.seeds is not None:
+        inner = _Turn()
+        try:
+            yield
+        finally:
+            inner.put_back()
+        return
+    turn = _turns.begin()
+    _own.has_them = True
     try:
         yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.default_generator.set_state(states[2])
+        _own.has_them = False
+        _turns.end(turn)
+
+
+def leave_behind(thread: threading.Thread) -> None:
+    """A thread that is stuck has the generators of the process no longer; they are as they were."""
+    _turns.end_of(thread)
 
 
 @contextmanager
 def put_back_if_moved() -> Iterator[Drawn]:
     """This thread waits meanwhile, so what moves the generators of the process is a dataset that
     others read. Afterwards they are as they were, and it is told whether they had moved."""
-    drawn, before = Drawn(), _states()
+    drawn = Drawn()
     with put_back():
+        before = _states()
         yield drawn
         drawn.of_process = before != _states()
 

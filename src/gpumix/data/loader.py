@@ -196,10 +196,10 @@ class Loader(Iterator[Batch]):
         return self._tuner.limit
 
     def __next__(self) -> Batch:
-        if self._looks:
+        if self._unseen and self._draws:
+            self._read_anew()  # an evaluation saw it, or another loader
+        elif self._looks:
             self._fetch_watched()
-        elif self._unseen and self._draws:
-            self._read_anew()  # an evaluation saw it
         self._pace.asked()
         position = self._cursor.position
         self._fetch_ahead()
