@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from gpumix.data.fetch import fetch, fetch_in_time
-from gpumix.data.loader import evaluation_batches
+from gpumix.data.loader import Loader, evaluation_batches
 from gpumix.data.on_the_fly import TokenizedTexts
 from gpumix.data.own_samples import OwnSamples
 from gpumix.data.packing import PackedDocuments
@@ -163,3 +164,66 @@ def test_what_is_read_in_time_comes_as_it_is():
         fetch_in_time(source, np.arange(10, 12), AS_USUAL)
     with pytest.raises(SystemExit):
         in_time(lambda: sys.exit("as anything that is raised"), "mine", 1.0)
+
+
+class Ends(Damaged):
+    """The samples in `bad` raise what is no `Exception`."""
+
+    error: type[BaseException] = KeyboardInterrupt
+
+    def __getitem__(self, k: int) -> Any:
+        if k in self.bad:
+            raise self.error("enough")
+        return {"input_ids": [k] * 3}
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, GeneratorExit, asyncio.CancelledError])
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_whatever_a_sample_raises_is_told_at_once(kind, error):
+    class Other(Ends):
+        pass
+
+    Other.error = error
+    told = f"sample 7 of Other cannot be read: {error.__name__}: enough"
+    with Loader(Other(8, 7), [8], 0, kind=kind, workers=1) as loader:
+        with pytest.raises(TrainingError, match=told):
+            next(loader)
+        assert not loader.lost_workers
+    with Loader(Other(8, 7), [8], 0, kind=kind, workers=1, bad_samples="skip") as loader:
+        assert 7 not in next(loader)["input_ids"] and [one.index for one in loader.skipped] == [7]
+    with pytest.raises(TrainingError, match=told.replace("7", "0")):
+        as_source(Other(8, 0))
+
+
+def test_whatever_a_stream_raises_is_told_at_once():
+    def stream() -> Iterator[Any]:
+        yield from ({"k": k} for k in range(5))
+        raise KeyboardInterrupt
+
+    with Loader(stream, [4], 0) as loader:
+        next(loader)
+        with pytest.raises(TrainingError, match=r"sample 5 of stream .*KeyboardInterrupt"):
+            next(loader)
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_what_fails_now_and_then_is_not_told_to_be_readable(many):
+    class Flaky(Damaged):
+        calls = 0
+
+        def __getitem__(self, k: int) -> Any:
+            if k == 5:
+                self.calls += 1
+                if self.calls % 2:
+                    raise OSError(f"try {self.calls}")
+            return {"input_ids": [k] * 3}
+
+    class FlakyTogether(Flaky):
+        def __getitems__(self, indices: list[int]) -> list[Any]:
+            return [self[k] for k in indices]
+
+    source = as_source((FlakyTogether if many else Flaky)(12))
+    with pytest.raises(TrainingError) as caught:
+        fetch(source, np.arange(12), "stop")
+    assert ("12 samples of" in caught.value.what) if many else ("sample 5 of" in caught.value.what)
+    assert "OSError: try 3" in caught.value.what and "put together" not in caught.value.what

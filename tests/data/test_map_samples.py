@@ -245,3 +245,25 @@ def test_a_transform_of_datasets_that_draws_draws_for_each_row_by_itself():
         for loader in loaders:
             loader.close()
     assert found[0] == found[1] and len(set(found[0][1])) == 32
+
+
+def test_keys_of_a_sample_may_be_of_any_types():
+    samples = [{"k": k, 1: [k, k], (2, "b"): 0.5} for k in range(6)]
+    with Loader(samples, [3], 0) as loader:
+        batch = next(loader)
+    assert set(batch) == {"k", 1, (2, "b")} and batch[1].tolist() == [[k, k] for k in batch["k"]]
+    with Loader(lambda: iter(samples), [3], 0) as loader:
+        assert set(next(loader)) == {"k", 1, (2, "b")}
+    with pytest.raises(
+        InputError, match=r"sample 1 holds \[3, 'k'\], sample 0 \[\(2, 'b'\), 1, 'k'"
+    ):
+        SampleSource([samples[0], {"k": 1, 3: 1}], "mine").rows(np.arange(2))
+
+
+def test_the_rows_of_a_data_frame_are_to_be_given():
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"k": range(6), "x": 0.5})
+    with pytest.raises(InputError, match="indexed by its columns") as caught:
+        as_source(frame)
+    assert ".to_dict('records')" in caught.value.fix
+    assert as_source(frame.to_dict("records"))[4]["k"] == 4

@@ -17,7 +17,16 @@ from gpumix.data import draws
 from gpumix.data.host import waited_for_core_s
 from gpumix.data.layout import Batch, Layout
 from gpumix.data.order import GlobalOrder
-from gpumix.data.reading import BadSamples, Reading, StuckError, in_time
+from gpumix.data.reading import (
+    NO_SAMPLE,
+    SEVERAL,
+    BadSamples,
+    Reading,
+    StuckError,
+    failed_at,
+    in_time,
+    none_failed,
+)
 from gpumix.data.rows import Source
 from gpumix.spec.errors import (
     GpumixError,
@@ -31,8 +40,9 @@ T = TypeVar("T")
 
 _BY_NUMBER = draws.key_of("gpumix, by number")
 TRIES = 8  # of samples that could take the place of a bad one
-# What a dataset may end with; `sys.exit` in one must not end a worker without a word.
-FAILURES = (Exception, SystemExit)
+# What a dataset may end with: none of it may end a worker without a word. Ctrl-C is raised in the
+# main thread, which waits for who reads samples and catches none of this.
+FAILURES = (BaseException,)
 _PACKAGE = str(Path(__file__).parents[1])
 
 
@@ -136,18 +146,29 @@ def fetch(
         if bad_samples == "stop" and isinstance(error, GpumixError):
             raise  # it says which sample is bad, and why
         taken, skipped = _one_by_one(source, indices, bad_samples)
+        none_failed()
         try:
             return read(taken), skipped
         except GpumixError:
             raise
         except FAILURES as again:
-            raise TrainingError(
-                f"{len(indices)} samples of {source.name} cannot be put together: "
-                f"{_first_line(again)}",
-                where=_place(again),
-                why=f"each by itself can be read; the first is sample "
-                f"{source.number(int(indices[0]))}",
-            ) from error
+            raise _after_all(source, indices, again) from error
+
+
+def _after_all(source: Source, indices: np.ndarray, again: BaseException) -> TrainingError:
+    """What samples are told that failed together, each by itself did not, and now they do again."""
+    number, said = failed_at(), _first_line(again)
+    several = f"{len(indices)} samples of {source.name}"
+    each = f"each by itself can be read; the first is sample {source.number(int(indices[0]))}"
+    if number == NO_SAMPLE:
+        what, fix = f"{several} cannot be put together: {said}", ""
+    elif number == SEVERAL:
+        what, fix = f"{several} cannot be read at once: {said}", "look at its __getitems__"
+    else:
+        what = f"sample {number} of {source.name} cannot be read each time: {said}"
+        each = "by itself it was read, between two times that failed"
+        fix = "let the dataset try again where it fails"
+    return TrainingError(what, where=_place(again), why=each, fix=fix)
 
 
 def _one_by_one(
@@ -197,16 +218,14 @@ def readable(read: Callable[[int], object], count: int, name: str, reading: Read
     """
     first: BaseException | None = None
     for index in range(1 if reading.bad_samples == "stop" else min(count, 1 + TRIES)):
-        try:
-            _undisturbed(partial(read, index), [_BY_NUMBER], name, reading)
-        except StuckError:
-            raise
-        except BrokenStreamError as error:
-            raise in_words(name, index, error) from error
-        except FAILURES as error:
-            first = first or error
-        else:
+        problem = _undisturbed(partial(_raised, read, index), [_BY_NUMBER], name, reading)
+        if problem is None:
             return index
+        if isinstance(problem, StuckError):
+            raise problem
+        if isinstance(problem, BrokenStreamError):
+            raise in_words(name, index, problem) from problem
+        first = first or problem
     assert first is not None, "at least one was tried"
     if reading.bad_samples == "stop":
         raise in_words(name, 0, first)
@@ -224,6 +243,14 @@ def _undisturbed(read: Callable[[], T], seeds: list[int], name: str, reading: Re
 
     with draws.put_back():
         return in_time(drawing, name, reading.timeout_s)
+
+
+def _raised(read: Callable[[int], object], index: int) -> BaseException | None:
+    try:
+        read(index)
+    except FAILURES as error:
+        return error
+    return None
 
 
 def problem_at(read: Callable[[np.ndarray], object], index: int) -> BaseException | None:

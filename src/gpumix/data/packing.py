@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gpumix.data import draws
-from gpumix.data.fetch import FAILURES, in_words, problem_at
+from gpumix.data.fetch import in_words, problem_at
 from gpumix.data.first_fit import WINDOW, Packs, first_fit
 from gpumix.data.ragged import IGNORED, LABELS, TOKENS, Ragged, Sample, lengths_needed
 from gpumix.data.rows import Source, digest
@@ -122,7 +122,7 @@ class PackedDocuments(Source):
         """Documents; one that cannot be read is named, for packs have other numbers."""
         try:
             return self._documents.samples(numbers)
-        except FAILURES:
+        except (Exception, SystemExit):
             for place, number in enumerate(numbers.tolist()):
                 with draws.only(place):
                     problem = problem_at(self._documents.samples, number)

@@ -21,6 +21,7 @@ BadSamples = Literal["stop", "skip"]
 """Whether a sample that cannot be read stops the run, or another one takes its place."""
 
 NO_SAMPLE = -1
+SEVERAL = -2  # that are asked for at once
 NOTE_BYTES = 256  # a sample's number, and its dataset's name
 _NOTE = struct.Struct(f"q{NOTE_BYTES - 8}s")
 NOTHING_READ = _NOTE.pack(NO_SAMPLE, b"")
@@ -52,10 +53,11 @@ class StuckError(TrainingError):
 
 
 class _Notes(threading.local):
-    """Of one thread: the sample that it reads, and since when."""
+    """Of one thread: the sample that it reads, and since when; and the last one that failed."""
 
     def __init__(self) -> None:
         self.at: list[float] = [NO_SAMPLE, 0.0]
+        self.failed = NO_SAMPLE
 
 
 _notes = _Notes()
@@ -72,6 +74,21 @@ def begins(index: int, name: str) -> None:
 def ends() -> None:
     """This thread has read its samples."""
     begins(NO_SAMPLE, "")
+
+
+def fails(index: int) -> None:
+    """This thread could not read a sample, or `SEVERAL`."""
+    _notes.failed = index
+
+
+def none_failed() -> None:
+    """From now on."""
+    _notes.failed = NO_SAMPLE
+
+
+def failed_at() -> int:
+    """The sample that this thread could not read last, `SEVERAL`, or `NO_SAMPLE`."""
+    return _notes.failed
 
 
 def own_notes() -> list[float]:

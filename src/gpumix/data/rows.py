@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +17,8 @@ from torch import Tensor
 
 from gpumix.data.packed import PackedText
 from gpumix.spec.errors import InputError
+
+T = TypeVar("T")
 
 IGNORED = -100  # a label that the loss leaves out
 
@@ -124,7 +128,7 @@ class KeptRows(Source):
 
     @property
     def fingerprint(self) -> str:
-        shapes = [(key, tuple(t.shape), str(t.dtype)) for key, t in sorted(self._rows.items())]
+        shapes = [(key, tuple(t.shape), str(t.dtype)) for key, t in by_key(self._rows)]
         return digest(self.name, "kept", shapes)
 
     def __len__(self) -> int:
@@ -310,6 +314,15 @@ def split_held_out(whole: Source, held_out: float) -> tuple[Source, Source]:
             fix="give more data, lower sequence_length, or set data.held_out to 0",
         )
     return View(whole, 0, n - kept), View(whole, n - kept, n)
+
+
+def in_order(keys: Iterable[Any]) -> list[Any]:
+    """Keys of a sample, which may be of any types."""
+    return sorted(keys, key=str)
+
+
+def by_key(values: Mapping[Any, T]) -> list[tuple[Any, T]]:
+    return [(key, values[key]) for key in in_order(values)]
 
 
 def digest(*parts: object) -> str:

@@ -18,8 +18,8 @@ from torch import Tensor
 from gpumix.data import draws
 from gpumix.data.fetch import DataChangedError, readable
 from gpumix.data.layout import Batch
-from gpumix.data.reading import AS_USUAL, Reading, begins, ends
-from gpumix.data.rows import Source, digest
+from gpumix.data.reading import AS_USUAL, SEVERAL, Reading, begins, ends, fails
+from gpumix.data.rows import Source, by_key, digest, in_order
 from gpumix.spec.errors import InputError, in_a_line
 
 IF_TEXT = (
@@ -62,6 +62,11 @@ class SampleSource(Source):
         self._dataset = MapStyle(dataset, name, thread_safe)
         self.name, self.thread_safe = name, self._dataset.thread_safe
         readable(self._learn, len(self), name, reading)
+
+    @property
+    def first(self) -> dict[str, Tensor]:
+        """The sample that tells what all are like."""
+        return self._stack.first
 
     @property
     def draws(self) -> bool:
@@ -121,17 +126,17 @@ class Stack:
     def __init__(self, name: str, first: Any, index: int = 0) -> None:
         self._name = name
         self._index = index
-        self._template = self.tensors(index, first)
+        self.first = self.tensors(index, first)
 
     @property
     def shapes(self) -> list[tuple[str, tuple[int, ...], str]]:
         """Of a sample, by key."""
-        return [(k, tuple(v.shape), str(v.dtype)) for k, v in sorted(self._template.items())]
+        return [(k, tuple(v.shape), str(v.dtype)) for k, v in by_key(self.first)]
 
     @property
     def empty(self) -> Batch:
         """A batch of no samples."""
-        return {key: value.new_empty((0, *value.shape)) for key, value in self._template.items()}
+        return {key: value.new_empty((0, *value.shape)) for key, value in self.first.items()}
 
     def of(self, indices: np.ndarray, samples: Sequence[Any]) -> Batch:
         """The samples, which have these numbers, one behind the other.
@@ -141,7 +146,7 @@ class Stack:
         """
         pairs = zip(indices.tolist(), samples, strict=True)
         found = [self.like_the_first(index, sample) for index, sample in pairs]
-        return {key: torch.stack([sample[key] for sample in found]) for key in self._template}
+        return {key: torch.stack([sample[key] for sample in found]) for key in self.first}
 
     def like_the_first(self, index: int, sample: Any) -> dict[str, Tensor]:
         """The tensors of a sample.
@@ -166,10 +171,10 @@ class Stack:
         Raises:
             InputError: a sample has other keys than the first.
         """
-        if sample.keys() != self._template.keys():
+        if sample.keys() != self.first.keys():
             raise InputError(
-                f"sample {index} holds {sorted(sample)}, sample {self._index} "
-                f"{sorted(self._template)}",
+                f"sample {index} holds {in_order(sample)}, sample {self._index} "
+                f"{in_order(self.first)}",
                 where=self._name,
                 fix="let all samples have the same keys",
             )
@@ -177,7 +182,7 @@ class Stack:
     def _check(self, index: int, sample: dict[str, Tensor]) -> None:
         self.check_keys(index, sample)
         for key, value in sample.items():
-            first = self._template[key]
+            first = self.first[key]
             if value.shape != first.shape or value.dtype != first.dtype:
                 raise InputError(
                     f"'{key}' of sample {index} is {value.dtype}{list(value.shape)}, that of "
@@ -281,7 +286,7 @@ class CollatedSource(Source):
 
     @property
     def fingerprint(self) -> str:
-        return digest(self.name, len(self), sorted(self._empty))
+        return digest(self.name, len(self), in_order(self._empty))
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -389,7 +394,11 @@ class MapStyle:
     ) -> None:
         if hasattr(self._dataset, "__getitems__"):
             begins(indices[0], self._name)
-            samples = self._dataset.__getitems__(indices)
+            try:
+                samples = self._dataset.__getitems__(indices)
+            except BaseException:
+                fails(SEVERAL)
+                raise
             for row, (_, sample) in enumerate(zip(indices, samples, strict=True), first):
                 put(row, sample)
             return
@@ -398,7 +407,11 @@ class MapStyle:
 
     def _one(self, index: int) -> Any:
         begins(index, self._name)
-        return self._dataset[index]
+        try:
+            return self._dataset[index]
+        except BaseException:
+            fails(index)
+            raise
 
 
 def as_source(
@@ -424,6 +437,12 @@ def as_source(
 
 
 def _length(dataset: Any, name: str) -> int:
+    if hasattr(dataset, "iloc") and hasattr(dataset, "columns"):
+        raise InputError(
+            f"a {type(dataset).__name__} is indexed by its columns, not by the number of a sample",
+            where=name,
+            fix="give its rows: datasets.Dataset.from_pandas(...), or .to_dict('records')",
+        )
     if isinstance(dataset, Mapping) and dataset and 0 not in dataset:
         raise InputError(
             f"a {type(dataset).__name__} has no sample 0, it has {', '.join(map(repr, dataset))}",

@@ -26,7 +26,7 @@ from gpumix.data import draws
 from gpumix.data.fetch import TRIES, BrokenStreamError, fetch_in_time, readable
 from gpumix.data.layout import Batch
 from gpumix.data.reading import AS_USUAL, Reading, begins, ends
-from gpumix.data.rows import KeptRows, Source, View, digest
+from gpumix.data.rows import KeptRows, Source, View, by_key, digest
 from gpumix.data.samples import Collate, Stack, collated
 from gpumix.spec.errors import GpumixError, InputError, in_a_line
 from gpumix.spec.units import plural
@@ -125,7 +125,7 @@ class StreamSource(Source):
 
     @property
     def fingerprint(self) -> str:
-        shapes = [(k, tuple(v.shape[1:]), str(v.dtype)) for k, v in sorted(self._empty.items())]
+        shapes = [(k, tuple(v.shape[1:]), str(v.dtype)) for k, v in by_key(self._empty)]
         more = [part for part in (self._passed_over, self._form.mark) if part]
         return digest(self.name, "a stream", self._lanes, self._of_lane, shapes, *more)
 
@@ -304,7 +304,7 @@ class _Lane:
             except StopIteration:
                 self._begin_again()
                 continue
-            except Exception as error:
+            except BaseException as error:
                 # A generator that raised has ended: to read on would be to begin the next pass.
                 if isinstance(error, GpumixError):  # it says what is wrong
                     self._broken = error
