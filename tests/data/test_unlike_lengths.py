@@ -22,6 +22,7 @@ from gpumix.data.own_samples import OwnSamples
 from gpumix.data.packing import PackedDocuments
 from gpumix.data.rows import Source
 from gpumix.data.sources import open_data
+from gpumix.data.stream_documents import OwnTokens, StreamDocuments
 from gpumix.spec.errors import InputError, MachineError
 from gpumix.spec.job import Job
 
@@ -423,3 +424,23 @@ def test_a_loader_pads_to_the_longest_of_a_ranks_samples():
         held = [*one.last_indices, *other.last_indices]
     assert len(set(held)) == 6
     assert len(widths) == 2, "samples are all of unlike lengths"
+
+
+def test_what_happens_to_be_as_long_as_the_tokens_is_not_cut():
+    """A decoder's labels and an image of three channels, beside three tokens."""
+    hidden = {"input_ids": [1, 2, 3], "attention_mask": [1, 1, 0]}
+    image = torch.rand(3, 2, 2)
+    samples = [
+        {"input_ids": [1] * n, "attention_mask": [1] * n, "weights": [0.5] * n, "image": image}
+        for n in (5, 3)
+    ]
+    samples[1] |= hidden
+    found = OwnSamples(samples, "rows", longest=8)[1]
+    assert found["input_ids"].tolist() == [1, 2] and found["weights"].tolist() == [0.5, 0.5]
+    assert torch.equal(found["image"], image)
+    own = {"labels": [7, 8, 9], "decoder_input_ids": [0, 7, 8]}
+    found = OwnSamples([hidden | own], "rows", longest=8, aligned=False)[0]
+    assert {key: found[key].tolist() for key in own} == own
+    stream = StreamDocuments("mine", OwnTokens(aligned=False), 8).padded()
+    found = stream.transform(hidden | own)
+    assert {key: found[key].tolist() for key in own} == own

@@ -12,6 +12,8 @@ from gpumix.data.ragged import (
     IGNORED,
     LABELS,
     MASK,
+    OF_DECODER,
+    PER_TOKEN,
     TOKENS,
     Ragged,
     Sample,
@@ -27,8 +29,9 @@ from gpumix.spec.errors import InputError
 class OwnSamples(Ragged):
     """A map-style dataset whose samples have `input_ids` of any length; longer ones are cut.
 
-    Tokens that a sample's own `attention_mask` hides are left out. How long samples are is known if
-    the dataset says so, in an attribute `lengths` or a column `length`.
+    Tokens that a sample's own `attention_mask` hides are left out, with what belongs to them: all
+    that has as many as there are tokens, also in the first sample that can be read. How long
+    samples are is known if the dataset says so, in an attribute `lengths` or a column `length`.
 
     Args:
         dataset: as for `SampleSource`.
@@ -61,6 +64,16 @@ class OwnSamples(Ragged):
         self._lengths = None if lengths is None else np.minimum(lengths, longest)
         told = b"" if self._lengths is None else self._lengths.tobytes()
         whole = hashlib.sha256(told).hexdigest()
+        first = self._source.first
+        tokens = first.get(TOKENS)
+        self._own = set() if aligned else set(OF_DECODER)
+        if tokens is not None and tokens.dim():  # else it is told below
+            length = tokens.shape[:1]
+            self._own |= {
+                key
+                for key, value in first.items()
+                if key not in PER_TOKEN and value.shape[:1] != length
+            }
         self._mark = digest(content or name, len(self._source), longest, whole)
         self.template = readable(
             lambda index: self.samples(np.array([index])), len(self), name, reading
@@ -85,7 +98,7 @@ class OwnSamples(Ragged):
         found = self._source.samples(indices)
         for index, sample in zip(indices.tolist(), found, strict=True):
             check_tokens(sample, f"sample {index}", self.name, aligned=self._aligned)
-        return [cut_to(sample, self.longest) for sample in found]
+        return [cut_to(sample, self.longest, own=self._own) for sample in found]
 
 
 def check_tokens(sample: Sample, what: str, name: str, *, aligned: bool) -> None:

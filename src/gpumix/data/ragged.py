@@ -7,7 +7,7 @@ padded to the longest sample of all, unless it is among those that are asked for
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from gpumix.spec.errors import InputError
 
 TOKENS, LABELS, MASK = "input_ids", "labels", "attention_mask"
 PER_TOKEN = (TOKENS, LABELS, MASK, "token_type_ids", "position_ids")
+OF_DECODER = (LABELS, "decoder_input_ids", "decoder_attention_mask")
 
 Sample = dict[str, Tensor]
 """Tensors whose first dimension is the sample's tokens, `input_ids` among them."""
@@ -82,14 +83,21 @@ def as_long_as_any(sample: Sample, count: int, longest: int) -> dict[str, Tensor
     return batch
 
 
-def cut_to(sample: Mapping[str, Tensor], longest: int) -> Sample:
-    """The first `longest` tokens of a sample, without those that its own mask hides."""
+def cut_to(sample: Mapping[str, Tensor], longest: int, *, own: Collection[str] = ()) -> Sample:
+    """The first `longest` tokens of a sample, without those that its own mask hides, and of all
+    that is as long as they are.
+
+    Args:
+        own: keys of what has a length of its own, which may happen to be that of the tokens.
+    """
     length = len(sample[TOKENS])
     seen: Any = slice(None)
     if MASK in sample:
         seen = sample[MASK] != 0
     return {
-        key: value[seen][:longest] if value.dim() and len(value) == length else value
+        key: value[seen][:longest]
+        if key not in own and value.dim() and len(value) == length
+        else value
         for key, value in sample.items()
         if key != MASK
     }

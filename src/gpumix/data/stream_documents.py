@@ -8,7 +8,7 @@ worker.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -23,9 +23,9 @@ from gpumix.data.on_the_fly import text_of, tokens_of
 from gpumix.data.order import GlobalOrder
 from gpumix.data.own_samples import check_tokens
 from gpumix.data.packing import Packer
-from gpumix.data.ragged import TOKENS, Sample, as_long_as_any, cut_to, padded
+from gpumix.data.ragged import OF_DECODER, TOKENS, Sample, as_long_as_any, cut_to, padded
 from gpumix.data.reading import AS_USUAL, Reading, begins
-from gpumix.data.rows import digest
+from gpumix.data.rows import digest, in_order
 from gpumix.data.samples import tensors_of
 from gpumix.data.streams import Form
 from gpumix.data.tokenizer import Tokenizer
@@ -47,6 +47,10 @@ class Kind(Protocol):
     @property
     def mark(self) -> str:
         """Changes when documents do."""
+
+    @property
+    def of_decoder(self) -> Collection[str]:
+        """Keys of what has a length of its own, beside the tokens."""
 
     def checked(self, given: Any, what: str, name: str) -> Any:
         """
@@ -71,6 +75,7 @@ class Texts:
 
     tokenizer: Tokenizer
     column: str
+    of_decoder = ()
 
     @property
     def pad_token(self) -> int:
@@ -104,6 +109,10 @@ class OwnTokens:
     pad_token: int = 0
     mark: str = "tokens"
 
+    @property
+    def of_decoder(self) -> Collection[str]:
+        return () if self.aligned else OF_DECODER
+
     def checked(self, given: Any, what: str, name: str) -> Sample:
         sample = tensors_of(given, what, name)
         check_tokens(sample, what, name, aligned=self.aligned)
@@ -114,7 +123,7 @@ class OwnTokens:
 
     def parts(self, document: Sample, longest: int) -> list[Sample]:
         """Its first tokens: what a sample has beside them may belong together."""
-        part = cut_to(document, longest)
+        part = cut_to(document, longest, own=self.of_decoder)
         return [part] if len(part[TOKENS]) else []
 
 
@@ -163,7 +172,7 @@ class StreamDocuments:
 
     def _sample(self, given: Any) -> Sample:
         document = self.kind.documents([self.kind.checked(given, "a sample", self.name)])[0]
-        return cut_to(document, self.longest)
+        return cut_to(document, self.longest, own=self.kind.of_decoder)
 
     def _packs(
         self,
@@ -199,7 +208,7 @@ class StreamDocuments:
                 keys = keys or set(document)
                 if set(document) != keys:
                     raise InputError(
-                        f"a document holds {sorted(document)}, those before it {sorted(keys)}",
+                        f"a document holds {in_order(document)}, those before it {in_order(keys)}",
                         where=self.name,
                         fix="let all samples have the same keys",
                     )
