@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -90,29 +89,12 @@ def test_a_plan_says_who_shares_a_host(monkeypatch, alone):
     assert cores_for(plan, 0) == 3 * cores_for(plan, 1)
 
 
-def files(folder: Path, **contents: str) -> dict[str, Path]:
-    for name, content in contents.items():
-        (folder / name).write_text(content)
-    return {name: folder / name for name in contents}
-
-
-@pytest.mark.parametrize(
-    ("contents", "cores"),
-    [
-        ({"max": "50000 100000\n"}, 0.5),
-        ({"max": "max 100000\n"}, None),
-        ({"quota": "50000\n", "period": "100000\n"}, 0.5),
-        ({"quota": "-1\n", "period": "100000\n"}, None),
-        ({}, None),
-    ],
-)
-def test_the_quota_of_a_container_counts(monkeypatch, tmp_path, contents, cores):
-    """By either version of control groups; -1 and "max" are none."""
-    for name in ("max", "quota", "period"):
-        monkeypatch.setattr(host, f"_{name}".upper(), tmp_path / name)
+@pytest.mark.parametrize("quotas", [[0.5], [], [1e6, 0.25]])
+def test_the_quota_of_a_container_counts(monkeypatch, quotas):
+    monkeypatch.setattr(host, "core_quotas", list)
     all_of_them = cores_here()
-    files(tmp_path, **contents)
-    assert cores_here() == (cores or all_of_them)
+    monkeypatch.setattr(host, "core_quotas", lambda: quotas)
+    assert cores_here() == min([all_of_them, *quotas])
 
 
 FAULTS = """

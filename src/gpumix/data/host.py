@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import os
-from contextlib import suppress
 from functools import cache
-from pathlib import Path
 
+from gpumix.hardware.control_groups import core_quotas
 from gpumix.hardware.environment import available_host_bytes, place_here, ranks_here
 from gpumix.spec.plan import Plan
 from gpumix.spec.shares import Shares, share_of
 
 MEMORY_PART = 0.1  # of what is free on the host that batches ahead may take, over all ranks
 MOST_BYTES = 4 * 2**30
-# A container's quota: both in one file, or in two.
-_MAX = Path("/sys/fs/cgroup/cpu.max")
-_QUOTA = Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us")
-_PERIOD = Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us")
 # mallopt(3), and what the user may have set for it.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES, _LARGEST_BYTES = 256 * 2**20, 32 * 2**20
@@ -26,14 +21,10 @@ _OF_THREAD = "/proc/thread-self/schedstat"  # nanoseconds that it ran, and that 
 
 
 def cores_here() -> float:
-    """Cores that this process may use: its affinity, and its group's quota."""
+    """Cores that this process may use: its affinity, and the quotas of its groups."""
     count = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0)
     count = count or float(os.cpu_count() or 1)
-    for files in ((_MAX,), (_QUOTA, _PERIOD)):
-        with suppress(OSError, ValueError):  # there are none, or "max"
-            quota, period = map(int, " ".join(file.read_text() for file in files).split()[:2])
-            count = min(count, quota / period) if quota > 0 else count
-    return count
+    return min([count, *core_quotas()])
 
 
 def waited_for_core_s() -> float:

@@ -19,18 +19,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NoReturn
 
+from gpumix.hardware.control_groups import memory_groups
 from gpumix.hardware.efficiency import Installed
 from gpumix.spec.errors import InputError
 
-# Where the kernel says how much memory this process and its like may have.
-MEMORY_LIMITS = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
-MEMORY_USED = (
-    Path("/sys/fs/cgroup/memory.current"),
-    Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-)
 # Of what is free of it, copies of a run's state may take this part.
 COPIES_PART = 0.5
 STARTS = "GPUMIX_STARTS"
@@ -424,19 +416,11 @@ def available_host_bytes() -> int:
         told = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
         kib = next(line for line in told if line.startswith("MemAvailable:")).split()[1]
         free.append(int(kib) * 1024)
-    for limit, used in zip(MEMORY_LIMITS, MEMORY_USED):
-        with suppress(OSError, ValueError):
-            most = int(limit.read_text(encoding="utf-8"))
-            free.append(most - int(used.read_text(encoding="utf-8")))
+    free += [group.most_bytes - group.used_bytes for group in memory_groups()]
     return max(0, min(free))
 
 
 def host_memory_bytes() -> int:
     """What this host has, or lets a container have."""
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for path in MEMORY_LIMITS:
-        try:
-            limits.append(int(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError):  # there is none, or "max"
-            continue
-    return min(limits)
+    everything = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([everything, *(group.most_bytes for group in memory_groups())])
