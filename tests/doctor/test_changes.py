@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import yaml
 
 from gpumix.doctor.change import default_of, in_words, overrides, write_tuned
+from gpumix.spec.errors import MachineError
 from gpumix.spec.read import read_job
 
 JOB = """
@@ -117,3 +120,56 @@ def test_changes_in_words():
 )
 def test_defaults(key, default):
     assert default_of(key) == default
+
+
+SMALL = """model: {config: {model_type: gpt2}}
+sequence_length: 8
+global_batch: 4
+steps: 10
+"""
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "data: {text: [.]}\nevaluation: &often {every_steps: 10}\ncheckpoint: *often\n",
+        "data: {text: [.], workers: &n 2, prefetch: *n}\n",
+        "data: {text: [.]}\noutput: 2026-11-26\n",
+        "data:\n  text: [größe.txt]  # ✓\n",
+        "techniques:\n  recompute:\n  - true\n  - false\ndata: {text: [.]}\n",
+    ],
+)
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+@pytest.mark.parametrize(
+    "changes",
+    [{"checkpoint.every_steps": 50}, {"data.workers": 4}, {"techniques.recompute": [False, True]}],
+)
+def test_nothing_else_changes_however_a_job_is_written(job, more, mark, changes):
+    """What stands for several keys is changed for one of them; a mark of its encoding is left
+    out."""
+    job.write_text(mark + SMALL + more)
+    tuned = job.with_name("tuned.yaml")
+    write_tuned(job, tuned, changes)
+    assert read_job(tuned) == read_job(job, overrides(changes))
+    assert "\\x" not in tuned.read_text() and "\ufeff" not in tuned.read_text()
+
+
+def test_a_tuned_file_is_whole_or_not_there(job, monkeypatch):
+    tuned = job.with_name("tuned.yaml")
+    tuned.write_text("what was there")
+
+    def interrupted(self: Path, text: str, **given: str) -> int:
+        self.write_bytes(text[:9].encode())
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            write_tuned(job, tuned, CHANGES)
+    assert tuned.read_text() == "what was there"
+    assert sorted(path.name for path in job.parent.iterdir()) == ["job.yaml", "tuned.yaml"]
+    tuned.unlink()
+    tuned.mkdir()
+    with pytest.raises(MachineError, match="cannot write the job") as caught:
+        write_tuned(job, tuned, {"data.workers": "auto"})
+    assert "--set data.workers" in caught.value.fix

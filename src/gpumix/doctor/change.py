@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,9 @@ import yaml
 
 from gpumix.doctor.layout import with_value
 from gpumix.spec.base import Value
+from gpumix.spec.errors import InputError, MachineError
 from gpumix.spec.job import Job
+from gpumix.spec.read_yaml import Source, parse_yaml
 
 Changes = Mapping[str, Any]
 """Values by their keys, with dots between."""
@@ -45,21 +49,45 @@ def default_of(key: str) -> Any:
 def write_tuned(job: Path, tuned: Path, changes: Changes, notes: Sequence[str] = ()) -> None:
     """The job file with the changes made, as another file, which begins with the notes on them. Its
     comments and its order are kept, unless values are written in a way that cannot be changed in
-    place."""
-    text = job.read_text(encoding="utf-8")
-    content = yaml.safe_load(text)
+    place.
+
+    Raises:
+        MachineError: it cannot be written.
+    """
+    text = job.read_text(encoding="utf-8-sig")
+    content = _content(text)
     made = {k: v for k, v in changes.items() if v != default_of(k) or _is_in(content, k)}
     for key, value in made.items():
         _change(content, key.split("."), value)
     try:
         for key, value in made.items():
             text = with_value(text, key.split("."), value)
-        kept = yaml.safe_load(text) == content
-    except (ValueError, yaml.YAMLError):
+        kept = _content(text) == content
+    except (ValueError, yaml.YAMLError, InputError):
         kept = False
     head = "".join(f"# {line}\n" for line in (f"{job.name} as gpumix doctor would have it", *notes))
-    body = text if kept else yaml.safe_dump(content, sort_keys=False)
-    tuned.write_text(head + body, encoding="utf-8")
+    body = text if kept else yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+    part = tuned.with_name(f".{tuned.name}.{os.getpid()}.part")
+    try:
+        part.write_text(head + body, encoding="utf-8")
+        part.replace(tuned)
+    except OSError as error:
+        raise MachineError(
+            "cannot write the job with its changes",
+            where=str(tuned),
+            why=error.strerror or str(error),
+            fix=f"make them yourself: {' '.join(f'--set {one}' for one in overrides(changes))}",
+        ) from error
+    finally:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
+def _content(text: str) -> Any:
+    """The values in a job's text, none of them in two places."""
+    tree = parse_yaml(text, Source("the job", Path()))
+    assert tree is not None, "it was read as a job"
+    return tree.value
 
 
 def _is_in(content: Any, key: str) -> bool:
