@@ -309,6 +309,10 @@ def test_find_takes_names_as_people_and_drivers_write_them(text, name):
         ("gb200", "gb200-gpu"),
         ("mi250", "mi250-gcd"),
         ("mi250x", "mi250x-gcd"),
+        ("rtx 3090 24 GB", "rtx3090"),
+        ("RTX 3060 12GB", "rtx3060"),
+        ("t4-16g", "t4"),
+        ("h200 SXM5 141GB", "h200-141gb-sxm"),
     ],
 )
 def test_what_is_unique_may_be_left_out(text, name):
@@ -332,6 +336,7 @@ def suggestions(error):
         ("mi300", {"mi300x"}),
         ("m40", {"p40", "a40"}),
         ("k80", set()),
+        ("3060 8gb", {"rtx3060"}),  # another card
         ("titanx", {"titanx-pascal"}),  # there was one before Pascal
     ],
 )

@@ -40,14 +40,24 @@ def test_hosts_without_a_link_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("text", "name", "count"), [("4x rtx3090", "rtx3090", 4), ("2xp40", "p40", 2), ("t4", "t4", 1)]
+    ("text", "name", "count"),
+    [
+        ("4x rtx3090", "rtx3090", 4),
+        ("2xp40", "p40", 2),
+        ("t4", "t4", 1),
+        ("2X p40", "p40", 2),
+        ("2× p40", "p40", 2),
+        ("3x 3090 24GB", "rtx3090", 3),
+    ],
 )
 def test_cards(text, name, count):
     found = cards(text)
     assert (found.card.name, found.count) == (name, count)
 
 
-@pytest.mark.parametrize("text", ["0x p40", "", "4x", "3x voodoo2", "p40,,t4"])
+@pytest.mark.parametrize(
+    "text", ["0x p40", "", "4x", "3x voodoo2", "p40,,t4", f"{'9' * 5000}x p40"]
+)
 def test_what_is_no_card_is_an_error(text):
     with pytest.raises(InputError):
         cluster(text, "fp16")

@@ -305,3 +305,8 @@ def test_names_of_classes():
     assert class_named(names, "3090") == class_named(names, "RTX 3090") == "rtx3090"
     assert class_named(names, "mine") == "mine"
     assert class_named(names, "p40") is class_named(names, "nonsense") is None
+
+
+def test_no_more_cards_are_added_than_a_cluster_may_have():
+    with pytest.raises(InputError, match="up to 200000 devices"):
+        added(estimated(), "900000000x p40")

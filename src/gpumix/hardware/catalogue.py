@@ -26,6 +26,7 @@ _DATA = Path(__file__).with_name("catalogue.toml")
 _NOISE = {"nvidia", "geforce", "tesla", "amd", "radeon", "instinct", "generation", "blackwell"}
 # What people leave out of a name; the rest of it is the model.
 _QUALIFIER = re.compile(r"\d+gb|sxm|pcie|nvl|gpu|gcd|quadro|ada|sff|workstation|maxq|server")
+_MEMORY = re.compile(r"\d+gb")
 _SERIES = re.compile(r"^(?:rtx|gtx)(?=a?\d)")
 _SHOWN = 6  # names in an error
 _NEAR = 0.5  # how alike spellings are for difflib, less than its default: names are short
@@ -197,7 +198,7 @@ def _spellings() -> dict[str, tuple[Card, ...]]:
     """The cards of every key; a full name or alias goes before what it is short for."""
     cards = load()
     product = _collect([(_key(card.product), card) for card in cards])
-    short = _collect([(key, card) for card in cards for key in _short_forms(card.name)])
+    short = _collect([(key, card) for card in cards for key in _short_forms(card)])
     full = _collect([(_key(text), card) for card in cards for text in (card.name, *card.aliases)])
     return product | short | full
 
@@ -209,9 +210,12 @@ def _collect(pairs: list[tuple[str, Card]]) -> dict[str, tuple[Card, ...]]:
     return {key: tuple(cards.values()) for key, cards in found.items()}
 
 
-def _short_forms(name: str) -> Iterator[str]:
-    """Keys of `name` with some of its qualifiers or none, in any order, and without 'rtx'."""
-    words = _words(name)
+def _short_forms(card: Card) -> Iterator[str]:
+    """Keys of a card's name with some of its qualifiers or none, in any order, and without 'rtx'.
+    Its memory is one, which a name that tells no cards apart by it does not have."""
+    words = _words(card.name)
+    if not any(_MEMORY.fullmatch(word) for word in words):
+        words.append(f"{card.memory_bytes / 2**30:g}gb")
     model = "".join(word for word in words if not _QUALIFIER.fullmatch(word))
     qualifiers = [word for word in words if _QUALIFIER.fullmatch(word)]
     for count in range(len(qualifiers) + 1):

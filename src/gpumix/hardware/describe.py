@@ -21,7 +21,7 @@ from gpumix.spec.placed import placed
 from gpumix.spec.stage import ComputeDtype
 
 _HOSTS = re.compile(r"^(\d+)\s+hosts?\s+of\s+(.+)$")
-_CARDS = re.compile(r"^(?:(\d+)\s*[x*]\s*)?([A-Za-z0-9].*)$")
+_CARDS = re.compile(r"^(?:(\d{1,12})\s*[xX×*]\s*)?([A-Za-z0-9].*)$")
 MOST_DEVICES = 200_000
 
 # NVLink and Infinity Fabric that every card of a host shares; a bridge joins two of them only.
@@ -99,8 +99,7 @@ def cluster(
     between = None if network is None else _link(network, option)
     known = {c.card.name: c.card for host in hosts for c in host}
     check_vendors(known.values())
-    if sum(c.count for host in hosts for c in host) > MOST_DEVICES:
-        raise InputError(f"a cluster may have up to {MOST_DEVICES} devices")
+    check_count(sum(c.count for host in hosts for c in host))
     there = Cluster(
         classes=tuple(device_class(card) for _, card in sorted(known.items())),
         devices=tuple(_devices(hosts)),
@@ -109,6 +108,12 @@ def cluster(
     dtypes = compute_dtypes(precision, there)
     classes = tuple(with_peak(c, known[c.name], dtypes[c.name]) for c in there.classes)
     return there.model_copy(update={"classes": classes})
+
+
+def check_count(devices: int) -> None:
+    """Refuse more devices than a cluster may have."""
+    if devices > MOST_DEVICES:
+        raise InputError(f"a cluster may have up to {MOST_DEVICES} devices")
 
 
 def check_vendors(known: Iterable[Card]) -> None:
@@ -180,8 +185,7 @@ def _hosts(text: str) -> Iterator[tuple[Cards, ...]]:
         repeated = _HOSTS.match(part.strip())
         times, inside = (int(repeated[1]), repeated[2]) if repeated else (1, part)
         host = tuple(cards(some) for some in inside.split(","))
-        if times > MOST_DEVICES:
-            raise InputError(f"a cluster may have up to {MOST_DEVICES} devices")
+        check_count(times)
         yield from (host,) * times
 
 

@@ -13,7 +13,14 @@ from typing import Any, TypeVar
 
 from gpumix.cost.curves import seconds_at
 from gpumix.hardware.catalogue import Card, find
-from gpumix.hardware.describe import check_vendors, counted, device_class, links_inside, with_peak
+from gpumix.hardware.describe import (
+    check_count,
+    check_vendors,
+    counted,
+    device_class,
+    links_inside,
+    with_peak,
+)
 from gpumix.hardware.estimate import estimate_class, rescaled, slowed
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
 from gpumix.spec.curve import Curve
@@ -45,6 +52,7 @@ def added(profile: Profile, text: str) -> Profile:
         InputError: neither the cluster nor the catalogue knows them.
     """
     count, name = _count_of_class(profile, text)
+    check_count(len(profile.cluster.devices) + (count or 1))
     if name is None:
         card = find(counted(text)[1])
         profile, name = _with_class(profile, card), card.name
