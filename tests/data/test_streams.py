@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -464,3 +466,20 @@ def test_a_loader_of_torch_is_no_stream():
 def test_what_is_a_stream():
     assert all(map(is_stream, (numbers, numbers(), Numbers())))
     assert not any(map(is_stream, ([], {}, torch.zeros(3), Numbered())))
+
+
+@pytest.mark.parametrize("given", [{}, {"kind": "threads"}])
+def test_one_thread_at_a_time_reads_a_stream(given):
+    """However many workers are wanted: a generator that two of them run breaks."""
+    inside = threading.Lock()
+
+    def stream() -> Iterator[dict[str, int]]:
+        for k in range(400):
+            assert inside.acquire(blocking=False), "another thread is inside"
+            time.sleep(0.0005)
+            inside.release()
+            yield {"k": k}
+
+    with Loader(stream, [4], 0, workers=3, **given) as loader:
+        found = [k for _ in range(60) for k in next(loader)["k"].tolist()]
+    assert found == list(range(240))

@@ -80,7 +80,7 @@ class Loader(Iterator[Batch]):
             padding before it copies them.
         workers: how many fetch at once, at most 1024; 0: one thread.
         kind: of the workers: threads of this process, for which the dataset must be safe to be read
-            by several at once, or processes.
+            by several at once, or processes. One thread reads a stream, however many are wanted.
         prefetch: batches to fetch ahead of the one that is used.
         transform: of a stream's sample, in a worker; what costs time belongs here.
         collate: makes a batch of a list of samples, in a worker; default: samples are stacked.
@@ -132,7 +132,7 @@ class Loader(Iterator[Batch]):
         bounds = Bounds(
             cores=0.0 if cores is None else cores,
             processes=can_fork() and not self._source.once,
-            threads=self._source.thread_safe or kind == "threads",
+            threads=self._source.thread_safe or (kind == "threads" and not self._source.in_order),
             memory_bytes=0,
             kind=None if kind == "auto" else kind,
             workers=workers if workers != "auto" else None if self._source.parallel else 1,

@@ -132,7 +132,7 @@ def choose(found: Measured, bounds: Bounds, splits: bool) -> Setting:
     workers = min(useful, max(1, ceil(found.wall_s / (busy * max(wanted_s, 1e-9)))))
     workers = workers if bounds.workers is None else max(1, bounds.workers)
     kind = bounds.kind or _kind(found, bounds, workers)
-    if kind == "threads" and not bounds.threads and bounds.kind is None:
+    if kind == "threads" and not bounds.threads:
         workers = 1
     step_s = max(wanted_s, found.wall_s / workers, found.cpu_s / max(bounds.cores, 1e-9))
     most_parts = round(HANDED_SHARE * step_s / found.handed_s)
@@ -274,7 +274,10 @@ class Tuner:
         given = {key: pin for key, pin in pins.items() if pin is not None}
         if "workers" in given:
             given["workers"] = max(1, given["workers"])
-        return replace(self.setting, **given)  # type: ignore[arg-type]
+        setting = replace(self.setting, **given)  # type: ignore[arg-type]
+        if setting.kind == "threads" and not self.bounds.threads:
+            return replace(setting, workers=1)
+        return setting
 
     def _jump(self, batch_bytes: int) -> Setting:
         found = self._measured(batch_bytes, self._device_s())
