@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from gpumix.data.loader import Loader
-from gpumix.data.streams import StreamSource, is_stream
+from gpumix.data.streams import StreamSource, _lanes_of, is_stream
 from gpumix.spec.errors import InputError, TrainingError
 
 N = 50
@@ -205,13 +206,27 @@ def sharded(shards: int) -> Any:
 
 @pytest.mark.parametrize("cut", [[6], [4, 2], [1, 2, 3]])
 def test_lanes_of_shards_are_the_same_for_all_ranks(cut):
-    """Four shards, of which three are lanes' own: three divide a batch of six."""
+    """Four shards: two divide them and a batch of six."""
     stream = sharded(4)
     expected = steps_of(stream, [6], 8)
     assert steps_of(stream, cut, 8) == expected
     read = {k for step in expected for k in step}
     assert {k // 100 for k in read} == {0, 1, 2, 3}
-    assert all({k // 100 for k in step[:2]} != {k // 100 for k in step[2:4]} for step in expected)
+    assert all(
+        {k // 100 for k in step[:3]}.isdisjoint(k // 100 for k in step[3:]) for step in expected
+    )
+
+
+@pytest.mark.parametrize(("shards", "batch"), [(3, 8), (4, 6), (5, 4), (6, 6), (7, 12)])
+def test_all_samples_of_shards_come_equally_often(shards, batch):
+    """As from one process that reads the stream itself, whatever divides a batch."""
+    found = steps_of(sharded(shards), [batch], 4 * shards * 10 // batch)
+    times = Counter(k for step in found for k in step)
+    assert len(times) == 10 * shards and max(times.values()) - min(times.values()) <= 1
+
+
+def test_of_many_shards_a_lane_may_have_one_more():
+    assert _lanes_of(sharded(103), 8) == 8 and _lanes_of(sharded(79), 8) == 4
 
 
 def test_a_rank_reads_its_own_lanes_only():

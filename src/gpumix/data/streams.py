@@ -33,6 +33,7 @@ from gpumix.spec.units import plural
 
 Transform = Callable[[Any], Any]
 _LEAVES = frozenset((int, float, bool, str, bytes))
+MANY_SHARDS = 10  # of a lane: one more than others have makes little odds
 ENDLESS = 2**60  # samples: how many there are is not known, and a pass follows the other
 
 
@@ -369,8 +370,13 @@ def is_stream(dataset: Any) -> bool:
 
 
 def _lanes_of(stream: Any, global_batch: int) -> int:
-    """As many as there are shards for, of those that divide a global batch evenly."""
+    """As many as there are shards for, of those that divide a global batch evenly, and the shards:
+    samples of a lane with fewer of these come more often than others."""
     shards = getattr(stream, "num_shards", None) or getattr(stream, "n_shards", None) or 1
     if not hasattr(stream, "shard") or not isinstance(shards, int):
         return 1
-    return max(n for n in range(1, min(shards, global_batch) + 1) if global_batch % n == 0)
+    return max(
+        n
+        for n in range(1, min(shards, global_batch) + 1)
+        if global_batch % n == 0 and (shards % n == 0 or shards // n >= MANY_SHARDS)
+    )
