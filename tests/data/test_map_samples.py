@@ -267,3 +267,15 @@ def test_the_rows_of_a_data_frame_are_to_be_given():
         as_source(frame)
     assert ".to_dict('records')" in caught.value.fix
     assert as_source(frame.to_dict("records"))[4]["k"] == 4
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_a_share_of_zero_asks_for_no_samples_at_once(kind):
+    class Together(Squares):
+        def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
+            assert indices, "nothing is asked for"
+            return [self[k] for k in indices]
+
+    with Loader(Together(), [4, 0], 1, kind=kind, workers=2) as loader:
+        for _ in range(6):
+            assert next(loader)["tensor"].shape == (0, 2, 3)

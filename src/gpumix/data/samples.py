@@ -96,7 +96,8 @@ class SampleSource(Source):
             for key, value in self._stack.like_the_first(numbers[row], sample).items():
                 target[key][row] = value
 
-        self._dataset.read(numbers, put)
+        if numbers:
+            self._dataset.read(numbers, put)
         return target
 
     def _learn(self, index: int) -> None:
