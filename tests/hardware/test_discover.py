@@ -6,6 +6,7 @@ import pytest
 from hardware_helpers import FakeCard, FakeNvml
 
 from gpumix.hardware import discover as module
+from gpumix.hardware.control_groups import MemoryGroup
 from gpumix.hardware.discover import discover, product_slug
 from gpumix.spec.errors import MachineError
 
@@ -17,6 +18,7 @@ A100 = "NVIDIA A100-SXM4-40GB"
 @pytest.fixture
 def nvml(monkeypatch):
     monkeypatch.setattr(module.socket, "gethostname", lambda: "node7")
+    monkeypatch.setattr(module, "memory_groups", list)
     return FakeNvml().install(monkeypatch)
 
 
@@ -151,6 +153,16 @@ def test_without_a_driver_it_is_the_cpu(nvml, monkeypatch, tmp_path, error):
 def test_with_all_gpus_hidden_it_is_the_cpu(mixed, monkeypatch, visible):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert [c.accelerator for c in discover().classes] == ["cpu"]
+
+
+def test_a_container_has_less_memory_than_its_host(nvml, monkeypatch, tmp_path):
+    nvml.init_error = "LibraryNotFound"
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:       16777216 kB\n")
+    monkeypatch.setattr(module, "_MEMINFO", meminfo)
+    monkeypatch.setattr(module, "memory_groups", lambda: [MemoryGroup(4 * GIB, 0)])
+    (cpu,) = discover().classes
+    assert cpu.memory_bytes == int(4 * GIB * 0.8) and "4.0 GiB" in cpu.product
 
 
 def test_a_cpu_whose_memory_is_unknown_is_an_error(nvml, monkeypatch, tmp_path):

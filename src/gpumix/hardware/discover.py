@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
+from gpumix.hardware.control_groups import memory_groups
 from gpumix.hardware.visible import Gpu, visible_gpus
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
 from gpumix.spec.errors import MachineError
@@ -29,7 +30,7 @@ def discover() -> Cluster:
 
     GPUs of one product, memory and driver are one class, named after the product. Without an
     NVIDIA driver, or with all GPUs hidden, it is one CPU of class 'cpu' with 80 % of the memory
-    of the host.
+    of the host, or of that of a container.
 
     Raises:
         MachineError: the driver answers with an error, `CUDA_VISIBLE_DEVICES` does not say which
@@ -162,7 +163,8 @@ def _memory(host: str) -> int:
     lines = _MEMINFO.read_text(encoding="utf-8").splitlines() if _MEMINFO.exists() else []
     for line in lines:
         if line.startswith("MemTotal:"):
-            return int(line.split()[1]) * 1024
+            everything = int(line.split()[1]) * 1024
+            return min([everything, *(group.most_bytes for group in memory_groups())])
     raise MachineError(
         "there is no NVIDIA GPU, and how much memory the CPU may use is unknown",
         where=host,
