@@ -17,7 +17,7 @@ from data_helpers import Numbers
 
 from gpumix.data import host
 from gpumix.data.fetch import Chunk, clocked
-from gpumix.data.host import MEMORY_PART, MOST_BYTES, batch_memory_bytes, cores_for, cores_here
+from gpumix.data.host import MEMORY_PART, MOST_BYTES, batch_memory_bytes, cores_for
 from staging import rows, staged_plan
 
 GIB = 2**30
@@ -87,14 +87,6 @@ def test_a_plan_says_who_shares_a_host(monkeypatch, alone):
     assert len({worker.host for worker in plan.workers}) == 1
     assert [batch_memory_bytes(plan, rank) for rank in (0, 1)] == [GIB, GIB]
     assert cores_for(plan, 0) == 3 * cores_for(plan, 1)
-
-
-@pytest.mark.parametrize("quotas", [[0.5], [], [1e6, 0.25]])
-def test_the_quota_of_a_container_counts(monkeypatch, quotas):
-    monkeypatch.setattr(host, "core_quotas", list)
-    all_of_them = cores_here()
-    monkeypatch.setattr(host, "core_quotas", lambda: quotas)
-    assert cores_here() == min([all_of_them, *quotas])
 
 
 FAULTS = """

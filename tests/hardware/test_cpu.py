@@ -1,13 +1,22 @@
-"""What a CPU has instructions for, by the kernel's account of it."""
+"""What a CPU has instructions for, by the kernel's account of it; and how much of it is there."""
 
 from __future__ import annotations
 
+import os
 import sys
 
 import pytest
 import torch
 
-from gpumix.hardware.cpu import bf16_in, cpu_has_bf16, short_of_cores_s, waited_s_in
+from gpumix.hardware import cpu
+from gpumix.hardware.cpu import (
+    bf16_in,
+    cores_here,
+    cpu_has_bf16,
+    short_of_cores_s,
+    threads_of,
+    waited_s_in,
+)
 
 
 @pytest.mark.parametrize(
@@ -37,3 +46,21 @@ def test_seconds_without_a_core():
 def test_torch_says_the_same():
     its = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     assert cpu_has_bf16() or not its
+
+
+@pytest.mark.parametrize("quotas", [[0.5], [], [1e6, 0.25]])
+def test_the_quota_of_a_container_counts(monkeypatch, quotas):
+    monkeypatch.setattr(cpu, "core_quotas", list)
+    all_of_them = cores_here()
+    monkeypatch.setattr(cpu, "core_quotas", lambda: quotas)
+    assert cores_here() == min([all_of_them, *quotas])
+
+
+def test_ranks_share_the_cores_that_this_process_may_use(monkeypatch):
+    """Not all of the host's, as a scheduler leaves a job some of them."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 128)
+    monkeypatch.setattr(cpu, "core_quotas", list)
+    assert [threads_of(ranks) for ranks in (1, 2, 3, 16)] == [8, 4, 2, 1]
+    monkeypatch.setattr(cpu, "core_quotas", lambda: [2.5])
+    assert threads_of(1) == 2

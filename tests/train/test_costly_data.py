@@ -7,8 +7,8 @@ from math import inf
 import pytest
 from jobs import BATCH, metrics, plan_for, train, write_job
 
-from gpumix.data.host import cores_here
 from gpumix.data.order import GlobalOrder
+from gpumix.hardware.cpu import cores_here
 from gpumix.planner.base import predicted
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import gpumix
 from gpumix.check.facts import FolderFacts, HostFacts, Limits, Software
-from gpumix.data.host import cores_here
+from gpumix.hardware.cpu import cores_here
 from gpumix.hardware.environment import (
     available_host_bytes,
     has_cpp_compiler,

@@ -6,7 +6,7 @@ import ctypes
 import os
 from functools import cache
 
-from gpumix.hardware.control_groups import core_quotas
+from gpumix.hardware.cpu import cores_here
 from gpumix.hardware.environment import available_host_bytes, place_here, ranks_here
 from gpumix.spec.plan import Plan
 from gpumix.spec.shares import Shares, share_of
@@ -18,13 +18,6 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES, _LARGEST_BYTES = 256 * 2**20, 32 * 2**20
 _SET = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
 _OF_THREAD = "/proc/thread-self/schedstat"  # nanoseconds that it ran, and that it waited for a core
-
-
-def cores_here() -> float:
-    """Cores that this process may use: its affinity, and the quotas of its groups."""
-    count = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0)
-    count = count or float(os.cpu_count() or 1)
-    return min([count, *core_quotas()])
 
 
 def waited_for_core_s() -> float:

@@ -1,13 +1,28 @@
-"""What the CPU of this host has instructions for."""
+"""What the CPU of this host has instructions for, and how much of it this process may use."""
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from pathlib import Path
+
+from gpumix.hardware.control_groups import core_quotas
 
 _ABOUT = Path("/proc/cpuinfo")
 _PRESSURE = Path("/proc/pressure/cpu")
 _BF16 = {"avx512_bf16", "amx_bf16", "bf16"}  # the last one is of ARM's
+
+
+def cores_here() -> float:
+    """Cores that this process may use: its affinity, and the quotas of its groups."""
+    count = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0)
+    count = count or float(os.cpu_count() or 1)
+    return min([count, *core_quotas()])
+
+
+def threads_of(ranks: int) -> int:
+    """How many threads each of so many ranks that share the cores of this process computes with."""
+    return max(1, int(cores_here() // max(1, ranks)))
 
 
 def cpu_has_bf16() -> bool:

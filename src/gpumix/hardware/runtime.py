@@ -6,13 +6,13 @@ Bytes and seconds; what cannot be known is None, never a guess.
 
 from __future__ import annotations
 
-import os
 import sys
 from abc import ABC, abstractmethod
 from types import TracebackType
 
 import torch
 
+from gpumix.hardware.cpu import threads_of
 from gpumix.hardware.discover import product_slug
 from gpumix.hardware.emulation import EmulatedDevice
 from gpumix.hardware.memory import limit_memory
@@ -223,7 +223,7 @@ class _CudaRuntime(DeviceRuntime):
         _check_product(device_class, ordinal)
         torch.cuda.set_device(ordinal)
         # What runs on the host, initial values above all, shares it with the other GPUs' ranks.
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // torch.cuda.device_count()))
+        torch.set_num_threads(threads_of(torch.cuda.device_count()))
         self.torch_device = torch.device("cuda", ordinal)
         self.memory_limit_bytes = device_class.memory_bytes
         _, total = torch.cuda.mem_get_info(self.torch_device)  # makes the context

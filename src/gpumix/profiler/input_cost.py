@@ -12,11 +12,10 @@ import numpy as np
 from gpumix.data.arena import Arena
 from gpumix.data.crew import Crew, Place, Processes, Threads
 from gpumix.data.fetch import Chunk, Cost, Fetched, fetch_in_time, seeds_by_number
-from gpumix.data.host import cores_here
 from gpumix.data.reading import Reading
 from gpumix.data.rows import Source
 from gpumix.engine.ranks import Ranks
-from gpumix.hardware.cpu import short_of_cores_s
+from gpumix.hardware.cpu import cores_here, short_of_cores_s
 from gpumix.spec.cluster import Cluster, Device
 from gpumix.spec.profile import HostInput
 

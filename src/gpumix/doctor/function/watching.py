@@ -23,7 +23,6 @@ from torch.utils import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from gpumix.data.host import cores_here
 from gpumix.data.loader import Loader
 from gpumix.data.tuning import FIRST
 from gpumix.doctor.function.between import Between
@@ -32,7 +31,7 @@ from gpumix.doctor.function.patches import UNKNOWN, Patches, calling_line
 from gpumix.doctor.function.roots import Roots
 from gpumix.doctor.function.seen import LoaderSeen, OptimizerSeen, Seen
 from gpumix.doctor.function.steps import Steps
-from gpumix.hardware.cpu import cpu_has_bf16
+from gpumix.hardware.cpu import cores_here, cpu_has_bf16
 from gpumix.hardware.environment import has_cpp_compiler, host_memory_bytes
 
 FUSIBLE = (Adam, AdamW, SGD, Adagrad)
