@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
+import lzma
 import os
 import resource
 import tempfile
@@ -17,6 +20,27 @@ from gpumix.spec.errors import InputError, MachineError
 
 def only_locks(cache: Path) -> bool:
     return all(path.suffix == ".lock" for path in cache.iterdir())
+
+
+ZSTD = bytes.fromhex("28b52ffd200821000074686520636174") + b"\n"  # of "the cat", without a NUL
+
+
+@pytest.mark.parametrize(
+    ("content", "fix"),
+    [
+        (gzip.compress(b"the cat", mtime=1), "gunzip -k"),
+        (bz2.compress(b"the cat"), "bunzip2 -k"),
+        (lzma.compress(b"the cat"), "unxz -k"),
+        (ZSTD.replace(b"\0", b""), "unzstd"),
+    ],
+)
+def test_a_tokenizer_refuses_compressed_files(tmp_path, content, fix):
+    """Some have no NUL bytes at their beginning, and were taken for text."""
+    words = FileTokenizer(write_tokenizer(tmp_path / "tokenizer.json", "</s>"))
+    file = write(tmp_path / "a b.gz", content)
+    with pytest.raises(InputError, match="this file is compressed") as caught:
+        pack_text(spec(file), words, 4, tmp_path / "cache")
+    assert caught.value.fix.startswith(f"unpack it: {fix} '{file}'")
 
 
 def test_a_tokenizer_refuses_binary_files(tmp_path):

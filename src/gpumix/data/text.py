@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import codecs
 import os
+import re
+import shlex
 import stat
 from collections.abc import Iterable, Iterator
 from itertools import chain
@@ -26,6 +28,10 @@ from gpumix.spec.job import DataSpec
 _CHUNK_BYTES = 2**20
 _BATCH_CHARACTERS = 8 * _CHUNK_BYTES
 _BINARY_PROBE_BYTES = 8192
+_COMPRESSED = re.compile(
+    rb"(\x1f\x8b\x08)|(\x28\xb5\x2f\xfd)|(BZh[1-9]1AY&SY)|(\xfd7zXZ\0)", re.DOTALL
+)
+_UNPACKED_BY = {1: "gunzip -k", 2: "unzstd", 3: "bunzip2 -k", 4: "unxz -k"}  # by group
 
 Piece = tuple[bytes | str, bool]  # a part of a document, and whether the document ends with it
 
@@ -186,6 +192,14 @@ def _chunks(path: Path) -> Iterator[bytes]:
 def _text_only(path: Path, chunks: Iterator[bytes]) -> Iterator[bytes]:
     """`chunks`, after a look at the first for the NUL bytes that no text file has."""
     for number, chunk in enumerate(chunks):
+        packer = _COMPRESSED.match(chunk) if number == 0 else None
+        if packer is not None:
+            raise InputError(
+                "this file is compressed",
+                where=str(path),
+                fix=f"unpack it: {_UNPACKED_BY[packer.lastindex or 0]} {shlex.quote(str(path))}; "
+                "or leave it out with data.pattern",
+            )
         if number == 0 and b"\0" in chunk[:_BINARY_PROBE_BYTES]:
             raise InputError(
                 "this file is binary, or not in UTF-8",
