@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import tempfile
+from typing import Any
+
 import pytest
+import typer
 from jobs import gpumix, write_job
 
 from gpumix.cli.doctor import doctor
+from gpumix.doctor.examine import Patient
 from gpumix.doctor.report import Finding, Report, Suspect
 from gpumix.doctor.verdict import Gain
 from gpumix.spec.read import read_job
@@ -69,3 +76,22 @@ def test_an_unknown_suspect_is_an_error_that_lists_them(tmp_path, target):
     done = gpumix("doctor", target, "--only", "nonsense", folder=tmp_path)
     assert done.code == 2 and "--only: there is no suspect 'nonsense'" in done.err
     assert "workers, " in done.err
+
+
+def test_what_ends_it_leaves_nothing_behind(tmp_path, monkeypatch):
+    """As a scheduler does, in the middle of an examination."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    before = signal.getsignal(signal.SIGTERM)
+
+    def ended(patient: Patient, **given: Any) -> Report:
+        assert list((tmp_path / "temporary").iterdir())
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("it goes on")
+
+    monkeypatch.setattr("gpumix.doctor.examine.examine", ended)
+    with pytest.raises(typer.Exit) as caught:
+        doctor(str(write_job(tmp_path)), overrides=[], allowed=[], only=[])
+    assert caught.value.exit_code == 130
+    assert not list((tmp_path / "temporary").iterdir())
+    assert signal.getsignal(signal.SIGTERM) == before
