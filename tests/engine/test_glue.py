@@ -229,8 +229,49 @@ class WholeNumbers(Regression):
         return self.error(self.enter(x) + y, target)
 
 
+class SumOfAll(Regression):
+    """All that the blocks give goes to the head, as a stack that is summed: autograd has one tensor
+    for the gradients of all of them."""
+
+    def __init__(self):
+        super().__init__([Block() for _ in range(4)])
+
+    def forward(self, x, target):
+        x, states = self.enter(x), []
+        for block in self.blocks:
+            x = block(x)
+            states.append(x)
+        return self.error(torch.stack(states).sum(0), target)
+
+
+class Sum(nn.Module):
+    """Takes a stack that is summed, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, *values):
+        return self.block(torch.stack(values).sum(0))
+
+
+class SumsOfAll(Regression):
+    """Each block is given all that earlier ones gave; the last one their sum."""
+
+    def __init__(self):
+        super().__init__([Sum() for _ in range(5)])
+
+    def forward(self, x, target):
+        states = [self.enter(x)]
+        for block in self.blocks[:-1]:
+            states.append(block(*states))
+        return self.error(self.blocks[-1](torch.stack(states).sum(0)), target)
+
+
 MODELS = [
     LongSkip,
+    SumOfAll,
+    SumsOfAll,
     UShape,
     EncoderDecoder,
     SharedGlue,

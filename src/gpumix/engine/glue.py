@@ -27,10 +27,15 @@ def hand(leaf: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 class _Handed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        ctx.leaf = leaf
         return values.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        # Autograd would add in place to what it may have given to other leaves too: the gradients
+        # of `torch.stack(outputs).sum(0)` are one tensor.
+        if ctx.leaf.grad is not None:
+            ctx.leaf.grad = ctx.leaf.grad.clone()
         return gradients[0], None
 
 
@@ -106,10 +111,12 @@ class Glue:
             if link.leaf is None:
                 root = self._roots[link.key]
                 root.gradient = gradient if root.gradient is None else root.gradient + gradient
-            elif link.leaf.grad is None and not isinstance(link.leaf, nn.Parameter):
+            elif isinstance(link.leaf, nn.Parameter):
+                torch.autograd.backward(link.leaf, gradient)
+            elif link.leaf.grad is None:
                 link.leaf.grad = gradient
             else:
-                torch.autograd.backward(link.leaf, gradient)
+                link.leaf.grad = link.leaf.grad + gradient
         done = self._of(call)
         for root in done:
             del self._roots[root.link.key]
