@@ -52,11 +52,16 @@ def plans_of(draw: st.DrawFn, profile: Profile) -> Plan:
 
 @st.composite
 def profiles_of_all_kinds(draw: st.DrawFn) -> Profile:
-    """Small profiles; in some a unit is called again, in some links are stated, not measured."""
+    """Small profiles; in some a unit is called again, in some gradients wait beside those of one
+    call, in some links are stated, not measured."""
     profile = draw(small_profiles())
     kinds = profile.model.kind_of_call
     calls = tuple(f"{kind}{draw(st.integers(0, 1))}" for kind in kinds)
-    update = {"calls": draw(st.sampled_from([profile.model.calls, calls]))}
+    waiting = tuple(draw(st.sampled_from([0.0, 7.5, 300.0])) for _ in kinds)
+    update = {
+        "calls": draw(st.sampled_from([profile.model.calls, calls])),
+        "waiting": draw(st.sampled_from([(), waiting])),
+    }
     model, *others = (m.model_copy(update=update) for m in (profile.model, *profile.other_models))
     profile = profile.model_copy(update={"model": model, "other_models": tuple(others)})
     return draw(st.sampled_from([profile, linked(profile, draw(networks(profile)))]))

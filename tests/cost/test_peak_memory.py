@@ -89,6 +89,15 @@ def test_the_moments_of_a_deep_model_are_as_few_as_of_a_shallow_one():
     assert len(moments(200)) == len(moments(5))
 
 
+def test_gradients_that_wait_beside_make_more_moments_only_where_more_of_them_wait_earlier():
+    def moments(waiting):
+        model = profile([Card("c", 1, GIB, steady(1.0))], calls=("block",) * len(waiting)).model
+        return len(phases(model.model_copy(update={"waiting": waiting})))
+
+    assert moments((0.0, 1.0, 2.0, 3.0)) == moments((0.0, 0.0, 0.0, 0.0))
+    assert moments((3.0, 1.0, 2.0, 0.0)) == moments((0.0, 0.0, 0.0, 0.0)) + 2
+
+
 def laid_out(calls, joined=1):
     """Bytes of all whole parameters at stage 3, in blocks, and of all gradients."""
     cards = [Card("c", 2, GIB, steady(1.0))]

@@ -501,14 +501,12 @@ def _moments(profile: Profile, plan: Plan, rank: int) -> Iterator[tuple[int, int
         return ceil(sum(each) if in_layers else max(each))
 
     def largest(curve: Curve, times: int = 1) -> int:
-        return ceil(times * _most(curve, micro_batches))
+        return ceil(times * max((held(curve, n) for n in micro_batches), default=0.0))
 
     def working(call: int, again: Curve, keeping: Curve | None) -> int:
         """Of the micro-batch that takes the most, whether it is run again or keeps its graph."""
-        curves = [
-            keeping if _keeps(profile, worker, call, p) else again
-            for p in range(len(micro_batches))
-        ]
+        places = range(len(micro_batches))
+        curves = [keeping if _keeps(profile, worker, call, p) else again for p in places]
         return ceil(max(map(held, curves, micro_batches), default=0.0))
 
     def graphs(upto: int) -> int:
@@ -518,25 +516,25 @@ def _moments(profile: Profile, plan: Plan, rank: int) -> Iterator[tuple[int, int
             of = _kind(model, kinds[call])
             keeping = [n for p, n in enumerate(micro_batches) if _keeps(profile, worker, call, p)]
             if in_layers:
-                total += max(
-                    0, sum(ceil(held(of.saved, n)) - ceil(held(of.kept, n)) for n in keeping)
-                )
+                more = (ceil(held(of.saved, n)) - ceil(held(of.kept, n)) for n in keeping)
+                total += max(0, sum(more))
             elif keeping:
                 kept = ceil(held(of.kept, micro_batches[0]))
                 total += max(0, ceil(held(of.saved, max(keeping))) - kept)
         return total
 
-    def kept(upto: int) -> tuple[int, int]:
-        """By the calls before `upto`: on the device, and on the host."""
+    def kept(upto: int, standing: tuple[str, ...] = ()) -> tuple[int, int]:
+        """By the calls before `upto`: on the device, and on the host; the model itself has the
+        outputs of calls of these kinds."""
         device, host = under_way(model.root.kept) + graphs(upto), 0
         for kind in sorted(set(kinds[:upto])):
             of = _kind(model, kind)
             left = of.kept if mode.recompute else of.saved
-            all_calls = kinds[:upto].count(kind) * under_way(left)
+            all_calls = most = kinds[:upto].count(kind) * under_way(left)
             if mode.boundary == "host":
                 host += all_calls
-                all_calls = min(all_calls, largest(left, 2))
-            device += all_calls
+                most = largest(left, 2) + standing.count(kind) * under_way(left)
+            device += min(all_calls, most)
         return device, host
 
     def waiting(call: int) -> int:
@@ -546,23 +544,25 @@ def _moments(profile: Profile, plan: Plan, rank: int) -> Iterator[tuple[int, int
         both = set(model.calls[: call + 1]) & set(model.calls[call + 1 :])
         return sum(_kind(model, kinds[model.calls.index(n)]).trainable * GRADIENT for n in both)
 
-    def moment(upto: int, *sizes: int) -> tuple[int, int]:
-        device, host = kept(upto)
+    def gradients(call: int) -> int:
+        """Those of what the call is given, and whatever is beside."""
+        beside = Curve(sizes=(1,), values=(model.waiting[call] if model.waiting else 0,))
+        return under_way(_kind(model, kinds[call]).gradient) + under_way(beside)
+
+    def moment(upto: int, *sizes: int, standing: tuple[str, ...] = ()) -> tuple[int, int]:
+        device, host = kept(upto, standing)
         return device + sum(sizes), host
 
     for call, kind in enumerate(kinds):
         of = _kind(model, kind)
-        yield moment(call + 1, working(call, of.forward, of.saved_forward))
+        standing = kinds[-2:] if call + 1 == len(kinds) else (kind,)
+        yield moment(call + 1, working(call, of.forward, of.saved_forward), standing=standing)
     head = model.root.head if mode.head == "whole" else model.root.chunked_head
-    yield moment(len(kinds), under_way(_kind(model, kinds[-1]).gradient), largest(head))
+    yield moment(len(kinds), gradients(-1), largest(head), standing=kinds[-2:-1])
     for call in reversed(range(len(kinds))):
         of = _kind(model, kinds[call])
         work = working(call, of.backward, of.saved_backward)
-        yield moment(call + 1, under_way(of.gradient), work, waiting(call))
-
-
-def _most(curve: Curve, micro_batches: tuple[int, ...]) -> float:
-    return max((held(curve, n) for n in micro_batches), default=0.0)
+        yield moment(call + 1, gradients(call), work, waiting(call))
 
 
 # -- the profile -----------------------------------------------------------------------------------

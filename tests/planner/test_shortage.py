@@ -204,12 +204,12 @@ def test_the_sequence_length_that_is_named_fits():
 
 
 def test_what_hosts_are_short_of_is_told_apart():
-    setting = cards(host_copy=COPY, host_bytes=500)
+    setting = cards(160_000, host_copy=COPY, host_bytes=500)
     error = refusal(setting, 40, TO_HOST)
     short = int(re.search(r"hosts are short of .*?(\d+) bytes.* for each device", error.what)[1])
     assert "more memory there alone would not help" in error.why
-    assert plan_of(cards(host_copy=COPY, host_bytes=500 + short), 40, TO_HOST) is not None
-    assert plan_of(cards(host_copy=COPY, host_bytes=500 + short - 1), 40, TO_HOST) is None
+    assert plan_of(cards(160_000, host_copy=COPY, host_bytes=500 + short), 40, TO_HOST) is not None
+    assert plan_of(cards(160_000, host_copy=COPY, host_bytes=500 + short - 1), 40, TO_HOST) is None
 
 
 def test_a_graph_that_large_micro_batches_make_smaller_counts_as_it_is():

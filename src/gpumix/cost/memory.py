@@ -10,6 +10,7 @@ planner searches with. `cost.predict` counts a finished plan exactly, by the int
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -402,7 +403,8 @@ class Activations:
     In layers all micro-batches wait at every call; one after the other, only one does, whose one
     backward holds the gradient of a unit that is called again until it is through. Without
     recompute a call leaves its graph behind, and needs so much less for itself. What is kept on the
-    host passes through two buffers of one micro-batch each.
+    host passes through two buffers of one micro-batch each; but what the model itself has between
+    two calls is on the device.
 
     Args:
         kept_graphs: of each worker's pairs of call and micro-batch, how many keep their graph
@@ -474,12 +476,19 @@ class Activations:
         """Bytes on the device in `phase`: what calls leave until their backward, gradients between
         two calls of all micro-batches that are under way, and what the one that is computed needs.
         """
-        boundary = phase.boundary
         return {
             "activations": self._kept_in(phase),
-            "boundary gradients": 0.0 if boundary is None else self._boundary[boundary],
+            "boundary gradients": self._gradients_in(phase),
             "working set": self._working_in(phase) + self._of_units_again(phase),
         }
+
+    def _gradients_in(self, phase: Phase) -> FloatArray | float:
+        if phase.boundary is None:
+            return 0.0
+        micro, boundary = self._micro, self._boundary[phase.boundary]
+        samples = micro.full * micro.size + micro.rest if self._layered else micro.size
+        waiting: FloatArray = np.ceil(phase.waiting * samples)
+        return boundary + waiting
 
     def _of_units_again(self, phase: Phase) -> FloatArray | float:
         if self._layered or not phase.again:
@@ -499,9 +508,12 @@ class Activations:
 
     def _kept_in(self, phase: Phase) -> FloatArray | float:
         total: FloatArray | float = 0.0
+        standing = Counter(phase.standing)
         for name, count in phase.kept:
             kept, passing = count * self._kept[name], self._passing.get(name)
-            total = total + (kept if passing is None else np.minimum(kept, passing))
+            if passing is not None:
+                kept = np.minimum(kept, passing + standing[name] * self._kept[name])
+            total = total + kept
         if self._graphs is not None:
             total = total + self._graphs.bytes_before[phase.calls]
         return total

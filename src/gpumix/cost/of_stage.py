@@ -118,6 +118,7 @@ class StagedModel:
                 "calls": model.calls[calls.start : calls.stop],
                 "kind_of_call": model.kind_of_call[calls.start : calls.stop],
                 "needs": (),
+                "waiting": model.waiting[calls.start : calls.stop],
                 "root": root,
             }
         )

@@ -77,6 +77,11 @@ class Glue:
         self._roots: dict[tuple[int, int], _Root] = {}
         self._kept: set[int] = set()
 
+    @property
+    def waiting(self) -> list[torch.Tensor]:
+        """The gradients of roots that are still to be passed on."""
+        return [r.gradient for r in self._roots.values() if r.gradient is not None]
+
     def used(self, call: int, inputs: Iterable[Link]) -> None:
         """Unit call number `call` takes `inputs`."""
         for link in inputs:

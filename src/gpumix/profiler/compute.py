@@ -71,6 +71,11 @@ class Point:
     before_backward_flops: float = 0.0
     outputs: dict[str, dict[int, int]] = field(default_factory=dict)  # bytes by place
     gradient: dict[str, int] = field(default_factory=dict)
+    # Of gradients: what there is when a backward has left call 0, call 1, ..., and the head.
+    gradients: list[int] = field(default_factory=list)
+    # Working set of the code after calls of a kind, up to the next one, and of its backward.
+    after_bytes: dict[str, int] = field(default_factory=dict)
+    before_backward_bytes: dict[str, int] = field(default_factory=dict)
     forward_bytes: dict[str, int] = field(default_factory=dict)
     backward_bytes: dict[str, int] = field(default_factory=dict)
     saved_forward_bytes: dict[str, int] = field(default_factory=dict)
@@ -86,6 +91,14 @@ class Point:
     def whole_head(self) -> bool:
         """Whether there was room for whole logits; else the times of the root are in chunks."""
         return ROOT in self.backward_bytes
+
+    def forward_most(self, of_calls: dict[str, int], kind: str) -> int:
+        """Working set of a forward call, by kind, or of the code after it."""
+        return max(of_calls[kind], self.after_bytes.get(kind, 0))
+
+    def backward_most(self, of_calls: dict[str, int], kind: str) -> int:
+        """Working set of a call's backward, by kind, or of that of the code before it."""
+        return max(of_calls[kind], self.before_backward_bytes.get(kind, 0))
 
     def seconds_per_sample(self) -> float:
         kinds = set(self.forward_s) - {ROOT}
@@ -258,10 +271,13 @@ class _Measurement:
                 with flops, self._listening(ROOT, "backward"):  # of the last one: the head's
                     walk.go_on(outputs)
                 if walk.call is not None:  # the code between two calls; else it was the head
-                    point.kept[ROOT] += max(0, self._memory.current() - before)
+                    kept = max(0, self._memory.current() - before)
+                    point.kept[ROOT] += kept
+                    _raise(point.after_bytes, kind, self._memory.peak() - before - kept)
             with FlopCount() as backward, self._listening(ROOT, "backward", more=True):
                 walk.loss_backward()
-            found = self._head_bytes(before, outputs)
+            found = self._head_bytes(before, walk)
+            self._count_gradients(walk)
             if in_chunks and specimens.head.supported:
                 flops.total = before_stretch + self._head_flops(outputs)
                 backward.total = int(2 * self._head_flops(outputs))
@@ -301,11 +317,24 @@ class _Measurement:
                 walk.go_on(outputs)
                 walk.loss_backward()
             if specimens.head.supported:
-                self._point.chunked_head_bytes = self._head_bytes(before, outputs)
+                self._point.chunked_head_bytes = self._head_bytes(before, walk)
 
-    def _head_bytes(self, before: int, outputs: Any) -> int:
-        of_leaves = tensor_bytes([t.grad for t in _leaves(outputs) if t.grad is not None])
-        return max(0, self._memory.peak() - before - of_leaves)
+    def _head_bytes(self, before: int, walk: Walk) -> int:
+        return max(0, self._memory.peak() - before - walk.gradient_bytes)
+
+    def _count_gradients(self, walk: Walk) -> None:
+        """Go back from call to call, the units not computed."""
+        point, found = self._point, [walk.gradient_bytes]
+        for number in reversed(range(len(walk.calls))):
+            before = self._memory.current()
+            walk.drop_gradients(number)
+            self._memory.reset_peak()
+            walk.backward(number)
+            if number:
+                kind = self._specimens.kind_of[walk.calls[number]]
+                _raise(point.before_backward_bytes, kind, self._memory.peak() - before)
+            found.append(walk.gradient_bytes)
+        point.gradients = found[::-1]
 
     def _head_flops(self, outputs: Any) -> float:
         """Of the logits, which found no room."""
@@ -498,6 +527,10 @@ def on_device(specimens: Specimens, batch: Batch) -> Batch:
         return channels_last(moved) if specimens.images_last else moved
 
     return tree_map(move, batch)
+
+
+def _raise(most: dict[str, int], name: str, value: int) -> None:
+    most[name] = max(most.get(name, 0), value)
 
 
 def _leaves(outputs: Any) -> list[torch.Tensor]:

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -26,7 +27,7 @@ from gpumix.hardware.environment import host_memory_bytes
 from gpumix.hardware.memory import is_out_of_memory
 from gpumix.hardware.runtime import DeviceRuntime
 from gpumix.profiler.agreement import TOLERANCE, agreed, compiled_error
-from gpumix.profiler.compute import MakeBatch, Pass, Progress, Sweep, sweep
+from gpumix.profiler.compute import MakeBatch, Pass, Point, Progress, Sweep, sweep
 from gpumix.profiler.optimizer_times import (
     time_host_copies,
     time_host_optimizer,
@@ -373,6 +374,7 @@ def _model_profile(
         calls=found.calls,
         kind_of_call=tuple(kind_of[name] for name in found.calls),
         needs=found.flows.needs,
+        waiting=_waiting(found.points[0], [kind_of[name] for name in found.calls]),
         kinds=tuple(
             UnitKind(
                 name=kind,
@@ -381,11 +383,19 @@ def _model_profile(
                 frozen_bytes=frozen_bytes(unit.slots, TORCH_DTYPE[compute_dtype]),
                 kept=_curve(found, [p.kept[kind] for p in found.points]),
                 saved=_curve(found, [p.saved[kind] for p in found.points]),
-                saved_forward=_curve(found, [p.saved_forward_bytes[kind] for p in found.points]),
-                saved_backward=_curve(found, [p.saved_backward_bytes[kind] for p in found.points]),
+                saved_forward=_curve(
+                    found, [p.forward_most(p.saved_forward_bytes, kind) for p in found.points]
+                ),
+                saved_backward=_curve(
+                    found, [p.backward_most(p.saved_backward_bytes, kind) for p in found.points]
+                ),
                 gradient=_curve(found, [p.gradient[kind] for p in found.points]),
-                forward=_curve(found, [p.forward_bytes[kind] for p in found.points]),
-                backward=_curve(found, [p.backward_bytes[kind] for p in found.points]),
+                forward=_curve(
+                    found, [p.forward_most(p.forward_bytes, kind) for p in found.points]
+                ),
+                backward=_curve(
+                    found, [p.backward_most(p.backward_bytes, kind) for p in found.points]
+                ),
                 split=_curve(found, [p.split[kind] for p in found.points]) if splits else None,
                 split_backward=_curve(found, [p.split_backward_bytes[kind] for p in found.points])
                 if splits
@@ -418,6 +428,13 @@ def _model_profile(
             before_backward_flops=found.points[0].before_backward_flops,
         ),
     )
+
+
+def _waiting(point: Point, kinds: Sequence[str]) -> tuple[float, ...]:
+    """See `ModelProfile.waiting`."""
+    most = map(max, pairwise(point.gradients))
+    above = tuple(max(0, n - point.gradient[k]) / point.size for n, k in zip(most, kinds))
+    return above if any(above) else ()
 
 
 def _root_parameters(root: Unit, compute_dtype: torch.dtype) -> Iterator[RootParameter]:

@@ -22,7 +22,7 @@ from gpumix.engine.compiled import compile_units, plain_forward
 from gpumix.engine.coroutine import Calls, Coroutine, Finished, UnitCall, intercept
 from gpumix.engine.division import Division
 from gpumix.engine.elsewhere import Returned, plain_run
-from gpumix.engine.glue import Glue, Link
+from gpumix.engine.glue import Glue, Link, hand, without_memory
 from gpumix.engine.head import HeadInChunks
 from gpumix.engine.objective import Objective
 from gpumix.engine.parts import ShardedUnit, Storage, alone
@@ -171,6 +171,9 @@ class Walk:
         self._specimens = specimens
         self._coroutine = coroutine
         self._glue = Glue()
+        self._links: list[list[Link]] = []
+        self._leaves: list[torch.Tensor] = []
+        self._from: list[int] = []  # of each call, the place of its first leaf
         self._at: UnitCall | Finished | None = None
 
     def __enter__(self) -> Walk:
@@ -198,14 +201,23 @@ class Walk:
         """
         positions = self._specimens.positions
         left = 0 if positions is None else positions.left
-        self._at = self._coroutine.resume(outputs)
+        self._from.append(len(self._leaves))
+        self._at = self._coroutine.resume(tree_map(self._handed, outputs))
         self._specimens.order.reached(len(self.calls) + 1, self.call.unit if self.call else "")
         if self.call is not None and positions is not None:
             self.leaves += [len(self.calls) - 1] * (positions.left - left)
             self._divide(self.call, positions)
         if self.call is not None:
-            self._glue.used(len(self.calls), self._specimens.cut(self.call).links)
+            self._links.append(self._specimens.cut(self.call).links)
+            self._glue.used(len(self.calls), self._links[-1])
             self.calls.append(self.call.unit)
+
+    def _handed(self, value: Any) -> Any:
+        """An output for the model, its gradient for a leaf, as the engine has it."""
+        if not isinstance(value, torch.Tensor) or not (value.requires_grad and value.is_leaf):
+            return value
+        self._leaves.append(without_memory(value).requires_grad_())
+        return hand(self._leaves[-1], value)
 
     def _divide(self, call: UnitCall, positions: Positions) -> None:
         entered, specimens = positions.entered, self._specimens
@@ -219,10 +231,26 @@ class Walk:
         self._at = None
         self._glue.backward_loss(loss * self._specimens.scale)
 
+    @property
+    def gradient_bytes(self) -> int:
+        """What the gradients take that units' outputs have got, and what is made of these."""
+        gradients = [leaf.grad for leaf in self._leaves if leaf.grad is not None]
+        storages = [t.untyped_storage() for t in (*gradients, *self._glue.waiting)]
+        return sum({s._cdata: s.nbytes() for s in storages}.values())
+
+    def drop_gradients(self, number: int) -> None:
+        """Unit call `number`, the last that has not been, takes those of its outputs."""
+        for leaf in self._leaves[self._from[number + 1] :]:
+            leaf.grad = None
+
+    def backward(self, number: int) -> None:
+        """Backward through the code before unit call `number`."""
+        links = self._links[number]
+        self._glue.backward(number, links, _ones(links))
+
     def root_backward(self, inputs: list[Link]) -> None:
         """Backward through the code before the first call, which took `inputs`."""
-        ones = [torch.ones(t.like.shape, dtype=t.like.dtype, device=t.like.device) for t in inputs]
-        self._glue.backward(0, inputs, ones)
+        self._glue.backward(0, inputs, _ones(inputs))
 
 
 @dataclass
@@ -285,6 +313,11 @@ class _Bystander(Communicator):
     def __init__(self, device: torch.device) -> None:
         super().__init__(None, rank=0, world=1, device=device)
         self.rank, self.world = 1, 2
+
+
+def _ones(links: Sequence[Link]) -> list[torch.Tensor]:
+    likes = (link.like for link in links)
+    return [torch.ones(t.shape, dtype=t.dtype, device=t.device) for t in likes]
 
 
 def _no_values(name: str, parameter: nn.Parameter, start: int, end: int) -> torch.Tensor:

@@ -63,10 +63,13 @@ class UnitKind(Value):
         "`backward`",
     )
     gradient: Curve = Field(description="the gradients of one call's inputs")
-    forward: Curve = Field(description="working set of one forward call")
+    forward: Curve = Field(
+        description="working set of one forward call, or of the code that follows it up to the "
+        "next one"
+    )
     backward: Curve = Field(
-        description="working set of recompute and backward; the gradients of the inputs are in it, "
-        "those of the outputs are not"
+        description="working set of recompute and backward, or of the backward of the code before "
+        "the call; the gradients of the inputs are in it, those of the outputs are not"
     )
     flops: float = Field(default=0.0, ge=0, description="of one sample's forward; 0: not counted")
     backward_flops: float | None = Field(
@@ -169,6 +172,12 @@ class ModelProfile(Value):
     needs: tuple[Needs, ...] = Field(
         default=(), description="of each call, then of the loss; empty: not known"
     )
+    waiting: tuple[float, ...] = Field(
+        default=(),
+        description="of each call, bytes by sample: what there is of gradients of units' outputs "
+        "when a backward comes to it, or has left it, above the `gradient` of its kind; empty: "
+        "nothing",
+    )
     kinds: tuple[UnitKind, ...] = Field(min_length=1)
     root: RootUnit
 
@@ -178,6 +187,8 @@ class ModelProfile(Value):
             raise ValueError(f"{len(self.calls)} calls but {len(self.kind_of_call)} kinds of calls")
         if self.needs and len(self.needs) != len(self.calls) + 1:
             raise ValueError(f"{len(self.calls)} calls and a loss, but {len(self.needs)} needs")
+        if self.waiting and len(self.waiting) != len(self.calls):
+            raise ValueError(f"{len(self.calls)} calls, but {len(self.waiting)} have gradients")
         refuse_twins("unit kind", (k.name for k in self.kinds))
         missing = set(self.kind_of_call) - {k.name for k in self.kinds}
         if missing:
