@@ -180,6 +180,23 @@ class Dense(Joined):
         return torch.stack(states).sum(0)
 
 
+class Stem(Joined):
+    """What takes most is before its first block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = SIZES["hidden_size"]
+        self.stem = nn.Sequential(
+            nn.Linear(width, 16 * width), nn.GELU(), nn.Linear(16 * width, width)
+        )
+
+    def joined(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 class Widens(Joined):
     """What its last block returns is larger than what that is given."""
 
@@ -211,6 +228,7 @@ JOINED: dict[str, Callable[[], nn.Module]] = {
     "residual": Residual,
     "all states": AllStates,
     "dense": Dense,
+    "stem": Stem,
     "widens": Widens,
 }
 

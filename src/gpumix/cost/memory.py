@@ -434,7 +434,8 @@ class Activations:
         head = model.root.head if mode.head == "whole" else model.root.chunked_head
         assert head is not None, "the mode runs the head in chunks, which was not measured"
         self._working: dict[tuple[str, Pass], FloatArray] = {
-            (ROOT, "head"): _up(micro.largest_bytes(head))
+            (ROOT, "head"): _up(micro.largest_bytes(head)),
+            (ROOT, "backward"): _up(micro.largest_bytes(model.root.backward or head)),
         }
         for name, kind in self._kinds.items():
             forward, backward = _working_sets(kind, kept=not mode.recompute)

@@ -109,6 +109,7 @@ class StagedModel:
                 "before": End(),
                 "after": End(),
                 "parameters": tuple(sizes[name] for name in alone),
+                "backward": None if stage else model.root.backward,
                 "head": model.root.head if last else _nothing(model.root.head),
                 "chunked_head": model.root.chunked_head if last else _nothing(model.root.head),
             }

@@ -52,7 +52,11 @@ def phases(model: ModelProfile, *, every_call: bool = False) -> tuple[Phase, ...
     never the peak.
     """
     waiting = model.waiting or (0.0,) * len(model.calls)
-    return _phases(model.calls, model.kind_of_call, waiting, every_call)
+    found = _phases(model.calls, model.kind_of_call, waiting, every_call)
+    if model.root.backward is None:
+        return found
+    kind = model.kind_of_call[0]
+    return (*found, Phase(((ROOT, 1),), kind, (ROOT, "backward"), waiting=waiting[0]))
 
 
 @lru_cache(maxsize=64)  # a search asks for the same few models, thousands of times

@@ -330,9 +330,8 @@ class _Measurement:
             walk.drop_gradients(number)
             self._memory.reset_peak()
             walk.backward(number)
-            if number:
-                kind = self._specimens.kind_of[walk.calls[number]]
-                _raise(point.before_backward_bytes, kind, self._memory.peak() - before)
+            kind = self._specimens.kind_of[walk.calls[number]] if number else ROOT
+            _raise(point.before_backward_bytes, kind, self._memory.peak() - before)
             found.append(walk.gradient_bytes)
         point.gradients = found[::-1]
 

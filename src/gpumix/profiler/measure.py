@@ -421,6 +421,7 @@ def _model_profile(
             kept=_curve(found, [p.kept[ROOT] for p in found.points]),
             # What found no room takes more than there is.
             head=_curve(found, [p.backward_bytes.get(ROOT, memory_bytes) for p in found.points]),
+            backward=_curve(found, [p.before_backward_bytes[ROOT] for p in found.points]),
             chunked_head=_if_known(found, [p.chunked_head_bytes for p in found.points]),
             flops=found.points[0].flops[ROOT],
             before_flops=found.points[0].before_flops,

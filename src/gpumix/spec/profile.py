@@ -145,10 +145,15 @@ class RootUnit(Value):
         description="working set of the head and loss, forward and backward; the gradients of the "
         "last call's outputs are not in it"
     )
+    backward: Curve | None = Field(
+        default=None,
+        description="working set of the backward of the code before the first unit, the gradients "
+        "of what that is given in it; None: not measured, it takes less than others",
+    )
     chunked_head: Curve | None = Field(
         default=None,
-        description="the same where some rows of the logits are made at a time; None: the model "
-        "cannot run so",
+        description="the same as `head` where some rows of the logits are made at a time; None: "
+        "the model cannot run so",
     )
     flops: float = Field(default=0.0, ge=0, description="of one sample's forward; 0: not counted")
     before_flops: float = Field(
