@@ -21,7 +21,10 @@ def unheard():
         raise AssertionError("SIGTERM was not taken")
 
     before = signal.signal(signal.SIGTERM, fail)
+    # Who started the tests in the background has them ignore Ctrl-C.
+    interrupts = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
+    signal.signal(signal.SIGINT, interrupts)
     assert signal.signal(signal.SIGTERM, before) is fail
 
 
