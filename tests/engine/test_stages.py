@@ -97,13 +97,13 @@ def waves(mode: Mode) -> list[tuple[list[Row], int]]:
     ]
 
 
-IN_WAVES = {"zero-bubble": waves(KEPT)}
+IN_WAVES = {PLAIN: waves(PLAIN), KEPT: waves(KEPT)}
 # Each layout at both stages, and by each schedule.
 WAVES = {
     f"{schedule}, {stage}, {number}": (
         "gpt2",
-        IN_WAVES.get(schedule, waves(PLAIN))[number][0],
-        {"schedule": schedule, "zero_stage": stage, "waves": waves(PLAIN)[number][1]},
+        layout,
+        {"schedule": schedule, "zero_stage": stage, "waves": count},
     )
     for schedule, stage, numbers in [
         ("gpipe", 2, [0, 2]),
@@ -116,6 +116,7 @@ WAVES = {
         ("zero-bubble", 3, [0, 1, 2, 3]),
     ]
     for number in numbers
+    for layout, count in [IN_WAVES[KEPT if schedule == "zero-bubble" else PLAIN][number]]
 }
 in_waves = in_turn(WAVES)
 

@@ -102,7 +102,10 @@ LOOPS: dict[str, Callable[..., list[float]]] = {
 }
 
 
-def looped(folder: Path, world: int, name: str) -> list[float]:
+def started(
+    folder: Path, world: int, made: Callable[[], Any], samples: int, *, zero_stage: int
+) -> tuple[Any, ...]:
+    """Accelerate's own accelerator on one rank, gpumix's on two; and what it prepared."""
     as_launched(folder)
     more: dict[str, Any] = {}
     if world == 1:
@@ -110,14 +113,18 @@ def looped(folder: Path, world: int, name: str) -> list[float]:
     else:
         from gpumix import Accelerator
 
-        more["plan"] = plan_for(model(), [Share(5, 2, 3), Share(7, 4, 1)], zero_stage=2)
+        more["plan"] = plan_for(made(), [Share(5, 2, 3), Share(7, 4, 1)], zero_stage=zero_stage)
     accelerator = Accelerator(**more)
-    network = model()
+    network = made()
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)
-    loader = DataLoader(Texts(48), batch_size=GLOBAL_BATCH // world)
+    loader = DataLoader(Texts(samples), batch_size=GLOBAL_BATCH // world)
     network, optimizer, loader = accelerator.prepare(network, optimizer, loader)
     network.train()
-    return LOOPS[name](accelerator, network, optimizer, loader)
+    return accelerator, network, optimizer, loader
+
+
+def looped(folder: Path, world: int, name: str) -> list[float]:
+    return LOOPS[name](*started(folder, world, model, 48, zero_stage=2))
 
 
 @pytest.mark.parametrize("name", LOOPS)
@@ -175,21 +182,8 @@ def test_adapters_and_modules_that_are_trained_whole_are_saved(tmp_path):
 
 
 def _adapted(folder: Path, world: int) -> None:
-    as_launched(folder)
-    more: dict[str, Any] = {}
-    if world == 1:
-        from accelerate import Accelerator
-    else:
-        from gpumix import Accelerator
-
-        more["plan"] = plan_for(adapted(), [Share(5, 2, 3), Share(7, 4, 1)], zero_stage=3)
-    accelerator = Accelerator(**more)
-    network = adapted()
-    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)
-    loader = DataLoader(Texts(24), batch_size=GLOBAL_BATCH // world)
-    network, optimizer, loader = accelerator.prepare(network, optimizer, loader)
-    network.train()
-    forgets_in_between(accelerator, network, optimizer, loader)
+    prepared = accelerator, network, *_ = started(folder, world, adapted, 24, zero_stage=3)
+    forgets_in_between(*prepared)
     accelerator.unwrap_model(network).save_pretrained(
         str(folder / str(world)),
         is_main_process=accelerator.is_main_process,

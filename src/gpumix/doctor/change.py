@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,8 @@ import yaml
 
 from gpumix.doctor.layout import with_value
 from gpumix.spec.base import Value
-from gpumix.spec.errors import InputError, MachineError
+from gpumix.spec.errors import InputError
+from gpumix.spec.files import replace_text
 from gpumix.spec.job import Job
 from gpumix.spec.read_yaml import Source, parse_yaml
 
@@ -67,20 +66,13 @@ def write_tuned(job: Path, tuned: Path, changes: Changes, notes: Sequence[str] =
         kept = False
     head = "".join(f"# {line}\n" for line in (f"{job.name} as gpumix doctor would have it", *notes))
     body = text if kept else yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
-    part = tuned.with_name(f".{tuned.name}.{os.getpid()}.part")
-    try:
-        part.write_text(head + body, encoding="utf-8")
-        part.replace(tuned)
-    except OSError as error:
-        raise MachineError(
-            "cannot write the job with its changes",
-            where=str(tuned),
-            why=error.strerror or str(error),
-            fix=f"make them yourself: {' '.join(f'--set {one}' for one in overrides(changes))}",
-        ) from error
-    finally:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
+    by_hand = " ".join(f"--set {one}" for one in overrides(changes))
+    replace_text(
+        tuned,
+        head + body,
+        cannot="cannot write the job with its changes",
+        fix=f"make them yourself: {by_hand}",
+    )
 
 
 def _content(text: str) -> Any:

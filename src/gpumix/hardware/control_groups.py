@@ -43,6 +43,11 @@ def memory_groups() -> list[MemoryGroup]:
     return found
 
 
+def let_have_bytes(host_bytes: int) -> int:
+    """What the groups let this process have of its host's memory."""
+    return min([host_bytes, *(group.most_bytes for group in memory_groups())])
+
+
 def core_quotas() -> list[float]:
     """Cores that the groups which have a quota may use."""
     found = []

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
-from gpumix.hardware.control_groups import memory_groups
+from gpumix.hardware.control_groups import let_have_bytes
 from gpumix.hardware.visible import Gpu, visible_gpus
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
 from gpumix.spec.errors import MachineError
@@ -163,8 +163,7 @@ def _memory(host: str) -> int:
     lines = _MEMINFO.read_text(encoding="utf-8").splitlines() if _MEMINFO.exists() else []
     for line in lines:
         if line.startswith("MemTotal:"):
-            everything = int(line.split()[1]) * 1024
-            return min([everything, *(group.most_bytes for group in memory_groups())])
+            return let_have_bytes(int(line.split()[1]) * 1024)
     raise MachineError(
         "there is no NVIDIA GPU, and how much memory the CPU may use is unknown",
         where=host,

@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from gpumix.hardware.control_groups import memory_groups
+from gpumix.hardware.control_groups import let_have_bytes, memory_groups
 from gpumix.hardware.efficiency import Installed
 from gpumix.spec.errors import InputError
 
@@ -422,5 +422,4 @@ def available_host_bytes() -> int:
 
 def host_memory_bytes() -> int:
     """What this host has, or lets a container have."""
-    everything = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([everything, *(group.most_bytes for group in memory_groups())])
+    return let_have_bytes(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

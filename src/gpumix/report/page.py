@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
-from contextlib import suppress
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -27,8 +25,8 @@ from gpumix.report.parts.section import labels
 from gpumix.report.parts.spent import spent
 from gpumix.report.parts.timeline import timeline
 from gpumix.report.run import Run
-from gpumix.spec.errors import InputError, MachineError
-from gpumix.spec.files import opened
+from gpumix.spec.errors import InputError
+from gpumix.spec.files import opened, replace_text
 
 PARTS = (
     answer,
@@ -147,21 +145,8 @@ def write_page(run: Run, path: Path) -> None:
             where=str(path),
             fix="write elsewhere: --output report.html",
         )
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(made, encoding="utf-8")
-        part.replace(path)
-    except OSError as error:
-        raise MachineError(
-            "cannot write the report",
-            where=str(path),
-            why=error.strerror or str(error),
-            fix="write elsewhere: --output report.html",
-        ) from error
-    finally:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
+    elsewhere = "write elsewhere: --output report.html"
+    replace_text(path, made, cannot="cannot write the report", fix=elsewhere)
 
 
 def _beginning(path: Path) -> str:

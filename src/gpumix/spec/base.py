@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -18,8 +17,8 @@ from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from gpumix.spec.errors import InputError, MachineError
-from gpumix.spec.files import read_text, why_unreadable
+from gpumix.spec.errors import InputError
+from gpumix.spec.files import read_text, replace_text, why_unreadable
 
 # What tells the items of a list apart, in the documents that have them.
 _NAMES = ("name", "id", "device", "device_class", "operation")
@@ -89,20 +88,12 @@ class Document(Value):
             MachineError: it cannot be written.
         """
         self.check_replaceable(path)
-        part = path.with_name(f".{path.name}.{os.getpid()}.part")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
-            part.replace(path)
-        except OSError as error:
-            with suppress(OSError):
-                part.unlink(missing_ok=True)
-            raise MachineError(
-                f"cannot write the {self.KIND}",
-                where=str(path),
-                why=error.strerror or str(error),
-                fix="make room there, or write elsewhere",
-            ) from error
+        replace_text(
+            path,
+            self.model_dump_json(indent=1) + "\n",
+            cannot=f"cannot write the {self.KIND}",
+            fix="make room there, or write elsewhere",
+        )
 
     @classmethod
     def check_replaceable(cls, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Files that users name, read without waiting for what may never come.
+"""Files that users name: written at once, read without waiting for what may never come.
 
 Opening a pipe waits for somebody to write into it, and reading a device may have no end. So a name
 must be that of a file, unless it means what this process was handed open: `/dev/stdin`, and
@@ -11,9 +11,11 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
+
+from gpumix.spec.errors import MachineError
 
 # Of these names, what is behind them is not asked.
 _HANDED = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
@@ -67,6 +69,28 @@ def read_bytes(path: Path) -> bytes:
 def read_text(path: Path) -> str:
     """The text in a file; raises as `opened`, and UnicodeDecodeError if it is not UTF-8."""
     return read_bytes(path).decode("utf-8")
+
+
+def replace_text(path: Path, text: str, *, cannot: str, fix: str) -> None:
+    """Write a file in one atomic step, and its folder if there is none.
+
+    Args:
+        cannot: what is not possible where that fails, as "cannot write the report".
+
+    Raises:
+        MachineError: it cannot be written; nothing was changed.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise MachineError(cannot, where=str(path), why=why, fix=fix) from error
+    finally:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
 
 
 def why_unreadable(error: OSError | ValueError) -> str:
