@@ -60,7 +60,7 @@ def test_the_clock_of_another_host_is_read(skews, ahead_s):
     surveyor = Surveyor(crew, None, lambda _: None)
     surveyor._meet()
     (clock,) = surveyor._clocks()
-    crew.dismiss(failed=False)
+    crew.dismiss(range(len(ranks)), failed=False)
     for thread in threads:
         thread.join(LIMIT_S)
     assert not any(thread.is_alive() for thread in threads)

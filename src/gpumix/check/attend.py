@@ -41,6 +41,19 @@ KILLED_S = 1.0  # that a process which was killed may take to go
 Maker = Callable[[Seat, Setting], Probe]
 
 
+def next_task(words: dist.Store, number: int, until: float) -> Told | None:
+    """That which a rank is given next, among `words` of its own; None if there is none when
+    `time.monotonic()` is `until`."""
+    asked = time.monotonic()
+    while not words.check([f"task/{number}"]):
+        now = time.monotonic()
+        if now > until:
+            return None
+        time.sleep(SOON_S if now - asked < 10 * LATER_S else LATER_S)
+    task: Told = json.loads(words.get(f"task/{number}").decode())
+    return task
+
+
 class Attendant:
     """Of one rank; `serve` in a thread of its own where a process attends several.
 
@@ -65,7 +78,7 @@ class Attendant:
             hello = self._hello.model_copy(update={"trouble": trouble})
             self._words.set("hello", hello.model_dump_json())
             while True:
-                task = self._next(number, until)
+                task = next_task(self._words, number, until)
                 if task is None or task["task"] == END:
                     return task is None or bool(task["failed"])
                 self._words.set(f"answer/{number}", json.dumps(self._answer(task)))
@@ -78,16 +91,6 @@ class Attendant:
     def end(self) -> None:
         """End its process, whatever that does, and start no other."""
         self._process.end()
-
-    def _next(self, number: int, until: float) -> Told | None:
-        asked = time.monotonic()
-        while not self._words.check([f"task/{number}"]):
-            now = time.monotonic()
-            if now > until:
-                return None
-            time.sleep(SOON_S if now - asked < 10 * LATER_S else LATER_S)
-        task: Told = json.loads(self._words.get(f"task/{number}").decode())
-        return task
 
     def _answer(self, task: Told) -> Told:
         if task["task"] == "clock":

@@ -86,9 +86,9 @@ class Crew:
             return None
         return answer.value["now_s"] - (begun + ended) / 2, (ended - begun) / 2
 
-    def dismiss(self, *, failed: bool) -> None:
-        """Nothing more is asked; `failed` is what the check came to."""
-        for rank in range(len(self._words)):
+    def dismiss(self, ranks: Iterable[int], *, failed: bool) -> None:
+        """Nothing more is asked of these; `failed` is what the check came to."""
+        for rank in ranks:
             self._give(rank, {"task": END, "failed": failed})
 
     def wait_for_ends(self, ranks: Iterable[int]) -> None:

@@ -16,13 +16,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 import gpumix
-from gpumix.check.attend import KEYS, KILLED_S, PRELOAD, Attendant, Maker
-from gpumix.check.crew import Crew
+from gpumix.check.attend import KEYS, KILLED_S, PRELOAD, Attendant, Maker, next_task
+from gpumix.check.crew import SLACK_S, Crew
 from gpumix.check.facts import RankFacts, Survey
 from gpumix.check.finding import Finding, has_error
 from gpumix.check.judge import judge
 from gpumix.check.probe import Probe, Setting
-from gpumix.check.survey import Say, Surveyor
+from gpumix.check.survey import HELLO_S, Say, Surveyor
 from gpumix.engine.ranks import STORE_ERRORS
 from gpumix.hardware.discover import discover
 from gpumix.hardware.environment import TorchrunPlace, torchrun_place
@@ -39,6 +39,7 @@ from gpumix.train.torchrun import NO_DEVICE, TorchrunRunner, own_device, seat_in
 
 LIMIT_S = 50.0  # for all of it, with some seconds for processes to end
 MEET_S = 20.0  # to reach the store
+LATER_S = HELLO_S + SLACK_S  # that the first of torchrun's processes may begin after others
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ def check(
     *,
     allowed: Sequence[str],
     say: Say,
+    leaving: ExitStack,
     make: Maker = Probe,
     debug: bool = False,
 ) -> Outcome:
@@ -88,6 +90,8 @@ def check(
 
     Args:
         allowed: code that the job may call; see `check_allowed`.
+        leaving: closed when the outcome, or an error, has been told: torchrun ends all processes
+            once one of them leaves with an error, and others leave not before this.
         make: what the ranks' processes run.
         debug: whether they print tracebacks.
     """
@@ -105,8 +109,8 @@ def check(
         found = judge(_alone(given(), say))
         return Outcome(found, has_error(found))
     if place.rank == 0:
-        return _speaker(place, given, deadline, say)
-    return Outcome(None, _attend(place, given))
+        return _speaker(place, given, deadline, say, leaving)
+    return Outcome(None, _attend(place, given, deadline + LATER_S))
 
 
 def _alone(given: _Given, say: Say) -> Survey:
@@ -122,47 +126,51 @@ def _alone(given: _Given, say: Say) -> Survey:
             device_class = cluster.class_named(device.device_class)
             _start(stack, given.attendant(seat, device_class, store.clone()), given.deadline)
         crew = Crew(store, len(devices), given.deadline)
-        stack.callback(crew.dismiss, failed=False)
+        stack.callback(crew.dismiss, range(len(devices)), failed=False)
         return Surveyor(crew, job, say).survey()
 
 
 def _speaker(
-    place: TorchrunPlace, read: Callable[[], _Given], deadline: float, say: Say
+    place: TorchrunPlace, read: Callable[[], _Given], deadline: float, say: Say, leaving: ExitStack
 ) -> Outcome:
     """The first of torchrun's processes: attends its own rank, and asks all. The others leave as
     it does: torchrun would wait for minutes where one host fails and another does not."""
     store = store_of(seat_in(place, NO_DEVICE), MEET_S)
     crew = Crew(store, place.world, deadline)
     failed = True
+
+    def leave() -> None:
+        others = range(1, place.world)
+        crew.dismiss(others, failed=failed)
+        crew.wait_for_ends(rank for rank in others if rank not in crew.lost)
+
+    leaving.callback(leave)
     with ExitStack() as stack:
-        try:
-            given = read()
-            device, device_class = _device(place, given.job)
-            own = store.clone()  # type: ignore[attr-defined]
-            _start(stack, given.attendant(seat_in(place, device), device_class, own), deadline)
-            findings = judge(Surveyor(crew, given.job, say).survey())
-            failed = has_error(findings)
-            return Outcome(findings, failed)
-        finally:
-            crew.dismiss(failed=failed)
-            crew.wait_for_ends(r for r in range(1, place.world) if r not in crew.lost)
+        given = read()
+        device, device_class = _device(place, given.job)
+        own = store.clone()  # type: ignore[attr-defined]
+        _start(stack, given.attendant(seat_in(place, device), device_class, own), deadline)
+        stack.callback(crew.dismiss, [place.rank], failed=False)
+        findings = judge(Surveyor(crew, given.job, say).survey())
+    failed = has_error(findings)
+    return Outcome(findings, failed)
 
 
-def _attend(place: TorchrunPlace, read: Callable[[], _Given]) -> bool:
+def _attend(place: TorchrunPlace, read: Callable[[], _Given], until: float) -> bool:
     """Another of torchrun's processes; whether the check failed. What is wrong with this one the
     first one tells."""
     store = store_of(seat_in(place, NO_DEVICE), MEET_S)
     words = dist.PrefixStore(f"{KEYS}/{place.rank}", store)
-    try:
-        given = read()
-        device, device_class = _device(place, given.job)
-    except GpumixError as error:
-        words.set("hello", _in_trouble(place.rank, error).model_dump_json())
-        words.set("gone", "{}")
-        return True
-    attendant = given.attendant(seat_in(place, device), device_class, store)
-    failed = attendant.serve(given.deadline)
+    failed = True
     with suppress(*STORE_ERRORS):
+        try:
+            given = read()
+            device, device_class = _device(place, given.job)
+        except GpumixError as error:
+            words.set("hello", _in_trouble(place.rank, error).model_dump_json())
+            next_task(words, 0, until)  # nothing is asked of it but to leave
+        else:
+            failed = given.attendant(seat_in(place, device), device_class, store).serve(until)
         words.set("gone", "{}")
     return failed
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -34,6 +35,7 @@ def register(app: typer.Typer) -> None:
 
 @verb
 def check(
+    context: typer.Context,
     job: Annotated[
         Path | None, typer.Argument(metavar="JOB", help="Also test what this job needs.")
     ] = None,
@@ -48,7 +50,9 @@ def check(
 
     if overrides and job is None:
         raise InputError("--set replaces keys of a job, and no job is given", where=overrides[0])
-    outcome = outcome_of(job, overrides, allowed=allowed, say=stderr().print, debug=debug)
+    leaving = context.with_resource(ExitStack())
+    say = stderr().print
+    outcome = outcome_of(job, overrides, allowed=allowed, say=say, leaving=leaving, debug=debug)
     findings = outcome.findings
     if findings is not None:
         answer(
