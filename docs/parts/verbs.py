@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
+from typer import Context
 from typer.models import ArgumentInfo, OptionInfo
 
 from gpumix.cli import app
@@ -46,6 +47,8 @@ def _parameters(function: Callable[..., Any]) -> Iterator[tuple[inspect.Paramete
     """Each parameter, its annotation resolved, and what typer was told about it."""
     hints = get_type_hints(function, include_extras=True)
     for name, parameter in inspect.signature(function).parameters.items():
+        if hints[name] is Context:  # given by typer, not by users
+            continue
         annotation, *extras = get_args(hints[name])
         assert get_origin(hints[name]) is Annotated, f"{name} has no help"
         info = next(e for e in extras if isinstance(e, OptionInfo | ArgumentInfo))
