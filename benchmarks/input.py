@@ -210,13 +210,13 @@ class Run:
     def there_s(self, bound_s: float) -> float:
         """When the last disturbance ends that is more than a hiccup of the machine: most of `NEAR`
         windows around are slow, or all of them from the first on. Slow is what takes longer than
-        is usual in the end, and than the bound. Infinity: it does not end, or what is usual is not
+        is usual in the end, and than the bound. Infinity: it does not end, or `step_s` is not
         within the bound."""
+        if THERE * self.step_s > bound_s:
+            return inf
         starts = range(0, len(self.steps_s), WINDOW)
         windows_s = [mean(self.steps_s[start : start + WINDOW]) for start in starts]
         usual_s = max(bound_s, median(windows_s[len(windows_s) // 3 :]))
-        if THERE * usual_s > bound_s:
-            return inf
         slow = [THERE * window_s > usual_s for window_s in windows_s]
         around = [slow[max(0, k - NEAR // 2) : k + NEAR // 2 + 1] for k in range(len(slow))]
         disturbed = [k for k, some in enumerate(around) if all(slow[: k + 1]) or mean(some) > 0.5]
