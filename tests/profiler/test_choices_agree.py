@@ -59,6 +59,68 @@ def test_what_computes_the_same_is_used(dtype):
     assert ("off fp32" in why["dtype"]) == (dtype == "bf16")
 
 
+class OtherGradient(torch.autograd.Function):
+    """Nothing, but for the gradient."""
+
+    @staticmethod
+    def forward(ctx, value):
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 1.5 * gradient
+
+
+class Patches(nn.Module):
+    """Of images, by a convolution that belongs to no unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, WIDTH, 4, 4)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, images, labels):
+        x = self.patches(images).flatten(2).transpose(1, 2)
+        for block in self.blocks:
+            x = block(x)
+        return (x.mean(1).sum(-1) - labels).square().sum(), len(labels)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.unused = nn.Linear(WIDTH, WIDTH)  # as an expert that no token goes to
+
+    def forward(self, x):
+        return x + self.linear(x)
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_what_comes_before_the_first_unit_is_compared_too(monkeypatch, is_right):
+    """A kernel for channels last that is wrong in the gradients of the weights alone."""
+
+    def make_batch(samples: int):
+        return {"images": torch.randn(samples, 3, 16, 16), "labels": torch.randn(samples)}
+
+    made = subject(Patches, largest=1, make_batch=make_batch)
+    convolve = nn.Conv2d._conv_forward
+    met = []
+
+    def with_other_gradients(self, images, weight, bias):
+        if images.is_contiguous(memory_format=torch.channels_last):
+            met.append(images.shape)
+            weight = weight if is_right else OtherGradient.apply(weight)
+        return convolve(self, images, weight, bias)
+
+    monkeypatch.setattr(nn.Conv2d, "_conv_forward", with_other_gradients)
+    images = replace(made, dtypes={"one": "fp32"}, chosen={"one": wanted(channels_last=True)})
+    found, told = measured(images)
+    assert met
+    assert found.efficiency.channels_last is is_right
+    assert told == [] if is_right else "50.0% off fp32" in told[0]
+
+
 def test_attention_that_computes_something_else_is_not_used(monkeypatch):
     plain = agreement.make_efficient
 

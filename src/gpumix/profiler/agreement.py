@@ -1,8 +1,9 @@
 """Does a device compute the same in the way that was chosen for it? What does not is not used.
 
 One unit of each kind runs forward and backward on one sample, in plain fp32 and in the other way:
-same weights, same inputs, same gradients of the outputs. What is compared are outputs, gradients of
-inputs, and gradients of parameters, each by the norm of the difference over the norm.
+same weights, same inputs, same gradients of the outputs; so does what comes before the first unit.
+What is compared are outputs, gradients of inputs, and gradients of parameters, each by the norm of
+the difference over the norm.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ DRAWN = 1e-2  # two runs of the same are further apart than rounding explains
 NUMERIC = ("tf32", "attention", "kernels", "channels_last")
 OPTIMIZER_ELEMENTS = 1000
 STEPS = 3
+ROOT_ELEMENTS = 2**26  # of a parameter of the root whose gradients are compared
 BLOCK = 2**20  # random numbers, over and over again in larger tensors
 
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPE.items()}
@@ -181,6 +183,7 @@ def _computed(
             if group.full.is_floating_point():
                 _fill(group.full.data, generator)
     found: Computed = {}
+    root_gradients(specimens, batch, found)
     seen: dict[str, Outputs] = {}
     with specimens.start(on_device(specimens, batch)) as walk:
         walk.go_on()
@@ -190,6 +193,25 @@ def _computed(
                 seen[kind] = run_unit(specimens, walk.call, kind, found)
             walk.go_on(seen[kind].again())
     return found
+
+
+def root_gradients(specimens: Specimens, batch: Any, found: Computed) -> None:
+    """Of what is computed before the first unit, as patches of images are: those of its parameters
+    go into `found`, of tables of a size that a host has room for."""
+    groups = specimens.root.bucket.trainable
+    with specimens.start(on_device(specimens, batch)) as walk:
+        walk.go_on()
+        if walk.call is None:
+            return
+        for group in groups:
+            group.begin_gradient()
+        walk.root_backward(specimens.cut(walk.call).links)
+    for group in groups:
+        group.end_gradient()
+        for view, part in zip(group.views, group.gradient.split([v.numel() for v in group.views])):
+            if view.numel() <= ROOT_ELEMENTS:
+                name = f"root, gradient of parameter {len(found)}"
+                found[name] = part.float().cpu().clone()
 
 
 def run_unit(specimens: Specimens, call: Any, kind: str, found: Computed) -> Outputs:
@@ -208,8 +230,8 @@ def run_unit(specimens: Specimens, call: Any, kind: str, found: Computed) -> Out
         if gradient is not None:
             found[f"{kind}, gradient of input {number}"] = gradient.float().cpu()
     for number, group in enumerate(unit.bucket.trainable):
-        if group.gradient is not None:
-            found[f"{kind}, gradient of parameters {number}"] = group.gradient.float().cpu().clone()
+        group.end_gradient()
+        found[f"{kind}, gradient of parameters {number}"] = group.gradient.float().cpu().clone()
     return outputs
 
 
