@@ -59,6 +59,23 @@ def test_what_is_left_to_the_user_is_told_and_not_written(tmp_path, monkeypatch,
     assert "left to you: `data.bucketing: true`" in told
 
 
+def test_a_tuned_file_says_what_it_was_measured_with(tmp_path, monkeypatch, capsys):
+    rarer = Suspect("checkpoints", "", "", {"checkpoint.every_steps": 50}, "", "older ones")
+    findings = (Finding(rarer, Gain(1.5, 1.4, 1.6, pairs=5)),)
+    report = Report(
+        findings, (), (), (), (), step_s=1.0, input_share=0.0, seconds=1.0, trained_s=1.0
+    )
+    monkeypatch.setattr("gpumix.doctor.examine.examine", lambda *args, **kwargs: report)
+    job = write_job(tmp_path)
+    doctor(str(job), apply=True, overrides=["steps=3", "model.config={tie: [1, 2]}"])
+    tuned = tmp_path / "job.tuned.yaml"
+    assert read_job(tuned) == read_job(job, ["checkpoint.every_steps=50"])
+    given = "--set steps=3 --set 'model.config={tie: [1, 2]}'"
+    assert f"# measured with {given}, which is not written here\n" in tuned.read_text()
+    told = " ".join(capsys.readouterr().err.split())
+    assert f"what --set gave is not in it: gpumix train {tuned} {given}" in told
+
+
 def test_a_job_that_does_not_run_says_why(tmp_path):
     job = write_job(tmp_path, data={"factory": "toys:nowhere"})
     done = gpumix("doctor", job.name, folder=tmp_path)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -77,9 +78,14 @@ def doctor(
         for name in report.untried:
             console.print(f"not tried, for that takes minutes: --only {name}")
     if apply and report.settings:
-        tuned = tuned_path(Path(target))
-        write_tuned(Path(target), tuned, report.settings, report.notes)
-        console.print(f"the job with these changes: {tuned}")
+        tuned, given = (
+            tuned_path(Path(target)),
+            " ".join(f"--set {quote(one)}" for one in overrides),
+        )
+        with_these = [f"measured with {given}, which is not written here"] if given else []
+        write_tuned(Path(target), tuned, report.settings, [*report.notes, *with_these])
+        told = f"; what --set gave is not in it: gpumix train {quote(str(tuned))} {given}"
+        console.print(f"the job with these changes: {tuned}{told if given else ''}")
     if apply:
         for one in report.left:
             console.print(f"left to you: {one}")
