@@ -1,7 +1,7 @@
 """Does `gpumix doctor` find what is planted, does it find what is not there, and does each change
 bring what it promises?
 
-Eleven jobs and functions have one fault each, three have none: they compute in bf16 where the CPU
+Thirteen jobs and functions have one fault each, three have none: they compute in bf16 where the CPU
 has instructions for it. The others leave that to the doctor (`beside`). Each is examined as a user
 does, by the command. What a change brings is measured apart from that, by runs of the job as it was
 and as `--apply` wrote it, or of the function as it was and with the change made in its code, in
@@ -112,6 +112,20 @@ CASES = (
         job=_job(**SMALL, strategy="even", rebalance=False, cluster=UNLIKE),
     ),
     Case("job_checkpoints", "checkpoints", job=_job(**SMALL, checkpoint={"every_steps": 1})),
+    Case(
+        "job_evaluation",
+        "evaluation",
+        job=_job(**SMALL, data=JOB["data"] | {"held_out": 0.1}, evaluation={"every_steps": 1}),
+    ),
+    Case(
+        "job_attention",
+        "attention",
+        job=_job(
+            model={"config": GPT | NO_DROPOUT | {"n_layer": 2, "n_positions": 256}},
+            sequence_length=256,
+            efficiency={"attention": "eager"},
+        ),
+    ),
     Case("healthy_classifier", ""),
     Case("healthy_gpt", ""),
     Case("job_healthy", "", job=_job(), dtypes=("fp32", "bf16") if cpu_has_bf16() else ("fp32",)),
