@@ -35,6 +35,7 @@ from faulted.used import done_in, lost_and_repeated
 from gpumix.hardware.environment import shared_memory_folder
 from gpumix.spec.plan import Plan
 from gpumix.train.memory_folder import Home
+from gpumix.train.run_id import id_of
 from ports import free_port
 
 NAMES = ("host-0", "host-1", "host-2", "host-3")
@@ -150,7 +151,8 @@ def _lose(folder: Path, name: str, agent: subprocess.Popen[bytes]) -> None:
     _kill(agent)
     root = shared_memory_folder()
     if root is not None:
-        shutil.rmtree(Home(root, folder / "run", name).folder, ignore_errors=True)
+        output = folder / "run"
+        shutil.rmtree(Home(root, output, name, id_of(output)).folder, ignore_errors=True)
 
 
 def _agent(folder: Path, port: int, name: str) -> subprocess.Popen[bytes]:

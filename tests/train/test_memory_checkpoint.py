@@ -40,7 +40,7 @@ def home_of(folder: Path, hosts: str, rank: int) -> Home:
     """That of a rank; `hosts` are their names by rank. Each host has memory of its own."""
     memory = folder / hosts[rank]
     memory.mkdir(exist_ok=True)
-    return Home(memory, folder / "run", hosts[rank])
+    return Home(memory, folder / "run", hosts[rank], "only")
 
 
 def all_ranks() -> Ranks:

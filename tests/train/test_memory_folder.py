@@ -12,6 +12,8 @@ from gpumix.spec.errors import MachineError
 from gpumix.train import memory_folder as folder
 from gpumix.train.memory_folder import Found, Held, Home, from_text, newest, to_text
 
+RUN = "1a2b"
+
 
 def held(rank: int, step: int, slot: int = 0, generation: int = 1, world: int = 2) -> Held:
     return Held(generation, world, rank, slot, step)
@@ -50,7 +52,7 @@ def test_nothing_is_nothing():
 
 
 def test_what_is_sealed_is_found(tmp_path):
-    home = Home(tmp_path, tmp_path / "run", "localhost")
+    home = Home(tmp_path, tmp_path / "run", "localhost", RUN)
     assert home.held() == []
     copies = [held(0, 7, 0), held(0, 8, 1), held(1, 7, 0)]
     for one in copies:
@@ -61,25 +63,51 @@ def test_what_is_sealed_is_found(tmp_path):
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"world": 2}', '{"world": "x"}'])
 def test_what_is_no_seal_is_passed_over(tmp_path, content):
-    home = Home(tmp_path, tmp_path / "run", "localhost")
+    home = Home(tmp_path, tmp_path / "run", "localhost", RUN)
     seal(home, held(0, 7))
     (home.generation(1) / folder.seal_file(0, 0)).write_text(content)
     assert home.held() == []
 
 
 def test_earlier_starts_are_forgotten(tmp_path):
-    home = Home(tmp_path, tmp_path / "run", "localhost")
+    home = Home(tmp_path, tmp_path / "run", "localhost", RUN)
     for generation in (1, 2, 3):
         seal(home, held(0, 7, generation=generation))
     home.forget_before(3)
     assert [one.generation for one in home.held()] == [3]
 
 
+def test_a_host_that_comes_with_copies_of_an_earlier_run_has_none_of_this_one(tmp_path):
+    """Whole ones, of a start with a higher number."""
+    of = {
+        (host, run): Home(tmp_path / host, tmp_path / "run", host, run)
+        for host in ("stays", "comes")
+        for run in ("earlier", RUN)
+    }
+    for host in ("stays", "comes"):
+        (tmp_path / host).mkdir()
+    for rank in (0, 1):
+        seal(of["comes", "earlier"], held(rank, 9, generation=5))
+        seal(of["stays", RUN], held(rank, 3, generation=2))
+    told = [of[host, RUN].held() for host in ("comes", "stays")]
+    assert newest(told) == Found(2, 3, slots=(0, 0), givers=(1, 1))
+    assert folder.latest_generation(told) == 2
+
+
+def test_a_run_forgets_those_before_it(tmp_path):
+    earlier, now = (Home(tmp_path, tmp_path / "run", "localhost", run) for run in ("earlier", RUN))
+    now.forget_other_runs()  # there are none
+    for home in (earlier, now):
+        seal(home, held(0, 7))
+    now.forget_other_runs()
+    assert (earlier.held(), now.held()) == ([], [held(0, 7)])
+
+
 def test_a_run_removes_its_own_and_those_whose_output_is_gone(tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "run").mkdir()
     homes = {
-        name: Home(tmp_path / "memory", tmp_path / name, "localhost")
+        name: Home(tmp_path / "memory", tmp_path / name, "localhost", RUN)
         for name in ("run", "other", "gone")
     }
     (tmp_path / "memory").mkdir()
@@ -94,7 +122,7 @@ def test_a_run_removes_its_own_and_those_whose_output_is_gone(tmp_path):
 
 
 def test_only_its_user_can_reach_it(tmp_path):
-    home = Home(tmp_path, tmp_path / "run", "localhost")
+    home = Home(tmp_path, tmp_path / "run", "localhost", RUN)
     seal(home, held(0, 7))
     root = tmp_path / f"gpumix-{os.getuid()}"
     assert stat.S_IMODE(root.stat().st_mode) == 0o700
@@ -108,4 +136,4 @@ def test_a_link_is_not_followed(tmp_path):
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     (tmp_path / f"gpumix-{os.getuid()}").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(MachineError):
-        Home(tmp_path, tmp_path / "run", "localhost").make(1)
+        Home(tmp_path, tmp_path / "run", "localhost", RUN).make(1)

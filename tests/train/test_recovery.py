@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,14 @@ from gpumix.train.pipeline import Pipeline
 from gpumix.train.runner import LocalRunner
 
 STEPS = 12
+
+
+def held_in(output: Path) -> list[str]:
+    """The copies in memory of all runs with an output."""
+    root = shared_memory_folder()
+    assert root is not None
+    folder = Home(root, output, "localhost", "any").folder
+    return [seal.name for seal in folder.rglob("*.seal")]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +68,7 @@ def test_a_killed_rank(tmp_path, undisturbed):
     assert checkpoints(tmp_path / "run") == ["step-00000012"]
     root = shared_memory_folder()
     assert root is not None
-    assert not Home(root, tmp_path / "run", "localhost").folder.parent.exists()
+    assert not Home(root, tmp_path / "run", "localhost", "any").folder.parent.exists()
 
 
 @pytest.mark.slow  # it is waited for until the timeout
@@ -240,6 +249,24 @@ def test_what_a_killed_run_left_in_memory_is_gone_on_from(tmp_path, undisturbed)
     summary = train(job, plan=plan_for(job), resume=True)
     assert len(summary.losses) in (STEPS - done, STEPS - done + 1)
     check_same(tmp_path / "run", undisturbed)
+
+
+def test_a_run_begun_anew_does_not_go_on_from_what_an_earlier_one_left_in_memory(
+    tmp_path, undisturbed
+):
+    """Though it has the same output, and loses a rank before it has copies of its own."""
+    job = disturbed(tmp_path, "kill", restarts=0, at=6, optimizer={"lr": 0.1})
+    with pytest.raises(RankLost):
+        train(job, plan=plan_for(job))
+    assert held_in(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+    once = str(tmp_path / "killed")
+    data = {"factory": "toys:deadly_tokens", "arguments": {"once": once}, "held_out": 0.1}
+    job = write_job(tmp_path, data=data, steps=STEPS, restarts=3)
+    train(job, plan=plan_for(job))
+    (restart,) = check_same(tmp_path / "run", undisturbed)
+    assert (restart["resumed_from"], restart["kept_in"]) == (0, "")
+    assert not held_in(tmp_path / "run")
 
 
 def test_copies_in_memory_count_where_what_is_later_on_disk_is_damaged(tmp_path, undisturbed):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,6 +11,7 @@ import pytest
 from jobs import CLUSTER, EMULATED, OWN_PROFILES, metrics, plan_for, run, toy, train, write_job
 
 from commands import Done
+from gpumix.spec.errors import RankLost
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 from ports import free_port
@@ -122,6 +124,38 @@ def test_a_stopped_rank_is_found_and_started_again_long_before_the_timeout(tmp_p
     run = tmp_path / "run"
     assert [one["loss"] for one in metrics(run)] == pytest.approx(expected, rel=1e-6)
     assert [one["resumed_from"] in (2, 3) for one in metrics(run, "restart")] == [True]
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_what_a_killed_run_left_in_memory_is_of_the_run_that_is_resumed(tmp_path, resume):
+    """Not of one that begins anew in its place; also if a rank is lost before there is more."""
+    changes = {"cluster": PAIR, "steps": 8, "checkpoint": {"memory_every_steps": 1}}
+    sound = write_job(tmp_path / "sound", **changes)
+    plan = plan_for(sound, **HALVES)
+    expected = train(sound, plan=plan).losses
+    once = tmp_path / "killed"
+    once.touch()
+    changes["data"] = {
+        "factory": "toys:deadly_tokens",
+        "arguments": {"once": str(once)},
+        "held_out": 0.1,
+    }
+    killed = write_job(tmp_path, model=toy(fault="kill", rank=1, at=6), **changes)
+    with pytest.raises(RankLost):
+        train(killed, plan=plan)
+    run = tmp_path / "run"
+    if not resume:
+        shutil.rmtree(run)
+    once.unlink()
+    write_job(tmp_path, **changes)
+    plan.save(tmp_path / "plan.json")
+    wanted = ["--resume"] if resume else []
+    done = standalone(tmp_path, 2, "--plan", "plan.json", *wanted, restarts=1)
+    assert done.code == 0, done.err
+    (restart,) = metrics(run, "restart")
+    assert restart["kept_in"] == ("memory" if resume else "")
+    assert restart["resumed_from"] in ((4, 5) if resume else (0,))
+    assert [one["loss"] for one in metrics(run)] == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("store", ["of the agent", "of the first rank"])

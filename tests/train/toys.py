@@ -338,6 +338,16 @@ def leaving_tokens(killed: bool) -> list[dict[str, Tensor]]:
     return made
 
 
+def deadly_tokens(once: str) -> list[dict[str, Tensor]]:
+    """The first rank that opens them is killed, and leaves this path."""
+    try:
+        Path(once).touch(exist_ok=False)
+    except FileExistsError:
+        return tokens()
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("it lives")
+
+
 def absent_tokens(first: int) -> list[dict[str, Tensor]]:
     made = _Absent(tokens())
     made.first = first

@@ -25,6 +25,7 @@ from gpumix.train.memory_buddies import Buddies
 from gpumix.train.memory_checkpoint import MemoryCheckpointer
 from gpumix.train.memory_folder import Found, Held, Home
 from gpumix.train.metrics import Told
+from gpumix.train.run_id import id_of
 
 # Of a step's time, what copies in memory may hold up training for, if their interval is chosen.
 MEMORY_SHARE = 0.01
@@ -83,7 +84,8 @@ class Keeping:
         self._safe_step = 0  # the state after it is on disk, or is what the run begins with
         self._begun_step = -1  # a checkpoint was begun after it
         root = shared_memory_folder()
-        self._home = None if root is None else Home(root, job.output, context.device.host)
+        run = ranks.share("id of the run", id_of(job.output) if context.first else None)
+        self._home = None if root is None else Home(root, job.output, context.device.host, run)
         self._memory: MemoryCheckpointer | None = None
         every = job.checkpoint.memory_every_steps
         self._every_steps = 1 if every == "auto" else every
@@ -139,19 +141,16 @@ class Keeping:
 
     # -- in memory ---------------------------------------------------------------------------------
 
-    def open_memory(self, *, fresh: bool) -> str:
-        """Have copies of the state in the hosts' memory from now on; why not, if some rank cannot.
-
-        Args:
-            fresh: the run begins anew; copies of an earlier one are removed.
-        """
+    def open_memory(self) -> str:
+        """Have copies of the state in the hosts' memory from now on, and those of earlier runs
+        removed; why not, if some rank cannot."""
         # Beside the main thread, whatever that does with the other one.
         self._beside = self._checkpointer_of(self._group_of_ranks())
+        ranks, home = self._context.ranks, self._home
+        if home is not None and self._first_here:
+            home.forget_other_runs()
         if not self._every_steps:
             return ""
-        ranks, home = self._context.ranks, self._home
-        if fresh:
-            self.forget()
         generation = memory_folder.latest_generation(self._told()) + 1
         refused = next(filter(None, ranks.gather("room in memory", self._refusal(generation))), "")
         if refused:

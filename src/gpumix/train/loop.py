@@ -158,7 +158,7 @@ class Trainer:
             stop = stack.enter_context(StopRequest())
             self._telling.open(stack)
             self._telling.start(self._plan_before, self._restart)
-            self._telling.copies(self.keeping.open_memory(fresh=self.step == 0))
+            self._telling.copies(self.keeping.open_memory())
             stack.enter_context(self._last_minute.beside(stop))
             if self._soundness.why_not:
                 self._telling.say(f"no batch is replayed: {self._soundness.why_not}")

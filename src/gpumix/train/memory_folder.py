@@ -1,14 +1,16 @@
 """Where a host keeps copies of its ranks' state in its memory, and which of them belong together.
 
-    /dev/shm/gpumix-1000/6f1d.../        of one run, by the path of its output
-        output                           that path
-        localhost/                       of one host
-            generation-00000002/         of the ranks of one start of the run
-                rank_0001.slot_0         one copy of a rank's state: the bytes
-                rank_0001.slot_0.index   what it holds, and where
-                rank_0001.slot_0.seal    after which step; written when the copy is whole
+    /dev/shm/gpumix-1000/6f1d.../            of one output, by its path
+        output                               that path
+        localhost/                           of one host
+            run-1a2b.../                     of one run, by its id
+                generation-00000002/         of the ranks of one start of the run
+                    rank_0001.slot_0         one copy of a rank's state: the bytes
+                    rank_0001.slot_0.index   what it holds, and where
+                    rank_0001.slot_0.seal    after which step; written when the copy is whole
 
-The memory of a host outlives the processes in it. A rank copies into two slots in turn, so one is
+The memory of a host outlives the processes in it, and a run that begins anew goes by other copies
+than the one before it. A rank copies into two slots in turn, so one is
 whole at any time. Nothing here imports torch.
 """
 
@@ -72,18 +74,22 @@ class Home:
 
     Args:
         root: a file system in memory.
-        output: the run's; `host` is the name of the host in its plan.
+        output: the run's; `host` is the name of the host in its plan, `run` the id of the run.
+
+    Attributes:
+        folder: of all runs with that output.
     """
 
-    def __init__(self, root: Path, output: Path, host: str) -> None:
+    def __init__(self, root: Path, output: Path, host: str, run: str) -> None:
         self._output = output.absolute()
         self._root = root / f"gpumix-{os.getuid()}"
         digest = hashlib.sha256(str(self._output).encode()).hexdigest()[:16]
-        self._run = self._root / digest
-        self.folder = self._run / re.sub(r"[^A-Za-z0-9.-]", "_", host)
+        self._all_hosts = self._root / digest
+        self.folder = self._all_hosts / re.sub(r"[^A-Za-z0-9.-]", "_", host)
+        self._run = self.folder / f"run-{run}"
 
     def generation(self, number: int) -> Path:
-        return self.folder / f"generation-{number:08d}"
+        return self._run / f"generation-{number:08d}"
 
     def make(self, generation: int) -> Path:
         """The folder of a generation, which only this user can read.
@@ -96,7 +102,7 @@ class Home:
         self._check_owner()
         folder = self.generation(generation)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        (self._run / _OUTPUT).write_text(str(self._output), encoding="utf-8")
+        (self._all_hosts / _OUTPUT).write_text(str(self._output), encoding="utf-8")
         return folder
 
     def _check_owner(self) -> None:
@@ -111,14 +117,14 @@ class Home:
             )
 
     def held(self) -> list[Held]:
-        """The whole copies that are here."""
-        if not self.folder.is_dir():
+        """The whole copies of this run that are here."""
+        if not self._run.is_dir():
             return []
         self._check_owner()
         return [one for path, number in self._generations() for one in _held_in(path, number)]
 
     def _generations(self) -> Iterator[tuple[Path, int]]:
-        for path in sorted(self.folder.iterdir()):
+        for path in sorted(self._run.iterdir()):
             if found := _GENERATION.fullmatch(path.name):
                 yield path, int(found[1])
 
@@ -128,14 +134,20 @@ class Home:
             if number < generation:
                 shutil.rmtree(path, ignore_errors=True)
 
+    def forget_other_runs(self) -> None:
+        """Remove the copies of earlier runs with this output."""
+        for path in list(self.folder.iterdir()) if self.folder.is_dir() else ():
+            if path != self._run:
+                shutil.rmtree(path, ignore_errors=True)
+
     def remove(self) -> None:
-        """Remove all copies of this run on this host, and those of runs whose output is gone."""
+        """Remove all copies of this output on this host, and those of outputs that are gone."""
         shutil.rmtree(self.folder, ignore_errors=True)
-        for run in self._root.iterdir() if self._root.is_dir() else ():
+        for place in self._root.iterdir() if self._root.is_dir() else ():
             with suppress(OSError):
-                gone = not Path((run / _OUTPUT).read_text(encoding="utf-8")).exists()
-                if gone or not any(one.is_dir() for one in run.iterdir()):
-                    shutil.rmtree(run, ignore_errors=True)
+                gone = not Path((place / _OUTPUT).read_text(encoding="utf-8")).exists()
+                if gone or not any(one.is_dir() for one in place.iterdir()):
+                    shutil.rmtree(place, ignore_errors=True)
         with suppress(OSError):  # others are there
             self._root.rmdir()
 

@@ -47,6 +47,7 @@ from gpumix.train.named_work import work_of
 from gpumix.train.progress import mark_failed, mark_restarting, mark_stopped
 from gpumix.train.recovery import Again, Lessons, Recovery, Restart
 from gpumix.train.run_folder import check_folder
+from gpumix.train.run_id import give_id, id_of
 from gpumix.train.runner import Runner, runner
 from gpumix.train.tables import devices_table, efficiency_table, plan_table, profile_table, stderr
 from gpumix.train.tracking import check_installed, tracked
@@ -162,7 +163,7 @@ class Pipeline:
         else:
             self._refuse_at_once()
         with ExitStack() as stack:
-            stack.enter_context(self._output_for_one())
+            stack.enter_context(self._output_for_one(fresh=not resume and lessons is None))
             self._runs.warm_up()
             if self.speaks:
                 self._runs.begins(self.job.output, lessons)
@@ -294,7 +295,9 @@ class Pipeline:
         """Where the run's hosts, as many as this one is, keep copies in memory."""
         root = shared_memory_folder()
         hosts = sorted({device.host for device in self._devices.devices})
-        return [] if root is None else [Home(root, self.job.output, host) for host in hosts]
+        output = self.job.output
+        run = id_of(output)
+        return [] if root is None else [Home(root, output, host, run) for host in hosts]
 
     def _plan_again(
         self, again: Again, plan: Plan, profile: Profile | None
@@ -356,12 +359,13 @@ class Pipeline:
         return Task(self.job, self.cluster, self.folder, self._debug)
 
     @contextmanager
-    def _output_for_one(self) -> Iterator[None]:
+    def _output_for_one(self, *, fresh: bool) -> Iterator[None]:
         """Hold the run's folder: two runs would write into each other's files. Whatever ends this
-        process lets go of it.
+        process lets go of it. A run that begins anew (`fresh`) is another one from then on.
 
         Raises:
             InputError: another run holds it.
+            MachineError: it cannot be written.
         """
         if not self.speaks:
             yield
@@ -371,17 +375,16 @@ class Pipeline:
             output.mkdir(parents=True, exist_ok=True)
             lock = (output / run_files.LOCK).open("w", encoding="utf-8")
         except OSError as error:
-            raise MachineError(
-                "cannot write into the output folder",
-                where=str(output),
-                why=error.strerror or str(error),
-                fix="write elsewhere: --set output=runs/another",
-            ) from error
+            raise _not_writable(output, error) from error
         with lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise _held(output) from None
+            try:
+                give_id(output, fresh=fresh)
+            except OSError as error:
+                raise _not_writable(output, error) from error
             yield
 
     def _check_output(self, resume: bool) -> None:
@@ -468,6 +471,15 @@ def _check_free(output: Path) -> None:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             raise _held(output) from None
+
+
+def _not_writable(output: Path, error: OSError) -> MachineError:
+    return MachineError(
+        "cannot write into the output folder",
+        where=str(output),
+        why=error.strerror or str(error),
+        fix="write elsewhere: --set output=runs/another",
+    )
 
 
 def _held(output: Path) -> InputError:

@@ -12,6 +12,7 @@ REPORT = "report.html"  # what `gpumix report` makes of all that
 CHECKPOINTS = "checkpoints"
 COLLECTIVES = "flight-recorder"  # what NCCL's ranks did last, of a run that failed
 LOCK = ".lock"  # held by the process that runs
+ID = ".id"  # of the run, by which its copies in memory are known
 AGENTS = ".agents"  # of torchrun, that started it
 LESSONS = ".lessons"  # of its failures
 TRACKERS = ".trackers"  # how far they are told, and of which runs of theirs
@@ -30,6 +31,7 @@ ALL = frozenset(
         CHECKPOINTS,
         COLLECTIVES,
         LOCK,
+        ID,
         AGENTS,
         LESSONS,
         TRACKERS,
