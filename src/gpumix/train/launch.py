@@ -197,10 +197,19 @@ class _Child:
     def name(self) -> str:
         return f"rank {self.seat.rank} (device '{self.seat.device.id}', pid {self.process.pid})"
 
+    @property
+    def signs(self) -> tuple[Connection, int]:
+        """What is ready when it has said its last or has ended. Of its pipe alone no end need come:
+        processes that it forked hold that open too."""
+        return self.pipe, self.process.sentinel
+
     def collect(self) -> None:
-        """Take what the child sent before it ended, if anything."""
+        """Take what the child sent before it ended, if anything: one that has ended sends no more,
+        and what it sent is there."""
         self.ended = True
         try:
+            if not self.pipe.poll():
+                raise EOFError
             kind, value = self.pipe.recv()
         except (EOFError, OSError):
             self.process.join()
@@ -328,12 +337,13 @@ def _watch(children: list[_Child], store: Any, silence_s: float) -> list[Any]:
     lookout = _Lookout(children, run_store, silence_s)
     deadline = math.inf
     while waiting := [c for c in children if not c.ended]:
-        ready = wait([c.pipe for c in waiting], max(0.0, min(LOOK_S, deadline - time.monotonic())))
+        signs = [sign for child in waiting for sign in child.signs]
+        ready = wait(signs, max(0.0, min(LOOK_S, deadline - time.monotonic())))
         silent = lookout.silent()
         speaking = [c for c in waiting if c.seat.rank not in silent]
         others = _told_of_stands(run_store, speaking) if silent else ""
         for child in waiting:
-            if child.pipe in ready:
+            if any(sign in ready for sign in child.signs):
                 child.collect()
             elif child.seat.rank in silent:
                 child.end_silent(silent[child.seat.rank], others)
