@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 from jobs import plan_for, write_job
@@ -21,6 +22,7 @@ from gpumix.train.plan_change import (
     started,
 )
 from gpumix.train.rebalance_room import with_shares
+from gpumix.train.run_id import give_id
 
 STEP = StepRecord(1, 2.0, 1e-3, 0.7, 0.5, 100.0, 50)
 
@@ -141,6 +143,24 @@ def test_what_is_in_force_is_the_plan_as_it_was_split_last(plan, tmp_path):
     with (tmp_path / run_files.METRICS).open("a", encoding="utf-8") as file:
         file.write(json.dumps({"event": "plan", "step": 2})[:-3])  # cut short
     assert in_force(tmp_path) == Parts.of(other(plan))
+
+
+def test_what_an_earlier_run_left_is_not_in_force(plan, tmp_path):
+    """Its plan is there until the one of a run begun anew is written, and its record still then."""
+    plan.save(tmp_path / run_files.PLAN)
+    told = started(Parts.of(plan), other(plan), "")
+    assert told is not None
+    with RunLog(tmp_path, plan, 10) as log:
+        log.step(STEP)
+        log.tell(1, told)
+    long_ago = 1e9
+    for name in (run_files.PLAN, run_files.METRICS):
+        os.utime(tmp_path / name, (long_ago, long_ago))
+    give_id(tmp_path, fresh=True)
+    assert in_force(tmp_path, fresh=True) is None
+    plan.save(tmp_path / run_files.PLAN)
+    assert in_force(tmp_path, fresh=True) == Parts.of(plan)
+    assert in_force(tmp_path) == Parts.of(other(plan))  # of a run that is resumed
 
 
 def test_a_plan_of_another_version_is_none(tmp_path):

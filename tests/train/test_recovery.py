@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -251,21 +250,20 @@ def test_what_a_killed_run_left_in_memory_is_gone_on_from(tmp_path, undisturbed)
     check_same(tmp_path / "run", undisturbed)
 
 
-def test_a_run_begun_anew_does_not_go_on_from_what_an_earlier_one_left_in_memory(
-    tmp_path, undisturbed
-):
-    """Though it has the same output, and loses a rank before it has copies of its own."""
+def test_a_run_begun_anew_goes_by_nothing_that_an_earlier_one_left(tmp_path, undisturbed):
+    """Neither by its copies in memory nor by its plan, though it has the same output, and loses a
+    rank before it has any of its own."""
     job = disturbed(tmp_path, "kill", restarts=0, at=6, optimizer={"lr": 0.1})
     with pytest.raises(RankLost):
-        train(job, plan=plan_for(job))
+        train(job, plan=plan_for(job, (2, 2, 4)))
     assert held_in(tmp_path / "run")
-    shutil.rmtree(tmp_path / "run")
     once = str(tmp_path / "killed")
     data = {"factory": "toys:deadly_tokens", "arguments": {"once": once}, "held_out": 0.1}
     job = write_job(tmp_path, data=data, steps=STEPS, restarts=3)
     train(job, plan=plan_for(job))
     (restart,) = check_same(tmp_path / "run", undisturbed)
     assert (restart["resumed_from"], restart["kept_in"]) == (0, "")
+    assert metrics(tmp_path / "run", "plan") == []
     assert not held_in(tmp_path / "run")
 
 

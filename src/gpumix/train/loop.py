@@ -119,7 +119,7 @@ class Trainer:
         self._put_off = False  # a checkpoint that is due
         self._restart = restart
         again = context.first and (resume or restart is not None)
-        self._plan_before = in_force(job.output) if again else None
+        self._plan_before = in_force(job.output, fresh=not resume) if again else None
         self._kept_in = ""  # where the state was that it goes on from
         if resume or restart is not None:
             self._take_up(needed=restart is None)

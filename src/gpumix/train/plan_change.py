@@ -21,6 +21,7 @@ from gpumix.spec.stage import Stage, Worker
 from gpumix.spec.units import show_seconds
 from gpumix.train import run_files
 from gpumix.train.metrics import Told
+from gpumix.train.run_id import is_later
 
 EVENT = "plan"
 BEFORE = "_before"  # behind the names of fields
@@ -116,13 +117,21 @@ def dealt_anew(
     return Told(EVENT, fields, f"split anew, for {why}: {in_words(fields)}; {expected}")
 
 
-def in_force(folder: Path) -> Parts | None:
-    """By what a run trained last: its plan, and how it was split anew since. None without any."""
+def in_force(folder: Path, *, fresh: bool = False) -> Parts | None:
+    """By what a run trained last: its plan, and how it was split anew since. None without any.
+
+    Args:
+        fresh: it was begun anew, maybe where another run had left a plan and a record.
+    """
+    plan_file, record = folder / run_files.PLAN, folder / run_files.METRICS
+    if fresh and not is_later(plan_file):
+        return None
     try:
-        plan = Plan.load(folder / run_files.PLAN)
+        plan = Plan.load(plan_file)
     except InputError:  # there is none, or none of this version
         return None
-    newest = next(_newest_first(folder / run_files.METRICS), None)
+    told = _newest_first(record) if not fresh or is_later(record) else iter(())
+    newest = next(told, None)
     return Parts.of(plan if newest is None else split_anew(plan, newest))
 
 

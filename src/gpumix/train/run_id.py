@@ -33,3 +33,11 @@ def give_id(output: Path, *, fresh: bool) -> None:
     """
     if fresh or not id_of(output):
         write_at_once(output / run_files.ID, uuid.uuid4().hex)
+
+
+def is_later(file: Path) -> bool:
+    """Whether a file in a run's folder was written after the run got its id."""
+    try:
+        return file.stat().st_mtime_ns >= (file.parent / run_files.ID).stat().st_mtime_ns
+    except OSError:
+        return False
