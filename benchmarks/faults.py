@@ -1,15 +1,15 @@
 """Kills ranks of runs again and again, and compares what comes out with an undisturbed run.
 
 Each run trains a small GPT on four emulated devices, and meets a number of faults: random ranks are
-killed (SIGKILL), stopped for good (SIGSTOP) or asked to end (SIGTERM), in the forward pass, the
-backward pass, a reduction, the optimizer, a copy into memory, or while a checkpoint is written, or
-hang in one of the others with a heart that beats; a third of the signals come from outside at a
-random moment. The runs go on by themselves. In the end each must have the undisturbed run's losses,
-and each step its samples. Of four kinds of runs one has dropout, whose masks must be the same
-again, and leaves the split of samples as planned, on which masks depend; one splits its samples
-anew by measured times. These copy their state into memory as often as `auto` finds cheap: steps are
-short, so that is every few. One whose state is divided, and one in stages, copy it after each step.
-Some faults harm two ranks at once, or while they restore.
+killed (SIGKILL), stopped for good (SIGSTOP) or asked to end (SIGTERM), while they open their data,
+in the forward pass, the backward pass, a reduction, the optimizer, a copy into memory, or while a
+checkpoint is written, or hang in one of the others with a heart that beats; a third of the signals
+come from outside at a random moment. The runs go on by themselves. In the end each must have the
+undisturbed run's losses, and each step its samples. Of four kinds of runs one has dropout, whose
+masks must be the same again, and leaves the split of samples as planned, on which masks depend; one
+splits its samples anew by measured times. These copy their state into memory as often as `auto`
+finds cheap: steps are short, so that is every few. One whose state is divided, and one in stages,
+copy it after each step. Some faults harm two ranks at once, or while they restore.
 
     python benchmarks/faults.py [--json] [--kills 200] [--seed 0]
 
@@ -44,7 +44,7 @@ from typing import Any
 import yaml
 
 from common import TRAIN, environment, print_figures, records, small_gpt2
-from faulted.places import HANG, ONCE, PLACES
+from faulted.places import BEFORE_STEPS, HANG, ONCE, PLACES
 from faulted.used import Done, done_in, lost_and_repeated
 
 STEPS = 60
@@ -107,7 +107,7 @@ class _Kind(Enum):
         """Where it comes to harm. A device whose rank is lost again before it has done a step is
         left out: without it masks are others, and there may be no plan in stages."""
         same = self in (_Kind.REBALANCED, _Kind.DIVIDED)
-        return PLACES if same else tuple(place for place in PLACES if place != "restore")
+        return PLACES if same else tuple(place for place in PLACES if place not in BEFORE_STEPS)
 
 
 _ONLY: dict[_Kind, dict[str, Any]] = {

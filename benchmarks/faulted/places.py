@@ -1,7 +1,9 @@
 """Where traps can be, and what they do beside sending a signal."""
 
-PLACES = ("forward", "backward", "reduction", "optimizer", "copy", "save", "restore")
+PLACES = ("begin", "forward", "backward", "reduction", "optimizer", "copy", "save", "restore")
+# Those that are passed before the first step of a start.
+BEFORE_STEPS = ("begin", "restore")
 # Those that a rank passes no more than once in a step.
-ONCE = ("optimizer", "copy", "save", "restore")
+ONCE = ("begin", "optimizer", "copy", "save", "restore")
 # In place of a signal: a call that does not come back, while the process lives.
 HANG = 0

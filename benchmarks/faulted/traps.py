@@ -24,7 +24,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import AdamW
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
-from faulted.places import HANG
+from faulted.places import BEFORE_STEPS, HANG
 from faulted.text import Pieces, pieces
 from gpumix.engine.comm import Communicator
 from gpumix.train import checkpoint, checkpoint_content
@@ -32,7 +32,7 @@ from gpumix.train.host_copy import HostCopy
 from gpumix.train.loop import Trainer
 
 # Places that are passed in some steps only, or before the first.
-ANY_STEP = ("save", "restore")
+ANY_STEP = ("save", *BEFORE_STEPS)
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,9 @@ def _number_of_start(file: Path) -> int:
 def samples(folder: str, length: int) -> Pieces:
     """Bytes of real text; whoever reads it sets the traps in `folder`."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    _set(Traps(Path(folder), rank))
+    traps = Traps(Path(folder), rank)
+    _set(traps)
+    traps.passes("begin")
     return pieces(length)
 
 
