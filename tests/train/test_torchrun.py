@@ -8,7 +8,18 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from jobs import CLUSTER, EMULATED, OWN_PROFILES, metrics, plan_for, run, toy, train, write_job
+from jobs import (
+    CLUSTER,
+    EMULATED,
+    OWN_PROFILES,
+    gpumix,
+    metrics,
+    plan_for,
+    run,
+    toy,
+    train,
+    write_job,
+)
 
 from commands import Done
 from gpumix.spec.errors import RankLost
@@ -156,6 +167,29 @@ def test_what_a_killed_run_left_in_memory_is_of_the_run_that_is_resumed(tmp_path
     assert restart["kept_in"] == ("memory" if resume else "")
     assert restart["resumed_from"] in ((4, 5) if resume else (0,))
     assert [one["loss"] for one in metrics(run)] == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_run_is_begun_anew_by_who_starts_it_from_the_same_process(tmp_path):
+    """Ranks that a shell, or a job of a cluster, gives their places have no agent: what the same
+    one starts next is another run, which does not go on unasked from what is there."""
+    job = write_job(tmp_path, cluster=CLUSTER[:1], steps=2)
+    plan_for(job, (8,), (1.0,)).save(tmp_path / "plan.json")
+    place = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+
+    def start() -> Done:
+        return gpumix("train", "job.yaml", "--plan", "plan.json", folder=tmp_path, env=place)
+
+    first = start()
+    assert first.code == 0, first.err
+    again = start()
+    assert again.code == 2
+    assert "the output folder holds the checkpoints of an earlier run" in again.err
 
 
 @pytest.mark.parametrize("store", ["of the agent", "of the first rank"])

@@ -118,6 +118,7 @@ _NO_PLACE = f"mend the launcher that set it; or start it without one: unset {' '
 @dataclass(frozen=True)
 class TorchrunPlace:
     """What torchrun tells a process that it starts; `elastic`: it may start others in its place.
+    `has_agent`: it was torchrun, not something that speaks like it and starts nothing again.
     `starts`: how often the process has begun anew since. `restarted`: it is not the first in that
     place, one that its agent started before has failed. `agents_open`: its agents meet by torch's
     own ways, and listen on all addresses."""
@@ -131,6 +132,7 @@ class TorchrunPlace:
     elastic: bool
     starts: int = 0
     restarted: bool = False
+    has_agent: bool = False
     one_host: bool = False
     agents_open: bool = False
 
@@ -156,6 +158,7 @@ def torchrun_place() -> TorchrunPlace | None:
         elastic=os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0",
         starts=int(os.environ.get(STARTS, "0")),
         restarted=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0",
+        has_agent=launcher() == "torchrun",
         one_host=os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"],
         agents_open="TORCHELASTIC_RUN_ID" in os.environ and APART not in os.environ,
     )

@@ -134,7 +134,8 @@ class TorchrunRunner:
         word, _ = self._arrive()
         store = self._store(f"{word}/again")
         if self.speaks:
-            there = _was_there(output, self._agents())
+            may_be = self._place.has_agent or self._place.starts > 0
+            there = may_be and _was_there(output, self._agents())
             store.set("again", _lessons(output).at(newest()).to_text() if there else "")
         told = _heard(store, "again", "rank 0")
         return Lessons.from_text(told) if told else None
