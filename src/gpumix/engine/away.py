@@ -49,5 +49,7 @@ class Away(nn.Parameter):
             f"parameter '{named[0]}' is used while its unit is not computed",
             why="its values are sharded over ranks, and gathered when the model calls the unit",
             fix="outside of a step use the engine: parameters(), named_parameters(), state_dict(), "
-            "clip_grad_norm_(); inside of the model use a unit's parameters in that unit only",
+            "clip_grad_norm_(); in a script save the whole model, and load what was saved: "
+            "trainer.save_model(), or accelerator.get_state_dict(model) on all ranks; inside of "
+            "the model use a unit's parameters in that unit only",
         )

@@ -96,6 +96,14 @@ class ShardedModel:
             self.model, self.groups(), self.comm, self._inventory, rank0_only=rank0_only
         )
 
+    @property
+    def has_whole_state(self) -> bool:
+        """Whether `state_dict` takes no other rank: each has all of it, and no statistics that
+        ranks must agree on."""
+        of_one = self._inventory.of_one_stage and not buffers.keepers(self.model)
+        divisions = (group.division for group in self.groups())
+        return of_one and all(d.replicated and d.team is None for d in divisions)
+
     def agree_on_buffers(self) -> None:
         """Running statistics and the like differ from rank to rank: all get those of the first rank
         that trains on samples, in the stage that computes them. Collective."""

@@ -46,6 +46,7 @@ from gpumix.integrations.rows import PlannedRows
 from gpumix.integrations.samplers import prepared, seed_of_all
 from gpumix.integrations.saving import Saver, dtypes_of
 from gpumix.integrations.specimens import specimen_of
+from gpumix.integrations.whole_saves import saves_whole
 from gpumix.profiler.library import join
 from gpumix.spec.dtypes import Precision
 from gpumix.spec.errors import InputError
@@ -208,6 +209,7 @@ class Accelerator(accelerate.Accelerator):
                 fix="make one with techniques.most_stages=1 and techniques.tensor=1",
             )
         self._saver = Saver(self._engine, dtypes, ranks_here())
+        saves_whole(model, self._saver)
         self._record = LoopRecord(self._engine, folder, type(self).__name__)
         self._looped = Looped(model, self._engine, self._at, self._record)
 
@@ -332,7 +334,7 @@ class Accelerator(accelerate.Accelerator):
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Tensor]:
         """That of the whole model, on the first rank."""
-        return self._saver.model_state()
+        return self._saver.asked_for()
 
     def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
         """The model and its optimizer, so that any plan can go on from them, and the rest as

@@ -23,10 +23,16 @@ from gpumix.engine.engine import Engine
 from gpumix.engine.groups import group_timeout
 from gpumix.hardware.memory import host_memory
 from gpumix.integrations.adapters import adapters_in
+from gpumix.integrations.meeting import Meeting
 from gpumix.spec.errors import InputError
 from gpumix.train.checkpoint import Checkpointer
 
 STATE = "gpumix"  # the folder in a checkpoint
+TOGETHER = (
+    "call it on all ranks: trainer.save_model(), model.save_pretrained(folder, "
+    "is_main_process=accelerator.is_main_process), accelerator.save_model(model, folder) or "
+    "accelerator.get_state_dict(model) on all ranks"
+)
 GROUPS = "groups"  # the settings of the optimizer's, in what a checkpoint says beside the state
 _LOG = logging.getLogger(__name__)
 
@@ -52,6 +58,7 @@ class Saver:
         self._dtypes = dtypes
         self._ranks_here = ranks_here
         alone = not dist.is_initialized() or dist.get_world_size() == 1
+        self._meeting = Meeting()
         self._group = None if alone else dist.new_group(backend="gloo", timeout=group_timeout())
 
     def model_state(self) -> dict[str, Tensor]:
@@ -59,6 +66,16 @@ class Saver:
         with host_memory():
             state = self._engine.state_dict(rank0_only=True)
             return {n: t.to(self._dtypes.get(n, t.dtype)) for n, t in state.items()}
+
+    def asked_for(self) -> dict[str, Tensor]:
+        """As `model_state`, of a program that may ask the first rank alone.
+
+        Raises:
+            InputError: it does, and that has not all of the model.
+        """
+        if not self._engine.has_whole_state:
+            self._meeting.come("the whole model", TOGETHER)
+        return self.model_state()
 
     def save(self, folder: Path, step: int, optimizer: Optimizer) -> None:
         """Write the state into a checkpoint. Collective."""

@@ -49,6 +49,7 @@ from gpumix.integrations.trainer.subclasses import (
     overrides,
     refuse_not_called,
 )
+from gpumix.integrations.whole_saves import saves_whole
 from gpumix.profiler.library import join
 from gpumix.spec.errors import InputError
 from gpumix.spec.placed import placed
@@ -198,6 +199,7 @@ class Planned:
         with by_itself(self.accelerator), self._measured():
             self._engine = host(model, training, plan=self._given, folder=self._folder)
         self._saver = Saver(self._engine, dtypes, ranks_here())
+        saves_whole(model, self._saver)
         return self._engine
 
     def _measured(self) -> AbstractContextManager[None]:
@@ -451,7 +453,7 @@ class Planned:
         if self._engine is None:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
-        state = self._saver.model_state()
+        state = self._saver.model_state() if _internal_call else self._saver.asked_for()
         if self.args.should_save:
             self._save(output_dir or self.args.output_dir, state_dict=state)  # type: ignore[attr-defined]
         if self.args.push_to_hub and not _internal_call:

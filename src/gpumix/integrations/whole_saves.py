@@ -1,0 +1,38 @@
+"""`save_pretrained` of a model that is sharded: it saves the whole one, as ever."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from typing import Any
+
+from torch import nn
+
+from gpumix.integrations.hosted import rank
+from gpumix.integrations.saving import Saver
+
+
+def saves_whole(model: nn.Module, saver: Saver) -> None:
+    """Let `model.save_pretrained`, where there is one that takes a state, save that of the whole
+    model. The first rank writes."""
+    save = getattr(type(model), "save_pretrained", None)
+    if save is None:
+        return
+    known = inspect.signature(save)
+    taken = known.parameters.values()
+    if not any(p.name == "state_dict" or p.kind is p.VAR_KEYWORD for p in taken):
+        return
+    # Nobody's memory is kept by what the model itself has.
+    of_model, of_saver = weakref.ref(model), weakref.ref(saver)
+
+    def save_pretrained(*args: Any, **kwargs: Any) -> Any:
+        given = known.bind(of_model(), *args, **kwargs).arguments
+        given |= given.pop("kwargs", {})
+        asked = of_saver()
+        if given.get("state_dict") is None and asked is not None:
+            given["state_dict"] = asked.asked_for()
+            if rank() > 0:
+                return None
+        return save(**given)
+
+    model.save_pretrained = save_pretrained  # type: ignore[assignment]
