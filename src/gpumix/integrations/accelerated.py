@@ -12,7 +12,7 @@ from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, NamedTuple
 
 import accelerate
 import torch
@@ -35,14 +35,14 @@ from gpumix.integrations.accelerator_arguments import (
     refuse_without_meaning,
 )
 from gpumix.integrations.batching import Batching
-from gpumix.integrations.gathering import all_objects, all_rows
+from gpumix.integrations.gathering import all_numbers, all_objects, all_rows
 from gpumix.integrations.hosted import Training, host, plan_of, refuse_gpu, world
 from gpumix.integrations.loop_record import LoopRecord
 from gpumix.integrations.looped import LABELS, Looped, objective
 from gpumix.integrations.optimizers import optimizer_like, taken_over
 from gpumix.integrations.overflows import tells_of_skips, told_norm
 from gpumix.integrations.own_batches import Collated, Given, OwnLoader
-from gpumix.integrations.rows import PlannedRows
+from gpumix.integrations.rows import PlannedRows, looped_rows
 from gpumix.integrations.samplers import prepared, seed_of_all
 from gpumix.integrations.saving import Saver, dtypes_of
 from gpumix.integrations.specimens import specimen_of
@@ -66,12 +66,14 @@ class Loader(OwnLoader, DataLoaderStateMixin):
     """Tells Accelerate where the loop is.
 
     Attributes:
+        total_batch_size: samples of all ranks in a batch, but for the last one.
         skipped: batches at the beginning of each epoch that are passed over.
         given: the batch that the loop is at.
         next_of: takes the next of its batches, None behind the last.
     """
 
     device: torch.device
+    total_batch_size: int
     next_of: Callable[[Iterator[Any]], Any]
     iteration = 0
     skipped = 0
@@ -96,6 +98,14 @@ class Loader(OwnLoader, DataLoaderStateMixin):
             self.given = None
             self.iteration += 1
             self.gradient_state._remove_dataloader(self)
+
+
+class Kept(NamedTuple):
+    """Of rows of a batch: so many first ones of each rank's `own`, then so many of all of these
+    `together`, or all."""
+
+    own: Sequence[int]
+    together: int | None
 
 
 class Optimizer(AcceleratedOptimizer):
@@ -241,8 +251,9 @@ class Accelerator(accelerate.Accelerator):
         if config.use_seedable_sampler:
             seed = seed_of_all() if config.data_seed is None else config.data_seed
             given = replace(given, sampler=prepared(given.sampler, seedable=True, seed=seed))
-        rows = PlannedRows(self._made, rows_of)
-        loader = given.own_part(given.batch_size * world(), rows, collate, Loader)
+        samples, rows = given.batch_size * world(), PlannedRows(self._made, looped_rows)
+        loader = given.own_part(samples, rows, collate, Loader)
+        loader.total_batch_size = samples
         loader.device, loader.next_of = self.device, self._next_of
         return loader
 
@@ -301,16 +312,37 @@ class Accelerator(accelerate.Accelerator):
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As `gather`; of a rank that has no samples of a batch nothing. Of a list of what JSON can
-        say, as texts, the lists of all ranks one behind the other."""
-        given = self._at()
-        none = given is not None and given.own == 0
-        leaves = tree_leaves(input_data)
+        say, as texts, the lists of all ranks one behind the other. What each rank has of a whole
+        batch instead, as a loss for each of `batch_size` samples, is cut to the samples of the last
+        one, as by Accelerate."""
+        leaves, label = tree_leaves(input_data), "gather_for_metrics"
         if use_gather_object or not leaves or not all(isinstance(t, Tensor) for t in leaves):
             comm = all_ranks(device_of_group()) if self._engine is None else self._engine.comm
-            return all_objects([] if none else input_data, comm, "gather_for_metrics")
-        if none:
-            input_data = tree_map(lambda t: t if t.dim() == 0 else t[:0], input_data)
-        return self.gather(input_data)
+            lists = all_objects(input_data, comm, label)
+            kept = self._of_samples([len(one) for one in lists])
+            things = [thing for one, own in zip(lists, kept.own) for thing in one[:own]]
+            return things[: kept.together]
+        if self._at() is None:
+            return self.gather(input_data)
+        lifted = tree_map(lambda t: t[None] if t.dim() == 0 else t, input_data)
+        rows = all_numbers([len(tree_leaves(lifted)[0])], label)
+        kept = self._of_samples([number for (number,) in rows])
+        own = kept.own[self._made().comm.rank]
+        gathered = self.gather(tree_map(lambda t: t[:own], lifted))
+        return tree_map(lambda t: t[: kept.together], gathered)
+
+    def _of_samples(self, rows: Sequence[int]) -> Kept:
+        """Of so many rows that ranks have of the batch that the loop is at, those of samples."""
+        given = self._at()
+        if given is None:
+            return Kept(rows, None)
+        samples, plan = given.samples, self._made().plan
+        own = [sum(map(len, rows_of(plan, rank, samples))) for rank in range(len(rows))]
+        if all(found == max(1, number) for found, number in zip(rows, own)):
+            return Kept(own, None)
+        whole = self.gradient_state.active_dataloader.total_batch_size
+        repeated = all(found == whole // len(rows) for found in rows)
+        return Kept(rows, samples if repeated else None)
 
     def end_training(self) -> None:
         if self._engine is not None:

@@ -78,8 +78,8 @@ def all_rows(parts: Mapping[range, Any], comm: Communicator, label: str) -> Any:
     return tree_unflatten(found, treespec_loads(known["spec"]))
 
 
-def all_objects(own: Any, comm: Communicator, label: str) -> list[Any]:
-    """What all ranks have in lists, one list behind the other in rank order. Collective.
+def all_objects(own: Any, comm: Communicator, label: str) -> list[list[Any]]:
+    """What all ranks have in lists: each rank's, in rank order. Collective.
 
     Raises:
         InputError: it is no list, or holds what JSON does not give back as it was.
@@ -91,8 +91,7 @@ def all_objects(own: Any, comm: Communicator, label: str) -> list[Any]:
             fix="give tensors, or a list, with one thing for each sample, of texts, numbers, lists "
             "and dictionaries by texts",
         )
-    every = all_texts(json.dumps(list(own)), comm, label)
-    return [thing for text in every for thing in json.loads(text)]
+    return [json.loads(text) for text in all_texts(json.dumps(list(own)), comm, label)]
 
 
 def _can_be_said(value: Any) -> bool:

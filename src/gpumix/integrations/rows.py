@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Plan
-from gpumix.spec.shares import share_of
+from gpumix.spec.shares import rows_of, share_of
 
 if TYPE_CHECKING:  # workers of loaders import this module, and have no engine
     from gpumix.engine.engine import Engine
@@ -43,3 +44,20 @@ class PlannedRows:
 def evaluated_rows(plan: Plan, rank: int, samples: int) -> Sequence[range]:
     """Of a batch that is not trained on."""
     return share_of(plan, rank).rows(samples)
+
+
+def looped_rows(plan: Plan, rank: int, samples: int) -> Sequence[range]:
+    """Of a batch of a loop, which may train on it.
+
+    Raises:
+        InputError: it is larger than those that the plan is for.
+    """
+    if samples > plan.global_batch:
+        raise InputError(
+            f"a batch of {samples} samples of all ranks, by a plan for {plan.global_batch}",
+            why="the plan is for the batches of the loader that accelerator.prepare was given "
+            "first",
+            fix="accelerator.prepare(model, optimizer, train_loader, eval_loader): first the one "
+            "with the largest batches",
+        )
+    return rows_of(plan, rank, samples)
