@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from torch.utils.data import IterableDataset
 
-from programs import accuracy
+from programs import Texts, accuracy
 
-# The loss of an evaluation is another mean than the stock one.
-NOT_COMPARED = ("_loss", "_runtime", "_per_second", "_time", "epoch")
+TOGETHER = 4  # samples of a batch of all processes
+
+NOT_COMPARED = ("_runtime", "_per_second", "_time", "epoch")
 
 
 class ByBatch:
@@ -25,6 +28,26 @@ class ByBatch:
         self._sums += [right, len(told.losses), told.inputs["attention_mask"].sum().item()]
         names = ("right", "losses", "tokens")
         return dict(zip(names, self._sums.tolist())) if compute_result else {}
+
+
+class Unlabelled(Texts):
+    """Of the first batch no loss can be told."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = super().__getitem__(index)
+        return row if index >= TOGETHER else {**row, "labels": row["labels"].fill_(-100)}
+
+
+class Flowing(IterableDataset):
+    """Does not say how many there are."""
+
+    def __iter__(self) -> Any:
+        texts = Texts(10, seed=2)
+        return (texts[n] for n in range(len(texts)))
+
+
+def losses_of_batches(told: Any) -> dict[str, float]:
+    return {f"loss {n}": float(loss) for n, loss in enumerate(told.losses)}
 
 
 def of_lists(told: Any) -> dict[str, int]:
@@ -89,6 +112,23 @@ def evaluations() -> dict[str, dict[str, Any]]:
             "then": evaluated,
         },
         "outputs that are left out": {"then": predicted},
+        "losses of batches": {
+            "include_for_metrics": ["loss"],
+            "compute_metrics": lambda: losses_of_batches,
+            "then": evaluated,
+        },
+        "larger batches than in training": {
+            "eval_dataset": partial(Texts, 47, seed=2),
+            "evaluated_together": 18,
+            "then": evaluated,
+        },
+        "a stream that is held out": {"eval_dataset": Flowing, "then": evaluated},
+        "larger batches of a stream": {
+            "eval_dataset": Flowing,
+            "evaluated_together": 16,
+            "then": evaluated,
+        },
+        "a batch without labels": {"eval_dataset": partial(Unlabelled, 10), "then": evaluated},
         "metrics of whole batches": {
             "dataloader_drop_last": True,
             "compute_metrics": lambda: of_logits,

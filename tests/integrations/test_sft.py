@@ -138,7 +138,7 @@ def trained(folder: Path, world: int, kind: str) -> dict[str, Any]:
         args=SFTConfig(
             output_dir=str(output),
             per_device_train_batch_size=8 // world,
-            per_device_eval_batch_size=4,
+            per_device_eval_batch_size=4 // world,
             num_train_epochs=2,
             max_steps=6 if streams else -1,
             dataloader_num_workers=2 if streams else 0,

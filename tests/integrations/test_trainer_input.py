@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from evaluations import evaluations
+from evaluations import TOGETHER, evaluations
 from torch.utils.data import DataLoader, IterableDataset
 
 from gpumix.integrations.missing import need_names
@@ -216,11 +216,12 @@ def trained(folder: Path, ours: bool) -> dict[str, list[float]]:
             given["optimizers"] = (optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0))
         if "compute_loss_func" in changes:
             given["compute_loss_func"] = changes.pop("compute_loss_func")
-        given["eval_dataset"] = Texts(10, seed=2)
+        given["eval_dataset"] = changes.pop("eval_dataset", partial(Texts, 10, seed=2))()
         given["compute_metrics"] = changes.pop("compute_metrics", lambda: None)()
         given["callbacks"] = [make() for make in (changes.pop("callbacks", None),) if make]
         then = changes.pop("then", lambda trainer: [])
-        changes["per_device_eval_batch_size"] = 2 if ours else 4
+        together = changes.pop("evaluated_together", TOGETHER)
+        changes["per_device_eval_batch_size"] = together // (2 if ours else 1)
         batch = 12 // accumulates // (2 if ours else 1)
         goes_on = changes.pop("goes_on", False)
         saves = {"save_strategy": "steps", "save_steps": 2} if goes_on else {}

@@ -88,7 +88,7 @@ def trained(folder: Path, ours: bool) -> dict[str, dict[str, Any]]:
             args=getattr(transformers, arguments)(
                 output_dir=str(folder / "out"),
                 per_device_train_batch_size=BATCH // (2 if ours else 1),
-                per_device_eval_batch_size=13,
+                per_device_eval_batch_size=14 // (2 if ours else 1),
                 max_steps=5,
                 learning_rate=5e-3,
                 logging_steps=1,

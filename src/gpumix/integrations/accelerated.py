@@ -66,14 +66,12 @@ class Loader(OwnLoader, DataLoaderStateMixin):
     """Tells Accelerate where the loop is.
 
     Attributes:
-        total_batch_size: samples of all ranks in a batch, but for the last one.
         skipped: batches at the beginning of each epoch that are passed over.
         given: the batch that the loop is at.
         next_of: takes the next of its batches, None behind the last.
     """
 
     device: torch.device
-    total_batch_size: int
     next_of: Callable[[Iterator[Any]], Any]
     iteration = 0
     skipped = 0
@@ -251,9 +249,8 @@ class Accelerator(accelerate.Accelerator):
         if config.use_seedable_sampler:
             seed = seed_of_all() if config.data_seed is None else config.data_seed
             given = replace(given, sampler=prepared(given.sampler, seedable=True, seed=seed))
-        samples, rows = given.batch_size * world(), PlannedRows(self._made, looped_rows)
-        loader = given.own_part(samples, rows, collate, Loader)
-        loader.total_batch_size = samples
+        rows = PlannedRows(self._made, looped_rows)
+        loader = given.own_part(given.batch_size * world(), rows, collate, Loader)
         loader.device, loader.next_of = self.device, self._next_of
         return loader
 

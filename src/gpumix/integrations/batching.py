@@ -60,8 +60,17 @@ class Batching:
             return self
         return replace(self, sampler=Whole(alike(self.sampler), samples), drop_last=False)
 
-    def own_part(self, batch_size: int, rows: Rows, collate: Collated, kind: type[L]) -> L:
-        """This rank's part of the loader's samples, in its order, in batches of `batch_size`."""
+    def own_part(
+        self,
+        batch_size: int,
+        rows: Rows,
+        collate: Collated,
+        kind: type[L],
+        *,
+        most: int | None = None,
+    ) -> L:
+        """This rank's part of the loader's samples, in its order, in batches of `batch_size`;
+        larger ones than of `most` come in parts."""
         loader = self.loader
         return own_loader(
             loader.dataset,
@@ -69,6 +78,7 @@ class Batching:
             rows=rows,
             collate=collate,
             sampler=alike(self.sampler),
+            most=most,
             drop_last=self.drop_last,
             kind=kind,
             num_workers=loader.num_workers,

@@ -65,7 +65,24 @@ class Wanted:
 
 
 class GlobalBatches(BatchSampler):
-    """A sampler's indices in batches; told of epochs if the sampler wants to be."""
+    """A sampler's indices in batches; told of epochs if the sampler wants to be.
+
+    Args:
+        most: samples that are computed at once; larger batches come in parts.
+    """
+
+    def __init__(self, sampler: Any, batch_size: int, most: int, *, drop_last: bool) -> None:
+        super().__init__(sampler, batch_size, drop_last)
+        self._most = most
+
+    def __len__(self) -> int:
+        whole, rest = divmod(len(self.sampler), self.batch_size)  # type: ignore[arg-type]
+        last = 0 if self.drop_last else rest
+        return whole * -(-self.batch_size // self._most) + -(-last // self._most)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        for batch in super().__iter__():
+            yield from _in_parts(batch, self._most)
 
     def set_epoch(self, epoch: int) -> None:
         if hasattr(self.sampler, "set_epoch"):
@@ -162,10 +179,12 @@ class OwnOfStream(IterableDataset[Any]):
         rows: Rows,
         collate: Collated,
         *,
+        most: int,
         drop_last: bool,
     ) -> None:
         self.dataset = dataset
         self._batch_size = batch_size
+        self._most = most
         self._rows = rows
         self._collate = collate
         self._drop_last = drop_last
@@ -180,8 +199,9 @@ class OwnOfStream(IterableDataset[Any]):
             for batch in iter(lambda: list(islice(samples, self._batch_size)), []):
                 if len(batch) < self._batch_size and self._drop_last:
                     return
-                wanted = _wanted(batch, self._rows)
-                yield self._collate((wanted.read, wanted))
+                for part in _in_parts(batch, self._most):
+                    wanted = _wanted(part, self._rows)
+                    yield self._collate((wanted.read, wanted))
 
 
 @dataclass(frozen=True)
@@ -207,10 +227,12 @@ class OwnLoader(DataLoader[Any]):
 
     Attributes:
         whole: the dataset, of which this is a part.
+        total_batch_size: samples of all ranks in a batch, but for the last one.
         collated: makes batches of its samples.
     """
 
     whole: Any
+    total_batch_size: int
     collated: Callable[[list[Any]], Any]
 
     def set_epoch(self, epoch: int) -> None:
@@ -236,6 +258,7 @@ def own_loader(  # a DataLoader has as many settings
     rows: Rows,
     collate: Collated,
     sampler: Any = None,
+    most: int | None = None,
     drop_last: bool = False,
     kind: type[L] = OwnLoader,  # type: ignore[assignment]
     **settings: Any,
@@ -246,19 +269,22 @@ def own_loader(  # a DataLoader has as many settings
         dataset: map-style, or a stream.
         batch_size: samples of all ranks together.
         sampler: of a map-style dataset's indices, the same on all ranks.
+        most: samples that are computed at once; larger batches come in parts.
         kind: of the loader.
         settings: of torch's `DataLoader`.
     """
+    most = batch_size if most is None else min(most, batch_size)
     if settings.get("num_workers"):
         settings["worker_init_fn"] = Begun(settings.get("worker_init_fn"))
     if isinstance(dataset, IterableDataset):
-        stream = OwnOfStream(dataset, batch_size, rows, collate, drop_last=drop_last)
+        stream = OwnOfStream(dataset, batch_size, rows, collate, most=most, drop_last=drop_last)
         loader = kind(stream, batch_size=None, **settings)
     else:
         batches = GlobalBatches(
             torch.utils.data.SequentialSampler(dataset) if sampler is None else sampler,
             batch_size,
-            drop_last,
+            most,
+            drop_last=drop_last,
         )
         loader = kind(
             Readable(dataset),
@@ -267,7 +293,13 @@ def own_loader(  # a DataLoader has as many settings
             **settings,
         )
     loader.whole, loader.collated = dataset, collate.collate
+    loader.total_batch_size = batch_size
     return loader
+
+
+def _in_parts(batch: list[Any], most: int) -> Iterator[list[Any]]:
+    for begin in range(0, len(batch), most):
+        yield batch[begin : begin + most]
 
 
 def _wanted(batch: Sequence[Any], rows: Rows) -> Wanted:

@@ -1,6 +1,7 @@
 """Evaluation and prediction of a trainer: each rank computes its part, all know all.
 
-The loss is the mean over all labels of all samples, whatever the batches and the devices.
+The loss is the mean over samples of the mean loss of their batches, as transformers has it,
+whatever the devices.
 """
 
 from __future__ import annotations
@@ -8,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
+from transformers import Seq2SeqTrainer
 from transformers.trainer_pt_utils import EvalLoopContainer
 from transformers.trainer_utils import (
     EvalLoopOutput,
@@ -25,36 +28,59 @@ from gpumix.integrations.forward import by_places
 from gpumix.integrations.gathering import PADDING, all_rows
 from gpumix.integrations.trainer.loss import LABELS, compute
 
-SUM, COUNT, LOGITS, INPUTS = "sum", "count", "logits", "inputs"
+SUM, COUNT, LOGITS, INPUTS, LOSSES = "sum", "count", "logits", "inputs", "losses"
 
 
 class Seen:
     """What an evaluation has seen so far, on the host.
 
     Args:
+        batch: samples of a batch, which may come in several parts.
+        fills: whether the losses of the last batch count as those of a whole one.
         concatenates: whether arrays of all batches are put together.
     """
 
-    def __init__(self, *, concatenates: bool) -> None:
+    def __init__(self, batch: int, *, fills: bool, concatenates: bool) -> None:
         self.samples = 0
-        self.loss = self.count = 0.0
+        self._batch = batch
+        self._fills = fills
+        self._begun = (0.0, 0.0, 0)  # of a batch whose end is to come: loss, count, samples
         self._kept = {
             name: EvalLoopContainer(concatenates, padding_index=PADDING)
-            for name in (LOGITS, LABELS, INPUTS, "losses")
+            for name in (LOGITS, LABELS, INPUTS, LOSSES)
         }
 
-    def add(self, rows: Mapping[str, Any], samples: int, *, keep: bool) -> None:
+    def add(self, rows: Mapping[str, Any], samples: int, *, keep: bool, last: bool) -> None:
         self.samples += samples
         if SUM in rows:
-            self.loss += rows[SUM].sum().item()
-            self.count += rows[COUNT].sum().item()
-            self._kept["losses"].add(_losses(rows))
+            loss, count, begun = self._begun
+            self._begun = (loss + rows[SUM].sum(), count + rows[COUNT].sum(), begun + samples)
+            if last or begun + samples == self._batch:
+                self._end_batch()
         for name in (LOGITS, LABELS, INPUTS) if keep else ():
             if name in rows:
                 self._kept[name].add(rows[name])
 
+    def _end_batch(self) -> None:
+        (loss, count, samples), self._begun = self._begun, (0.0, 0.0, 0)
+        self._kept[LOSSES].add(_repeated(loss, count, self._batch if self._fills else samples))
+
     def arrays(self, name: str) -> Any:
         return self._kept[name].get_arrays()
+
+    def loss(self, *, finite_only: bool) -> float | None:
+        """
+        Args:
+            finite_only: leaves out batches whose losses are not, but where none is.
+        """
+        found = self.arrays(LOSSES)
+        if found is None:
+            return None
+        losses = np.concatenate(found) if isinstance(found, list) else found
+        finite = np.isfinite(losses)
+        if finite_only and finite.any():
+            losses = losses[finite]
+        return float(losses.mean())
 
 
 def evaluate(
@@ -70,25 +96,31 @@ def evaluate(
     """What `Trainer.evaluation_loop` returns. Collective."""
     args, metrics = trainer.args, None
     keep = not args.batch_eval_metrics or description == "Prediction"
-    seen = Seen(concatenates=args.eval_do_concat_batches)
+    seen = Seen(
+        loader.total_batch_size,
+        fills=isinstance(trainer, Seq2SeqTrainer),  # it drops nothing of what is gathered
+        concatenates=args.eval_do_concat_batches,
+    )
     trainer.callback_handler.eval_dataloader = loader
     for rows, samples, last in _batches(trainer, engine, loader, loss_only, ignore_keys):
-        seen.add(rows, samples, keep=keep)
+        seen.add(rows, samples, keep=keep, last=last)
         trainer.control = trainer.callback_handler.on_prediction_step(
             args, trainer.state, trainer.control
         )
         if args.batch_eval_metrics and trainer.compute_metrics and {LOGITS, LABELS} <= rows.keys():
-            told = _prediction(args, rows[LOGITS], rows[LABELS], rows.get(INPUTS), _losses(rows))
+            losses = _repeated(rows[SUM].sum(), rows[COUNT].sum(), samples) if SUM in rows else None
+            told = _prediction(args, rows[LOGITS], rows[LABELS], rows.get(INPUTS), losses)
             metrics = trainer.compute_metrics(told, compute_result=last)
     logits, labels = seen.arrays(LOGITS), seen.arrays(LABELS)
     if metrics is None:
         metrics = {}
         if trainer.compute_metrics and logits is not None and labels is not None:
-            inputs, losses = seen.arrays(INPUTS), seen.arrays("losses")
+            inputs, losses = seen.arrays(INPUTS), seen.arrays(LOSSES)
             metrics = trainer.compute_metrics(_prediction(args, logits, labels, inputs, losses))
     metrics = denumpify_detensorize(metrics)
-    if seen.count:
-        metrics[f"{prefix}_loss"] = seen.loss / seen.count
+    loss = seen.loss(finite_only=args.logging_nan_inf_filter)
+    if loss is not None:
+        metrics[f"{prefix}_loss"] = loss
     named = {k if k.startswith(f"{prefix}_") else f"{prefix}_{k}": v for k, v in metrics.items()}
     dataset = getattr(loader.dataset, "dataset", None)
     number = len(dataset) if dataset is not None and has_length(dataset) else seen.samples
@@ -182,9 +214,9 @@ def _on_host(value: Any) -> Any:
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
-def _losses(rows: Mapping[str, Any]) -> Any:
-    """The mean loss of its micro-batch for each sample."""
-    return rows[SUM] / rows[COUNT].clamp(min=1e-12) if SUM in rows else None
+def _repeated(loss: Any, count: Any, samples: int) -> Tensor:
+    """The mean loss of a batch for each of its samples."""
+    return (loss / count).float().repeat(samples)
 
 
 def _prediction(args: Any, logits: Any, labels: Any, inputs: Any, losses: Any) -> EvalPrediction:

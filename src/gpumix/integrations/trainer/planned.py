@@ -243,7 +243,8 @@ class Planned:
             self._hosted(dataset, collate)
         return own_loader(
             dataset,
-            batch_size=self._samples(batch_size, is_training),
+            batch_size=self._global_batch if is_training else batch_size * world(),
+            most=self._global_batch,
             rows=self._rows(is_training),
             collate=Collated(collate),
             sampler=sampler,
@@ -275,12 +276,9 @@ class Planned:
                 )
         if not is_training:
             self._hosted(loader.dataset, loader.collate_fn)
-        samples, rows = self._samples(given.batch_size, is_training), self._rows(is_training)
-        return given.own_part(samples, rows, Collated(loader.collate_fn), OwnLoader)
-
-    def _samples(self, batch_size: int, is_training: bool) -> int:
-        """Of all ranks' batch."""
-        return self._global_batch if is_training else min(batch_size * world(), self._global_batch)
+        collate, rows = Collated(loader.collate_fn), self._rows(is_training)
+        samples, most = given.batch_size * world(), self._global_batch
+        return given.own_part(samples, rows, collate, OwnLoader, most=most)
 
     def _rows(self, is_training: bool) -> PlannedRows:
         return PlannedRows(self._made, rows_of if is_training else evaluated_rows)
