@@ -5,12 +5,13 @@ from __future__ import annotations
 import socket
 import sys
 from dataclasses import replace
+from importlib.metadata import version
 
 import pytest
 from jobs import gpumix
 from sshd import CLOSED, LOCKED, SILENT, STRANGE
 
-from gpumix.launch import probe
+from gpumix.launch import probe, survey
 from gpumix.launch.ready import Facts, meeting_at, refuse_unready
 from gpumix.spec.errors import InputError, MachineError
 
@@ -75,6 +76,12 @@ def test_libraries_of_scripts_are_of_one_version_where_they_are():
     error = refused(a=old, b=new)
     assert error.what == "transformers is 5.15.0 on a and 5.16.0 on b"
     assert "trl" not in str(error)
+
+
+def test_a_host_tells_the_versions_of_what_reads_and_trains():
+    told = survey.here([]).libraries
+    for name in ("datasets", "transformers"):
+        assert told[name] == version(name)
 
 
 def test_all_hosts_that_are_not_ready_are_told_at_once():

@@ -12,11 +12,11 @@ import sys
 from pathlib import Path
 
 MARK = "gpumix-facts: "
-# Libraries of scripts, which must be alike on all hosts.
 # Outgoing connections get their ports from above these: until it is used, nobody takes one of them.
 PORTS = range(20000, 30000)
 TRIES = 20
-LIBRARIES = ("transformers", "accelerate", "trl", "peft", "lightning")
+# Libraries of scripts, which must be alike on all hosts.
+LIBRARIES = ("transformers", "datasets", "accelerate", "trl", "peft", "lightning")
 
 
 def version_of(name: str) -> "str | None":
