@@ -43,9 +43,9 @@ class Meeting:
         """
         if not self._others:
             return
-        self._times += 1
-        self._store.set(f"{self._times}/{self._rank}", "")
-        awaited = {rank: f"{self._times}/{rank}" for rank in self._others}
+        time = self._times + 1
+        own, awaited = f"{time}/{self._rank}", {rank: f"{time}/{rank}" for rank in self._others}
+        self._store.set(own, "")
         longest = group_timeout()
         assert longest is not None, "there are other ranks"
         patience = longest
@@ -54,11 +54,13 @@ class Meeting:
         try:
             self._store.wait(list(awaited.values()), patience)
         except RuntimeError as error:  # DistStoreError among them
+            self._store.delete_key(own)  # it has not come: all may come together yet
             missing = [str(rank) for rank, key in awaited.items() if not self._store.check([key])]
             many = "s" if len(missing) > 1 else ""
             raise InputError(
-                f"{what} is asked of rank {self._rank} alone",
+                f"{what} is asked for on rank {self._rank}, and not on all ranks",
                 why=f"each rank has a part of it, and rank{many} {', '.join(missing)} did not ask "
                 f"for it in {patience.total_seconds():.0f} s",
                 fix=fix,
             ) from error
+        self._times = time
