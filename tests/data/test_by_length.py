@@ -14,7 +14,7 @@ from gpumix.data.bucketing import BucketedOrder
 from gpumix.data.course import ByLength, Course
 from gpumix.data.deal import costs_of, deal
 from gpumix.data.loader import Loader
-from gpumix.data.order import Cursor, GlobalOrder
+from gpumix.data.order import MAX_POSITION, Cursor, GlobalOrder
 from gpumix.engine.deferred import build
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Prediction
@@ -115,6 +115,30 @@ def test_a_step_has_the_same_samples_by_every_plan(by_length, one, n, step, data
         assert lengths[own].tolist() == sorted(lengths[own], reverse=True)
     course = Course(cursor, one, 0, lengths=lengths, by_length=by_length)
     assert course.tokens(step * total, (step + 1) * total) == lengths[held].sum()
+
+
+@given(
+    n=st.integers(1, 12),
+    batch=st.integers(1, 5),
+    places=st.tuples(st.integers(0, 60), st.integers(0, 60)).map(sorted),
+)
+@pytest.mark.parametrize("by_length", [ALIKE, AS_DRAWN])
+def test_tokens_of_several_epochs_are_those_of_their_samples(by_length, n, batch, places):
+    lengths = lengths_of(n)
+    course = Course(Cursor(3, n, ""), [batch], 0, lengths=lengths, by_length=by_length)
+    start, stop = (place * batch for place in places)
+    read = [course.indices(position) for position in range(start, stop, batch)]
+    assert course.tokens(start, stop) == sum(int(lengths[one].sum()) for one in read)
+
+
+@pytest.mark.parametrize("by_length", [ALIKE, AS_DRAWN])
+def test_a_place_far_ahead_is_counted_at_once(by_length):
+    lengths = lengths_of(10)
+    course = Course(Cursor(3, 10, ""), [4], 0, lengths=lengths, by_length=by_length)
+    epochs = MAX_POSITION // 10
+    rest = course.tokens(10 * epochs, MAX_POSITION)
+    assert course.tokens(0, MAX_POSITION) == epochs * int(lengths.sum()) + rest
+    assert course.indices(MAX_POSITION).max() < 10
 
 
 def test_bucketing_needs_lengths():

@@ -132,7 +132,14 @@ def test_a_foreign_cursor_says_what_differs(key, value):
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("position", -1), ("position", "1"), ("n", None), ("fingerprint", 7)]
+    ("key", "value"),
+    [
+        ("position", -1),
+        ("position", "1"),
+        ("position", 10**40),
+        ("n", None),
+        ("fingerprint", 7),
+    ],
 )
 def test_a_broken_cursor_is_refused(key, value):
     with pytest.raises(InputError, match=f"'{key}'"):

@@ -136,8 +136,17 @@ class Course:
         where samples are alike, or nobody knows."""
         if self._lengths is None:
             return None
+        samples = len(self._lengths)
+        first, end = -(-start // samples), stop // samples  # epochs, each of which has all samples
+        if first >= end:
+            return self._tokens_of(self._lengths, start, stop)
+        of_epochs = (end - first) * int(self._lengths.sum(dtype=np.int64))
+        before = self._tokens_of(self._lengths, start, first * samples)
+        return before + of_epochs + self._tokens_of(self._lengths, end * samples, stop)
+
+    def _tokens_of(self, lengths: np.ndarray, start: int, stop: int) -> int:
         parts = (
-            self._lengths[self._order.span(first, min(first + _AT_ONCE, stop))]
+            lengths[self._order.span(first, min(first + _AT_ONCE, stop))]
             for first in range(start, stop, _AT_ONCE)
         )
         return sum(int(part.sum(dtype=np.int64)) for part in parts)

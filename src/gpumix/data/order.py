@@ -20,6 +20,7 @@ from gpumix.spec.errors import InputError
 ORDER_VERSION = 1
 
 MAX_ITEMS = 2**60
+MAX_POSITION = 2**60  # no run comes as far, and all positions of batches from there on fit int64
 _ROUNDS = 8  # one blake2b digest of 64 bytes gives the keys of exactly eight rounds
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)  # the finaliser of splitmix64
 _MIX_2 = np.uint64(0x94D049BB133111EB)
@@ -167,6 +168,6 @@ def _checked_position(state: Mapping[str, object]) -> int:
                 f"this is no data cursor: '{field.name}' is {value!r}", where="data cursor"
             )
     position = state["position"]
-    if not isinstance(position, int) or position < 0:
+    if not isinstance(position, int) or not 0 <= position <= MAX_POSITION:
         raise InputError(f"this is no data cursor: 'position' is {position!r}", where="data cursor")
     return position
