@@ -6,6 +6,8 @@ import pytest
 from jobs import gpumix, plan_for, train, write_job
 from verbs import here
 
+from gpumix.train.checkpoint_file import read_manifest
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -49,6 +51,15 @@ def test_damage_is_told(folder):
     assert [one["damage"] is None for one in found] == [True, False, True]
     assert "__1_0.distcp" in found[1]["damage"]
     assert "damaged: " in here("inspect", "run", folder=folder).err
+
+
+def test_what_a_checkpoint_says_is_no_markup(folder):
+    path = folder / "run/checkpoints/step-00000006"
+    manifest = read_manifest(path).model_copy(update={"gpumix": "[/red]"})
+    (path / "checkpoint.json").write_text(manifest.sealed())
+    done = here("inspect", str(path), folder=folder)
+    assert done.code == 0, done.err
+    assert "[/red]" in done.err
 
 
 def test_no_checkpoint(folder):

@@ -5,7 +5,18 @@ from __future__ import annotations
 import json
 
 import pytest
-from jobs import BATCH, LENGTH, checkpoints, gpumix, metrics, progress, toy, train, write_job
+from jobs import (
+    BATCH,
+    LENGTH,
+    checkpoints,
+    gpumix,
+    metrics,
+    plan_for,
+    progress,
+    toy,
+    train,
+    write_job,
+)
 
 from gpumix.planner.explain import plan as make_plan
 from gpumix.spec.plan import Plan
@@ -145,6 +156,21 @@ def test_a_run_goes_on_to_more_steps(tmp_path):
     assert rest.losses == whole.losses[2:]
     assert [r["step"] for r in metrics(tmp_path / "run")] == [1, 2, 3, 4]
     assert [r["tokens"] for r in metrics(tmp_path / "run")][-1] == 4 * BATCH * LENGTH
+
+
+def test_brackets_in_folders_and_files_are_shown_as_they_are(tmp_path):
+    job = write_job(tmp_path, output="run [of old]", steps=4, checkpoint={"every_steps": 2})
+    plan = plan_for(job)
+    train(job, plan=plan)
+    saved = tmp_path / "run [of old]" / "checkpoints"
+    manifest = saved / "step-00000004" / "checkpoint.json"
+    manifest.write_text(manifest.read_text().replace('"kind": "checkpoint"', '"kind": "[/x]"'))
+    plan.save(tmp_path / "plan.json")
+    more = ("--resume", "--set", "steps=5")
+    done = gpumix("train", "job.yaml", "--plan", "plan.json", *more, folder=tmp_path)
+    assert done.code == 0, done.err
+    assert f"passed over: {manifest} is damaged: it is a [/x] of schema 1\n" in done.err
+    assert f"going on from {saved / 'step-00000002'}\n" in done.err
 
 
 def test_records_after_the_checkpoint_are_dropped(tmp_path):

@@ -49,9 +49,9 @@ def report(
     if as_json:
         print_json(Facts(found).as_dict() | {"report": str(path)})
     else:
-        stderr().print(f"report: {path}", markup=False)
+        stderr().print(f"report: {path}")
     if shown:
         import webbrowser
 
         if not webbrowser.open(path.absolute().as_uri()):
-            stderr().print("no browser was found here: open that file in one", markup=False)
+            stderr().print("no browser was found here: open that file in one")

@@ -52,7 +52,7 @@ def top(
 
     from gpumix.report.live import frame
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     if as_json:
         print_json(_looked(run).as_dict())
     elif once or not console.is_terminal:

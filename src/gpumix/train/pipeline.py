@@ -105,8 +105,7 @@ class Pipeline:
     def show(self, thing: Any) -> None:
         """Print for people, where this process is the one that speaks."""
         if self.speaks:
-            # Words of others may hold brackets, which are no markup.
-            self._console.print(thing, markup=False if isinstance(thing, str) else None)
+            self._console.print(thing)
 
     def profile(self, *, fresh: bool = False) -> Profile:
         """From the cache, or measured. Under torchrun the ranks go by the first host's cache."""

@@ -29,12 +29,17 @@ ESTIMATE = "an estimate from datasheets: measured ones may be a third longer or 
 
 def stderr() -> Console:
     """Where gpumix talks; stdout is for data. A run goes on when nobody listens any more."""
-    console = _Console(stderr=True, highlight=False)
+    console = _Console()
     # In a file or a pipe there is no width to fit into.
-    return console if console.is_terminal else _Console(stderr=True, highlight=False, width=NO_WRAP)
+    return console if console.is_terminal else _Console(width=NO_WRAP)
 
 
 class _Console(Console):
+    """Strings are shown as they are: those of others may hold brackets, which are no markup."""
+
+    def __init__(self, width: int | None = None) -> None:
+        super().__init__(stderr=True, highlight=False, markup=False, emoji=False, width=width)
+
     def on_broken_pipe(self) -> None:
         """By default this ends the process."""
         self.quiet = True
