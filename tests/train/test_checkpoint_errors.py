@@ -280,6 +280,12 @@ def moved(tensor):
     tensor["boxes"][0]["offset"][0] = -5
 
 
+def overlapping(tensor):
+    (whole,) = tensor["boxes"]
+    half = {**whole, "size": [32, 16]}
+    tensor["boxes"] = [half, {**half, "offset": [1, 0]}]
+
+
 def enlarged(tensor):
     tensor["shape"][0] = tensor["boxes"][0]["size"][0] = 10**12
 
@@ -301,7 +307,7 @@ def elsewhere(tensor):
 
 
 @pytest.mark.parametrize(
-    "lie", [emptied, doubled, moved, enlarged, turned, flattened, beyond, elsewhere]
+    "lie", [emptied, doubled, moved, overlapping, enlarged, turned, flattened, beyond, elsewhere]
 )
 def test_boxes_that_are_not_the_tensor_are_refused(copy, lie):
     index = json.loads((copy / "index.json").read_text())

@@ -7,8 +7,11 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
 from checkpoints import UNEVEN, assert_same, blank, checkpointer, model_values, trained
 from gpumix.spec.errors import GpumixError
@@ -61,13 +64,71 @@ def box(offset: int, size: int) -> StoredBox:
 
 @pytest.mark.parametrize(
     "boxes",
-    [[box(0, 4)], [box(0, 4), box(0, 4)], [box(0, 8), box(4, 4)], []],
-    ids=["half", "twice", "more", "nothing"],
+    [[box(0, 4)], [box(0, 4), box(0, 4)], [box(0, 8), box(4, 4)], [box(0, 4), box(1, 4)], []],
+    ids=["half", "twice", "more", "shifted", "nothing"],
 )
 def test_what_is_not_saved_whole_is_an_error(boxes):
     tensor = StoredTensor(dtype="float32", shape=(8,), boxes=tuple(boxes))
-    with pytest.raises(GpumixError, match="of the 8 elements of"):
+    with pytest.raises(GpumixError, match=r"elements of 'model\.a'|boxes of 'model\.a' overlap"):
         Index(tensors={"model.a": tensor}).check_whole()
     whole = tensor.model_copy(update={"boxes": (box(0, 4), box(4, 4))})
     Index(tensors={"model.a": whole}).check_whole()
     assert json.loads(Index(tensors={"model.a": whole}).model_dump_json())
+
+
+Place = tuple[slice, ...]
+
+
+@st.composite
+def tiles(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Place]]:
+    """A shape, and boxes that tile it: some of them are cut in two again and again."""
+    shape = tuple(draw(st.lists(st.integers(1, 5), max_size=3)))
+    boxes: list[Place] = [tuple(slice(0, n) for n in shape)]
+    for _ in range(draw(st.integers(0, 6)) if shape else 0):
+        one = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        dim = draw(st.integers(0, len(shape) - 1))
+        cut = draw(st.integers(one[dim].start, one[dim].stop))
+        if cut in (one[dim].start, one[dim].stop):
+            boxes.append(one)
+        else:
+            halves = (slice(one[dim].start, cut), slice(cut, one[dim].stop))
+            boxes += [(*one[:dim], half, *one[dim + 1 :]) for half in halves]
+    return shape, draw(st.permutations(boxes))
+
+
+def is_whole(shape: tuple[int, ...], boxes: list[Place]) -> bool:
+    stored = [
+        StoredBox(
+            offset=tuple(side.start for side in one),
+            size=tuple(side.stop - side.start for side in one),
+            file="a",
+            start=0,
+            length=0,
+        )
+        for one in boxes
+    ]
+    tensor = StoredTensor(dtype="float32", shape=shape, boxes=tuple(stored))
+    try:
+        Index(tensors={"model.a": tensor}).check_whole()
+    except GpumixError:
+        return False
+    return True
+
+
+@given(tiles(), st.data())
+def test_boxes_are_whole_if_each_element_is_in_one(tiled, data):
+    """By counting in which boxes each element is."""
+    shape, boxes = tiled
+    assert is_whole(shape, boxes)
+    for _ in range(data.draw(st.integers(1, 2)) if shape else 0):
+        number = data.draw(st.integers(0, len(boxes) - 1))
+        dim = data.draw(st.integers(0, len(shape) - 1))
+        side = boxes[number][dim]
+        length = side.stop - side.start
+        start = data.draw(st.integers(0, shape[dim] - length))
+        moved = (*boxes[number][:dim], slice(start, start + length), *boxes[number][dim + 1 :])
+        boxes = [*boxes[:number], moved, *boxes[number + 1 :]]
+    held = np.zeros(shape, int)
+    for one in boxes:
+        held[one] += 1
+    assert is_whole(shape, boxes) == bool((held == 1).all())

@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import secrets
 import warnings
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -104,6 +106,13 @@ class Boxed:
 # -- where boxes are -------------------------------------------------------------------------------
 
 
+_PRIME = 2**61 - 1
+
+
+def _random_place() -> int:
+    return secrets.randbelow(_PRIME)
+
+
 def _known_dtype(name: str) -> str:
     if not isinstance(getattr(torch, name, None), torch.dtype):
         raise ValueError(f"there is no dtype '{name}'")
@@ -147,6 +156,23 @@ class StoredTensor(Value):
     @property
     def bytes(self) -> int:
         return self.elements * self.torch_dtype.itemsize
+
+    def is_tiled(self) -> bool:
+        """Whether each element is in one box.
+
+        Each gap between bounds of boxes, in each dimension, gets a random length, and the volumes
+        of the boxes must add up to that of the tensor. Boxes that tile it always do. Of others the
+        difference is a polynomial in the lengths that is not zero, which random lengths modulo a
+        large prime are a root of once in 10**17 times. So it takes a time linear in the boxes.
+        """
+        places: list[defaultdict[int, int]] = [defaultdict(_random_place) for _ in self.shape]
+
+        def volume(offset: Sequence[int], size: Sequence[int]) -> int:
+            every = zip(places, offset, size)
+            return math.prod(at[first + n] - at[first] for at, first, n in every) % _PRIME
+
+        held = sum(volume(box.offset, box.size) for box in self.boxes) % _PRIME
+        return held == volume([0] * len(self.shape), self.shape)
 
 
 class Index(Value):
@@ -195,6 +221,8 @@ class Index(Value):
             held = sum(box.elements for box in tensor.boxes)
             if held != tensor.elements or len({b.offset for b in tensor.boxes}) < len(tensor.boxes):
                 raise GpumixError(f"of the {tensor.elements} elements of '{name}' {held} are saved")
+            if not tensor.is_tiled():
+                raise GpumixError(f"boxes of '{name}' overlap, and leave elements out")
 
     def check_fits(self, sizes: Mapping[str, int]) -> None:
         """Raise a GpumixError if a box is not of its tensor, or not in a file; `sizes` are bytes by
