@@ -194,6 +194,32 @@ def test_optimizer_states_keep_their_types(tmp_path):
     assert [type(v) for v in state.values()] == [int, float, bool]
 
 
+def unlike_groups(parameters):
+    """One keeps more, one keeps nothing."""
+    first, second, third, *others = parameters
+    momentum = [{"params": [first], "momentum": 0.0}, {"params": [second, third], "momentum": 0.9}]
+    optimizer = torch.optim.SGD([*momentum, {"params": others, "momentum": 0.5}], lr=0.01)
+
+    def count(optimizer, args, kwargs):
+        for p in (second, third):
+            optimizer.state[p].setdefault("count", torch.tensor(0.0)).add_(1)
+
+    optimizer.register_step_post_hook(count)
+    return optimizer
+
+
+def test_groups_may_keep_unlike_states(tmp_path):
+    engine, optimizer = trained(ALONE, make=unlike_groups)
+    kept = [len(states) for states in engine.optimizer_state(optimizer).values()]
+    assert kept == [2, 2] + [1] * (len(engine.trained_names()) - 3)
+    checkpointer(tmp_path).save(2, engine, optimizer, cursor={})
+    other, fresh = blank(ALONE, make=unlike_groups)
+    checkpointer(tmp_path).load(other, fresh)
+    assert_same(
+        whole([optimizer_values(other, fresh)]), whole([optimizer_values(engine, optimizer)])
+    )
+
+
 def _save_without_empty_pieces(folder, shares):
     """As an optimizer does that keeps no state for empty tensors."""
     engine, optimizer = trained(shares)

@@ -12,13 +12,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoints import ALONE, UNEVEN, assert_same, blank, checkpointer, model_values, odd, trained
+from checkpoints import (
+    ALONE,
+    UNEVEN,
+    assert_same,
+    blank,
+    checkpointer,
+    model_values,
+    odd,
+    train,
+    trained,
+)
 from gpumix.spec.errors import InputError, MachineError
 from gpumix.train import checkpoint_file
-from gpumix.train.checkpoint_file import SavedFile, described, of_steps, read_manifest
+from gpumix.train.checkpoint_file import Damaged, SavedFile, described, of_steps, read_manifest
 from harness import run_ranks
 from models import ARCHITECTURES
 from reference import engine_for
+from whole_optimizers import make
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +132,7 @@ def rename_as_newer(path):
         lambda path: (path / "checkpoint.json").write_text("{"),
         lambda path: flip_a_bit(path / "__0_0.distcp"),
         lambda path: (path / "index.json").unlink(),
+        lambda path: lie_of_states(path, said(step="elements")),
         rename_as_newer,
     ],
 )
@@ -317,6 +329,103 @@ def test_boxes_that_are_not_the_tensor_are_refused(copy, lie):
     error = load_error(copy)
     assert error.what == "this checkpoint is damaged"
     assert error.where.endswith("index.json") and "'model.embedding.weight'" in error.why
+
+
+AVERAGE = "optimizer.embedding.weight.exp_avg"
+
+
+def said(**kinds):
+    return lambda states, tensors: states.update(kinds)
+
+
+def of_shape(name, shape):
+    def lie(states, tensors):
+        tensors[name].update(shape=shape, boxes=[{**tensors[name]["boxes"][0], **at(shape)}])
+
+    return lie
+
+
+def without(state):
+    """Neither description knows of it."""
+
+    def lie(states, tensors):
+        del states[state]
+        for name in [name for name in tensors if name.endswith(f".{state}")]:
+            del tensors[name]
+
+    return lie
+
+
+def at(shape):
+    return {"offset": [0] * len(shape), "size": shape}
+
+
+LIES = {
+    "no states": (lambda states, tensors: states.clear(), "nothing is said of"),
+    "one less": (lambda states, tensors: states.pop("exp_avg"), "nothing is said of"),
+    "one more": (said(more="elements"), "no parameter has the optimizer's state 'more'"),
+    "a number cut": (said(step="elements"), "is no 'elements': float32 of shape ()"),
+    "a number of Python's": (said(step="int"), "is no 'int': float32 of shape ()"),
+    "elements as a number": (said(exp_avg="tensor"), "is no 'tensor': float32 of shape"),
+    "elements as a whole": (said(exp_avg="whole"), "state 'exp_avg' is no 'whole'"),
+    "none for one": (
+        lambda states, tensors: tensors.pop(AVERAGE),
+        "'embedding.weight' lacks the optimizer's state 'exp_avg'",
+    ),
+    "none for all": (without("exp_avg"), "lacks the optimizer's state 'exp_avg'"),
+    "of fewer elements": (of_shape(AVERAGE, [63, 16]), "is no 'elements': float32 of shape"),
+    "of no parameter": (
+        lambda states, tensors: tensors.update({"optimizer.x.exp_avg": tensors[AVERAGE]}),
+        "nothing is said of 'optimizer.x.exp_avg'",
+    ),
+}
+
+
+def lie_of_states(path, lie):
+    """In both descriptions, as an attacker would."""
+    index, manifest = json.loads((path / "index.json").read_text()), read_manifest(path)
+    states = dict(manifest.optimizer.states)
+    lie(states, index["tensors"])
+    (path / "index.json").write_text(json.dumps(index))
+    optimizer = manifest.optimizer.model_copy(update={"states": states})
+    sealed = manifest.model_copy(update={"optimizer": optimizer}).sealed()
+    (path / "checkpoint.json").write_text(sealed)
+    reseal(path)
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_states_that_are_not_the_optimizers_are_damage(copy, lie):
+    harm, why = LIES[lie]
+    lie_of_states(copy, harm)
+    error = load_error(copy)
+    assert error.what == "this checkpoint is damaged"
+    assert why in error.why
+    checkpointer(copy.parent).load(blank(ALONE)[0], None)  # the model is whole
+
+
+FACTORED = "optimizer.blocks.0.filters.row_var"
+
+
+@pytest.mark.parametrize(
+    ("kind", "harm", "why"),
+    [
+        ("adafactor", said(row_var="elements"), "state 'row_var' is no 'elements'"),
+        ("adafactor", of_shape(FACTORED, [12]), "of shape (12,), not (3, 4, 1)"),
+        ("adafactor", without("col_var"), "lacks the optimizer's state 'col_var'"),
+        ("muon", without("exp_avg_sq"), "lacks the optimizer's state 'exp_avg_sq'"),
+    ],
+)
+def test_states_that_are_not_those_of_whole_parameters_are_damage(tmp_path, kind, harm, why):
+    engine = engine_for(odd, ALONE)
+    optimizer = make(kind, engine)
+    train(engine, optimizer, ALONE, range(2))
+    saver = checkpointer(tmp_path)
+    path = saver.save(2, engine, optimizer, cursor={})
+    saver.load(engine, optimizer)
+    lie_of_states(path, harm)
+    with pytest.raises(Damaged) as caught:
+        saver.load(engine, optimizer)
+    assert why in caught.value.why
 
 
 def test_files_that_nobody_vouches_for_are_not_read(copy):

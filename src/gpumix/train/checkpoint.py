@@ -382,7 +382,7 @@ class Checkpointer:
                 verify(path, files[ranks.rank :: ranks.world])
                 content.check_fits(engine, path, manifest, index)
                 if optimizer is not None:
-                    content.check_optimizer(path, manifest, optimizer)
+                    content.check_optimizer(path, manifest, index, engine, optimizer)
 
             ranks.each(check, NOTHING, "check a checkpoint", path)
             return path, manifest, index

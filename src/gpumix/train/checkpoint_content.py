@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 import gpumix
 from gpumix.engine.buffers import persistent_buffers
 from gpumix.engine.engine import Engine
+from gpumix.engine.optimizers.needed import needed
 from gpumix.engine.shard import Piece
 from gpumix.engine.state import (
     Cut,
@@ -32,7 +33,7 @@ from gpumix.engine.state import (
 )
 from gpumix.hardware.memory import host_memory
 from gpumix.spec.errors import InputError
-from gpumix.train.checkpoint_file import Manifest, SavedOptimizer, StateKind
+from gpumix.train.checkpoint_file import INDEX, Manifest, SavedOptimizer, StateKind, damaged
 from gpumix.train.checkpoint_shards import Boxed, Index, StoredTensor
 from gpumix.train.host_copy import Tensors
 
@@ -41,6 +42,12 @@ OPTIMIZER = "optimizer"
 OWN_JOB = "resume with the model settings of the job that saved it"
 
 _NUMBERS: dict[StateKind, type] = {"int": int, "float": float, "bool": bool}
+# Which hold a number of Python's without rounding.
+_DTYPES: dict[StateKind, torch.dtype] = {
+    "int": torch.int64,
+    "float": torch.float64,
+    "bool": torch.bool,
+}
 
 
 # -- saving ----------------------------------------------------------------------------------------
@@ -162,8 +169,7 @@ def _boxed(piece: Piece, flat: torch.Tensor) -> Boxed:
 def _tensor(value: Whole | Scalar) -> torch.Tensor:
     if isinstance(value, Whole):
         return value.tensor
-    # The dtype that holds a number of Python's without rounding.
-    return torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+    return torch.as_tensor(value, dtype=_DTYPES.get(_kind(value)))
 
 
 def kinds_of(state: OptimizerState) -> dict[str, StateKind]:
@@ -228,11 +234,15 @@ def check_fits(engine: Engine, path: Path, manifest: Manifest, index: Index) -> 
         )
 
 
-def check_optimizer(path: Path, manifest: Manifest, optimizer: Optimizer) -> None:
-    """Check that the checkpoint at `path` is of the optimizer's class.
+def check_optimizer(
+    path: Path, manifest: Manifest, index: Index, engine: Engine, optimizer: Optimizer
+) -> None:
+    """Check that the checkpoint at `path` is of the optimizer's class, and that what it says of the
+    optimizer's states is so. The engine's model fits.
 
     Raises:
-        InputError: it is of another.
+        InputError: it is of another class.
+        Damaged: states are missing, or are not what it says.
     """
     name = type(optimizer).__name__
     if name != manifest.optimizer.name:
@@ -241,6 +251,70 @@ def check_optimizer(path: Path, manifest: Manifest, optimizer: Optimizer) -> Non
             where=str(path),
             fix="resume with the optimizer of the job that saved it",
         )
+    for wrong in _wrong_states(manifest.optimizer.states, index, engine, optimizer):
+        raise damaged(path / INDEX, wrong)
+
+
+def _wrong_states(
+    kinds: Mapping[str, StateKind], index: Index, engine: Engine, optimizer: Optimizer
+) -> Iterator[str]:
+    """What of the optimizer's states is not as `kinds` and the engine have it."""
+    shapes, stored = engine.shapes(), _stored_states(engine, kinds, index)
+    wholes = getattr(optimizer, "whole_states", ())
+    for state, kind in kinds.items():
+        if (kind == "whole") != (state in wholes):
+            yield f"the optimizer's state '{state}' is no '{kind}'"
+        if not any(state in states for states in stored.values()):
+            yield f"no parameter has the optimizer's state '{state}'"
+    for parameter, states in stored.items():
+        for state, tensor in states.items():
+            if not _is_kind(kinds[state], tensor, shapes[parameter]):
+                found = f"{tensor.dtype} of shape {tensor.shape}"
+                yield f"the state '{state}' of '{parameter}' is no '{kinds[state]}': {found}"
+    known = {f"{OPTIMIZER}.{name}.{state}" for name, states in stored.items() for state in states}
+    held = (name for name in index.tensors if name.startswith(f"{OPTIMIZER}."))
+    yield from (f"nothing is said of '{name}'" for name in held if name not in known)
+    yield from _missing_states(stored, engine, optimizer)
+
+
+def _stored_states(
+    engine: Engine, kinds: Mapping[str, StateKind], index: Index
+) -> dict[str, dict[str, StoredTensor]]:
+    """The optimizer's states of each parameter that is trained."""
+    every = {
+        parameter: {state: index.tensors.get(f"{OPTIMIZER}.{parameter}.{state}") for state in kinds}
+        for parameter in engine.trained_names()
+    }
+    return {
+        parameter: {state: tensor for state, tensor in states.items() if tensor is not None}
+        for parameter, states in every.items()
+    }
+
+
+def _is_kind(kind: StateKind, tensor: StoredTensor, shape: torch.Size) -> bool:
+    """Whether a state of a parameter of this shape is stored as such a kind is."""
+    if kind == "elements":
+        return tensor.shape == shape
+    return kind == "whole" or (
+        tensor.shape == () and tensor.torch_dtype == _DTYPES.get(kind, tensor.torch_dtype)
+    )
+
+
+def _missing_states(
+    stored: Mapping[str, Mapping[str, StoredTensor]], engine: Engine, optimizer: Optimizer
+) -> Iterator[str]:
+    """What the optimizer needs of the parameters for which there is state, and does not get."""
+    names = {id(piece.local): piece.name for piece in engine.pieces() if piece.shape.numel()}
+    for group in optimizer.param_groups:
+        for p in (p for p in group["params"] if id(p) in names):
+            name = names[id(p)]
+            states = stored.get(name, {})
+            for state, shape in needed(optimizer, group, p).items() if states else ():
+                if state not in states:
+                    yield f"'{name}' lacks the optimizer's state '{state}'"
+                elif shape is not None and states[state].shape != shape:
+                    found = f"of shape {states[state].shape}, not {tuple(shape)}"
+                    yield f"the state '{state}' of '{name}' is {found}"
 
 
 class Read(Protocol):

@@ -49,7 +49,7 @@ def load(
     manifest, index = _described(home, found, ranks)
     where = home.generation(found.generation)
     content.check_fits(engine, where, manifest, index)
-    content.check_optimizer(where, manifest, optimizer)
+    content.check_optimizer(where, manifest, index, engine, optimizer)
     copies = _Copies(home, held, found, ranks, group)
 
     def read(tensors: Mapping[str, Boxed]) -> None:

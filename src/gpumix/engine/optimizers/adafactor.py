@@ -98,14 +98,20 @@ class Adafactor(WholeOptimizer):
     def _state(self, p: nn.Parameter) -> State:
         state: State = self.state[p]
         if not state:
-            shape = self.layout.piece(p).shape
             state["step"] = torch.tensor(0.0)  # on the host: it is needed there
-            if len(shape) > 1:
-                state["row_var"] = p.new_zeros((*shape[:-1], 1)).detach()
-                state["col_var"] = p.new_zeros((*shape[:-2], 1, shape[-1])).detach()
-            else:
-                state["variance"] = torch.zeros_like(p).detach()
+            for name, shape in averages_of(self.layout.piece(p).shape).items():
+                zeros = torch.zeros_like(p) if shape is None else p.new_zeros(shape)
+                state[name] = zeros.detach()
         return state
+
+
+def averages_of(shape: torch.Size) -> dict[str, torch.Size | None]:
+    """What is kept of the squares of a parameter's gradients, by name; the shapes of what is not
+    cut as it is."""
+    if len(shape) < 2:
+        return {"variance": None}
+    rows, columns = (*shape[:-1], 1), (*shape[:-2], 1, shape[-1])
+    return {"row_var": torch.Size(rows), "col_var": torch.Size(columns)}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,26 @@
+"""What a step of an optimizer needs of a parameter's state, once there is some."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.optim import Adam, AdamW, Optimizer
+
+from gpumix.engine.optimizers.adafactor import Adafactor, averages_of
+from gpumix.engine.optimizers.base import Group
+from gpumix.engine.optimizers.muon import Muon
+
+
+def needed(optimizer: Optimizer, group: Group, p: nn.Parameter) -> dict[str, torch.Size | None]:
+    """The names of the states of `p`, which is in `group`, and the shapes of those that are not cut
+    as it is. None for optimizers that are not known, or make again what is missing."""
+    if isinstance(optimizer, Adafactor):
+        return {"step": None, **averages_of(optimizer.layout.piece(p).shape)}
+    if isinstance(optimizer, Muon):
+        is_adam = not group["use_muon"]
+    else:
+        is_adam = type(optimizer) in (Adam, AdamW)
+    if not is_adam:
+        return {}
+    largest = ["max_exp_avg_sq"] if group.get("amsgrad") else []
+    return dict.fromkeys(["step", "exp_avg", "exp_avg_sq", *largest])
