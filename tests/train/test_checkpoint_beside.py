@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from jobs import metrics, plan_for, train, write_job
+from jobs import gpumix, metrics, plan_for, train, write_job
 
 from checkpoints import (
     ALONE,
@@ -119,6 +119,19 @@ def test_a_run_tells_what_its_checkpoints_took(tmp_path):
     records = metrics(tmp_path / "run", "checkpoint")
     assert [record["step"] for record in records] == [2, 4, 6]
     assert all(record["stalled_s"] > 0 and record["seconds"] > 0 for record in records)
+
+
+@pytest.mark.parametrize("data", ["tokens", "tokens_without_room"])
+def test_a_run_whose_checkpoints_are_not_copied_says_so_once(tmp_path, data):
+    often = {"checkpoint": {"every_steps": 1, "memory_every_steps": 0}, "log_every_steps": 1}
+    job = write_job(tmp_path, data={"factory": f"toys:{data}", "held_out": 0.1}, **often)
+    plan_for(job).save(tmp_path / "plan.json")
+    done = gpumix("train", "job.yaml", "--plan", "plan.json", folder=tmp_path)
+    assert done.code == 0, done.err
+    says = "training stands still while a checkpoint is written: "
+    said = [line for line in done.err.splitlines() if line.startswith(says)]
+    assert len(said) == (data == "tokens_without_room")
+    assert all("the host has no memory for a copy of " in line for line in said)
 
 
 def on_a_slow_disk(folder, steps, **settings):

@@ -43,7 +43,7 @@ from gpumix.train.checkpoint_file import (
 )
 from gpumix.train.checkpoint_shards import Index, read, write
 from gpumix.train.checkpoint_together import NOTHING, Together, not_in_time
-from gpumix.train.host_copy import HostCopy, Tensors, room_for, size_of
+from gpumix.train.host_copy import HostCopy, Tensors, no_room, room_for, size_of
 
 # Of what ranks tell each other.
 KINDS = TypeAdapter(dict[str, StateKind])
@@ -107,6 +107,9 @@ class Checkpointer:
         self._ranks = Together(group)
         self._ranks_here = ranks_here
         self._patience_s = patience_s
+        self.not_copied = ""
+        """Why what this rank saves is not copied first, so that training waits until it is written;
+        empty if it is."""
         self._copy: HostCopy | None = None
         self._saving: Background[Saved] | None = None
         self._settled = threading.Event()
@@ -293,11 +296,11 @@ class Checkpointer:
         """A copy of what is saved; itself, if there is no memory for one. It then may not change
         until it is written."""
         if self._copy is None or not self._copy.fits(tensors):
-            self._copy = None
-            if room_for(size_of(tensors), self._ranks_here):
-                self._copy = HostCopy(tensors, pinned=stream is not None)
-        if self._copy is None:
-            return tensors
+            self._copy, size = None, size_of(tensors)
+            if not room_for(size, self._ranks_here):
+                self.not_copied = no_room(1, size, self._ranks_here)
+                return tensors
+            self._copy, self.not_copied = HostCopy(tensors, pinned=stream is not None), ""
         self._copy.fill(tensors, stream)
         self._settled.set()
         return self._copy.boxed

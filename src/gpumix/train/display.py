@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -174,10 +174,10 @@ def input_bound(names: Sequence[str], records: Sequence[RankRecord]) -> str:
     return f"the run is input-bound: of each step stand idle for their data {', '.join(told)}"
 
 
-def not_copied(names: Sequence[str], records: Sequence[RankRecord]) -> str:
-    """Who cannot copy its state into memory, and why; by rank. Empty if all can: what some lack
-    the others keep for nothing."""
-    told = [f"{name}: {one.not_copied}" for name, one in zip(names, records) if one.not_copied]
+def first_of(names: Sequence[str], whys: Iterable[str]) -> str:
+    """Who cannot do something, and why; by rank, why is empty for those that can. Empty if all
+    can."""
+    told = [f"{name}: {why}" for name, why in zip(names, whys) if why]
     more = f" (and {len(told) - 1} more)" if len(told) > 1 else ""
     return told[0] + more if told else ""
 

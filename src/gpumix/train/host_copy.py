@@ -11,6 +11,7 @@ import torch
 from gpumix.cost.slots import aligned
 from gpumix.hardware.environment import COPIES_PART, available_host_bytes
 from gpumix.hardware.memory import host_memory
+from gpumix.spec.units import show_bytes
 from gpumix.train.checkpoint_shards import Boxed, Index, StoredBox, StoredTensor
 
 # Tensors by nested names, as they are saved.
@@ -100,6 +101,12 @@ def size_of(tensors: Tensors) -> int:
 def room_for(size: int, ranks: int) -> bool:
     """Whether the host has memory for copies of `size` bytes of each of so many ranks."""
     return size * ranks <= COPIES_PART * available_host_bytes()
+
+
+def no_room(copies: int, size: int, ranks: int) -> str:
+    """That the host has none for so many copies of `size` bytes of each of so many ranks."""
+    what = "a copy" if copies == 1 else f"{copies} copies"
+    return f"the host has no memory for {what} of {show_bytes(size)} for each of {ranks} ranks"
 
 
 def _views(tensors: Tensors) -> Iterator[torch.Tensor]:

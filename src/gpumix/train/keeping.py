@@ -261,6 +261,11 @@ class Keeping:
         """Why this rank does not copy into memory any more, if it began to. Not collective."""
         return "" if self._memory is None else self._memory.refused
 
+    @property
+    def saved_in_place(self) -> str:
+        """Why training waits until what this rank saves is written, if it does. Not collective."""
+        return self.checkpointer.not_copied
+
     def forget(self) -> None:
         """The copies in memory are not needed any more. Not collective."""
         if self._home is not None and self._first_here:

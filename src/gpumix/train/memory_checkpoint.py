@@ -22,12 +22,11 @@ from torch.optim import Optimizer
 
 from gpumix.engine.engine import Engine
 from gpumix.spec.errors import GpumixError, MachineError, RankLost, first_line
-from gpumix.spec.units import show_bytes
 from gpumix.train import checkpoint_content as content
 from gpumix.train import memory_folder as folder
 from gpumix.train.background import Background, Overdue
 from gpumix.train.checkpoint_together import not_in_time
-from gpumix.train.host_copy import HostCopy, Tensors, index_of, room_for, size_of
+from gpumix.train.host_copy import HostCopy, Tensors, index_of, no_room, room_for, size_of
 from gpumix.train.memory_buddies import Buddies
 from gpumix.train.memory_folder import Home
 from gpumix.train.memory_map import made
@@ -210,10 +209,7 @@ class MemoryCheckpointer:
         size = size_of(tensors)
         copies = folder.copies(hosts=1 if self._buddies is None else 2)
         if not self._copies and not room_for(copies * size, self._ranks_here):
-            raise MachineError(
-                f"the host has no memory for {copies} copies of {show_bytes(size)} for each of "
-                f"{self._ranks_here} ranks"
-            )
+            raise MachineError(no_room(copies, size, self._ranks_here))
         self._copies.pop(slot, None)
         file = self._folder / folder.data_file(self._rank, slot)
         memory = _memory_in(file, size, pinned=pinned)

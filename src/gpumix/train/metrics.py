@@ -69,8 +69,9 @@ class RankRecord:
     `shares` say what its steps were spent on, and `starved_share` is set once its device was found
     to stand idle for its data; `input_limit` is what holds that data back, as its loader sees it.
     `skipped` counts the samples that it could not read so far, `lost_workers` its processes for the
-    data that died or were stuck. `not_copied` is why its state is not copied into memory any more.
-    MFU and HFU are None where FLOPs or peak are not known.
+    data that died or were stuck. `not_copied` is why its state is not copied into memory any more,
+    `saved_in_place` why it waits until its checkpoints are written. MFU and HFU are None where
+    FLOPs or peak are not known.
     """
 
     device: str
@@ -86,6 +87,7 @@ class RankRecord:
     skipped: int = 0
     lost_workers: int = 0
     not_copied: str = ""
+    saved_in_place: str = ""
     tokens_per_s: float = 0.0
     mfu: float | None = None
     hfu: float | None = None

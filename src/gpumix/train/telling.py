@@ -19,7 +19,7 @@ from gpumix.train import run_files
 from gpumix.train.account import Account
 from gpumix.train.checkpoint import Saved
 from gpumix.train.context import Context
-from gpumix.train.display import Display, input_bound, not_copied, unread
+from gpumix.train.display import Display, first_of, input_bound, unread
 from gpumix.train.keeping import Keeping
 from gpumix.train.memory_folder import WITHOUT_COPIES
 from gpumix.train.metrics import ClassRecord, RankRecord, RunLog, StepRecord, Told, by_class
@@ -62,7 +62,7 @@ class Telling:
         self.classes: list[ClassRecord] = []
         self._log = RunLog(context.job.output, engine.plan, context.job.steps, done=begun_at)
         self._display: Display | None = None
-        self._told_of_copies = self._told_of_disk = False
+        self._told_of_copies = self._told_of_disk = self._told_of_waiting = False
         self._spent = Account.of(0, 0.0, 0.0, 0.0, 0.0, 0.0)
         self._waited_s, self._since = 0.0, time.perf_counter()
         self._begun_at = self._steps_before = begun_at
@@ -148,6 +148,12 @@ class Telling:
             self._told_of_copies = True
             self._display.say(f"no copies of the state in memory: {refused}; {WITHOUT_COPIES}")
 
+    def _saves_in_place(self, why: str) -> None:
+        """Why training waits for checkpoints, once in a run."""
+        if why and not self._told_of_waiting:
+            self._told_of_waiting = True
+            self.say(f"training stands still while a checkpoint is written: {why}")
+
     # -- of each rank, by all ----------------------------------------------------------------------
 
     def exchange(self, step: int) -> None:
@@ -175,6 +181,7 @@ class Telling:
             skipped=len(self._loader.skipped),
             lost_workers=self._loader.lost_workers,
             not_copied=self._keeping.not_copied,
+            saved_in_place=self._keeping.saved_in_place,
             **self._speed(watched.steps),
         )
         self._gather(mine)
@@ -185,7 +192,8 @@ class Telling:
             self._display.classes(self.classes)
             if self._log.starved(step, self.records):
                 self.say(input_bound(names, self.records))
-            self.copies(not_copied(names, self.records))
+            self.copies(first_of(names, (one.not_copied for one in self.records)))
+            self._saves_in_place(first_of(names, (one.saved_in_place for one in self.records)))
             missed = unread(names, self.records)
             if missed and step == self._context.job.steps:
                 self._display.say(missed)
