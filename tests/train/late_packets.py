@@ -15,6 +15,8 @@ from contextlib import suppress
 # See linux/if_tun.h.
 _TUN, _NO_INFO, _SET_INTERFACE = 0x0001, 0x1000, 0x400454CA
 _LARGEST = 65536
+# What it says first: that it stands there, or why it cannot.
+READY, NONE = "ready", "no interface for a program: "
 _DIRECTIONS = 2
 
 
@@ -24,11 +26,14 @@ def held(number: int) -> str:
 
 
 def _hold_back(seconds: float) -> None:
-    open_ones = [_interface(held(number)) for number in range(_DIRECTIONS)]
+    try:
+        open_ones = [_interface(held(number)) for number in range(_DIRECTIONS)]
+    except OSError as error:
+        print(f"{NONE}{error}", flush=True)
+        return
+    print(READY, flush=True)
     waiting: list[tuple[float, int, int, bytes]] = []
     number = 0
-    sys.stdout.write("ready\n")
-    sys.stdout.flush()
     while True:
         now = time.monotonic()
         while waiting and waiting[0][0] <= now:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -25,13 +25,18 @@ CUT_OFF_S = 600  # of the test of who is found long before
 PORT = "29511"
 
 
+@contextmanager
+def skipped_without(what: str) -> Iterator[None]:
+    try:
+        yield
+    except NotAllowed as error:
+        pytest.skip(f"no {what} here: {error}")
+
+
 @pytest.fixture
 def joined() -> Iterator[Wire]:
-    try:
-        with wire() as made:
-            yield made
-    except NotAllowed as error:
-        pytest.skip(f"no hosts of one's own here: {error}")
+    with skipped_without("hosts of one's own"), wire() as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +188,8 @@ def test_a_link_that_is_throttled_to_a_tenth_of_what_it_carries_is_waited_for(
     run.wait_for_steps(3)
     before = joined.bits_per_s(1.0)
     assert run.steps() < STEPS
-    joined.throttle(before / 10)
+    with skipped_without("links that are throttled"):
+        joined.throttle(before / 10)
     slow = run.steps()
     assert joined.bits_per_s(3.0) < before / 5
     run.wait_for_steps(slow + 2)  # one may have been nearly done
@@ -194,7 +200,8 @@ def test_a_link_that_is_throttled_to_a_tenth_of_what_it_carries_is_waited_for(
 
 def test_a_late_link_is_waited_for(run, joined, expected):
     run.wait_for_steps(3)
-    joined.delay(0.02)
+    with skipped_without("links that are late"):
+        joined.delay(0.02)
     assert joined.round_trip_s() >= 2 * 0.02
     assert run.steps() < STEPS
     check_finished(run, expected)

@@ -39,7 +39,8 @@ except ConnectionRefusedError:
 
 
 class NotAllowed(Exception):
-    """This system lets nobody make namespaces, or this user not."""
+    """This system lets nobody make namespaces, or nobody throttle or hold back what passes them; or
+    this user not."""
 
 
 class Wire:
@@ -79,7 +80,11 @@ class Wire:
         _ip("netns", "exec", self.router, "sysctl", "-qw", f"net.ipv4.ip_forward={int(on)}")
 
     def throttle(self, bits_per_s: float) -> None:
-        """In each direction."""
+        """In each direction.
+
+        Raises:
+            NotAllowed: the kernel cannot do that.
+        """
         for host in HOSTS:
             rate = ["rate", f"{int(bits_per_s)}bit", "burst", "64kb", "latency", "200ms"]
             place = ["dev", _port(host), "root", "tbf"]
@@ -113,13 +118,20 @@ class Wire:
         return float(told.stdout)
 
     def delay(self, seconds: float) -> None:
-        """All packets, in each direction."""
+        """All packets, in each direction.
+
+        Raises:
+            NotAllowed: the kernel gives no interface to a program.
+        """
         there = ["ip", "netns", "exec", self.router]
         self._late = subprocess.Popen(
             [*there, sys.executable, late_packets.__file__, str(seconds)], stdout=subprocess.PIPE
         )
         assert self._late.stdout is not None
-        assert self._late.stdout.readline() == b"ready\n"
+        said = self._late.stdout.readline().decode().rstrip()
+        if said.startswith(late_packets.NONE):
+            raise NotAllowed(said)
+        assert said == late_packets.READY
         for number, host in enumerate(HOSTS):
             table = str(100 + number)
             device = late_packets.held(number)
