@@ -434,11 +434,19 @@ def test_files_that_nobody_vouches_for_are_not_read(copy):
     assert load_error(copy).where.endswith("index.json")
 
 
-def test_dtypes_that_are_none_are_refused(copy):
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("load", "there is no dtype 'load'"),
+        ("quint8", "tensors of dtype 'quint8' cannot be copied"),
+        ("int4", "tensors of dtype 'int4' cannot be copied"),
+    ],
+)
+def test_dtypes_that_no_tensor_has_are_refused(copy, name, why):
     text = (copy / "index.json").read_text()
-    (copy / "index.json").write_text(text.replace('"float32"', '"load"'))
+    (copy / "index.json").write_text(text.replace('"float32"', f'"{name}"'))
     reseal(copy)
-    assert "no dtype 'load'" in load_error(copy).why
+    assert why in load_error(copy).why
 
 
 @pytest.mark.parametrize("job", [None, "x", {}, {"steps": "many"}])

@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
@@ -114,9 +115,24 @@ def _random_place() -> int:
 
 
 def _known_dtype(name: str) -> str:
-    if not isinstance(getattr(torch, name, None), torch.dtype):
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"there is no dtype '{name}'")
+    if not _can_be_copied(dtype):
+        raise ValueError(f"tensors of dtype '{name}' cannot be copied")
     return name
+
+
+@cache
+def _can_be_copied(dtype: torch.dtype) -> bool:
+    """Not so quantized tensors, and those of some bits an element."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # those are deprecated
+        try:
+            torch.zeros(1, dtype=dtype).clone()
+        except RuntimeError:
+            return False
+    return True
 
 
 class StoredBox(Value):
