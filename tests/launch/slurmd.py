@@ -74,7 +74,7 @@ class Cluster:
 
 @contextmanager
 def cluster(folder: Path, nodes: Sequence[str]) -> Iterator[Cluster]:
-    """Nodes that each have the GPUs of such words: `a100:8`.
+    """Nodes that each have the GPUs of such words: `a100:8`, or `a100:3,t4:1`.
 
     Raises:
         NotHere: it is not installed, or does not start.
@@ -121,15 +121,15 @@ def _configure(folder: Path, nodes: Sequence[str]) -> Path:
     gpus = []
     for number, words in enumerate(nodes):
         (folder / f"spool-n{number}").mkdir()
-        kind, count = words.split(":")
-        devices = [folder / f"n{number}-gpu{gpu}" for gpu in range(int(count))]
-        for device in devices:
-            device.touch()
-        files = f"{folder}/n{number}-gpu[0-{len(devices) - 1}]"
-        gpus.append(f"NodeName=n{number} Name=gpu Type={kind} File={files}")
+        kinds = [word.split(":") for word in words.split(",")]
+        for kind, count in kinds:
+            for gpu in range(int(count)):
+                (folder / f"n{number}-{kind}{gpu}").touch()
+            files = f"{folder}/n{number}-{kind}[0-{int(count) - 1}]"
+            gpus.append(f"NodeName=n{number} Name=gpu Type={kind} File={files}")
         text += (
             f"NodeName=n{number} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} "
-            f"CPUs=64 Gres=gpu:{words}\n"
+            f"CPUs=64 Gres={','.join(f'gpu:{kind}:{count}' for kind, count in kinds)}\n"
         )
     (folder / "gres.conf").write_text("\n".join(gpus) + "\n", encoding="utf-8")
     path = folder / "slurm.conf"

@@ -23,6 +23,20 @@ devices:
   - {class: a100, count: 8, host: y}
   - {class: t4, count: 4, host: z}
 """
+MIXED = """
+- {class: A100, memory: 80 GiB, host: a, count: 3}
+- {class: T4, memory: 16 GiB, host: a, count: 1, ordinal: 3}
+- {class: A100, memory: 80 GiB, host: b, count: 1}
+- {class: T4, memory: 16 GiB, host: b, count: 3, ordinal: 1}
+"""
+# Their names end alike, or differ in what Kubernetes does not tell apart; one begins with a digit.
+ALIKE = """
+- {class: site-one-nvidia-a100-sxm4-80gb, memory: 80 GiB, host: a, count: 4}
+- {class: site-two-nvidia-a100-sxm4-80gb, memory: 80 GiB, host: b, count: 4}
+- {class: T4, memory: 16 GiB, host: c}
+- {class: t4, memory: 16 GiB, host: d}
+- {class: "4090", memory: 24 GiB, host: e}
+"""
 EMULATED = """
 classes:
   fast: {emulate: 50 GFLOP/s, memory: 64 MiB}
@@ -49,6 +63,8 @@ dist.destroy_process_group()
 def folder(tmp_path):
     (tmp_path / "train.py").write_text(TELL, encoding="utf-8")
     (tmp_path / "two.yaml").write_text(TWO_CLASSES, encoding="utf-8")
+    (tmp_path / "mixed.yaml").write_text(MIXED, encoding="utf-8")
+    (tmp_path / "alike.yaml").write_text(ALIKE, encoding="utf-8")
     (tmp_path / "emulated.yaml").write_text(EMULATED, encoding="utf-8")
     return tmp_path
 
@@ -101,10 +117,19 @@ def test_a_job_finds_its_gpus_where_the_scheduler_puts_it(folder):
     assert first["job-name"] == "a-job" and second["nodes"] == "1"
 
 
+def test_mixed_nodes_ask_for_each_kind_of_gpu(folder):
+    first, second = components(template("slurm", folder, "--cluster", "mixed.yaml", "train.py"))
+    assert first["gres"] == "gpu:A100:3,gpu:T4:1"
+    assert second["gres"] == "gpu:A100:1,gpu:T4:3"
+
+
+NODES = ("a100:8", "a100:8", "t4:4", "A100:3,T4:1", "A100:1,T4:3")
+
+
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory) -> Iterator[Cluster]:
     try:
-        with cluster(tmp_path_factory.mktemp("slurm"), ["a100:8", "a100:8", "t4:4"]) as made:
+        with cluster(tmp_path_factory.mktemp("slurm"), NODES) as made:
             yield made
     except NotHere as error:
         pytest.skip(str(error))
@@ -117,6 +142,16 @@ def test_slurm_takes_it(folder, slurm, words):
     (folder / "train.sbatch").write_text(script, encoding="utf-8")
     assert "to start at" in slurm.run("sbatch", "--test-only", "train.sbatch", folder=folder)
     (folder / "train.sbatch").write_text(script.replace("--nodes=2", "--nodes=7"))
+    with pytest.raises(AssertionError, match="allocation failure"):
+        slurm.run("sbatch", "--test-only", "train.sbatch", folder=folder)
+
+
+@pytest.mark.slow
+def test_slurm_knows_what_mixed_nodes_hold(folder, slurm):
+    script = template("slurm", folder, "--cluster", "mixed.yaml", "train.py")
+    (folder / "train.sbatch").write_text(script, encoding="utf-8")
+    assert "to start at" in slurm.run("sbatch", "--test-only", "train.sbatch", folder=folder)
+    (folder / "train.sbatch").write_text(script.replace("T4:1", "T4:4"), encoding="utf-8")
     with pytest.raises(AssertionError, match="allocation failure"):
         slurm.run("sbatch", "--test-only", "train.sbatch", folder=folder)
 
@@ -185,7 +220,21 @@ def test_each_kind_of_nodes_is_a_replicated_job(folder):
     assert all({"name": "shared-memory", "emptyDir": {"medium": "Memory"}} in pod["volumes"]
                for pod in pods)  # fmt: skip
     assert job["spec"]["trainer"]["env"] == [{"name": name, "value": "INFO"}]
-    assert "kubectl label node NODE gpumix.dev/device-class=CLASS" in text
+    assert "kubectl label node NODE gpumix.dev/device-class=VALUE" in text
+
+
+@pytest.mark.parametrize(
+    ("cluster", "selectors"),
+    [
+        ("mixed.yaml", ["a100-x3-t4-x1", "a100-x1-t4-x3"]),
+        ("alike.yaml", [*re.findall(r"site[\w-]+", ALIKE), "T4", "t4", "4090"]),
+    ],
+)
+def test_no_two_kinds_of_nodes_have_one_name(folder, cluster, selectors):
+    runtime, job = both(template("k8s", folder, "--cluster", cluster, "train.py"))
+    check_models(runtime, job)
+    pods = [one["template"]["spec"]["template"]["spec"] for one in jobs_of(runtime)]
+    assert [pod["nodeSelector"]["gpumix.dev/device-class"] for pod in pods] == selectors
 
 
 def test_what_the_models_do_not_know_is_noticed(folder):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from gpumix.launch.hosts import Host
+from gpumix.launch.hosts import Host, placed_unasked
 from gpumix.spec.cluster import Cluster
 
 # Where nothing is said: a place to begin from.
@@ -17,13 +17,14 @@ LONGEST = 24
 
 @dataclass(frozen=True)
 class Component:
-    """Nodes that are alike: how many, with how many devices each, of which class and product; empty
-    if nobody said. `gpus` is false for emulated devices and CPUs."""
+    """Nodes that are alike: how many, with how many devices each, and how many of which class;
+    `held` is empty if nobody said. `product` is that of the only class. `gpus` is false for
+    emulated devices and CPUs."""
 
     name: str
     nodes: int
     devices: int
-    device_class: str = ""
+    held: tuple[tuple[str, int], ...] = ()
     product: str = ""
     gpus: bool = True
     hosts: tuple[str, ...] = ()
@@ -40,9 +41,13 @@ class Part:
 
 def components_of(hosts: Sequence[Host], cluster: Cluster | None) -> tuple[Component, ...]:
     """The nodes to ask for, in the order of ranks: those of a cluster by what they hold, else the
-    hosts by how many processes they run, else some."""
+    hosts by how many processes they run, else some. No two have one name.
+
+    Raises:
+        InputError: the hosts are not those of the cluster, or run other numbers of processes.
+    """
     if cluster is not None:
-        return _of_cluster(cluster)
+        return _of_cluster(hosts, cluster)
     if not hosts:
         return (Component("nodes", NODES, DEVICES),)
     alike: dict[int, list[str]] = {}
@@ -54,32 +59,44 @@ def components_of(hosts: Sequence[Host], cluster: Cluster | None) -> tuple[Compo
     )
 
 
-def _of_cluster(cluster: Cluster) -> tuple[Component, ...]:
-    inside: dict[str, Counter[str]] = {}
-    for device in cluster.in_rank_order():
-        inside.setdefault(device.host, Counter())[device.device_class] += 1
+def _of_cluster(hosts: Sequence[Host], cluster: Cluster) -> tuple[Component, ...]:
+    devices = cluster.in_rank_order()
+    counts = Counter(device.host for device in devices)
+    nodes = hosts or [Host(name, count) for name, count in counts.items()]
     alike: dict[tuple[tuple[str, int], ...], list[str]] = {}
-    for host, counts in inside.items():
-        alike.setdefault(tuple(sorted(counts.items())), []).append(host)
-    return tuple(_component(cluster, Counter(dict(held)), len(h)) for held, h in alike.items())
-
-
-def _component(cluster: Cluster, held: Counter[str], nodes: int) -> Component:
-    classes = [cluster.class_named(name) for name in held]
-    only = classes[0] if len(classes) == 1 else None
-    return Component(
-        name=_slug(f"{'-'.join(held)}-x{held.total()}"),
-        nodes=nodes,
-        devices=held.total(),
-        device_class=only.name if only else "",
-        product=only.product if only else "",
-        gpus=classes[0].accelerator == "cuda",
+    for place in placed_unasked(nodes, cluster, where="--template"):
+        inside = devices[place.first : place.first + place.processes]
+        held = Counter(device.device_class for device in inside)
+        alike.setdefault(tuple(sorted(held.items())), []).append(place.host.bare)
+    return tuple(
+        Component(
+            name=name,
+            nodes=len(names),
+            devices=sum(count for _, count in held),
+            held=held,
+            product=cluster.class_named(held[0][0]).product if len(held) == 1 else "",
+            gpus=cluster.class_named(held[0][0]).accelerator == "cuda",
+            hosts=tuple(names) if hosts else (),
+        )
+        for (held, names), name in zip(alike.items(), _names(alike))
     )
 
 
-def _slug(name: str) -> str:
-    """A name as Kubernetes takes it, which makes the names of pods of it."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[-LONGEST:].strip("-") or "nodes"
+def _names(alike: Iterable[tuple[tuple[str, int], ...]]) -> list[str]:
+    """Of each kind of nodes, by what they hold, as Kubernetes takes them, which makes the names of
+    pods of them. Those that are the same once they are cut are numbered."""
+    whole = ["-".join(f"{name}-x{count}" for name, count in held) for held in alike]
+    cut = [_label(name) for name in whole]
+    return [
+        _label(f"{name}-{number}") if cut.count(name) > 1 else name
+        for number, name in enumerate(cut)
+    ]
+
+
+def _label(name: str) -> str:
+    """The end of a name, of letters that a label has, a letter first."""
+    label = re.sub(r"[^a-z0-9]+", "-", name.lower())[1 - LONGEST :].strip("-")
+    return label if label[0].isalpha() else f"n{label}"
 
 
 def parts_of(components: Sequence[Component]) -> tuple[Part, ...]:

@@ -129,6 +129,26 @@ def uncounted(hosts: Sequence[Host], cluster: Cluster | None) -> list[str]:
     return [] if _by_host(cluster) else [host.name for host in hosts if host.processes is None]
 
 
+def placed_unasked(
+    hosts: Sequence[Host], cluster: Cluster | None, *, where: str
+) -> tuple[Place, ...]:
+    """Which ranks each host gets, in their order, where none is asked what devices it has.
+
+    Raises:
+        InputError: as those of `placed` and `in_rank_order`; or it is not said how many processes
+            a host runs.
+    """
+    hosts = in_rank_order(hosts, cluster)
+    if missing := uncounted(hosts, cluster):
+        raise InputError(
+            f"how many processes {', '.join(missing)} run is not said, and no host is asked",
+            where=where,
+            fix=f"--hosts {','.join(f'{name}:4' for name in missing)}, or a cluster that names "
+            "them",
+        )
+    return placed(hosts, cluster, {})
+
+
 def _by_host(cluster: Cluster | None) -> Counter[str]:
     """Devices by host, in the order of ranks; none where the cluster names no hosts."""
     devices = () if cluster is None else cluster.in_rank_order()

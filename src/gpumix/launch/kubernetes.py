@@ -30,7 +30,7 @@ HEAD = """\
 # that all pods share.
 """
 LABEL_NODES = """\
-# kubectl label node NODE {label}=CLASS tells which nodes are of which class.
+# kubectl label node NODE {label}=VALUE, that of nodeSelector, tells which nodes are meant.
 """
 
 
@@ -151,12 +151,14 @@ def _job(part: Part, command: list[str], around: Surroundings) -> dict[str, Any]
 
 
 def _selector(component: Component) -> dict[str, str]:
-    """By the label that NVIDIA's GPU feature discovery gives nodes, or one that is to be given."""
-    if not component.gpus or not component.device_class:
+    """By the label that NVIDIA's GPU feature discovery gives nodes, or one that is to be given:
+    nodes of one class its name, mixed ones that of the component."""
+    if not component.gpus or not component.held:
         return {}
     if component.product:
         return {"nvidia.com/gpu.product": component.product.replace(" ", "-")}
-    return {OWN_LABEL: component.device_class}
+    (name, _), *others = component.held
+    return {OWN_LABEL: component.name if others else name}
 
 
 def _resources(component: Component) -> dict[str, dict[str, str]]:

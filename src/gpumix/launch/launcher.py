@@ -12,7 +12,7 @@ from typing import Any
 from gpumix.hardware.environment import CLUSTER, use_settings
 from gpumix.launch import host, several
 from gpumix.launch.commands import Meeting, Ssh, Surroundings, on_host, shell_line
-from gpumix.launch.hosts import HERE, Host, Place, in_rank_order, placed, uncounted
+from gpumix.launch.hosts import HERE, Host, Place, in_rank_order, placed, placed_unasked, uncounted
 from gpumix.launch.orders import Orders
 from gpumix.launch.program import Program
 from gpumix.launch.ranks import Share
@@ -202,16 +202,8 @@ def commands_of(asked: Asked) -> list[tuple[str, str]]:
     """
     if not asked.hosts:
         return [(HERE, _command_here(asked))]
-    hosts = in_rank_order(asked.hosts, asked.cluster)
-    if missing := uncounted(hosts, asked.cluster):
-        raise InputError(
-            f"how many processes {', '.join(missing)} run is not said, and no host is asked",
-            where="--print-commands",
-            fix=f"--hosts {','.join(f'{name}:4' for name in missing)}, or a cluster that names "
-            "them",
-        )
-    places = placed(hosts, asked.cluster, {})
-    meeting = Meeting(asked.address or real_name(hosts[0], asked.ssh), asked.port or PORT)
+    places = placed_unasked(asked.hosts, asked.cluster, where="--print-commands")
+    meeting = Meeting(asked.address or real_name(places[0].host, asked.ssh), asked.port or PORT)
     remote = _remote(places, asked, meeting, led=False)
     return [
         (place.host.name, asked.ssh.by_hand(place.host, line)) for place, line in remote.items()

@@ -79,8 +79,8 @@ def _directives(component: Component) -> Iterator[str]:
     yield "#SBATCH --ntasks-per-node=1"
     yield f"#SBATCH --cpus-per-task={component.devices * CPUS_PER_DEVICE}"
     if component.gpus:
-        kind = f"{component.device_class}:" if component.device_class else ""
-        yield f"#SBATCH --gres=gpu:{kind}{component.devices}"
+        kinds = [f"gpu:{name}:{count}" for name, count in component.held]
+        yield f"#SBATCH --gres={','.join(kinds) or f'gpu:{component.devices}'}"
     if component.hosts:
         yield f"#SBATCH --nodelist={','.join(component.hosts)}"
 
