@@ -184,11 +184,21 @@ def test_a_terminal_that_closes_ends_it_but_not_under_nohup(folder):
         (["--hosts", "-oProxyCommand=x", "script.py"], "'-oProxyCommand=x' names no host"),
         (["--template", "k8s", "--logs", "x", "script.py"], "--logs has no effect on a template"),
         (["--print-commands", "--hosts", "a", "script.py"], "a run is not said, and no host is"),
+        (
+            ["--print-commands", "--hosts", "a:1", "--logs", "x", "script.py"],
+            "--logs has no effect where commands are printed",
+        ),
+        (
+            ["--print-commands", "--hosts", "a:1", "--timeout", "5", "script.py"],
+            "--timeout has no effect where commands are printed",
+        ),
+        (["--grace", "0", "job.yaml"], "--grace has no effect on a job on one host"),
         (["--hosts", "cluster.yaml", "script.py"], "the cluster file names no hosts"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_what_makes_no_sense_is_said(folder, words, said):
+    write_job(folder)
     done = gpumix("launch", *words, folder=folder)
     assert done.code == 2, done.err
     assert said in done.err

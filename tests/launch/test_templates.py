@@ -126,6 +126,49 @@ def test_mixed_nodes_ask_for_each_kind_of_gpu(folder):
 NODES = ("a100:8", "a100:8", "t4:4", "A100:3,T4:1", "A100:1,T4:3")
 
 
+@pytest.mark.parametrize(("words", "grace_s"), [([], 270), (["--grace", "900"], 900)])
+def test_runs_have_as_long_to_save_as_is_said(folder, words, grace_s):
+    """What is left of the time when SLURM sends the signal is more than that."""
+    script = template("slurm", folder, *words, "train.py")
+    (only,) = components(script)
+    assert only["signal"] == f"TERM@{grace_s + 30}" and f" --grace {grace_s} " in script
+    assert f"comes {grace_s + 30} s before the time is over" in script
+
+
+def test_a_cluster_is_divided_among_the_hosts_that_are_named(folder):
+    (folder / "here.yaml").write_text("- {class: t4, memory: 16 GiB, count: 12}\n")
+    words = ["--cluster", "here.yaml", "--hosts", "me@a:4,b:8", "train.py"]
+    first, second = components(template("slurm", folder, *words))
+    assert (first["nodelist"], first["gres"]) == ("a", "gpu:t4:4")
+    assert (second["nodelist"], second["gres"]) == ("b", "gpu:t4:8")
+
+
+TWO = ("--cluster", "two.yaml")
+
+
+@pytest.mark.parametrize("kind", ["slurm", "k8s"])
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--hosts", "zz:9", *TWO], "the hosts are not those of the cluster"),
+        (["--hosts", "x:8,y:8,z:9", *TWO], "has 4 devices in the cluster, and --hosts says 9"),
+        (["--hosts", "a,b", "--cluster", "here.yaml"], "how many processes a, b run is not said"),
+        (["--hosts", "a:8,b:8", "--python", "a=/opt/x"], "--python a=/opt/x is for one host"),
+    ],
+)
+def test_what_a_template_cannot_say_is_refused(folder, kind, words, said):
+    (folder / "here.yaml").write_text("- {class: t4, memory: 16 GiB, count: 16}\n")
+    done = gpumix("launch", "--template", kind, *words, "train.py", folder=folder)
+    assert (done.code, done.out) == (2, "")
+    assert said in done.err
+
+
+def test_a_job_may_say_port_and_grace(folder):
+    write_job(folder, cluster="two.yaml")
+    script = template("slurm", folder, "--port", "4000", "--grace", "60", "job.yaml")
+    assert "PORT=4000\n" in script and " --grace 60 " in script
+
+
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory) -> Iterator[Cluster]:
     try:
@@ -154,6 +197,20 @@ def test_slurm_knows_what_mixed_nodes_hold(folder, slurm):
     (folder / "train.sbatch").write_text(script.replace("T4:1", "T4:4"), encoding="utf-8")
     with pytest.raises(AssertionError, match="allocation failure"):
         slurm.run("sbatch", "--test-only", "train.sbatch", folder=folder)
+
+
+@pytest.mark.slow
+def test_slurm_lets_runs_save_for_as_long_as_we_do(folder, slurm):
+    """The longest that we take, SLURM does; more than that neither of us."""
+    script = template("slurm", folder, "--hosts", "n0:4", "--grace", "65505", "train.py")
+    (folder / "train.sbatch").write_text(script, encoding="utf-8")
+    assert "to start at" in slurm.run("sbatch", "--test-only", "train.sbatch", folder=folder)
+    (folder / "train.sbatch").write_text(script.replace("TERM@65535", "TERM@65536"))
+    with pytest.raises(AssertionError, match="signal"):
+        slurm.run("sbatch", "--test-only", "train.sbatch", folder=folder)
+    words = ["--template", "slurm", "--grace", "65506", "train.py"]
+    done = gpumix("launch", *words, folder=folder)
+    assert (done.code, done.out) == (2, "") and "--grace 65505, or less" in done.err
 
 
 @pytest.mark.slow
@@ -321,7 +378,9 @@ def test_the_command_of_a_pod_knows_its_ranks(folder):
     assert "$$(HOME)" in template(
         "k8s", folder, "train.py", "$(HOME)"
     )  # not for Kubernetes to read
-    runtime, job = both(template("k8s", folder, *words))
+    text = template("k8s", folder, *words)
+    assert "not by their names" in text
+    runtime, job = both(text)
     found = []
     for one in jobs_of(runtime):
         for index in range(one["template"]["spec"]["completions"]):

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 
 TIMEOUT_S = 20.0
+GRACE_S, SLURM_GRACE_S = 60.0, 270.0
 
 
 class Template(StrEnum):
@@ -111,9 +112,14 @@ def launch(
         ),
     ] = None,
     grace: Annotated[
-        float,
-        typer.Option("--grace", min=0.0, help="Seconds to save in, when it is stopped."),
-    ] = 60.0,
+        float | None,
+        typer.Option(
+            "--grace",
+            min=0.0,
+            help=f"Seconds to save in, when it is stopped; default: {GRACE_S:.0f}, under SLURM "
+            f"{SLURM_GRACE_S:.0f}.",
+        ),
+    ] = None,
     ssh: Annotated[
         str | None,
         typer.Option("--ssh", help="The ssh to use, with options if need be; default: ssh."),
@@ -144,6 +150,9 @@ def launch(
     }
     if template is not None:
         _refuse(printed | asking, "has no effect on a template", fix="leave it out")
+    elif print_commands:
+        unused: dict[str, object] = {"--logs": logs, "--timeout": timeout}
+        _refuse(unused, "has no effect where commands are printed", fix="leave it out")
     there: dict[str, object] = {
         "--address": address,
         "--logs": logs,
@@ -156,13 +165,18 @@ def launch(
         _refuse({"--processes": processes}, "is of this host", fix="--hosts a:4,b:8")
     named = program_of(program, module=module)
     devices, file, on = _devices(named, cluster, hosts)
-    if hosts is None and named.kind == "job":
+    if hosts is None and named.kind == "job" and template is None:
         _refuse(
-            {"--processes": processes, "--port": port},
+            {"--processes": processes, "--port": port, "--grace": grace is not None},
             "has no effect on a job on one host",
             fix="leave it out: its cluster says which devices it has",
         )
     default, pythons = pythons_of(python, on)
+    if template is not None:
+        one = "is for one host: nodes of a template have one interpreter"
+        _refuse({f"--python {word}": "=" in word for word in python}, one, fix="--python PATH")
+    if grace is None:
+        grace = SLURM_GRACE_S if template is Template.slurm else GRACE_S
     asked = asked_of(
         Asked(
             program=named,

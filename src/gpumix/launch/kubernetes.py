@@ -29,6 +29,10 @@ HEAD = """\
 # Look at the image, node selectors, resources and volumes. Program, data and output lie on a volume
 # that all pods share.
 """
+NAMED_HOSTS = """\
+# Hosts are nodes by what they hold, not by their names: pods go where selectors and resources let
+# them.
+"""
 LABEL_NODES = """\
 # kubectl label node NODE {label}=VALUE, that of nodeSelector, tells which nodes are meant.
 """
@@ -48,6 +52,8 @@ def manifests(
         _train_job(name, around.settings),
     ]
     head = HEAD.format(name=name)
+    if any(component.hosts for component in components):
+        head += NAMED_HOSTS
     if any(OWN_LABEL in _selector(component) for component in components):
         head += LABEL_NODES.format(label=OWN_LABEL)
     return head + "---\n".join(

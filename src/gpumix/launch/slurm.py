@@ -6,16 +6,18 @@ its tasks are numbered through, so each knows its ranks.
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterator, Sequence
 
 from gpumix.launch.commands import HOST_MODULE, Surroundings, meeting_words, ranks_words
 from gpumix.launch.components import Component, Part, first_rank, parts_of, world_of
 from gpumix.launch.program import Program
+from gpumix.spec.errors import InputError
 
 CPUS_PER_DEVICE = 4
-# Before the time is over: long enough to end a step and to save.
-SAVE_S = 300
+# What is left of the time, once runs have saved, to end in; SLURM keeps seconds in 16 bits.
+END_S, MOST_S = 30, 2**16 - 1
 HEAD = """\
 #!/bin/bash
 # Made by `gpumix launch --template slurm`; sbatch {file}
@@ -43,10 +45,21 @@ def sbatch(
     port: int | None = None,
 ) -> str:
     """The script, for `components` in the order of ranks. Ranks meet on the first node, at a port
-    of the job's number, unless it is said where."""
+    of the job's number, unless it is said where.
+
+    Raises:
+        InputError: SLURM does not let runs save for so long.
+    """
+    before_s = math.ceil(around.grace_s) + END_S
+    if before_s > MOST_S:
+        raise InputError(
+            "SLURM does not send a signal so long before the time is over",
+            where=f"--grace {around.grace_s:g}",
+            fix=f"--grace {MOST_S - END_S}, or less",
+        )
     parts, several = parts_of(components), len(components) > 1
     nodes = "SLURM_JOB_NODELIST_HET_GROUP_0" if several else "SLURM_JOB_NODELIST"
-    head = [HEAD.format(file=f"{program.title}.sbatch"), *_common(program)]
+    head = [HEAD.format(file=f"{program.title}.sbatch"), *_common(program, before_s)]
     asked = "\n#SBATCH hetjob\n".join("\n".join(_directives(part.component)) for part in parts)
     settings = [f"export {shlex.join([f'{n}={v}'])}" for n, v in sorted(around.settings.items())]
     body = BODY.format(
@@ -56,7 +69,7 @@ def sbatch(
         ),
         address=shlex.quote(address) if address else FIRST_NODE.format(nodes=nodes),
         port=port or "$((20000 + SLURM_JOB_ID % 20000))",
-        save_s=SAVE_S,
+        save_s=before_s,
     )
     world = world_of(components)
     steps = [_step(number, part, several) for number, part in enumerate(parts)]
@@ -67,11 +80,11 @@ def sbatch(
     )
 
 
-def _common(program: Program) -> Iterator[str]:
+def _common(program: Program, before_s: int) -> Iterator[str]:
     yield f"#SBATCH --job-name={program.title}"
     yield "#SBATCH --output=%x-%j.log"
     yield "#SBATCH --time=24:00:00"
-    yield f"#SBATCH --signal=TERM@{SAVE_S}"
+    yield f"#SBATCH --signal=TERM@{before_s}"
 
 
 def _directives(component: Component) -> Iterator[str]:
@@ -99,5 +112,5 @@ def _task(part: Part, program: Program, around: Surroundings, world: int) -> str
     # What the task's own shell is to fill in stands in double quotes.
     filled = ["--first-rank", f'"{number}"', *words[2:], *meeting_words('"$ADDRESS"', '"$PORT"')]
     command = [shlex.quote(around.python), "-m", HOST_MODULE, *filled]
-    command += ["--grace", f"{SAVE_S - 30}", "--", shlex.join(program.words)]
+    command += ["--grace", f"{around.grace_s:g}", "--", shlex.join(program.words)]
     return f"bash -c {shlex.quote('exec ' + ' '.join(command))}"
