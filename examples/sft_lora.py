@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import random
 
+import torch
 from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -47,7 +48,10 @@ def sums(samples: int) -> Dataset:
 
 
 def main() -> None:
-    (args,) = HfArgumentParser((SFTConfig,)).parse_args_into_dataclasses()
+    parser = HfArgumentParser((SFTConfig,))
+    if not torch.cuda.is_available():  # TRL computes in bf16, for which it asks for a GPU
+        parser.set_defaults(bf16=False)
+    (args,) = parser.parse_args_into_dataclasses()
     set_seed(args.seed)
     config = LlamaConfig(
         vocab_size=16,
