@@ -24,24 +24,26 @@ from gpumix.report.page import page
 from gpumix.report.run import Run, read_run
 
 WIDE, NARROW, PLAN, TERMINAL = 1400, 390, 1140, 1400
-MOST = 2400  # pixels of height that are shown of a page
 COLUMNS = 120
 POLICY = re.compile(r"<meta http-equiv=\"Content-Security-Policy\"[^>]*>")
+CLOSE = "body {padding: 0 1.5rem}"
+BEGINNING = "#answer, #cluster, #plan, #memory, #step"
+BEGINNING_ALONE = f"footer, main > section:not({BEGINNING}) {{display: none}}"
+REST_ALONE = f"header, {BEGINNING} {{display: none}} #curves {{border-top: 0}} {CLOSE}"
 PLAN_ALONE = "header, footer, main > section:not(#cluster, #plan) {display: none}"
-THE_REST = "header, #answer, #cluster, #plan, #memory, #step {display: none}"
+PLAN_ALONE += f" section {{border-top: 0}} {CLOSE}"
 TERMINAL_ALONE = "<!doctype html><style>body {margin: 0} svg {width: 100%; height: auto}</style>"
 
 
 def made(run: Run, to: Path, work: Path) -> None:
     """All of them."""
-    report = work / "report.html"
-    report.write_text(page(run), encoding="utf-8")
-    _shown(report, to / "report-light.png", width=WIDE, dark=False)
-    _shown(report, to / "report-narrow.png", width=NARROW, dark=False)
-    rest, plan = work / "rest.html", work / "plan.html"
-    rest.write_text(_parts(page(run), THE_REST), encoding="utf-8")
-    _shown(rest, to / "report-dark.png", width=WIDE, dark=True)
-    plan.write_text(_parts(page(run), PLAN_ALONE), encoding="utf-8")
+    beginning, rest, plan = work / "beginning.html", work / "rest.html", work / "plan.html"
+    for part, alone in ((beginning, BEGINNING_ALONE), (rest, REST_ALONE), (plan, PLAN_ALONE)):
+        part.write_text(_parts(page(run), alone), encoding="utf-8")
+    for part, name in ((beginning, "report"), (rest, "report-rest")):
+        _shown(part, to / f"{name}-light.png", width=WIDE, dark=False)
+        _shown(part, to / f"{name}-dark.png", width=WIDE, dark=True)
+        _shown(part, to / f"{name}-narrow.png", width=NARROW, dark=False)
     for dark, name in ((False, "plan-light"), (True, "plan-dark")):
         _shown(plan, to / f"{name}.png", width=PLAN, dark=dark)
     top = work / "top.html"
@@ -51,12 +53,11 @@ def made(run: Run, to: Path, work: Path) -> None:
 
 def _shown(at: Path, to: Path, *, width: int, dark: bool) -> None:
     height = browser.size(at, width=width, dark=dark).height
-    browser.picture(at, to, width=width, height=min(height, MOST), dark=dark)
+    browser.picture(at, to, width=width, height=height, dark=dark)
 
 
 def _parts(report: str, style: str) -> str:
     """The page with some of its parts alone, which its policy would not allow."""
-    style += " body {padding: 0 1.5rem} section {border-top: 0}"
     return POLICY.sub("", report).replace("</head>", f"<style>{style}</style></head>")
 
 
