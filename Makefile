@@ -48,7 +48,8 @@ extras: $(STAMP)
 
 test-extras: extras
 	PYTHONPATH=$(BESIDE) $(BIN)/pytest tests/integrations/test_ray.py \
-		tests/examples/test_ray_example.py tests/integrations/trackers/test_larger_trackers.py
+		tests/docs/test_ray_page.py tests/examples/test_ray_example.py \
+		tests/integrations/trackers/test_larger_trackers.py
 	PYTHONPATH=$(BESIDE) $(BIN)/pytest tests/docs/test_page_snippets.py -k ray.md
 
 lint: $(STAMP)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,6 +44,31 @@ def blocks(page: Path) -> Iterator[Block]:
             found = []
         if fence:
             fenced, language = not fenced, "" if fenced else line[3:].strip()
+
+
+def shown(page: str, language: str, part: str) -> str:
+    """The only block of a page in `docs` that has such a part."""
+    (found,) = [block for block in blocks(ROOT / "docs" / page) if part in block.text]
+    assert found.language == language
+    return found.text
+
+
+def replaced(text: str, others: Mapping[str, str]) -> str:
+    """With other words for some that it has."""
+    for old, new in others.items():
+        assert old in text
+        text = text.replace(old, new)
+    return text
+
+
+def without_change(diff: str) -> str:
+    """The lines before a diff."""
+    return "".join(f"{line[1:]}\n" for line in diff.splitlines() if not line.startswith("+"))
+
+
+def with_change(diff: str) -> str:
+    """The lines after it."""
+    return "".join(f"{line[1:]}\n" for line in diff.splitlines() if not line.startswith("-"))
 
 
 def marked(block: Block) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 import pytest
 import torch
 import yaml
-from pages import PAGES, ROOT, blocks
+from pages import PAGES, ROOT, blocks, with_change
 from torch.utils.data import DataLoader
 
 import gpumix
@@ -139,8 +139,7 @@ def test_what_a_piece_imports_takes_its_calls(block):
 
 @pytest.mark.parametrize("block", CHANGES, ids=str)
 def test_what_a_change_makes_takes_its_calls(block):
-    after = [line[1:] for line in block.text.splitlines() if not line.startswith("-")]
-    assert bound_in("\n".join(after))
+    assert bound_in(with_change(block.text))
 
 
 def bound_in(text: str) -> set[str]:
