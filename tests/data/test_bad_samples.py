@@ -13,14 +13,16 @@ import numpy as np
 import pytest
 import torch
 
+from gpumix.data.draws import sample_generator
 from gpumix.data.fetch import fetch, fetch_in_time
 from gpumix.data.loader import Loader, evaluation_batches
 from gpumix.data.on_the_fly import TokenizedTexts
 from gpumix.data.own_samples import OwnSamples
 from gpumix.data.packing import PackedDocuments
-from gpumix.data.reading import AS_USUAL, BadSamples, Reading, StuckError, in_time
+from gpumix.data.reading import AS_USUAL, BadSamples, Reading, Skipped, StuckError, in_time
 from gpumix.data.rows import Source, split_held_out
 from gpumix.data.samples import as_source
+from gpumix.data.streams import Form, StreamSource
 from gpumix.data.tokenizer import ByteTokenizer
 from gpumix.spec.errors import InputError, TrainingError
 
@@ -123,6 +125,134 @@ def test_a_bad_sample_has_the_number_that_the_dataset_knows():
         fetch(packed, np.arange(len(packed)), "stop")
 
 
+# -- documents in packs ----------------------------------------------------------------------------
+
+
+class Dealt(Damaged):
+    """Document k has one to five tokens k + 1, and draws a number for each."""
+
+    def __init__(self, n: int, *bad: int) -> None:
+        super().__init__(n, *bad)
+        self.lengths = 1 + np.arange(n) * 7 % 5
+
+    def __getitem__(self, k: int) -> Any:
+        super().__getitem__(k)
+        drawn = torch.rand(int(self.lengths[k]), generator=sample_generator())
+        return {"input_ids": [k + 1] * len(drawn), "drawn": drawn}
+
+
+def packs_of(dataset: Any, longest: int = 8) -> PackedDocuments:
+    documents = OwnSamples(dataset, "mine", longest=longest, reading=Reading("skip"))
+    return PackedDocuments(documents, seed=0, predicts_next=True)
+
+
+def without(whole: dict[str, torch.Tensor], bad: set[int]) -> dict[str, torch.Tensor]:
+    """Packs without the documents in `bad`: padding is what all else is."""
+    rows = []
+    for row in range(len(whole["input_ids"])):
+        tokens = whole["input_ids"][row]
+        good = torch.tensor([int(token) - 1 not in bad and token > 0 for token in tokens])
+        left = int((~good).sum())
+        padding = {"labels": torch.full((left,), -100), "position_ids": torch.arange(left)}
+        rows.append(
+            {
+                key: torch.cat([value[row][good], padding.get(key, value.new_zeros(left))])
+                for key, value in whole.items()
+            }
+        )
+    return {key: torch.stack([row[key] for row in rows]) for key in whole}
+
+
+@pytest.mark.parametrize("cut", [[8], [5, 0, 3]])
+@pytest.mark.parametrize("how", [("threads", 1), ("processes", 3)])
+def test_a_pack_does_without_its_bad_documents_and_no_other_is_lost(cut, how):
+    kind, workers = how
+    bad = {11, 17, 40}
+    healthy, damaged = packs_of(Dealt(64)), packs_of(Dealt(64, *bad))
+    with Loader(healthy, [8], 0) as loader:
+        expected = [without(next(loader), bad) for _ in range(len(healthy) // 8)]
+    assert sum(len(batch["input_ids"]) for batch in expected) == len(healthy), "all packs are read"
+    found, skipped = [], []
+    for rank in range(len(cut)):
+        given = {"kind": kind, "workers": workers, "bad_samples": "skip"}
+        with Loader(damaged, cut, rank, **given) as loader:
+            found.append([next(loader) for _ in expected])
+            skipped += [(one.index, one.instead, one.why) for one in loader.skipped]
+    for step, batch in enumerate(expected):
+        joined = {key: torch.cat([parts[step][key] for parts in found]) for key in batch}
+        assert all(torch.equal(joined[key], batch[key]) for key in batch)
+    assert sorted(skipped) == [(k, None, "OSError: a bad sector") for k in sorted(bad)]
+
+
+def test_another_pack_takes_the_place_of_one_whose_documents_are_all_bad(caplog):
+    """A pack of padding alone would teach nothing."""
+    pack = packs_of(Damaged(60), longest=9).documents_in(4).tolist()
+    assert len(pack) == 3
+    source = packs_of(Damaged(60, *pack), longest=9)
+    with Loader(source, [len(source)], 0, bad_samples="skip") as loader:
+        found = next(loader)["input_ids"][:, ::3]
+        assert loader.last_indices.tolist().index(4) >= 0
+        assert [one.index for one in loader.skipped] == pack
+    times = np.bincount(found.flatten(), minlength=60)
+    assert not times[pack].any() and sorted(times.tolist()) == [0] * 3 + [1] * 54 + [2] * 3
+    assert f"sample {pack[0]} of mine cannot be read, its pack does without it" in caplog.text
+
+
+def test_a_document_that_is_not_as_long_as_it_was_told_is_left_out():
+    dataset = Dealt(30)
+    source = packs_of(dataset)
+    dataset.lengths[13] += 1
+    with Loader(source, [len(source)], 0, bad_samples="skip") as loader:
+        assert set(next(loader)["input_ids"].unique().tolist()) == set(range(31)) - {14}
+        assert [one.index for one in loader.skipped] == [13]
+    with pytest.raises(InputError, match="sample 13 is packed as"):
+        fetch(source, np.arange(len(source)), "stop")
+
+
+# -- in evaluations --------------------------------------------------------------------------------
+
+
+def test_evaluations_tell_each_bad_sample_once_by_the_number_that_the_dataset_knows(caplog):
+    """Two ranks, three evaluations of eight samples: 30 to 37."""
+    _, held_out = split_held_out(as_source(Damaged(40, 3, 31, 32, 37, 39)), 0.25)
+    found = []
+    for rank in range(2):
+        record: list[Skipped] = []
+        for _ in range(3):
+            given = {"batches": 2, "reading": Reading("skip"), "skipped": record}
+            batches = [batch for batch, _ in evaluation_batches(held_out, [3, 1], rank, **given)]
+        assert len(batches) == 2 and all(one.instead is not None for one in record)
+        found.append([one.index for one in record])
+    assert found == [[31, 32], [37]]
+    assert sum("cannot be read" in record.message for record in caplog.records) == 3
+    (_, *_) = evaluation_batches(held_out, [4], 0, batches=1, reading=Reading("skip"))
+    assert "sample 31 of Damaged cannot be read" in caplog.records[-2].message
+
+
+def test_of_a_stream_it_is_told_which_held_out_samples_are_bad():
+    """They are read once, and evaluated as often as is asked for."""
+
+    def doubled(sample: dict[str, int]) -> dict[str, int]:
+        if sample["k"] % 5 == 3:
+            raise ValueError("no such picture")
+        return {"k": 2 * sample["k"]}
+
+    def stream() -> Iterator[dict[str, int]]:
+        yield from ({"k": k} for k in range(40))
+
+    whole = StreamSource(stream, "mine", 4, form=Form(doubled), reading=Reading("skip"))
+    _, held_out = whole.split(2, read=True)
+    record: list[Skipped] = []
+    for _ in range(2):
+        given = {"batches": 2, "reading": Reading("skip"), "skipped": record}
+        found = [batch["k"].tolist() for batch, _ in evaluation_batches(held_out, [4], 0, **given)]
+        assert found == [[0, 2, 4, 8], [8, 10, 12, 14]]
+    assert [(one.index, one.instead) for one in record] == [(3, 4)]
+
+
+# -- samples that never come -----------------------------------------------------------------------
+
+
 class Absent(Damaged):
     """The samples in `bad` never come."""
 
@@ -158,7 +288,7 @@ def test_what_is_read_in_time_comes_as_it_is():
             return super().__getitem__(k)
 
     source = as_source(Slow(12, 11))
-    batch = fetch_in_time(source, np.arange(10), Reading("stop", timeout_s=0.9))
+    batch, _ = fetch_in_time(source, np.arange(10), Reading("stop", timeout_s=0.9))
     assert batch["input_ids"][:, 0].tolist() == list(range(10))
     with pytest.raises(TrainingError, match="sample 11 of Slow cannot be read: OSError"):
         fetch_in_time(source, np.arange(10, 12), AS_USUAL)

@@ -189,7 +189,9 @@ def test_samples_that_cannot_be_read_stop_the_run_or_are_counted(tmp_path):
     bad = [int((read[:, own] % 10 == 9).sum()) for own in (range(4), range(4, 6), range(6, 8))]
     assert [device["skipped"] for device in done.json()["devices"]] == bad and sum(bad)
     told = " ".join(done.err.split())
-    assert told.count(f"others took their places: {bad[0]} of rank 0 (device 'big-0'") == 1
+    assert (
+        told.count(f"could not be read, and were skipped: {bad[0]} of rank 0 (device 'big-0'") == 1
+    )
     with pytest.raises(TrainingError, match=r"sample \d*9 of .* cannot be read: OSError: a bad"):
         train(job, "data.bad_samples=stop", f"output={tmp_path / 'other'}", plan=plan)
 
@@ -205,8 +207,13 @@ def test_bad_samples_are_skipped_in_all_that_a_run_does(tmp_path):
         evaluation={"every_steps": 1},
         steps=2,
     )
-    assert len(train(job).losses) == 2
+    summary = train(job)
+    assert len(summary.losses) == 2
     assert len(metrics(tmp_path / "run", "evaluation")) == 2
+    trained = GlobalOrder(52, 0).span(0, 2 * 8)
+    bad = int((trained % 10 == 9).sum() + (trained == 0).sum())
+    # The first batch of the held-out samples, 52 to 59, has one in each evaluation.
+    assert [device["skipped"] for device in summary.devices] == [bad + 1]
     with pytest.raises(TrainingError, match="sample 0 of toys:damaged_tokens cannot be read"):
         Pipeline.of_file(job, ["data.bad_samples=stop"], debug=False).profile(fresh=True)
 

@@ -14,8 +14,9 @@ import torch
 
 from gpumix.data.arena import Arena
 from gpumix.data.course import Part
-from gpumix.data.fetch import Chunk, Skipped
+from gpumix.data.fetch import Chunk
 from gpumix.data.layout import Batch, Layout
+from gpumix.data.reading import Skipped
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ class Ahead:
             ]
             self.parts[run.start] = own[0] if len(own) == 1 else concatenated(own)
             indices = set(self.part.indices[run.start : run.stop].tolist())
-            self.skipped[run.start] = tuple(one for one in bad if one.index in indices)
+            self.skipped[run.start] = tuple(one for one in bad if one.of in indices)
 
     def _memory(self) -> Batch | None:
         """What its rows were written into, which is lent from here on; None if all came in parts.

@@ -21,7 +21,7 @@ import torch
 
 from gpumix.data import draws
 from gpumix.data.arena import Arena
-from gpumix.data.fetch import Chunk, Fetched, Skipped, clocked
+from gpumix.data.fetch import Chunk, Fetched, clocked
 from gpumix.data.host import keep_freed_memory
 from gpumix.data.layout import Batch, Layout
 from gpumix.data.nursery import Inbox, Nursery, Worker, picklable, sent
@@ -534,4 +534,4 @@ def _written(values: Batch, target: Batch | None) -> bool:
     return True
 
 
-__all__ = ["Crew", "Done", "Kind", "Place", "Processes", "Skipped", "Threads"]
+__all__ = ["Crew", "Done", "Kind", "Place", "Processes", "Threads"]

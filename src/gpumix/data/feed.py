@@ -19,9 +19,9 @@ from gpumix.data.ahead import Ahead
 from gpumix.data.arena import Arena
 from gpumix.data.course import NO_INDICES, Part
 from gpumix.data.crew import LOOK_S, Crew, Kind, Place, Processes, Threads
-from gpumix.data.fetch import Chunk, Cost, Fetched, Skipped
+from gpumix.data.fetch import Chunk, Cost, Fetched
 from gpumix.data.layout import Batch, Layout
-from gpumix.data.reading import BadSamples, StuckError
+from gpumix.data.reading import BadSamples, Skipped, StuckError
 from gpumix.data.rows import Source
 from gpumix.hardware.memory import host_memory
 from gpumix.spec.errors import InputError, MachineError

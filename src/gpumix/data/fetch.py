@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -22,10 +22,12 @@ from gpumix.data.reading import (
     SEVERAL,
     BadSamples,
     Reading,
+    Skipped,
     StuckError,
     failed_at,
     in_time,
     none_failed,
+    skipping,
 )
 from gpumix.data.rows import Source
 from gpumix.spec.errors import (
@@ -72,15 +74,6 @@ class Chunk:
     @property
     def rows(self) -> slice:
         return slice(self.start, self.start + len(self.indices))
-
-
-@dataclass(frozen=True)
-class Skipped:
-    """A sample that could not be read, and the one in its place."""
-
-    index: int
-    instead: int
-    why: str
 
 
 @dataclass(frozen=True)
@@ -139,7 +132,7 @@ def fetch(
     if target is not None:
         read = partial(source.rows_into, target=target)
     try:
-        return read(indices), ()
+        return _read(read, indices, indices, bad_samples)
     except DataChangedError:
         raise
     except FAILURES as error:
@@ -148,16 +141,29 @@ def fetch(
         taken, skipped = _one_by_one(source, indices, bad_samples)
         none_failed()
         try:
-            return read(taken), skipped
+            batch, lacking = _read(read, taken, indices, bad_samples)
+            return batch, skipped + lacking
         except GpumixError:
             raise
         except FAILURES as again:
             raise _after_all(source, indices, again) from error
 
 
+def _read(
+    read: Callable[[np.ndarray], Batch],
+    indices: np.ndarray,
+    asked: np.ndarray,
+    bad_samples: BadSamples,
+) -> tuple[Batch, tuple[Skipped, ...]]:
+    """Rows, some in the places of those that were asked for; and what rows lack."""
+    with skipping(bad_samples) as lacking:
+        batch = read(indices)
+    return batch, tuple(replace(one, of=int(asked[row])) for row, one in lacking)
+
+
 def _after_all(source: Source, indices: np.ndarray, again: BaseException) -> TrainingError:
     """What samples are told that failed together, each by itself did not, and now they do again."""
-    number, said = failed_at(), _first_line(again)
+    number, said = failed_at(), first_line_of(again)
     several = f"{len(indices)} samples of {source.name}"
     each = f"each by itself can be read; the first is sample {source.number(int(indices[0]))}"
     if number == NO_SAMPLE:
@@ -177,20 +183,23 @@ def _one_by_one(
     """After an error: find whose it is; the samples to take. What does not happen again is over."""
     taken, skipped = indices.copy(), []
     for place, index in enumerate(indices.tolist()):
-        with draws.only(place):
+        with draws.only(place), skipping(bad_samples) as lacking:
             problem = _problem(source, index)
             if problem is None:
                 continue
             if bad_samples == "stop":
                 raise in_words(source.name, source.number(index), problem)
-            taken[place] = _instead(source, index, problem)
-        skipped.append(Skipped(index, int(taken[place]), _first_line(problem)))
+            # Of a pack it is told what is bad in it.
+            parts = [replace(one, of=index) for _, one in lacking]
+            taken[place] = other = _instead(source, index, problem)
+        number, instead = source.number(index), source.number(other)
+        skipped += parts or [Skipped(number, instead, first_line_of(problem), index)]
     return taken, tuple(skipped)
 
 
 def fetch_in_time(
     source: Source, indices: np.ndarray, reading: Reading, *, specimen: bool = False
-) -> Batch:
+) -> tuple[Batch, tuple[Skipped, ...]]:
     """As `fetch`, for a thread that must not get stuck, and waits: what samples draw at random goes
     by their numbers.
 
@@ -198,9 +207,7 @@ def fetch_in_time(
         StuckError: a sample does not come.
     """
 
-    def read() -> Batch:
-        return fetch(source, indices, reading.bad_samples, specimen=specimen)[0]
-
+    read = partial(fetch, source, indices, reading.bad_samples, specimen=specimen)
     return _undisturbed(read, seeds_by_number(indices).tolist(), source.name, reading)
 
 
@@ -293,7 +300,7 @@ def _none_instead(name: str, index: int, problem: BaseException, tried: int) -> 
         f"sample {index} of {name} cannot be read, and {tried} that could take its place cannot "
         "either",
         where=_place(problem),
-        why=_first_line(problem),
+        why=first_line_of(problem),
         fix="look at the dataset: most of it is bad",
     )
     found.__cause__ = problem
@@ -315,7 +322,7 @@ def in_words(name: str, index: int, error: BaseException) -> GpumixError:
     if isinstance(error, GpumixError):
         return error
     found = TrainingError(
-        f"sample {index} of {name} cannot be read: {_first_line(error)}",
+        f"sample {index} of {name} cannot be read: {first_line_of(error)}",
         where=_place(error),
         fix=fix,
     )
@@ -323,7 +330,7 @@ def in_words(name: str, index: int, error: BaseException) -> GpumixError:
     return found
 
 
-def _first_line(error: BaseException) -> str:
+def first_line_of(error: BaseException) -> str:
     return first_line(error) if isinstance(error, GpumixError) else in_a_line(error)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -23,13 +23,13 @@ from gpumix.data.copies import Copies, CopyStream
 from gpumix.data.course import AS_THEY_COME, NO_INDICES, ByLength, Course, mark_of
 from gpumix.data.crew import Kind
 from gpumix.data.feed import Feed
-from gpumix.data.fetch import Cost, Skipped, fetch_in_time
+from gpumix.data.fetch import Cost, fetch_in_time
 from gpumix.data.host import batch_memory_bytes, cores_for
 from gpumix.data.layout import Batch
 from gpumix.data.nursery import can_fork
 from gpumix.data.order import Cursor
 from gpumix.data.pace import pace_of
-from gpumix.data.reading import AS_USUAL, BadSamples, Reading
+from gpumix.data.reading import AS_USUAL, BadSamples, Reading, Skipped
 from gpumix.data.rows import Source
 from gpumix.data.samples import as_source
 from gpumix.data.streams import Form, StreamSource, is_stream
@@ -85,7 +85,8 @@ class Loader(Iterator[Batch]):
         transform: of a stream's sample, in a worker; what costs time belongs here.
         collate: makes a batch of a list of samples, in a worker; default: samples are stacked.
         bad_samples: what happens when a sample cannot be read: the run stops, or another sample,
-            the same in every plan, takes its place (`skipped` tells).
+            the same in every plan, takes its place; a document's pack does without it (`skipped`
+            tells).
         timeout_s: after so long over one part of a batch a worker is stuck, and is replaced. A
             thread cannot be ended: it is left behind, and stops the run where it reads a stream.
         by_length: how samples of unlike length are read, where the dataset knows their lengths.
@@ -375,7 +376,7 @@ class Loader(Iterator[Batch]):
 
     def _tune(self) -> None:
         costs, skipped = self._feed.drain()
-        self._tell(skipped)
+        _record(skipped, self.skipped, self._source.name)
         self._costs += costs
         rows, batch_bytes = len(self.last_indices), self._feed.batch_bytes
         if self._draws and not self._unseen and not self._bounds.draws:
@@ -387,14 +388,18 @@ class Loader(Iterator[Batch]):
             self._feed.set(self._tuner.step(step, self._costs, batch_bytes))
             self._costs = []
 
-    def _tell(self, skipped: list[Skipped]) -> None:
-        for one in skipped:
-            if len(self.skipped) < TOLD:
-                _LOG.warning(
-                    "sample %d of %s cannot be read, sample %d takes its place: %s",
-                    *(one.index, self._source.name, one.instead, one.why),
-                )
-            self.skipped.append(one)
+
+def _record(found: Iterable[Skipped], record: list[Skipped], name: str) -> None:
+    """Samples of the dataset `name` that could not be read; a line is said of the first."""
+    for one in found:
+        if len(record) < TOLD:
+            instead = f"sample {one.instead} takes its place"
+            if one.instead is None:
+                instead = "its pack does without it"
+            _LOG.warning(
+                "sample %d of %s cannot be read, %s: %s", *(one.index, name, instead, one.why)
+            )
+        record.append(one)
 
 
 def _source_of(
@@ -453,6 +458,7 @@ def evaluation_batches(
     batches: int,
     device: torch.device | str = "cpu",
     reading: Reading = AS_USUAL,
+    skipped: list[Skipped] | None = None,
 ) -> Iterator[tuple[Batch, int]]:
     """This rank's share of the first `batches` global batches of `held_out`, in file order, each
     with the number of samples of the whole.
@@ -460,6 +466,10 @@ def evaluation_batches(
     Never wraps: fewer samples give fewer batches, and too few for one batch give one short batch,
     cut in the same proportions (a rank's part of it may have no rows). Every rank gets the same
     number of batches.
+
+    Args:
+        skipped: takes up this rank's samples that cannot be read, where `reading` skips them; those
+            that are in it already, from an evaluation before, no second time.
 
     Raises:
         InputError: the shares are unfit, or nothing is held out.
@@ -473,10 +483,16 @@ def evaluation_batches(
         )
     own = [np.arange(rows.start, rows.stop) for rows in share.rows(total)]
     indices, pin = np.concatenate([NO_INDICES, *own]), pin_device(device)
+    record = [] if skipped is None else skipped
+
+    def batch_at(first: int) -> Batch:
+        batch, found = fetch_in_time(source, first + indices, reading)
+        known = set(record)
+        _record([one for one in found if one not in known], record, source.name)
+        return _pinned(batch, pin)
+
     firsts = range(0, min(batches, len(source) // total) * total, total)
-    return (
-        (_pinned(fetch_in_time(source, first + indices, reading), pin), total) for first in firsts
-    )
+    return ((batch_at(first), total) for first in firsts)
 
 
 def pin_device(device: torch.device | str) -> torch.device | None:

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from gpumix.data import draws
-from gpumix.data.fetch import in_words, problem_at
+from gpumix.data.fetch import FAILURES, first_line_of, in_words, problem_at
 from gpumix.data.first_fit import WINDOW, Packs, first_fit
 from gpumix.data.ragged import IGNORED, LABELS, TOKENS, Ragged, Sample, lengths_needed
+from gpumix.data.reading import Skipped, lacks, skips
 from gpumix.data.rows import Source, digest
 from gpumix.spec.errors import InputError
 
@@ -65,7 +66,9 @@ class PackedDocuments(Source):
     """The samples of `documents` in packs of `documents.longest` tokens: `input_ids`, `labels`,
     `position_ids` and what else a document has for each token, int64[k, L].
 
-    What is left of a pack is padding, a document of its own with labels that do not count.
+    What is left of a pack is padding, a document of its own with labels that do not count. Where
+    bad samples are skipped a pack does without its documents that cannot be read; another pack
+    takes the place of one that has no others.
 
     Args:
         documents: what to pack.
@@ -110,33 +113,59 @@ class PackedDocuments(Source):
         # A document tells keys and dtypes where none is wanted.
         packs = [self.documents_in(int(k)) for k in indices]
         packs = packs or [np.array([self._documents.template])]
-        numbers = np.concatenate(packs)
-        with draws.parts([row for row, pack in enumerate(packs) for _ in pack]):
-            documents = iter(self._checked(numbers, self._read(numbers)))
-        filled = [self._packer.filled([next(documents) for _ in pack]) for pack in packs]
+        rows = np.repeat(np.arange(len(packs)), [len(pack) for pack in packs])
+        with draws.parts(rows.tolist()):
+            documents = self._read(np.concatenate(packs), rows, may_lack=len(indices) > 0)
+        filled = [self._packer.filled(pack) for pack in documents]
         return {
             key: torch.stack([pack[key] for pack in filled])[: len(indices)] for key in filled[0]
         }
 
-    def _read(self, numbers: np.ndarray) -> list[Sample]:
-        """Documents; one that cannot be read is named, for packs have other numbers."""
+    def _read(self, numbers: np.ndarray, rows: np.ndarray, *, may_lack: bool) -> list[list[Sample]]:
+        """The documents of each row. One that cannot be read is named, for packs have other
+        numbers; or its row lacks it, if it may and has others."""
+        caught = FAILURES if skips() else (Exception, SystemExit)
         try:
-            return self._documents.samples(numbers)
-        except (Exception, SystemExit):
-            for place, number in enumerate(numbers.tolist()):
-                with draws.only(place):
-                    problem = problem_at(self._documents.samples, number)
-                if problem is not None:
-                    raise in_words(self.name, number, problem) from problem
-            return self._documents.samples(numbers)  # what does not happen again is over
+            documents = self._documents_at(numbers)
+        except caught:
+            bad = self._bad(numbers)
+            for place, problem in bad.items():
+                if not (may_lack and skips()):
+                    raise in_words(self.name, int(numbers[place]), problem) from problem
+                why = first_line_of(problem)
+                lacks(int(rows[place]), Skipped(int(numbers[place]), None, why))
+            good = [place for place in range(len(numbers)) if place not in bad]
+            for place, problem in bad.items():
+                if rows[place] not in rows[good]:
+                    raise in_words(self.name, int(numbers[place]), problem) from problem
+            rows = rows[good]
+            with draws.parts(good):
+                documents = self._documents_at(numbers[good])  # what does not happen again is over
+        found: list[list[Sample]] = [[] for _ in range(rows[-1] + 1)]
+        for row, document in zip(rows.tolist(), documents, strict=True):
+            found[row].append(document)
+        return found
 
-    def _checked(self, numbers: np.ndarray, documents: list[Sample]) -> list[Sample]:
+    def _bad(self, numbers: np.ndarray) -> dict[int, BaseException]:
+        """Why documents cannot be read, by their places."""
+        found = {}
+        for place, number in enumerate(numbers.tolist()):
+            with draws.only(place):
+                problem = problem_at(self._documents_at, number)
+            if problem is not None:
+                found[place] = problem
+                if not skips():
+                    break
+        return found
+
+    def _documents_at(self, numbers: np.ndarray) -> list[Sample]:
         """Those whose lengths are as they were told."""
+        documents = self._documents.samples(numbers)
         for number, document in zip(numbers.tolist(), documents, strict=True):
-            found = {key: value.shape[:1] for key, value in document.items()}
+            shapes = {key: value.shape[:1] for key, value in document.items()}
             told = int(self._lengths[number])
-            if any(shape != (told,) for shape in found.values()):
-                lengths = ", ".join(f"{len(document[key])} {key}" for key in found if found[key])
+            if any(shape != (told,) for shape in shapes.values()):
+                lengths = ", ".join(f"{len(document[key])} {key}" for key in shapes if shapes[key])
                 raise InputError(
                     f"sample {number} is packed as {told} tokens, and has {lengths}",
                     where="data",

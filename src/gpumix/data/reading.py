@@ -11,7 +11,8 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -52,12 +53,38 @@ class StuckError(TrainingError):
     """A sample never came. Whoever reads it cannot be ended, so no other can take its place."""
 
 
+@dataclass(frozen=True)
+class Skipped:
+    """A sample that could not be read.
+
+    Attributes:
+        index: its number, as whoever made the data counts; of a document that would be packed, its
+            own.
+        instead: the number of the one in its place; None: its pack does without it.
+        of: the index that was asked for: of the sample, or of the pack.
+    """
+
+    index: int
+    instead: int | None
+    why: str
+    of: int = NO_SAMPLE
+
+
 class _Notes(threading.local):
-    """Of one thread: the sample that it reads, and since when; and the last one that failed."""
+    """Of one thread.
+
+    Attributes:
+        at: the sample that it reads, and since when.
+        failed: the last one that it could not read.
+        skips: whether a row may lack what cannot be read of it.
+        skipped: what rows lack, by their places among those that are read; None: nobody asks.
+    """
 
     def __init__(self) -> None:
         self.at: list[float] = [NO_SAMPLE, 0.0]
         self.failed = NO_SAMPLE
+        self.skips = False
+        self.skipped: list[tuple[int, Skipped]] | None = None
 
 
 _notes = _Notes()
@@ -89,6 +116,30 @@ def none_failed() -> None:
 def failed_at() -> int:
     """The sample that this thread could not read last, `SEVERAL`, or `NO_SAMPLE`."""
     return _notes.failed
+
+
+@contextmanager
+def skipping(bad_samples: BadSamples) -> Iterator[list[tuple[int, Skipped]]]:
+    """This thread reads rows, and what cannot be read of one is left out, if bad samples are
+    skipped: the row's place, and what it lacks."""
+    before = _notes.skips, _notes.skipped
+    found: list[tuple[int, Skipped]] = []
+    _notes.skips, _notes.skipped = bad_samples == "skip", found
+    try:
+        yield found
+    finally:
+        _notes.skips, _notes.skipped = before
+
+
+def skips() -> bool:
+    """Whether what cannot be read of a row is to be left out."""
+    return _notes.skips
+
+
+def lacks(row: int, what: Skipped) -> None:
+    """A row that this thread reads lacks a part that cannot be read."""
+    if _notes.skipped is not None:
+        _notes.skipped.append((row, what))
 
 
 def own_notes() -> list[float]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gpumix.data.packed import PackedText
+from gpumix.data.reading import Skipped, lacks
 from gpumix.spec.errors import InputError
 
 T = TypeVar("T")
@@ -118,13 +119,20 @@ class PackedSource(Source):
 
 
 class KeptRows(Source):
-    """Samples that are in memory: tensors with samples in the first dimension."""
+    """Samples that are in memory: tensors with samples in the first dimension.
+
+    Args:
+        skipped: those that could not be read, by their indices, which is told of whoever asks.
+    """
 
     thread_safe = True
 
-    def __init__(self, name: str, rows: dict[str, Tensor]) -> None:
+    def __init__(
+        self, name: str, rows: dict[str, Tensor], skipped: Collection[Skipped] = ()
+    ) -> None:
         self.name = name
         self._rows = rows
+        self._skipped = skipped
 
     @property
     def fingerprint(self) -> str:
@@ -135,6 +143,10 @@ class KeptRows(Source):
         return len(next(iter(self._rows.values())))
 
     def rows(self, indices: np.ndarray) -> dict[str, Tensor]:
+        for row, index in enumerate(np.asarray(indices).tolist()):
+            for one in self._skipped:
+                if one.of == index:
+                    lacks(row, one)
         wanted = torch.from_numpy(np.asarray(indices))
         return {key: value[wanted] for key, value in self._rows.items()}
 

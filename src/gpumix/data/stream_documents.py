@@ -7,7 +7,6 @@ worker.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,18 +23,16 @@ from gpumix.data.order import GlobalOrder
 from gpumix.data.own_samples import check_tokens
 from gpumix.data.packing import Packer
 from gpumix.data.ragged import OF_DECODER, TOKENS, Sample, as_long_as_any, cut_to, padded
-from gpumix.data.reading import AS_USUAL, Reading, begins
+from gpumix.data.reading import AS_USUAL, Reading, Skipped, begins
 from gpumix.data.rows import digest, in_order
 from gpumix.data.samples import tensors_of
-from gpumix.data.streams import Form
+from gpumix.data.streams import Form, Packed
 from gpumix.data.tokenizer import Tokenizer
-from gpumix.spec.errors import InputError
+from gpumix.spec.errors import InputError, first_line
 
 WINDOW = 1024  # documents that are packed together, in all lanes of a stream
 LEAST_WINDOW = 64  # of a lane
 AT_ONCE = 64  # texts that are tokenised by one call
-TOLD = 5  # documents of a pass that are passed over, each in a line
-_LOG = logging.getLogger(__name__)
 
 
 class Kind(Protocol):
@@ -182,27 +179,25 @@ class StreamDocuments:
         *,
         packer: Packer,
         seed: int,
-    ) -> Iterator[Sample]:
-        documents = self._documents(given)
+    ) -> Iterator[Packed]:
+        bad: list[Skipped] = []
+        documents = self._documents(given, bad)
         window, number = max(LEAST_WINDOW, WINDOW // lanes), 0
         left: list[Sample] = []  # in the emptiest pack, which the next window goes on with
         while fresh := list(islice(documents, window)):
             key = key_of(f"gpumix packs {seed} {place} {number}")
             packs = _in_packs(left + fresh, self.longest, key)
             left = packs.pop(min(range(len(packs)), key=lambda k: _tokens(packs[k])))
-            if packs:
-                yield from (
-                    packer.filled(packs[k])
-                    for k in GlobalOrder(len(packs), key).span(0, len(packs))
-                )
+            for k in GlobalOrder(len(packs), key).span(0, len(packs)) if packs else ():
+                yield _filled(packer, packs[k], bad)
             number += 1
         if left:
-            yield packer.filled(left)
+            yield _filled(packer, left, bad)
 
-    def _documents(self, given: Iterator[Any]) -> Iterator[Sample]:
-        """What is packed, in the order of the stream."""
+    def _documents(self, given: Iterator[Any], bad: list[Skipped]) -> Iterator[Sample]:
+        """What is packed, in the order of the stream; what is not is put down in `bad`."""
         keys: set[str] | None = None
-        good = self._good(given)
+        good = self._good(given, bad)
         while some := list(islice(good, AT_ONCE)):
             for document in self.kind.documents(some):
                 keys = keys or set(document)
@@ -214,8 +209,7 @@ class StreamDocuments:
                     )
                 yield from self.kind.parts(document, self.longest)
 
-    def _good(self, given: Iterator[Any]) -> Iterator[Any]:
-        bad = 0
+    def _good(self, given: Iterator[Any], bad: list[Skipped]) -> Iterator[Any]:
         for number, one in enumerate(given):
             begins(number + 1, self.name)  # each may take its time, not a window of them
             try:
@@ -223,11 +217,16 @@ class StreamDocuments:
             except InputError as error:
                 if self.reading.bad_samples == "stop":
                     raise
-                bad += 1
-                if bad <= TOLD:
-                    _LOG.warning("a document of %s is passed over: %s", self.name, error.what)
+                bad.append(Skipped(number, None, first_line(error)))
             else:
                 yield checked
+
+
+def _filled(packer: Packer, documents: Sequence[Sample], bad: list[Skipped]) -> Packed:
+    """A pack, which tells what was bad since the one before."""
+    skipped = tuple(bad)
+    bad.clear()
+    return Packed(packer.filled(documents), skipped)
 
 
 def _tokens(documents: Sequence[Sample]) -> int:

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from gpumix.data import draws
 from gpumix.data.fetch import TRIES, BrokenStreamError, fetch_in_time, readable
 from gpumix.data.layout import Batch
-from gpumix.data.reading import AS_USUAL, Reading, begins, ends
+from gpumix.data.reading import AS_USUAL, Reading, Skipped, begins, ends, lacks
 from gpumix.data.rows import KeptRows, Source, View, by_key, digest
 from gpumix.data.samples import Collate, Stack, collated
 from gpumix.spec.errors import GpumixError, InputError, in_a_line
@@ -38,14 +38,26 @@ ENDLESS = 2**60  # samples: how many there are is not known, and a pass follows 
 
 
 @dataclass(frozen=True)
+class Packed:
+    """A sample that was made of several of those that a stream gives.
+
+    Attributes:
+        skipped: of those between them and the ones before, what could not be read.
+    """
+
+    values: dict[str, Tensor]
+    skipped: tuple[Skipped, ...] = ()
+
+
+@dataclass(frozen=True)
 class Form:
     """What becomes of what a stream gives.
 
     Attributes:
         transform: what a worker makes of each sample of its own.
         collate: makes a batch of samples; None: they are stacked.
-        repack: makes samples of a pass through one of so many lanes, which its number and the
-            lane's tell from the others; all who read the lane do so.
+        repack: makes packs of a pass through one of so many lanes, which its number and the lane's
+            tell from the others; all who read the lane do so.
         specimen: makes a batch of so many samples that takes no less time and memory than any
             other, by the first sample; None: all are alike.
         mark: changes when samples do.
@@ -53,7 +65,7 @@ class Form:
 
     transform: Transform | None = None
     collate: Collate | None = None
-    repack: Callable[[Iterator[Any], int, tuple[int, int]], Iterator[Any]] | None = None
+    repack: Callable[[Iterator[Any], int, tuple[int, int]], Iterator[Packed]] | None = None
     specimen: Callable[[Any, int], Batch] | None = None
     mark: str = ""
 
@@ -168,7 +180,7 @@ class StreamSource(Source):
         if not read:
             return rest, View(self, 0, 0)
         wanted = np.arange(batches * self._lanes * self._of_lane)
-        return rest, KeptRows(self.name, fetch_in_time(self, wanted, self._reading))
+        return rest, KeptRows(self.name, *fetch_in_time(self, wanted, self._reading))
 
     def _learn(self, position: int) -> None:
         """By one sample, what all are like."""
@@ -193,6 +205,10 @@ class StreamSource(Source):
 
     def _sample(self, row: int, position: int) -> Any:
         sample = self._raw(position)
+        if isinstance(sample, Packed):
+            for one in sample.skipped:
+                lacks(row, one)
+            sample = sample.values
         if self._form.transform is not None or self._form.collate is not None:
             sample = _copied(sample)  # what a lane keeps may be asked for again
         if self._form.transform is None:

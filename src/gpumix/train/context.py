@@ -71,7 +71,7 @@ class Context:
     def batch(self, samples: int) -> dict[str, torch.Tensor]:
         """Some batch of so many samples, for measurements."""
         indices = np.arange(samples) % len(self.train_data)
-        return fetch_in_time(self.train_data, indices, self.reading, specimen=True)
+        return fetch_in_time(self.train_data, indices, self.reading, specimen=True)[0]
 
 
 @contextmanager

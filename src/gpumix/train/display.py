@@ -187,4 +187,4 @@ def unread(names: Sequence[str], records: Sequence[RankRecord]) -> str:
     told = [f"{one.skipped} of {name}" for name, one in zip(names, records) if one.skipped]
     if not told:
         return ""
-    return f"samples that could not be read, others took their places: {', '.join(told)}"
+    return f"samples that could not be read, and were skipped: {', '.join(told)}"

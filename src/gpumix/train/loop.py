@@ -382,6 +382,7 @@ class Trainer:
                 batches=self.job.evaluation.batches,
                 device=self.context.runtime.torch_device,
                 reading=self.context.reading,
+                skipped=self._telling.held_out_skipped,
             )
         ]
         self._telling.evaluation(self.step, losses)

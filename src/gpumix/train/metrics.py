@@ -68,10 +68,10 @@ class RankRecord:
     `laid_out_bytes` lie on its device between steps; what `peak_bytes` are more is for samples.
     `shares` say what its steps were spent on, and `starved_share` is set once its device was found
     to stand idle for its data; `input_limit` is what holds that data back, as its loader sees it.
-    `skipped` counts the samples that it could not read so far, `lost_workers` its processes for the
-    data that died or were stuck. `not_copied` is why its state is not copied into memory any more,
-    `saved_in_place` why it waits until its checkpoints are written. MFU and HFU are None where
-    FLOPs or peak are not known.
+    `skipped` counts the samples that it could not read so far, in training each time and in
+    evaluations once; `lost_workers` its processes for the data that died or were stuck.
+    `not_copied` is why its state is not copied into memory any more, `saved_in_place` why it waits
+    until its checkpoints are written. MFU and HFU are None where FLOPs or peak are not known.
     """
 
     device: str

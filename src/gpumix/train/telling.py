@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from gpumix.data.loader import Loader
+from gpumix.data.reading import Skipped
 from gpumix.engine.engine import Engine
 from gpumix.engine.record import Recording
 from gpumix.spec.units import show_seconds
@@ -40,6 +41,7 @@ class Telling:
 
     Attributes:
         records: how each rank did, since that was exchanged before; `classes` by device class.
+        held_out_skipped: this rank's samples that evaluations could not read.
 
     Args:
         begun_at: the step that the run goes on from.
@@ -60,6 +62,7 @@ class Telling:
         self._keeping, self._watch, self._taken = keeping, watch, taken
         self.records: list[RankRecord] = []
         self.classes: list[ClassRecord] = []
+        self.held_out_skipped: list[Skipped] = []
         self._log = RunLog(context.job.output, engine.plan, context.job.steps, done=begun_at)
         self._display: Display | None = None
         self._told_of_copies = self._told_of_disk = self._told_of_waiting = False
@@ -178,7 +181,7 @@ class Telling:
             shares=watched.shares(),
             starved_share=self._watch.starvation.share,
             input_limit=self._loader.limit,
-            skipped=len(self._loader.skipped),
+            skipped=self._skipped,
             lost_workers=self._loader.lost_workers,
             not_copied=self._keeping.not_copied,
             saved_in_place=self._keeping.saved_in_place,
@@ -194,20 +197,25 @@ class Telling:
                 self.say(input_bound(names, self.records))
             self.copies(first_of(names, (one.not_copied for one in self.records)))
             self._saves_in_place(first_of(names, (one.saved_in_place for one in self.records)))
-            missed = unread(names, self.records)
-            if missed and step == self._context.job.steps:
-                self._display.say(missed)
 
     def of_all_steps(self) -> None:
         """Collective: make the records those of the whole run, if there are any."""
         if self.records:
             mine = self.records[self._context.ranks.rank]
             speed = self._speed(self._taken.counting)
-            self._gather(replace(mine, shares=self._spent.shares(), **speed))
+            spent, skipped = self._spent.shares(), self._skipped
+            self._gather(replace(mine, shares=spent, skipped=skipped, **speed))
+        missed = unread(self._context.ranks.names, self.records)
+        if missed and self._display is not None:
+            self._display.say(missed)
 
     def not_of_steps(self, sent_bytes: int) -> None:
         """So much was sent beside the steps, and counts for none."""
         self._sent_before += sent_bytes
+
+    @property
+    def _skipped(self) -> int:
+        return len(self._loader.skipped) + len(self.held_out_skipped)
 
     def _speed(self, last: int) -> dict[str, Any]:
         return self._taken.speed(self._engine.plan, self._context.ranks.rank, last)._asdict()
