@@ -147,11 +147,14 @@ def _data() -> dict[str, Data]:
 
 
 def _of_lanes(count: int) -> np.ndarray:
-    """Each shard has so many rows of a batch."""
-    own = BATCH // Shards.num_shards
+    """Each lane has so many rows of a batch, and reads its own shard first."""
+    own, shards = BATCH // Shards.num_shards, Shards.num_shards
+    in_turn = [[(lane + aside) % shards for aside in (0, 1, -1, 2)] for lane in range(shards)]
     lanes = [
-        np.resize(np.arange(lane, SAMPLES, Shards.num_shards), own * STEPS).reshape(STEPS, own)
-        for lane in range(Shards.num_shards)
+        np.resize(
+            np.concatenate([np.arange(shard, SAMPLES, shards) for shard in turns]), own * STEPS
+        ).reshape(STEPS, own)
+        for turns in in_turn
     ]
     return np.concatenate(lanes, axis=1).reshape(count)
 

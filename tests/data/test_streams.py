@@ -225,6 +225,79 @@ def test_all_samples_of_shards_come_equally_often(shards, batch):
     assert len(times) == 10 * shards and max(times.values()) - min(times.values()) <= 1
 
 
+class Shards:
+    """Sample k of shard s is 1000 s + k; shards are of unlike sizes."""
+
+    def __init__(self, *sizes: int, only: int | None = None) -> None:
+        self.sizes, self.only, self.num_shards = sizes, only, len(sizes)
+
+    def shard(self, *, num_shards: int, index: int) -> Shards:
+        assert num_shards == self.num_shards, "each is a lane"
+        return Shards(*self.sizes, only=index)
+
+    def __iter__(self) -> Iterator[dict[str, int]]:
+        assert self.only is not None, "it is read by lanes"
+        yield from ({"k": 1000 * self.only + k} for k in range(self.sizes[self.only]))
+
+
+@pytest.mark.parametrize("sizes", [(10, 100, 100, 100), (30, 0, 50, 1), (7, 13, 0, 0)])
+def test_of_shards_of_unlike_sizes_too_all_samples_come_equally_often(sizes):
+    """A lane reads its own first, then those of the others, all of them before any comes again."""
+    total = sum(sizes)
+    found = steps_of(Shards(*sizes), [4], 2 * total)
+    samples = {1000 * s + k for s, size in enumerate(sizes) for k in range(size)}
+    for lane in zip(*found):
+        assert len(set(lane[:total])) == total and lane[total:] == lane[:total]
+    times: Counter[int] = Counter()
+    for step, batch in enumerate(found, 1):
+        times.update(batch)
+        most, least = max(times.values()), min(times[k] for k in samples)
+        assert most - least <= len(sizes)
+        assert step % total or (most == least and set(times) == samples)
+
+
+@pytest.mark.parametrize("shards", [2, 4, 8])
+def test_lanes_that_meet_at_a_shard_do_not_go_on_to_the_same_one(shards):
+    """Else one of them would go on repeating what the other one reads."""
+    found = steps_of(Shards(*[1] * shards), [shards], shards)
+    assert all(len(set(step)) == shards for step in found)
+    assert all(len(set(lane)) == shards for lane in zip(*found))
+    after = Counter(pair for lane in zip(*found) for pair in itertools.pairwise(lane))
+    assert set(after.values()) == {1}
+
+
+def test_streamed_datasets_of_unlike_shards_come_equally_often():
+    datasets = pytest.importorskip("datasets")
+
+    def of(sizes: list[tuple[int, int]]) -> Iterator[dict[str, int]]:
+        for shard, size in sizes:
+            yield from ({"k": 1000 * shard + k} for k in range(size))
+
+    sizes = [(0, 2), (1, 30), (2, 0), (3, 9)]
+    stream = datasets.IterableDataset.from_generator(of, gen_kwargs={"sizes": sizes})
+    found = steps_of(stream, [4], 2 * 41)
+    times = Counter(k for step in found for k in step)
+    assert len(times) == 41 and set(times.values()) == {8}
+
+
+@pytest.mark.parametrize("given", [{"workers": 0}, {"kind": "processes", "workers": 2}])
+@pytest.mark.parametrize("cut", [[8], [2, 0, 5, 1], [3, 3, 1, 1]])
+def test_shards_of_unlike_sizes_come_in_one_order(cut, given):
+    """Whoever reads them, and after a resume."""
+    stream = Shards(3, 20, 0, 11)
+    expected = steps_of(stream, [8], 40)
+    assert steps_of(stream, cut, 40, **given) == expected
+    with Loader(stream, [8], 0) as loader:
+        states = []
+        for _ in range(25):
+            next(loader)
+            states.append(loader.state_dict())
+    for step in (2, 13, 24):
+        with Loader(stream, [8], 0, **given) as loader:
+            loader.load_state_dict(states[step])
+            assert [next(loader)["k"].tolist() for _ in range(5)] == expected[step + 1 : step + 6]
+
+
 def test_of_many_shards_a_lane_may_have_one_more():
     assert _lanes_of(sharded(103), 8) == 8 and _lanes_of(sharded(79), 8) == 4
 
@@ -265,7 +338,21 @@ def test_the_first_batches_of_each_pass_are_held_out(shards):
     per_pass = 10 * shards - 6
     found = [train.rows(np.array([p]))["k"].item() for p in range(2 * per_pass)]
     assert not held & set(found)
-    assert found == 2 * [whole.rows(np.array([6 + p]))["k"].item() for p in range(per_pass)]
+    left = [whole.rows(np.array([6 + p]))["k"].item() for p in range(per_pass)]
+    assert found[:per_pass] == left and sorted(found[per_pass:]) == sorted(left)
+
+
+def test_shards_that_are_all_held_out_are_passed_over():
+    """Who evaluates goes on in others, to what is held out there too."""
+    whole = StreamSource(Shards(2, 10, 0, 7), "mine", 4)
+    train, held_out = whole.split(3, read=True)
+    held = set(held_out.rows(np.arange(12))["k"].tolist())
+    assert held == {0, 1, *range(1000, 1003), *range(3000, 3003)}
+    found = train.rows(np.arange(4 * 11))["k"].reshape(11, 4).T.tolist()
+    left = [*range(1003, 1010), *range(3003, 3007)]
+    assert all(sorted(lane) == left for lane in found)
+    with pytest.raises(InputError, match="nothing of the stream is left to train on"):
+        whole.split(10, read=False)
 
 
 def test_a_specimen_reads_nothing():

@@ -3,8 +3,10 @@ functions that make generators, generators.
 
 Nothing of a stream can be asked for by its number, so each worker reads what comes before and
 drops what is not its own; what costs time is better left to `transform`, which only a worker's own
-samples go through. A stream of several shards has as many *lanes* as divide a global batch: rows of
-a batch belong to lanes, and a worker opens those alone whose rows it is asked for.
+samples go through. A stream of several shards has as many *lanes* as divide a global batch, and as
+many parts: rows of a batch belong to lanes, and a worker opens those alone whose rows it is asked
+for. A lane reads its own part, then those of all others: these may be of unlike sizes, and no
+sample comes again in a lane before all others did.
 """
 
 from __future__ import annotations
@@ -56,8 +58,8 @@ class Form:
     Attributes:
         transform: what a worker makes of each sample of its own.
         collate: makes a batch of samples; None: they are stacked.
-        repack: makes packs of a pass through one of so many lanes, which its number and the lane's
-            tell from the others; all who read the lane do so.
+        repack: makes packs of a pass through one of so many parts, which its number and the part's
+            tell from the others; all who read that lane do so.
         specimen: makes a batch of so many samples that takes no less time and memory than any
             other, by the first sample; None: all are alike.
         mark: changes when samples do.
@@ -223,8 +225,9 @@ class StreamSource(Source):
         lane, place = divmod(row, self._of_lane)
         if lane not in self._open:
             self._open[lane] = _Lane(
-                lambda epoch: islice(self._begun(lane, epoch), self._passed_over, None),
+                lambda epoch: self._begun(part_of(lane, epoch, self._lanes), epoch),
                 self.name,
+                parts=self._lanes,
                 once=self.once,
                 passed_over=self._passed_over,
                 before=partial(self._before, draws.mixed(self._key, lane)),
@@ -236,18 +239,18 @@ class StreamSource(Source):
         if self._stream_draws:
             draws.begin_with(draws.mixed(key, place))
 
-    def _begun(self, lane: int, epoch: int) -> Iterator[Any]:
-        """The samples of a pass through a lane."""
-        given = self._given(lane, epoch)
-        if self._form.repack is None:
-            return given
-        return self._form.repack(given, self._lanes, (epoch, lane))
+    def _begun(self, part: int, epoch: int) -> Iterator[Any]:
+        """The samples of a pass through a part, but for what is held out."""
+        given = self._given(part, epoch)
+        if self._form.repack is not None:
+            given = self._form.repack(given, self._lanes, (epoch, part))
+        return islice(given, self._passed_over, None)
 
-    def _given(self, lane: int, epoch: int) -> Iterator[Any]:
+    def _given(self, part: int, epoch: int) -> Iterator[Any]:
         """What the stream gives."""
         stream = self._stream
         if self._lanes > 1:
-            stream = stream.shard(num_shards=self._lanes, index=lane)
+            stream = stream.shard(num_shards=self._lanes, index=part)
         if hasattr(stream, "set_epoch"):
             stream.set_epoch(epoch)
         if hasattr(stream, "__iter__"):
@@ -256,12 +259,14 @@ class StreamSource(Source):
 
 
 class _Lane:
-    """A stream that is read forwards; and again from its beginning, if need be. What it gave last
-    is kept, for if one sample of a batch is bad all of them are asked for once more.
+    """What is read forwards, pass after pass, through one part of the stream after the other; and
+    again from its beginning, if need be. What it gave last is kept, for if one sample of a batch is
+    bad all of them are asked for once more.
 
     Args:
-        begin: a pass, by its number.
-        once: there is only one.
+        begin: a pass through a part, by its number.
+        parts: how many there are: passes that give nothing, one behind the other, at most.
+        once: there is only one pass.
         passed_over: samples that each lacks at its beginning.
         before: is told the place of each sample that is read next.
     """
@@ -271,16 +276,17 @@ class _Lane:
         begin: Callable[[int], Iterator[Any]],
         name: str,
         *,
+        parts: int,
         once: bool,
         passed_over: int,
         before: Callable[[int], None],
     ) -> None:
         self._begin, self._name, self._once = begin, name, once
-        self._passed_over = passed_over
+        self._parts, self._passed_over = parts, passed_over
         self._before = before
         before(0)  # a pass may draw when it is begun
         self._passes = begin(0)
-        self._epoch, self._next, self._of_pass = 0, 0, 0
+        self._epoch, self._next, self._of_pass, self._bare = 0, 0, 0, 0
         self._kept: dict[int, Any] = {}
         self._broken: Exception | None = None
 
@@ -299,8 +305,8 @@ class _Lane:
                     fix="give a function that makes it: Loader(make, ...), not Loader(make(), ...)",
                 )
             self._before(0)
-            self._passes, self._epoch, self._next, self._of_pass = self._begin(0), 0, 0, 0
-            self._broken = None
+            self._passes, self._broken = self._begin(0), None
+            self._epoch, self._next, self._of_pass, self._bare = 0, 0, 0, 0
         try:
             while self._next <= place:
                 begins(self._next, self._name)
@@ -332,7 +338,8 @@ class _Lane:
             return sample
 
     def _begin_again(self) -> None:
-        if not self._of_pass and self._passed_over:
+        self._bare = 0 if self._of_pass else self._bare + 1
+        if self._bare == self._parts and self._passed_over:
             raise InputError(
                 "nothing of the stream is left to train on",
                 where=self._name,
@@ -340,7 +347,7 @@ class _Lane:
                 "held out for evaluation",
                 fix="give more samples, lower evaluation.batches, or set data.held_out to 0",
             )
-        if not self._of_pass:
+        if self._bare == self._parts:
             raise InputError("the stream is empty", where=self._name)
         if self._once:
             raise InputError(
@@ -385,9 +392,20 @@ def is_stream(dataset: Any) -> bool:
     return hasattr(dataset, "__iter__") or (callable(dataset) and not isinstance(dataset, type))
 
 
+def part_of(lane: int, epoch: int, lanes: int) -> int:
+    """The part that a lane reads in a pass: in each pass another lane's, and in so many passes all.
+
+    Where two lanes meet at one part, for others were short, they part again behind it: by turns to
+    either side none follows another (if there is an even number; a Williams design).
+    """
+    turn = epoch % lanes
+    aside = (turn + 1) // 2
+    return (lane + aside if turn % 2 else lane - aside) % lanes
+
+
 def _lanes_of(stream: Any, global_batch: int) -> int:
     """As many as there are shards for, of those that divide a global batch evenly, and the shards:
-    samples of a lane with fewer of these come more often than others."""
+    a lane with fewer of these goes on to those of the next one sooner."""
     shards = getattr(stream, "num_shards", None) or getattr(stream, "n_shards", None) or 1
     if not hasattr(stream, "shard") or not isinstance(shards, int):
         return 1
