@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from gpumix.data.course import NO_INDICES
 from gpumix.data.loader import Loader
 from gpumix.data.reading import Reading
 from gpumix.data.rows import Source
@@ -305,6 +306,17 @@ def texts(count=300):
 def tokens():
     for k in range(100):
         yield {"input_ids": [k] * (k % 20 + 1)}
+
+class Unknown:
+    lengths = [3] * 100
+    def __len__(self):
+        return 100
+    def __getitem__(self, k):
+        last = 300 if k in (0, 17, 60) else k
+        return {"input_ids": [k, k, last], "labels": [k, -100, k if k != 23 else -1]}
+
+def unknown_stream():
+    yield from (Unknown()[k] for k in range(100))
 """
 
 
@@ -322,6 +334,23 @@ def opened(folder: Path, task: str = "causal-lm", **data: Any) -> tuple[Source, 
         }
     )
     return open_data(job, folder, folder / "cache", vocabulary=300)
+
+
+@pytest.mark.parametrize("factory", ["Unknown", "unknown_stream"])
+def test_a_pack_does_without_documents_of_tokens_that_the_model_does_not_know(tmp_path, factory):
+    """Which are told by their own numbers, not by those of packs."""
+    given = {"factory": factory, "packing": "documents", "held_out": 0}
+    train, _ = opened(tmp_path, **given, bad_samples="skip")
+    assert len(train.rows(NO_INDICES)["input_ids"]) == 0
+    bad, per_pack = {0, 17, 23, 60}, LENGTH // 3
+    packs = 100 // per_pack if factory == "Unknown" else -(-96 // per_pack)
+    with Loader(train, [packs], 0, bad_samples="skip") as loader:
+        tokens = next(loader)["input_ids"]
+        found = {int(row[3 * k]) for row in tokens for k in range(per_pack)}
+        assert found | {0} == set(range(100)) - bad | {0}
+        assert {one.index: one.instead for one in loader.skipped} == dict.fromkeys(bad)
+    with pytest.raises(InputError, match=r"(sample|document) 0 holds token 300, the model knows 0"):
+        opened(tmp_path, **given)
 
 
 @pytest.mark.parametrize("packing", ["documents", "none"])

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from gpumix.data.rows import IGNORED, Source
+from gpumix.data.fetch import readable
+from gpumix.data.reading import AS_USUAL, Reading
+from gpumix.data.rows import IGNORED, Source, check_known
 from gpumix.spec.errors import InputError
 
 TOKENS, LABELS, MASK = "input_ids", "labels", "attention_mask"
@@ -56,6 +58,50 @@ class Ragged(Source):
     def specimen(self, indices: np.ndarray) -> dict[str, Tensor]:
         sample = self.samples(np.array([self.template]))[0]
         return as_long_as_any(sample, len(indices), self.longest)
+
+
+class KnownDocuments(Ragged):
+    """The samples of another source, each of which the model must know by itself: what is packed of
+    them has other numbers. See `KnownTokens`."""
+
+    def __init__(self, whole: Ragged, vocabulary: int, *, reading: Reading = AS_USUAL) -> None:
+        super().__init__(longest=whole.longest, pad_token=whole.pad_token)
+        self.name = whole.name
+        self._whole, self._vocabulary = whole, vocabulary
+        self.template = readable(
+            lambda index: self.samples(np.array([index])), len(self), self.name, reading
+        )
+
+    @property
+    def draws(self) -> bool:
+        return self._whole.draws
+
+    @property
+    def fingerprint(self) -> str:
+        return self._whole.fingerprint
+
+    @property
+    def lengths(self) -> np.ndarray | None:
+        return self._whole.lengths
+
+    def __len__(self) -> int:
+        return len(self._whole)
+
+    def number(self, index: int) -> int:
+        return self._whole.number(index)
+
+    def samples(self, indices: np.ndarray) -> list[Sample]:
+        found = self._whole.samples(indices)
+        for index, sample in zip(indices.tolist(), found, strict=True):
+            check_document(sample, self._vocabulary, f"sample {self.number(index)}", self.name)
+        return found
+
+
+def check_document(sample: Sample, vocabulary: int, what: str, name: str) -> None:
+    """As `check_known`, its tokens and its labels."""
+    for key in (TOKENS, LABELS):
+        if key in sample:
+            check_known(key, sample[key].long(), vocabulary, what=what, name=name)
 
 
 def padded(samples: Sequence[Sample], pad_token: int) -> dict[str, Tensor]:

@@ -254,24 +254,41 @@ class KnownTokens(DerivedSource):
                 fix=f"make them as long as input_ids, {IGNORED} where nothing is to be learnt",
             )
         values = values.long()
-        unknown = (values < 0) | (values >= self._vocabulary)
-        if key == "labels":
-            unknown &= values != IGNORED
+        unknown = _unknown(key, values, self._vocabulary)
         if unknown.any():
             row = int(unknown.any(1).nonzero()[0])
-            what = "token" if key == "input_ids" else "label"
-            first = int(values[row][unknown[row]][0])
-            raise InputError(
-                f"{self._some(indices[row:])} holds {what} {first}, the model "
-                f"knows 0 to {self._vocabulary - 1}",
-                where=self.name,
-                fix="raise vocab_size of model.config, or make the samples with the model's own "
-                "tokenizer",
-            )
+            what = self._some(indices[row:])
+            check_known(key, values[row], self._vocabulary, what=what, name=self.name)
         return values
 
     def _some(self, indices: np.ndarray) -> str:
         return f"sample {self.number(int(indices[0]))}" if len(indices) else "each sample"
+
+
+def check_known(key: str, values: Tensor, vocabulary: int, *, what: str, name: str) -> None:
+    """
+    Args:
+        key: `input_ids` or `labels`; `values`: those of one sample.
+        what: to call the sample, `name` the dataset, in errors.
+
+    Raises:
+        InputError: a model of this vocabulary does not know them all.
+    """
+    unknown = _unknown(key, values, vocabulary)
+    if unknown.any():
+        one = "token" if key == "input_ids" else "label"
+        raise InputError(
+            f"{what} holds {one} {int(values[unknown][0])}, the model knows 0 to {vocabulary - 1}",
+            where=name,
+            fix="raise vocab_size of model.config, or make the samples with the model's own "
+            "tokenizer",
+        )
+
+
+def _unknown(key: str, values: Tensor, vocabulary: int) -> Tensor:
+    """Which are none of the vocabulary's."""
+    unknown = (values < 0) | (values >= vocabulary)
+    return unknown & (values != IGNORED) if key == "labels" else unknown
 
 
 class View(DerivedSource):

@@ -16,7 +16,7 @@ from gpumix.data.on_the_fly import TokenizedTexts
 from gpumix.data.own_samples import OwnSamples
 from gpumix.data.packed import PackedText
 from gpumix.data.packing import PackedDocuments
-from gpumix.data.ragged import Ragged, declared_lengths, lengths_needed
+from gpumix.data.ragged import KnownDocuments, Ragged, declared_lengths, lengths_needed
 from gpumix.data.reading import Reading
 from gpumix.data.rows import (
     KnownTokens,
@@ -52,7 +52,7 @@ def open_data(
         InputError: the data is missing, unfit, or too little for one sample.
         MachineError: a package is missing, or the cache cannot be written.
     """
-    opened = _Opened(job, folder, cache)
+    opened = _Opened(job, folder, cache, vocabulary)
     whole = opened.whole() if job.data.packing == "concatenate" else opened.from_documents()
     if opened.is_text and job.model.task != "causal-lm":
         raise InputError(
@@ -87,8 +87,9 @@ class _Opened:
             own takes is its own affair, and a decoder has tokens of its own.
     """
 
-    def __init__(self, job: Job, folder: Path, cache: Path) -> None:
+    def __init__(self, job: Job, folder: Path, cache: Path, vocabulary: int | None) -> None:
         self._job = job
+        self._vocabulary = vocabulary
         self._folder = folder
         self._cache = cache
         self._length = job.sequence_length
@@ -124,6 +125,8 @@ class _Opened:
                 lengths_needed(documents, "data.bucketing", "leave it out")
             return documents
         predicts_next = self._predicts_next()
+        if self._vocabulary is not None and not self.is_text:
+            documents = KnownDocuments(documents, self._vocabulary, reading=self._reading)
         return PackedDocuments(documents, seed=self._job.seed, predicts_next=predicts_next)
 
     def _from_stream(self, stream: Any) -> StreamSource:
@@ -143,7 +146,8 @@ class _Opened:
             if self.is_text
             else OwnTokens(aligned=self.aligned)
         )
-        documents = StreamDocuments(data.factory, kind, self._length, self._reading)
+        vocabulary = None if self.is_text else self._vocabulary
+        documents = StreamDocuments(data.factory, kind, self._length, self._reading, vocabulary)
         if data.packing == "none":
             return self._stream(stream, documents.padded())
         form = documents.packed(seed=job.seed, predicts_next=self._predicts_next())

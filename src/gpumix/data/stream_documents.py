@@ -22,7 +22,15 @@ from gpumix.data.on_the_fly import text_of, tokens_of
 from gpumix.data.order import GlobalOrder
 from gpumix.data.own_samples import check_tokens
 from gpumix.data.packing import Packer
-from gpumix.data.ragged import OF_DECODER, TOKENS, Sample, as_long_as_any, cut_to, padded
+from gpumix.data.ragged import (
+    OF_DECODER,
+    TOKENS,
+    Sample,
+    as_long_as_any,
+    check_document,
+    cut_to,
+    padded,
+)
 from gpumix.data.reading import AS_USUAL, Reading, Skipped, begins
 from gpumix.data.rows import digest, in_order
 from gpumix.data.samples import tensors_of
@@ -133,12 +141,14 @@ class StreamDocuments:
         kind: what it gives.
         longest: tokens of a sample.
         reading: whether documents that are none are passed over.
+        vocabulary: of the model, which must know what is packed of each; None: that is seen later.
     """
 
     name: str
     kind: Kind
     longest: int
     reading: Reading = AS_USUAL
+    vocabulary: int | None = None
 
     def padded(self) -> Form:
         """Each a sample, padded to the longest of its batch; made of its own by each worker."""
@@ -212,14 +222,23 @@ class StreamDocuments:
     def _good(self, given: Iterator[Any], bad: list[Skipped]) -> Iterator[Any]:
         for number, one in enumerate(given):
             begins(number + 1, self.name)  # each may take its time, not a window of them
+            what = f"document {number}"
             try:
-                checked = self.kind.checked(one, f"document {number}", self.name)
+                checked = self.kind.checked(one, what, self.name)
+                self._check_known(checked, what)
             except InputError as error:
                 if self.reading.bad_samples == "stop":
                     raise
                 bad.append(Skipped(number, None, first_line(error)))
             else:
                 yield checked
+
+    def _check_known(self, checked: Any, what: str) -> None:
+        if self.vocabulary is None:
+            return
+        for document in self.kind.documents([checked]):
+            for part in self.kind.parts(document, self.longest):
+                check_document(part, self.vocabulary, what, self.name)
 
 
 def _filled(packer: Packer, documents: Sequence[Sample], bad: list[Skipped]) -> Packed:
