@@ -1,14 +1,17 @@
-"""Heads that no team can divide evenly, and more stages than there can be, are told before anything
-starts."""
+"""Heads that no team can divide evenly, more stages than there can be, and strategies that can have
+no plan, are told before anything starts."""
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
 from jobs import BATCH, plan_for, write_job
+from typer.testing import CliRunner
 from verbs import here
 
+from gpumix.cli import app, source
 from gpumix.spec.plan import Plan
 from gpumix.spec.stage import Stage
 from gpumix.train.runner import LocalRunner
@@ -28,12 +31,14 @@ def no_ranks(monkeypatch):
     monkeypatch.setattr(LocalRunner, "run", started)
 
 
-def job_with(folder: Path, heads: int, key_heads: int, degree: int, **changes) -> Path:
+def job_with(
+    folder: Path, heads: int, key_heads: int, degree: int, *, layers: int = 2, **changes
+) -> Path:
     config = {
         "model_type": "llama",
         "hidden_size": 8 * heads,
         "intermediate_size": 16,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": key_heads,
         "vocab_size": 32,
@@ -74,6 +79,49 @@ def test_of_teams_of_a_given_plan(tmp_path, case):
 def test_of_stages_that_the_job_wants(tmp_path, devices, techniques, told, verb):
     job_with(tmp_path, 4, 4, devices, techniques=techniques)
     assert_refused(tmp_path, told, verb, "job.yaml")
+
+
+STRATEGIES = [
+    (1, "staged", {}, "one device alone has one stage"),
+    (2, "staged", {"tensor": 2}, "one team of 2 alone has one stage"),
+    (2, "staged", {"orders": "sequential"}, "with orders sequential: it needs layered"),
+    (1, "model", {}, "one device alone has one stage"),
+    (2, "model", {"tensor": 2}, "with tensor 2: it needs 1"),
+    (2, "model", {"zero_stages": [1, 2]}, "with zero_stages 1 or 2: it needs 0"),
+    (2, "even", {"least_stages": 2}, "the strategy does not choose how many stages there are"),
+]
+
+
+@pytest.mark.parametrize(("devices", "strategy", "techniques", "told"), STRATEGIES)
+def test_of_strategies_that_make_stages(tmp_path, devices, strategy, techniques, told):
+    job_with(tmp_path, 4, 4, devices, techniques=techniques)
+    assert_refused(tmp_path, told, "train", "job.yaml", "--strategy", strategy)
+
+
+@pytest.mark.parametrize("strategy", ["staged", "model"])
+def test_of_stages_of_a_model_of_one_unit(tmp_path, strategy):
+    job_with(tmp_path, 4, 4, 2, layers=1, strategy=strategy)
+    assert_refused(tmp_path, "a model of one unit has one stage", "train", "job.yaml")
+
+
+@pytest.mark.parametrize("own", ["even", "staged"])
+def test_a_job_is_measured_for_the_strategy_that_is_asked_for(tmp_path, monkeypatch, own):
+    """Not for that of the job, which may have no plan where another has one."""
+    job_with(tmp_path, 4, 4, 1, strategy=own)
+    asked_for = []
+
+    def run(command, **_):
+        given = CliRunner().invoke(app, command[command.index("profile") :])
+        asked_for.append(given.stderr)
+        return subprocess.CompletedProcess(command, given.exit_code or 3, given.stdout)
+
+    monkeypatch.setattr(source.subprocess, "run", run)
+    here("plan", "job.yaml", "--strategy", "staged", folder=tmp_path)
+    here("plan", "job.yaml", "--strategy", "even", folder=tmp_path)
+    here("compare", "job.yaml", folder=tmp_path)
+    refused, *measured = asked_for
+    assert "one device alone has one stage" in refused
+    assert all("ranks were started" in one for one in measured)
 
 
 def in_a_team(plan: Plan) -> Plan:

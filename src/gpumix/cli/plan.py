@@ -42,12 +42,12 @@ def plan(
 
     if strategy is not None:
         check_strategy(strategy)
-    source = asked.source()
+    source = asked.source(strategy)
     with placed(source.place):
         made = make_plan(
             source.profile,
             source.request.global_batch,
-            strategy=strategy or source.strategy,
+            strategy=source.strategy,
             space=source.request.space,
         )
     if output is not None:

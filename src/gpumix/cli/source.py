@@ -90,18 +90,23 @@ class Asked:
     measures: bool = True
     link_option: str = "--network"
 
-    def source(self) -> Source:
+    def source(self, strategy: str | None = "optimal") -> Source:
         """The profile to plan from.
 
+        Args:
+            strategy: what is planned by; None: that of the job.
+
         Raises:
-            InputError: the options contradict each other, or say too little.
+            InputError: the options contradict each other, or say too little; or a job is yet to be
+                measured, and the strategy can have no plan.
         """
         self._refuse_contradictions()
         if self.job is None:
-            return self._estimated_without_job()
+            return self._estimated_without_job(strategy or "optimal")
         from gpumix.spec.read import read_job
 
         job = read_job(self.job, self.overrides)
+        job = job.model_copy(update={"strategy": strategy or job.strategy})
         profile = self._of_job(job, self.job)
         request = _request(job.global_batch, job.techniques.leaving_out())
         place = ", ".join(str(path) for path in (self.job, self.profile) if path is not None)
@@ -132,9 +137,12 @@ class Asked:
             raise InputError(
                 "this job was not measured", where=str(path), fix=f"gpumix profile {path}"
             )
-        return found or measured(path, self.overrides, self.allowed, as_json=self.as_json)
+        if found is not None:
+            return found
+        overrides = [*self.overrides, f"strategy={job.strategy}"]
+        return measured(path, overrides, self.allowed, as_json=self.as_json)
 
-    def _estimated_without_job(self) -> Source:
+    def _estimated_without_job(self, strategy: str) -> Source:
         from gpumix.hardware.decoder import llama_shaped
         from gpumix.spec.job import OptimizerSpec
 
@@ -155,7 +163,7 @@ class Asked:
             f"for a model of {profile.model.parameters / 1e9:.2f} G parameters, {length} tokens a "
             f"sample, {batch} samples a step, {computed_in(profile)}, AdamW"
         )
-        return Source(profile, _request(batch), "optimal", "--cluster", note)
+        return Source(profile, _request(batch), strategy, "--cluster", note)
 
     def _estimate(
         self, config: Mapping[str, Any], length: int, precision: Precision, optimizer: OptimizerSpec

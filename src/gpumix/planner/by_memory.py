@@ -19,7 +19,7 @@ from gpumix.cost.predict import predict
 from gpumix.planner.base import PlanRequest, fit, predicted, ranked_devices
 from gpumix.planner.manner import ALONE, Manners, kind_of
 from gpumix.planner.misfit import Misses
-from gpumix.planner.no_stages import NEEDED, refuse_one_stage, refuse_without
+from gpumix.planner.no_stages import NEEDED_ALONE, refuse_one_stage, refuse_without
 from gpumix.planner.stage_room import StageRoom
 from gpumix.planner.way import Cut, Way, assemble_stages
 from gpumix.spec.cluster import Device
@@ -42,7 +42,7 @@ def by_memory(profile: Profile, request: PlanRequest) -> Plan:
     """
     devices = ranked_devices(profile, request)
     refuse_one_stage(profile, devices)
-    refuse_without(request.space, NEEDED | {"schedules": "1f1b", "zero_stages": 0, "tensor": 1})
+    refuse_without(request.space, NEEDED_ALONE)
     devices = _with_most_memory(profile, request, devices)
     manners = Manners({ALONE: profile}, request.space)
     if lacking := manners.lacking({device.device_class for device in devices}, "1f1b"):

@@ -15,6 +15,7 @@ from gpumix.planner.even import even
 from gpumix.planner.fastest import fastest, fastest_beside, optimal_or_why
 from gpumix.planner.held_back import minding_data
 from gpumix.planner.manner import measured_teams, teams_of_space
+from gpumix.planner.no_stages import refuse_least_stages
 from gpumix.planner.optimal import least_step_s
 from gpumix.planner.options import Paces
 from gpumix.planner.poplar import poplar
@@ -37,12 +38,7 @@ def _with_no_choice(strategy: Strategy) -> Strategy:
     """A strategy that does not choose how many stages there are."""
 
     def planned(profile: Profile, request: PlanRequest) -> Plan:
-        if request.space.least_stages > 1:
-            raise InputError(
-                "the strategy does not choose how many stages there are: 'least_stages' has no "
-                "effect",
-                fix="use `strategy: staged` or `optimal`",
-            )
+        refuse_least_stages(request.space)
         return strategy(profile, request)
 
     return planned

@@ -16,6 +16,41 @@ ONE_STAGE = "allow one stage: `strategy: optimal` without `least_stages`"
 NEEDED = {"boundaries": "device", "orders": "layered", "state_on": "device", "shardings": "all"}
 """By field of a space, the value that all plans of several stages have."""
 
+NEEDED_ALONE = {**NEEDED, "schedules": "1f1b", "zero_stages": 0, "tensor": 1}
+"""The same where each stage has one device."""
+
+NEEDED_BY: Mapping[str, Mapping[str, object]] = {"staged": NEEDED, "model": NEEDED_ALONE}
+"""By strategy that makes no plan of one stage, what its plans have."""
+
+CHOOSING = ("optimal", "staged")
+"""Strategies that choose how many stages there are."""
+
+
+def wants_stages(strategy: str, space: Space) -> bool:
+    """Whether one stage alone is not enough."""
+    return strategy in NEEDED_BY or space.least_stages > 1
+
+
+def refuse_wanted(strategy: str, space: Space, devices: Sequence[Device]) -> None:
+    """Raise an InputError where several stages are wanted, and the strategy, the devices or the
+    space do not allow them, whatever the model."""
+    if not wants_stages(strategy, space):
+        return
+    if strategy not in CHOOSING:
+        refuse_least_stages(space)
+    refuse_one_device(devices)
+    refuse_without(space, NEEDED_BY.get(strategy, NEEDED))
+
+
+def refuse_least_stages(space: Space) -> None:
+    """Raise an InputError where a space has them, for a strategy that does not choose how many
+    stages there are."""
+    if space.least_stages > 1:
+        raise InputError(
+            "the strategy does not choose how many stages there are: 'least_stages' has no effect",
+            fix="use `strategy: staged` or `optimal`",
+        )
+
 
 def refuse_number(space: Space, *, most_groups: int, units: int, rounds: int, degree: int) -> None:
     """Raise an InputError where there can be no plan of as many stages as a space wants.
@@ -77,13 +112,20 @@ def refuse_one_device(devices: Sequence[Device]) -> None:
         )
 
 
+def refuse_one_unit(units: int) -> None:
+    """Raise an InputError where a model has no two."""
+    if units < 2:
+        raise InputError(
+            "there is no plan of several stages: a model of one unit has one stage", fix=ONE_STAGE
+        )
+
+
 def refuse_one_stage(profile: Profile, devices: Sequence[Device]) -> None:
     """Raise an InputError where there can be no plan of several stages."""
     refuse_one_device(devices)
+    refuse_one_unit(len(set(profile.model.calls)))
     what, fix = "", ONE_STAGE
-    if len(set(profile.model.calls)) < 2:
-        what = "a model of one unit has one stage"
-    elif not profile.model.cuts:
+    if not profile.model.cuts:
         what = "wherever this model is cut, units before the cut are called again behind it"
     elif not profile.model.needs:
         what = "the profile does not say what the model's units need of each other"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpumix.hardware.environment import shared_memory_folder
 from gpumix.planner.explain import plan as make_plan
+from gpumix.planner.no_stages import refuse_wanted, wants_stages
 from gpumix.profiler.cache import MeasurementCache
 from gpumix.spec.allowed import check_allowed
 from gpumix.spec.cluster import Cluster
@@ -429,17 +430,18 @@ class Pipeline:
         return plan, profile
 
     def _refuse_at_once(self) -> None:
-        """Tell of texts, teams and stages that the job wants and that there cannot be."""
-        space, spec = self.job.techniques, self.job.model
+        """Tell of texts, stages and teams that the job wants and that there cannot be."""
+        space, spec, strategy = self.job.techniques, self.job.model, self.job.strategy
         if self.job.data.text and self._runs.decides_alone:
             from gpumix.data.text import find_files
 
             find_files(self.job.data)
+        refuse_wanted(strategy, space, self.cluster.devices)
         if 1 not in space.tensor:
             from gpumix.train import heads
 
             heads.check_job(self.job, self.cluster)
-        if space.least_stages > 1 and spec.config is not None:
+        if wants_stages(strategy, space) and spec.config is not None:
             from gpumix.train.models import model_of
             from gpumix.train.stages_wanted import check_number
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import nn
 
 from gpumix.engine.units import dissect
-from gpumix.planner.no_stages import refuse_number, refuse_one_device
+from gpumix.planner.no_stages import refuse_number, refuse_one_unit, wants_stages
 from gpumix.planner.way import rounds_of
 from gpumix.spec.cluster import Cluster
 from gpumix.spec.job import Job
@@ -25,14 +25,17 @@ def check_number(model: nn.Module, job: Job, cluster: Cluster) -> None:
         InputError: so it is.
     """
     space = job.techniques
-    if space.least_stages == 1:
+    if not wants_stages(job.strategy, space):
         return
-    refuse_one_device(cluster.devices)
+    units = len(dissect(model, job.model.units).units)
+    refuse_one_unit(units)
+    if job.strategy == "model":
+        return
     degree = min(space.tensor)
     refuse_number(
         space,
         most_groups=len(cluster.devices) // degree,
-        units=len(dissect(model, job.model.units).units),
+        units=units,
         rounds=max(map(rounds_of, space.schedules)),
         degree=degree,
     )
