@@ -6,6 +6,7 @@ import itertools
 import os
 import re
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ import torch.distributed as dist
 
 from gpumix.engine import pipelined
 from gpumix.engine.comm import CommunicationError
+from gpumix.engine.held_up import Stand, held_up_by
+from gpumix.engine.stands import doing, stand_of_main
 from gpumix.spec.errors import GpumixError
 from gpumix.spec.plan import Plan
 from harness import run_ranks
@@ -64,29 +67,40 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_others_are_told_in_the_middle_of_a_step(layout):
-    """Between two micro-batches of rank 1. Where they wait for its messages they say so; who holds
-    up whom is found by `held_up` else."""
+def test_the_others_are_told_in_the_middle_of_a_step(tmp_path, layout):
+    """Between two micro-batches of rank 1. Who waits for its messages says so; to those that wait
+    for another how far each has come tells that it is rank 1."""
     plan = staged_plan("gpt2", LAYOUTS[layout], zero_stage=1).model_dump_json()
-    results = run_ranks(_step_until, 3, plan, 1, timeout_s=60, group_timeout_s=300, mortal=[1])
+    results = run_ranks(
+        _step_until, 3, plan, 1, tmp_path, timeout_s=60, group_timeout_s=300, mortal=[1]
+    )
+    stands = {rank: Stand.from_text((tmp_path / str(rank)).read_text()) for rank in range(3)}
     for rank in (0, 2):
         assert "failed" in results[rank]
         assert "why:" in results[rank]
-        if layout == "in the middle of a pipeline":
-            assert re.search(r"the message with .+ \((from|to) rank 1\) failed", results[rank])
+        of_rank_1 = re.search(r"the message with .+ \((from|to) rank 1\) failed", results[rank])
+        assert of_rank_1 or held_up_by(stands, rank) == [1]
+        assert of_rank_1 or layout != "in the middle of a pipeline"
 
 
-def _step_until(plan_json: str, dead: int) -> str | None:
-    """The dead rank is gone after its third action in the second step."""
+def _step_until(plan_json: str, dead: int, folder: Path) -> str | None:
+    """The dead rank is gone after its third action in the second step. Each leaves in the folder
+    where it stands at the end."""
     plan = Plan.model_validate_json(plan_json)
     engine = staged_engine("gpt2", plan)
     own = own_samples(plan, engine.comm.rank, next(batches(GPT2, plan.global_batch, 1)))
+
+    def leave_stand() -> None:
+        stand = stand_of_main(runs_ahead=False).to_text()
+        (folder / str(engine.comm.rank)).write_text(stand)
+
     engine.step(own)
     if engine.comm.rank == dead:
         done, do = itertools.count(), pipelined.Step._do
 
         def until(*args: object) -> None:
             if next(done) == 3:
+                leave_stand()
                 os._exit(1)
             do(*args)
 
@@ -94,6 +108,8 @@ def _step_until(plan_json: str, dead: int) -> str | None:
     try:
         engine.step(own)
     except CommunicationError as error:
+        with doing("after it", error.wait):
+            leave_stand()
         return str(error)
     return None
 
