@@ -8,10 +8,11 @@ from statistics import median
 
 import pytest
 from every_stage import dealt, every_deal, every_plan, least_s, steps
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from profiles import GIB, Card, block, in_a_row, line, profile, root, steady
 
+from draws import examples
 from gpumix.cost.memory import usable_bytes
 from gpumix.cost.predict import predict
 from gpumix.planner.base import PlanRequest, predicted
@@ -70,7 +71,7 @@ def fits(plan: Plan) -> bool:
     return all(w.peak_bytes <= w.memory_limit_bytes for w in predicted(plan).workers)
 
 
-@settings(max_examples=5, deadline=None)
+@examples(5)
 @given(
     speeds=st.lists(st.sampled_from([1e-3, 2e-3, 3.5e-3]), min_size=2, max_size=3),
     batch=st.integers(2, 4),
@@ -124,7 +125,7 @@ def is_the_fastest(found: Profile, batch: int, space: Space, *, short: bool) -> 
     return plan
 
 
-@settings(max_examples=3, deadline=None)
+@examples(3)
 @given(
     speeds=st.tuples(st.just(1e-3), st.sampled_from([1e-3, 2.2e-3])),
     batch=st.integers(2, 3),
@@ -145,7 +146,7 @@ def test_of_two_devices_no_plan_of_any_kind_is_faster(
     assert predicted(plan).bound_s == pytest.approx(step_s(plan))
 
 
-@settings(max_examples=3, deadline=None)
+@examples(3)
 @given(
     speeds=st.lists(st.sampled_from([1e-3, 2.2e-3]), min_size=3, max_size=3),
     link=st.sampled_from([1e6, 1e9]),

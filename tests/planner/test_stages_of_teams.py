@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 from every_stage import least_s
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from profiles import GIB, Card, block, in_a_row, line, profile, steady, with_teams
 
+from draws import examples
 from gpumix.cost.predict import predict
 from gpumix.planner.base import PlanRequest, predicted
 from gpumix.planner.explain import plan as make_plan
@@ -43,7 +44,7 @@ def test_as_many_stages_as_are_wanted_where_teams_would_have_one():
     assert len(make_plan(found, 1, space=Space(least_stages=2)).stages) >= 2
 
 
-@settings(max_examples=4, deadline=None)
+@examples(4)
 @given(
     old=st.integers(0, 1),
     batch=st.integers(1, 2),
