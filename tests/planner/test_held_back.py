@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from profiles import GIB, Card, block, line, profile, steady
+from profiles import GIB, Card, block, in_a_row, line, profile, steady
 
-from gpumix.cost.input import input_seconds
+from gpumix.cost.input import input_seconds, rates_of
 from gpumix.cost.predict import plan_seconds, predict
 from gpumix.planner.base import predicted
 from gpumix.planner.explain import plan as make_plan
 from gpumix.planner.held_back import held_back
+from gpumix.spec.network import Link, Network
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import HostInput, Profile
 from gpumix.spec.space import Space
@@ -85,6 +86,51 @@ def _with(plan: Plan, fast: int) -> Plan:
     return plan.model_copy(update={"stages": (one,)})
 
 
+@pytest.mark.parametrize(("readers", "cpu_s"), [(1, 4e-3), (1, 10e-3), (2, 10e-3), (20, 10e-3)])
+def test_the_plan_is_that_of_brute_force_where_readers_are_few(readers, cpu_s):
+    _is_best(with_readers(hosts(cpu_s), readers))
+
+
+def with_readers(found: Profile, readers: int, wait_s: float = 0.0) -> Profile:
+    update = {"readers": readers, "wait_s_per_sample": wait_s}
+    inputs = tuple(one.model_copy(update=update) for one in found.inputs)
+    return found.model_copy(update={"inputs": inputs})
+
+
+@pytest.mark.parametrize(
+    ("readers", "cpu_s", "wait_s", "cores", "sample_s"),
+    [
+        (1, 20e-3, 0.0, 4, 20e-3),  # one thread has one core, of however many
+        (3, 20e-3, 0.0, 4, 20e-3 / 3),
+        (8, 20e-3, 0.0, 4, 20e-3 / 4),
+        (2, 0.0, 30e-3, 4, 30e-3 / 2),  # what waits needs no core, and yet a reader
+        (2, 0.0, 0.0, 4, 0.0),
+    ],
+)
+def test_a_rank_reads_with_no_more_than_its_readers(readers, cpu_s, wait_s, cores, sample_s):
+    found = with_readers(hosts(cpu_s, (cores, cores)), readers, wait_s)
+    plan = _with(make_plan(found, BATCH, space=ONE_STAGE), 48)
+    assert input_seconds(found, plan) == pytest.approx((BATCH - 48) * sample_s)
+
+
+def test_the_readers_of_a_host_are_those_of_all_its_ranks():
+    """Three ranks with one reader each, on four cores: of unlike ranks the busiest one waits."""
+    card = Card("card", 3, GIB, steady(0.5e-3), per_host=3)
+    kinds = [block(trainable=1000, kept=line(10.0), backward=line(10.0))]
+    found = profile([card], calls=("block",), kinds=kinds)
+    (host,) = {device.host for device in found.cluster.devices}
+    read_s = 40e-3
+    one = HostInput(host=host, cores=4, cpu_s_per_sample=read_s, readers=1)
+    found = found.model_copy(update={"inputs": (one,)})
+    assert rates_of(found) == {host: pytest.approx(3 / read_s)}
+    plan = make_plan(found, 90, space=ONE_STAGE)
+    most = max(worker.samples for worker in plan.workers)
+    assert predicted(plan).input_s == pytest.approx(most * read_s)
+    assert most == 30
+    free = found.model_copy(update={"inputs": (one.model_copy(update={"readers": None}),)})
+    assert rates_of(free) == {host: pytest.approx(4 / read_s)}
+
+
 def test_without_data_that_is_slow_nothing_changes():
     free, slow = hosts(0.0), hosts(1e-6)
     assert held_back(free) is None and held_back(slow) is None
@@ -133,6 +179,27 @@ def test_alike_cards_on_unlike_hosts_get_what_their_hosts_can_prepare(cores):
     # As soon as all read at once, but for what is rounded and for hosts that count as alike.
     assert predicted(plan).step_s <= 1.1 * together_s + read_s / min(cores)
     assert given.get(hosts_[0], 0) * 2 < given[hosts_[-1]]
+
+
+@pytest.mark.parametrize("batch", [16, 32])
+def test_stages_that_there_may_be_make_no_plan_slower(batch):
+    """All stages read their samples."""
+    kinds = [block(trainable=10_000, kept=line(1e4), gradient=line(1e4), forward=line(1e4))]
+    cards = [
+        Card("new", 2, GIB, steady(1e-3), per_host=2),
+        Card("old", 2, GIB, steady(3e-3), per_host=2),
+    ]
+    links = Network(inside=Link.stated(10e9, 1e-5), between=Link.stated(100e6, 1e-5))
+    found = profile(cards, calls=("block",) * 8, kinds=kinds, links=links)
+    found = in_a_row(found, message=line(1e4))
+    names = dict.fromkeys(device.host for device in found.cluster.devices)
+    inputs = tuple(
+        HostInput(host=host, cores=1, cpu_s_per_sample=read_s)
+        for host, read_s in zip(names, (40e-3, 10e-3))
+    )
+    found = found.model_copy(update={"inputs": inputs})
+    one_stage = predicted(make_plan(found, batch, space=ONE_STAGE)).step_s
+    assert predicted(make_plan(found, batch)).step_s <= one_stage * (1 + 1e-9)
 
 
 def test_what_is_predicted_says_what_the_data_takes():

@@ -11,7 +11,10 @@ import torch
 from gpumix.data.fetch import Cost
 from gpumix.data.reading import Reading
 from gpumix.data.samples import SampleSource
-from gpumix.profiler.input_cost import most_of, most_samples_per_s, read_at_once
+from gpumix.engine.ranks import Ranks
+from gpumix.profiler import input_cost
+from gpumix.profiler.input_cost import measure_input, most_of, most_samples_per_s, read_at_once
+from gpumix.spec.cluster import Cluster, Device, DeviceClass
 
 ANSWER_S = 0.004
 READERS, SIZE = 4, 2
@@ -43,6 +46,37 @@ def test_all_readers_together_get_no_more_than_the_disk_gives(thread_safe):
         under_way = readers * SIZE  # when counting began
         assert 0 < (found.samples - under_way) * ANSWER_S <= found.wall_s
         assert found.cpu_s < found.wall_s
+
+
+class Ready:
+    """Samples that take next to nothing to read."""
+
+    def __init__(self, *, thread_safe: bool) -> None:
+        self.thread_safe = thread_safe
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.full((4,), index)}
+
+
+@pytest.mark.parametrize("thread_safe", [True, False])
+@pytest.mark.parametrize("forks", [True, False])
+def test_one_reads_where_there_are_threads_only_and_samples_bear_one(
+    monkeypatch, thread_safe, forks
+):
+    monkeypatch.setattr(input_cost, "can_fork", lambda: forks)
+    device = Device(id="cpu-0", device_class="cpu", host="here", ordinal=0)
+    kind = DeviceClass(name="cpu", accelerator="cpu", memory_bytes=2**30)
+    (found,) = measure_input(
+        SampleSource(Ready(thread_safe=thread_safe), "data"),
+        Cluster(classes=(kind,), devices=(device,)),
+        [device],
+        Ranks(None, rank=0, world=1, device=torch.device("cpu"), timeout_s=10),
+        reading=Reading(),
+    )
+    assert found.parallel == (forks or thread_safe)
 
 
 def got(per_s: float, busy: float = 0.0) -> Cost:

@@ -124,6 +124,73 @@ def test_what_does_not_matter_is_not_measured_again(measured, tmp_path, change):
     assert missing(tmp_path, change) == []
 
 
+def test_without_what_reading_takes_that_alone_is_measured(measured, tmp_path):
+    """A plan that was made without it would not know."""
+    cache(tmp_path).input_file().unlink()
+    assert missing(tmp_path) == [] and cache(tmp_path).load() is None
+    again = Pipeline.of_file(tmp_path / "job.yaml", [], debug=False).profile()
+    assert times(again) == times(measured) and again.links == measured.links
+    assert [one.host for one in again.inputs] == [one.host for one in measured.inputs] != []
+    assert cache(tmp_path).load() == again
+
+
+def test_a_given_plan_waits_for_no_measurement_and_its_reader_is_told(measured, tmp_path, capfd):
+    pipeline = Pipeline.of_file(tmp_path / "job.yaml", ["steps=1"], debug=False)
+    plan = pipeline.plan(measured)
+    cache(tmp_path).input_file().unlink()
+    pipeline.train(plan, resume=False)
+    assert "what reading this data takes was not measured" in capfd.readouterr().err
+    assert not cache(tmp_path).input_file().exists()
+
+
+@pytest.mark.parametrize(
+    "change", ["data.prefetch=4", "data.bad_samples=skip", "data.held_out=0.25", "seed=7"]
+)
+def test_how_samples_are_asked_for_changes_nothing_of_what_reading_takes(
+    measured, tmp_path, change
+):
+    planted = plant_input(measured, tmp_path)
+    found = Pipeline.of_file(tmp_path / "job.yaml", [change], debug=False).profile()
+    assert found == measured.model_copy(update={"inputs": planted})
+
+
+@pytest.mark.parametrize(("workers", "readers"), [(0, 1), (1, 1), (3, 3), ("auto", None)])
+def test_a_profile_has_the_readers_that_its_job_wants(measured, tmp_path, workers, readers):
+    planted = plant_input(measured, tmp_path)
+    found = cache(tmp_path, f"data.workers={workers}").load()
+    assert found is not None
+    assert found.inputs == (planted[0].model_copy(update={"readers": readers}),)
+    alone = InputMeasurement(inputs=(planted[0].model_copy(update={"parallel": False}),))
+    cache(tmp_path).save_inputs(alone)
+    found = cache(tmp_path, f"data.workers={workers}").load()
+    assert found is not None and found.inputs[0].readers == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "data={text: [b.txt]}",
+        "data={text: [a.txt], document: line}",
+        "data={text: [a.txt], packing: none}",
+        "data={dataset: a.txt}",
+        "tokenizer=gpt2.json",
+        "sequence_length=4",
+    ],
+)
+def test_what_reading_takes_is_known_of_the_same_samples_only(tmp_path, change):
+    write_job(tmp_path, data={"text": ["a.txt"]}, cluster=ALONE)
+    assert cache(tmp_path).input_file() == cache(tmp_path, "data.prefetch=2").input_file()
+    assert cache(tmp_path).input_file() != cache(tmp_path, change).input_file()
+
+
+def test_files_of_the_same_name_in_other_folders_are_other_samples(tmp_path):
+    folders = [tmp_path / name for name in ("one", "two")]
+    for folder in folders:
+        write_job(folder, data={"text": ["a.txt"]}, cluster=ALONE)
+    one, two = (cache(folder).input_file().name for folder in folders)
+    assert one != two
+
+
 def test_another_device_was_not_measured(measured, tmp_path):
     write_job(tmp_path, cluster=[{**CLUSTER[0], "memory": "63 MiB"}, CLUSTER[1]])
     assert missing(tmp_path) == ["big"]

@@ -113,6 +113,7 @@ class Asked:
         return Source(profile, request, job.strategy, place)
 
     def _of_job(self, job: Job, path: Path) -> Profile:
+        from gpumix.profiler.cache import reading_as
         from gpumix.spec.profile import Profile
 
         if self.cluster is not None:
@@ -130,7 +131,7 @@ class Asked:
         if self.profile is not None:
             profile = Profile.load(self.profile)
             _check_profile(profile, job, self.profile, path)
-            return profile
+            return reading_as(job, profile)
         with placed(path):
             found = cached(path, job)
         if found is None and not self.measures:

@@ -84,8 +84,10 @@ class JobPatient:
 
     def _profile(self) -> Profile:
         """Measured once for all changes that leave it as it is."""
-        said = self.job.model_dump(mode="json", include=MEASURED)
-        key = json.dumps([said, self.job.techniques.tensor, self.job.techniques.sequence])
+        job = self.job
+        said = job.model_dump(mode="json", include=MEASURED)
+        techniques = job.techniques
+        key = json.dumps([said, techniques.tensor, techniques.sequence, job.data.workers])
         if key not in self.profiles:
             self.profiles[key] = self.pipeline.profile()
         return self.profiles[key]

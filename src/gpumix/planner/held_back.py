@@ -1,8 +1,8 @@
 """Plans where hosts read samples more slowly than their devices could compute them.
 
 The search knows devices, not hosts' cores. So it is run a second time, on a profile in which a
-device takes at least as long for a sample as its part of its host's cores takes to read it; of both
-plans the one counts that is faster with the data.
+device takes at least as long for a sample as its part of its host's cores, or as the readers that
+it is given, take to read it; of both plans the one counts that is faster with the data.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import suppress
 from math import inf
 
 from gpumix.cost.curves import seconds_at
-from gpumix.cost.input import rates_of
+from gpumix.cost.input import rates_of, rates_of_ranks
 from gpumix.cost.predict import predict
 from gpumix.planner.base import PlanRequest, Strategy, bounded, predicted, with_classes_of
 from gpumix.spec.cluster import Cluster
@@ -85,7 +85,7 @@ def least_step_s(profile: Profile, batch: int) -> float:
 
 def _least_seconds(profile: Profile) -> dict[tuple[str, str], float]:
     """By class and host: for a sample; 0 where the host reads as fast as its devices compute."""
-    rates = rates_of(profile)
+    rates, of_ranks = rates_of(profile), rates_of_ranks(profile)
     speeds = {one.device_class: _speed(profile, one) for one in profile.classes}
     there: dict[str, Counter[str]] = defaultdict(Counter)
     for device in profile.cluster.devices:
@@ -95,7 +95,9 @@ def _least_seconds(profile: Profile) -> dict[tuple[str, str], float]:
         together = sum(n * speeds[name] for name, n in counts.items())
         slow = host in rates and rates[host] < together
         for name in counts:
-            found[name, host] = together / speeds[name] / rates[host] if slow else 0.0
+            own_s = together / speeds[name] / rates[host] if slow else 0.0
+            slow_rank = of_ranks.get(host, inf) < speeds[name]
+            found[name, host] = max(own_s, 1.0 / of_ranks[host] if slow_rank else 0.0)
     return found
 
 
@@ -142,12 +144,23 @@ def minding_data(strategy: Strategy) -> Strategy:
         plans = [_with_data(profile, plan, bound_s)]
         slower = held_back(profile)
         if slower is not None and predicted(plans[0]).input_s > predicted(plan).step_s:
-            with suppress(NoFeasiblePlanError, InputError):
-                plan = _with_own_classes(profile, strategy(slower, request))
-                plans.append(_with_data(profile, plan, bound_s))
+            for one in _ways(request):
+                with suppress(NoFeasiblePlanError, InputError):
+                    plan = _with_own_classes(profile, strategy(slower, one))
+                    plans.append(_with_data(profile, plan, bound_s))
         return min(plans, key=lambda one: predicted(one).step_s)
 
     return planned
+
+
+def _ways(request: PlanRequest) -> list[PlanRequest]:
+    """As it is, and in one stage, if there may be several: what reading is found to take lies on
+    the first stage alone, while all read, so that stages look better than they are."""
+    space = request.space
+    if space.least_stages > 1 or space.most_stages == 1:
+        return [request]
+    one_stage = space.model_copy(update={"most_stages": 1})
+    return [request, request.model_copy(update={"space": one_stage})]
 
 
 def _with_data(profile: Profile, plan: Plan, bound_s: float) -> Plan:

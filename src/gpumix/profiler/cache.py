@@ -46,6 +46,8 @@ from gpumix.spec.stage import ComputeDtype
 from gpumix.spec.teams import degrees_of, refuse_too_large
 
 U = TypeVar("U", UnitKind, RootUnit)
+# Of a job's data, what tells how its samples come about.
+SAMPLES = {"pattern", "document", "column", "factory", "arguments", "packing", "tokenize"}
 HOST_PART = 0.8  # of a host's memory; the rest is for loaders, libraries, the system
 
 
@@ -89,8 +91,7 @@ class MeasurementCache(MeasurementFiles):
     def input_file(self) -> Path:
         """The file of what reading the job's samples takes on these hosts."""
         work = {
-            "data": self._job.data.model_dump(mode="json"),
-            "work": self._work,
+            **reading_key(self._job, self._job_folder),
             "hosts": sorted({device.host for device in self._cluster.devices}),
             "emulated": self._cluster.emulated,
         }
@@ -102,12 +103,17 @@ class MeasurementCache(MeasurementFiles):
 
     def load(self) -> Profile | None:
         """The profile, None if any part of it was not measured yet."""
+        found, inputs = self.without_inputs(), self.inputs()
+        if found is None or inputs is None:
+            return None
+        return reading_as(self._job, found.model_copy(update={"inputs": inputs.inputs}))
+
+    def without_inputs(self) -> Profile | None:
+        """The profile of devices and links alone, None if any of them was not measured yet."""
         found, links = self.measured(), self.links()
         if links is None or len(found) < len(self._cluster.classes):
             return None
-        profile = assemble(self._job.sequence_length, self._cluster, found, links)
-        inputs = self.inputs()
-        return self.named(profile).model_copy(update={"inputs": inputs.inputs if inputs else ()})
+        return self.named(assemble(self._job.sequence_length, self._cluster, found, links))
 
     def named(self, profile: Profile) -> Profile:
         """The profile with the model that it is of."""
@@ -256,6 +262,30 @@ def work_key(job: Job, folder: Path) -> dict[str, object]:
         "global_batch": job.global_batch,
         "optimizer": (job.optimizer.name, bool(job.optimizer.momentum), job.optimizer.ns_steps),
     }
+
+
+def reading_key(job: Job, folder: Path) -> dict[str, object]:
+    """What reading a sample depends on besides the hosts: not who reads, how far ahead and in which
+    order, nor what is done with samples."""
+    data = job.data.model_dump(mode="json", include=SAMPLES)
+    return {
+        **software_key(),
+        "data": data,
+        "files": [str(folder / path) for path in (*job.data.text, job.data.dataset) if path],
+        "code": code_of_factory(job.data.factory, folder),
+        "tokenizer": str(job.tokenizer),
+        "sequence_length": job.sequence_length,
+    }
+
+
+def reading_as(job: Job, profile: Profile) -> Profile:
+    """The profile with as many readers for each rank as the job wants."""
+    wanted = job.data.workers
+    readers = None if wanted == "auto" else max(1, wanted)
+    inputs = [
+        one.model_copy(update={"readers": readers if one.parallel else 1}) for one in profile.inputs
+    ]
+    return profile.model_copy(update={"inputs": tuple(inputs)})
 
 
 def model_hash(job: Job, folder: Path) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 from gpumix.data.arena import Arena
 from gpumix.data.crew import Crew, Place, Processes, Threads
 from gpumix.data.fetch import Chunk, Cost, Fetched, fetch_in_time, seeds_by_number
+from gpumix.data.nursery import can_fork
 from gpumix.data.reading import Reading
 from gpumix.data.rows import Source
 from gpumix.engine.ranks import Ranks
@@ -52,12 +53,16 @@ def measure_input(
     told = ""
     if [device.host for device in devices].index(own) == ranks.rank:
         cores = cores_here() / (len(hosts) if cluster.emulated else 1)
+        begun_s, short_s = time.perf_counter(), short_of_cores_s()
         alone = cost_alone(source, reading)
+        waits = _waits(alone) and not _short_since(begun_s, short_s)
         one = HostInput(
             host=own,
             cores=cores,
             cpu_s_per_sample=alone.cpu_s / alone.samples,
             most_samples_per_s=most_samples_per_s(source, reading, alone, cores),
+            wait_s_per_sample=alone.wall_s / alone.samples if waits else 0.0,
+            parallel=can_fork() or _in_threads(source),
         )
         told = one.model_dump_json()
     # Who reads may wait as long for a sample as the others for it; it says so itself.
@@ -77,18 +82,28 @@ def cost_alone(source: Source, reading: Reading) -> Cost:
     return Cost(read, time.perf_counter() - begun_s, time.process_time() - cpu_s)
 
 
+def _waits(alone: Cost) -> bool:
+    """Whether that is most of what one reader does."""
+    return alone.wall_s >= WAITS * alone.cpu_s
+
+
+def _short_since(begun_s: float, short_s: float) -> bool:
+    """Whether others kept the cores busy since the clocks told these times."""
+    return short_of_cores_s() - short_s > SHORT * (time.perf_counter() - begun_s)
+
+
 def most_samples_per_s(source: Source, reading: Reading, alone: Cost, cores: float) -> float | None:
     """That any number of readers gets; None where cores set that, or more readers always get more.
 
     What mostly waits is read by few and by many at once: a disk or a network that gives the many
     little more than the few gives nobody more. Nothing is said where others keep the cores busy.
     """
-    if alone.wall_s < WAITS * alone.cpu_s:
+    if not _waits(alone):
         return None
     size = max(1, min(AT_ONCE, int(CHUNK_S * alone.samples / alone.wall_s)))
     begun_s, short_s = time.perf_counter(), short_of_cores_s()
     few, many = (read_at_once(source, reading, readers, size) for readers in READERS)
-    if short_of_cores_s() - short_s > SHORT * (time.perf_counter() - begun_s):
+    if _short_since(begun_s, short_s):
         return None
     # Threads that compute wait for the interpreter: one core is all they have.
     return most_of(few, many, 1.0 if _in_threads(source) else cores)

@@ -410,6 +410,18 @@ class HostInput(Value):
         gt=0,
         description="of any number of readers, where a disk or a network sets that; else none",
     )
+    wait_s_per_sample: float = Field(
+        default=0.0,
+        ge=0,
+        description="seconds by the clock that one reader takes for a sample, where it mostly "
+        "waits; else 0",
+    )
+    parallel: bool = Field(default=True, description="whether several may read for one rank")
+    readers: int | None = Field(
+        default=None,
+        ge=1,
+        description="that read for each rank, where their number is given; else as many as help",
+    )
 
 
 class InputMeasurement(Document):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from gpumix.hardware.environment import shared_memory_folder
 from gpumix.planner.explain import plan as make_plan
 from gpumix.planner.no_stages import refuse_wanted, wants_stages
-from gpumix.profiler.cache import MeasurementCache
+from gpumix.profiler.cache import MeasurementCache, reading_as
 from gpumix.spec.allowed import check_allowed
 from gpumix.spec.cluster import Cluster
 from gpumix.spec.errors import (
@@ -418,8 +418,7 @@ class Pipeline:
         plan.for_devices([device.id for device in self._runs.devices(self._used(plan))])
         check_job(plan, self.job, self.cluster)
         if self._runs.decides_alone:  # other hosts may have other files
-            if profile is None:
-                profile = MeasurementCache(self.job, self.cluster, self.folder).load()
+            profile = self._known() if profile is None else reading_as(self.job, profile)
             if profile is not None:
                 plan = foretold_again(plan, profile, self.show)
         check_memory(plan, self.cluster)
@@ -428,6 +427,17 @@ class Pipeline:
 
             heads.check_plan(plan, self.job)
         return plan, profile
+
+    def _known(self) -> Profile | None:
+        """What the cache has for a given plan, which waits for no measurement."""
+        cache = MeasurementCache(self.job, self.cluster, self.folder)
+        profile = cache.load()
+        if profile is None and (profile := cache.without_inputs()) is not None:
+            self.show(
+                "what reading this data takes was not measured: nothing that is predicted minds it "
+                "(gpumix profile measures it)"
+            )
+        return profile
 
     def _refuse_at_once(self) -> None:
         """Tell of texts, stages and teams that the job wants and that there cannot be."""

@@ -10,7 +10,7 @@ from torch import nn
 from gpumix.engine.optimizers.groups import matches
 from gpumix.engine.tensor_plans import tensor_plan
 from gpumix.engine.weights import source_of
-from gpumix.profiler.cache import MeasurementCache
+from gpumix.profiler.cache import MeasurementCache, reading_as
 from gpumix.profiler.cluster import ClusterProfiler
 from gpumix.profiler.input_cost import measure_input
 from gpumix.profiler.measure import Shape, Subject
@@ -65,7 +65,7 @@ def profile(seat: Seat, task: Task, devices: tuple[Device, ...], fresh: bool) ->
         )
         found = cache.named(profiler.run(stderr().print))
         inputs = _inputs(context, devices, cache, fresh=fresh)
-        return found.model_copy(update={"inputs": inputs.inputs})
+        return reading_as(job, found.model_copy(update={"inputs": inputs.inputs}))
 
 
 def _inputs(
