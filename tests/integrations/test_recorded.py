@@ -37,6 +37,7 @@ class Loop:
             device=HOST,
             copies=WaitClock(HOST),
             losses_counted=torch.tensor(4.0),
+            computed=[(4, None)],
         )
         self.folder, self.steps = folder, 0
         engine.plan.save(folder / run_files.PLAN)

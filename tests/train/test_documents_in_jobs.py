@@ -104,6 +104,26 @@ def test_tokens_a_second_leave_out_padding_wherever_they_are_told(tmp_path, text
     assert trial.tokens_per_s * trial.step_s == pytest.approx(sum(tokens[2:]) / 2)
 
 
+@pytest.mark.parametrize(
+    ("line", "told"), [("a" * LENGTH, True), ("short", False)], ids=["as long as any", "short"]
+)
+def test_utilisation_is_told_of_samples_as_long_as_planned(tmp_path, line, told):
+    """What is planned for whole samples would be many times what short ones take."""
+    (tmp_path / "lines.txt").write_text("\n".join([line] * 40))
+    emulated = [{"class": "device", "emulate": "50 MFLOP/s", "memory": "64 MiB"}]
+    data = {**LINE_BY_LINE, "packing": "none"}
+    job = write(tmp_path, data, cluster=emulated, profile={"cache": "profiles", "budget": 1})
+    pipeline = Pipeline.of_file(job, [], debug=True)
+    train(job, plan=pipeline.plan(pipeline.profile()))
+    for record in metrics(tmp_path / "run", "ranks"):
+        (rank,) = record["ranks"]
+        assert rank["tokens_per_s"] > 0
+        if told:
+            assert 0.0 < rank["mfu"] <= rank["hfu"] < 1.2
+        else:
+            assert rank["mfu"] is None and rank["hfu"] is None
+
+
 def test_documents_may_be_as_short_as_any_model_has_positions_for(tmp_path):
     short = {"config": GPT | {"n_positions": 4}}
     (tmp_path / "lines.txt").write_text("a\nbc\nd\n" * 20)

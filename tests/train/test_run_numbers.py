@@ -9,8 +9,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 from jobs import metrics, progress
 from rich.console import Console
+from torch.utils.flop_counter import FlopCounterMode
 
 from gpumix.spec.errors import Interrupted
 from gpumix.spec.peak import Peak
@@ -21,6 +24,7 @@ from gpumix.train.account import Shares
 from gpumix.train.display import Display
 from gpumix.train.metrics import (
     ClassRecord,
+    Part,
     RankRecord,
     RunLog,
     StepRecord,
@@ -150,6 +154,62 @@ def test_utilisation_is_of_the_own_peak_and_unknown_without_one():
     assert speed_of(found, 0, 2.0, 20) == (20 / 2, 0.3, 0.4)
     assert speed_of(found, 1, 2.0, 7.5) == (7.5 / 2, None, None)
     assert speed_of(plan(), 0, 2.0, 20) == (20 / 2, None, None)
+
+
+@pytest.mark.parametrize(
+    ("widths", "factor"),
+    [
+        ([4, 4], 1.0),
+        ([None, None], 1.0),  # no tokens
+        ([4, 4, 4, 4], 2.0),  # two batches, where a step is made of several
+        ([4], 0.5),  # the last batch of an epoch
+        ([4, 2], None),
+        ([2, 2], None),
+        ([3, 4], None),
+    ],
+)
+def test_utilisation_is_of_what_was_computed_and_unknown_where_that_cannot_be_told(widths, factor):
+    foretold = plan(MIB, MIB, MIB, MIB).prediction
+    assert foretold is not None
+    flops = {"model_flops": 6e9, "hardware_flops": 8e9}
+    workers = tuple(expected.model_copy(update=flops) for expected in foretold.workers)
+    peaks = {"slow": Peak(flops_per_s=1e10, source="stated")}
+    known = foretold.model_copy(update={"workers": workers, "peaks": peaks})
+    found = plan().model_copy(update={"prediction": known})
+    part = Part.of([(1, width) for width in widths], found.workers[1].samples, 4)
+    told = speed_of(found, 1, 2.0, 20, part)
+    assert told.tokens_per_s == 20 / 2
+    if factor is None:
+        assert told[1:] == (None, None)
+    else:
+        assert told[1:] == (pytest.approx(0.3 * factor), pytest.approx(0.4 * factor))
+
+
+def test_samples_a_little_shorter_than_planned_are_told_of():
+    part = Part.of([(50, 128), (50, 125)], 100, 128)
+    assert part.known == pytest.approx(1.0, abs=0.02)
+    assert part.by_squares < part.known < part.by_tokens
+    assert Part.of([], 0, 128).known == 1.0  # who has no samples computes none, as planned
+
+
+def test_what_short_samples_take_is_between_both_parts():
+    """By torch's own count of a whole model."""
+    length = 96
+    config = transformers.GPT2Config(
+        n_layer=2, n_embd=16, n_head=2, n_positions=length, vocab_size=40
+    )
+    model = transformers.GPT2LMHeadModel(config)
+
+    def counted(rows: int, width: int) -> int:
+        tokens = torch.zeros(rows, width, dtype=torch.long)
+        with FlopCounterMode(display=False) as counter:
+            model(input_ids=tokens, labels=tokens).loss.backward()
+        return counter.get_total_flops()
+
+    whole = counted(4, length)
+    for cut in ([(3, 20), (1, 90)], [(2, 48), (2, 48)], [(4, 8)]):
+        part = Part.of(cut, 4, length)
+        assert part.by_squares < sum(counted(*one) for one in cut) / whole < part.by_tokens
 
 
 # -- files -----------------------------------------------------------------------------------------

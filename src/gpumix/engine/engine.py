@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from gpumix.cost.pipeline import Pipeline
 from gpumix.engine import buffers, layered, pipelined, sequential, stands
@@ -58,9 +58,9 @@ from gpumix.spec.stage import Worker
 
 Function = Callable[[nn.Module, Any], Any]
 
-# What a step leaves in the engine, beside buffers and gradients.
-_OF_A_STEP = (
+_OF_A_STEP = (  # what a step leaves in the engine, beside buffers and gradients
     "_rows", "_own_norm", "scaler", "steps", "losses_counted", "exchanged", "overflowed",
+    "computed",
 )  # fmt: skip
 
 
@@ -70,8 +70,8 @@ class Engine(ShardedModel):
     `overflowed`: the last step's fp16 gradients overflowed, and there are none. `notice` is what
     this rank tells all others in the next step, at no further cost, and so is `report`;
     `exchanged` is what all said in the last one. `losses_counted` is what the sum of all losses of
-    the last step was divided by, float64 on the device. `copies` is the clock of what the device
-    waits for batches, and for what was kept on the host.
+    the last step was divided by, float64 on the device; `computed` has the samples of each of this
+    rank's micro-batches in it, and their padded tokens. `copies` is the clock of waits for copies.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Engine(ShardedModel):
         self.steps = 0
         self.scaler = LossScaler(active=any(w.compute_dtype == "fp16" for w in plan.workers))
         self.overflowed = False
-        self.notice = 0.0
+        self.notice = self.report = 0.0
         self._places = places
         self._pipeline = Pipeline.of(plan) if places else None
         self._parts = parts[0]  # of the first of its stages
@@ -108,7 +108,6 @@ class Engine(ShardedModel):
         last = plan.stages_of(comm.rank)[-1]
         self._tells_losses = plan.team_of(comm.rank, last)[0] == comm.rank
         self._rows = plan.rows_of(comm.rank)
-        self.report = 0.0
         self.exchanged = Exchanged.nothing(comm.world)
         self._own_norm = OwnNorm(comm.device)
         self._see_by(self._own_norm.see)
@@ -120,6 +119,7 @@ class Engine(ShardedModel):
         self._buffers_before = BufferCopies([])
         self._failed = ""
         self._updates: Updates | None = None
+        self.computed: list[tuple[int, int | None]] = []
         self.copies = WaitClock(self.device)
         self._host = HostStore(self.device, self.copies)
         check.Watch(self)
@@ -158,6 +158,7 @@ class Engine(ShardedModel):
         with self._in_step():
             rows = self._rows if samples is None else rows_of(self.plan, self.comm.rank, samples)
             cut = self._cut(batch, rows)
+            self.computed = [(len(of_one), one.width) for of_one, one in zip(rows, cut)]
             if self._tells_samples:  # first: others could be as long as no rank waits for
                 self._compare_samples(batch, rows)
             self._buffers_before = BufferCopies(self._keepers)
@@ -540,8 +541,7 @@ class Engine(ShardedModel):
     ) -> list[Samples]:
         """The micro-batches of a batch, whose samples are these rows of the global one."""
         objective = objective or self._objective
-        wanted = sum(map(len, rows))
-        if (given := samples_in(batch)) != wanted:
+        if (given := samples_in(batch)) != (wanted := sum(map(len, rows))):
             raise InputError(
                 f"rank {self.comm.rank} was given {given} samples, the plan gives it {wanted}",
                 fix="feed it with gpumix.Loader(dataset, plan, rank), or cut batches as "
@@ -553,10 +553,10 @@ class Engine(ShardedModel):
         with self.copies:
             batch = tree_map(self._to_device, batch)
         return [
-            Samples(
+            Samples.of(
+                part,
                 functools.partial(objective, self.model, part),
                 Randomness(self._seed, self.steps, of_one.start, self.device),
-                tuple(t.shape for t in tree_leaves(part) if torch.is_tensor(t)),
             )
             for of_one, part in zip(rows, parts_of(batch, rows, widths))
         ]

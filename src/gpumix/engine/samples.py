@@ -29,11 +29,19 @@ PER_TOKEN = frozenset({"input_ids", LABELS, MASK, "position_ids", "token_type_id
 
 @dataclass(frozen=True)
 class Samples:
-    """A micro-batch's loss, to be computed, its random numbers, and the shapes of its tensors."""
+    """A micro-batch's loss, to be computed, its random numbers, the shapes of its tensors, and how
+    many tokens each sample has there, padded; None where it has none."""
 
     compute_loss: Callable[[], Loss]
     randomness: Randomness
     looks: tuple[torch.Size, ...]
+    width: int | None = None
+
+    @classmethod
+    def of(cls, part: Any, compute_loss: Callable[[], Loss], randomness: Randomness) -> Samples:
+        """Of a micro-batch, a pytree of tensors."""
+        looks = tuple(t.shape for t in tree_leaves(part) if torch.is_tensor(t))
+        return cls(compute_loss, randomness, looks, width_of(part))
 
 
 def repeated(batch: Any, times: int) -> Any:
@@ -107,6 +115,12 @@ def parts_of(batch: Any, rows: Sequence[range], widths: Sequence[int | None]) ->
             part = {key: value[:, :width].contiguous() for key, value in part.items()}
         yield part
         begin += len(of_one)
+
+
+def width_of(part: Any) -> int | None:
+    """How many tokens each sample of a batch has, padded; None where it has none."""
+    tokens = part.get("input_ids") if isinstance(part, Mapping) else None
+    return tokens.shape[1] if torch.is_tensor(tokens) and tokens.dim() == 2 else None
 
 
 def digest(batch: Any, rows: Sequence[range]) -> int:

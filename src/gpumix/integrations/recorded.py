@@ -15,7 +15,7 @@ from gpumix.integrations.gathering import all_texts
 from gpumix.spec.errors import Interrupted
 from gpumix.train import run_files
 from gpumix.train.account import Account
-from gpumix.train.metrics import RankRecord, RunLog, StepRecord, by_class, speed_of, typical_s
+from gpumix.train.metrics import Part, RankRecord, RunLog, StepRecord, by_class, speed_of, typical_s
 from gpumix.train.run_record import RunRecord
 from gpumix.train.watch import Watch, stamps_of
 
@@ -43,6 +43,7 @@ class Recorded:
     ) -> None:
         self._engine = engine
         self._tokens_of_batches = 0
+        self._computed: list[tuple[int, int | None]] = []  # in the step under way
         self._all_tokens = 0
         self._label_a_token = False
         self._watch = Watch(stamps_of(engine.device), engine.comm.clock, engine.copies)
@@ -75,6 +76,7 @@ class Recorded:
     def batch(self) -> None:
         """One of several that a step is made of was computed."""
         self._tokens_of_batches += self._tokens_of_batch()
+        self._computed += self._engine.computed
 
     def step(self, number: int, *, loss: float, learning_rate: float, norm: float) -> None:
         """One that is done. Collective after every `CLASSES_STEPS`."""
@@ -88,6 +90,7 @@ class Recorded:
         tokens, self._tokens_of_batches = self._tokens_of_batches or self._tokens_of_batch(), 0
         self._times.append(step_s)
         self._tokens.append(tokens)
+        self._parts.append(self._part())
         self._all_tokens += tokens
         if self._log is not None:
             record = StepRecord(
@@ -119,6 +122,7 @@ class Recorded:
         """With what steps came to since it was told how ranks did."""
         self._times: list[float] = []
         self._tokens: list[float] = []
+        self._parts: list[Part] = []
         self._spent = Account.of(0, 0.0, 0.0, 0.0, 0.0, 0.0)
         self._sent_bytes = 0.0
 
@@ -164,7 +168,7 @@ class Recorded:
         worker = plan.workers[engine.comm.rank]
         step_s = typical_s(self._times)
         tokens = typical_s(self._tokens) * worker.samples / plan.global_batch
-        speed = speed_of(plan, engine.comm.rank, step_s, tokens)
+        speed = speed_of(plan, engine.comm.rank, step_s, tokens, Part.mean(self._parts))
         runtime = device_in_use()
         shares = self._spent.shares()
         return RankRecord(
@@ -180,6 +184,13 @@ class Recorded:
             mfu=speed.mfu,
             hfu=speed.hfu,
         )
+
+    def _part(self) -> Part:
+        """What the step computed of the plan's batch, which may be one of several."""
+        plan = self._engine.plan
+        computed, self._computed = self._computed or self._engine.computed, []
+        samples = plan.workers[self._engine.comm.rank].samples
+        return Part.of(computed, samples, plan.sequence_length)
 
     def _tokens_of_batch(self) -> int:
         """Those that have labels; of samples with one label each all. The last batch of an epoch

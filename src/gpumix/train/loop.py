@@ -29,7 +29,7 @@ from gpumix.train.documents import check_documents
 from gpumix.train.interlude import Interlude, seconds_of
 from gpumix.train.keeping import MEASURED_STEPS, Keeping
 from gpumix.train.last_minute import LastMinute
-from gpumix.train.metrics import WARM_UP_STEPS, StepRecord, typical_s
+from gpumix.train.metrics import WARM_UP_STEPS, Part, StepRecord, typical_s
 from gpumix.train.models import attention_cost, model_of
 from gpumix.train.not_finite import overflowed, spoilt, without_labels
 from gpumix.train.optimizer import learning_rate, optimizer_for, set_learning_rates
@@ -322,7 +322,9 @@ class Trainer:
         step_s = record.end() - begun
         tokens = self._tokens_at(begin, self.loader.cursor.position)
         self._tokens += tokens
-        self.taken.add(step_s, loss, tokens, self._tokens_of_own())
+        worker = self.plan.workers[self.context.ranks.rank]
+        part = Part.of(self.engine.computed, worker.samples, self.plan.sequence_length)
+        self.taken.add(step_s, loss, tokens, self._tokens_of_own(), part)
         return StepRecord(
             step=self.step,
             loss=loss,

@@ -28,6 +28,8 @@ from gpumix.train.progress import write_at_once
 
 # Steps whose times make up the speed that is shown.
 WINDOW = 20
+# Up to which part of it FLOPs may be uncertain that utilisation is told of.
+APART = 0.05
 WARM_UP_STEPS = 2  # not counted in a run's speed: allocators and caches fill
 
 
@@ -71,7 +73,9 @@ class RankRecord:
     `skipped` counts the samples that it could not read so far, in training each time and in
     evaluations once; `lost_workers` its processes for the data that died or were stuck.
     `not_copied` is why its state is not copied into memory any more, `saved_in_place` why it waits
-    until its checkpoints are written. MFU and HFU are None where FLOPs or peak are not known.
+    until its checkpoints are written. MFU and HFU are None where FLOPs or peak are not known: also
+    where samples are much shorter than the plan has them, for what is counted of a full one tells
+    not what attention is of that.
     """
 
     device: str
@@ -111,15 +115,57 @@ class Speed(NamedTuple):
     hfu: float | None = None
 
 
-def speed_of(plan: Plan, rank: int, step_s: float, tokens: float) -> Speed:
-    """A rank's speed, by its typical step, and the tokens of the samples that it has in a step."""
+class Part(NamedTuple):
+    """What was computed, as a part of the plan's samples of full length: if all goes by the tokens,
+    and if all goes by their square, as attention's scores do. The truth is between both."""
+
+    by_tokens: float = 1.0
+    by_squares: float = 1.0
+
+    @classmethod
+    def of(cls, computed: Iterable[tuple[int, int | None]], samples: int, length: int) -> Part:
+        """
+        Args:
+            computed: samples and the tokens of each, padded; see `Engine`.
+            samples: of the rank in the plan, of `length` tokens each.
+        """
+        if not samples:
+            return cls()
+        widths = [(count, 1.0 if n is None else n / length) for count, n in computed]
+        return cls(
+            sum(count * width for count, width in widths) / samples,
+            sum(count * width**2 for count, width in widths) / samples,
+        )
+
+    @classmethod
+    def mean(cls, parts: Sequence[Part]) -> Part:
+        return cls(*map(fmean, zip(*parts)))
+
+    @property
+    def known(self) -> float | None:
+        """None where both are too far apart."""
+        low, high = sorted(self)
+        return (low + high) / 2 if high - low <= APART * high else None
+
+
+ALL_PLANNED = Part()
+
+
+def speed_of(
+    plan: Plan, rank: int, step_s: float, tokens: float, part: Part = ALL_PLANNED
+) -> Speed:
+    """A rank's speed, by its typical step, and the tokens of the samples that it has in a step, of
+    which `part` was computed of all that is planned."""
     if step_s <= 0:
         return Speed()
     worker = plan.workers[rank]
     team = len(plan.team_of(rank, plan.stages_of(rank)[0]))
     tokens_per_s = tokens / team / step_s
     expected, peak = plan.expected_of(rank), _peak_of(plan, worker.device_class)
-    return Speed(tokens_per_s, *utilisation(expected, peak, step_s))
+    if (done := part.known) is None:
+        return Speed(tokens_per_s)
+    used = utilisation(expected, peak, step_s)
+    return Speed(tokens_per_s, *(None if one is None else one * done for one in used))
 
 
 def utilisation(

@@ -6,7 +6,7 @@ from statistics import fmean
 
 from gpumix.hardware.runtime import DeviceRuntime
 from gpumix.spec.plan import Plan
-from gpumix.train.metrics import WARM_UP_STEPS, Speed, speed_of, typical_s
+from gpumix.train.metrics import WARM_UP_STEPS, Part, Speed, speed_of, typical_s
 
 
 class StepsTaken:
@@ -14,7 +14,8 @@ class StepsTaken:
 
     Attributes:
         times_s: of each.
-        tokens: of each, of all ranks; `own_tokens` are those of this rank.
+        tokens: of each, of all ranks; `own_tokens` are those of this rank, `parts` what it computed
+            of its plan.
         losses: of each.
     """
 
@@ -24,13 +25,15 @@ class StepsTaken:
         self.times_s: list[float] = []
         self.tokens: list[int] = []
         self.own_tokens: list[int] = []
+        self.parts: list[Part] = []
         self.losses: list[float] = []
 
-    def add(self, step_s: float, loss: float, tokens: int, own_tokens: int) -> None:
+    def add(self, step_s: float, loss: float, tokens: int, own_tokens: int, part: Part) -> None:
         self.times_s.append(step_s)
         self.losses.append(loss)
         self.tokens.append(tokens)
         self.own_tokens.append(own_tokens)
+        self.parts.append(part)
         if len(self.times_s) == WARM_UP_STEPS:
             self._overruns_before = self._runtime.overruns
 
@@ -57,4 +60,5 @@ class StepsTaken:
 
     def speed(self, plan: Plan, rank: int, last: int) -> Speed:
         """This rank's, in the last steps."""
-        return speed_of(plan, rank, self.step_s(last), fmean(self.own_tokens[-last:]))
+        tokens, part = fmean(self.own_tokens[-last:]), Part.mean(self.parts[-last:])
+        return speed_of(plan, rank, self.step_s(last), tokens, part)
