@@ -18,6 +18,7 @@ from gpumix.engine.objective import objective_of
 from gpumix.engine.prepare import prepare, switch_off_caches
 from gpumix.engine.units import dissect
 from gpumix.profiler.flows import Flows, find_flows
+from gpumix.profiler.kinds import tell_apart
 from gpumix.profiler.specimen import Specimens
 from gpumix.spec.plan import Plan, Schedule
 from gpumix.spec.stage import Mode, Stage, Worker
@@ -106,6 +107,107 @@ class StartsWithoutGradients(Regression):
         return self.error(self.blocks[3](self.blocks[2](x)), target)
 
 
+class ScaledBlock(Block):
+    """It takes by what its output is multiplied."""
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * scale
+
+
+class FillsInTheLikeness(Regression):
+    """Its code makes tensors that have of a block's output but the shape."""
+
+    def __init__(self) -> None:
+        super().__init__([ScaledBlock() for _ in range(4)])
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first = self.blocks[0](self.enter(x), x.new_ones(()))
+        scale = torch.full_like(first, 0.5)
+        scale[:, :2] = first.new_tensor([1.5]) + first.new_zeros(1)
+        x = self.blocks[1](first, scale)
+        for block in self.blocks[2:]:
+            x = block(x, scale)
+        return self.error(x, target)
+
+
+class NumberedBlock(Block):
+    """One of them returns something beside, as its number says."""
+
+    def __init__(self, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = super().forward(x)
+        return (x.mean(1, keepdim=True), x) if self.layer_idx == 1 else x
+
+
+class ByNumber(Regression):
+    def __init__(self) -> None:
+        super().__init__([NumberedBlock(number) for number in range(4)])
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.blocks[0](self.enter(x))
+        mean, x = self.blocks[1](x)
+        return self.error(self.blocks[3](self.blocks[2](x)) + mean, target)
+
+
+class SteppingBlock(Block):
+    """It returns one of so many positions."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self._step = step
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)[:, :: self._step]
+
+
+class Halves(Regression):
+    """Its third block returns half of the positions, its fourth is given no more."""
+
+    def __init__(self) -> None:
+        super().__init__([SteppingBlock(2 if number == 2 else 1) for number in range(5)])
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        skipped = self.blocks[1](self.blocks[0](self.enter(x)))
+        x = self.blocks[3](self.blocks[2](skipped))
+        return self.error(self.blocks[4](x.repeat_interleave(2, 1) + skipped), target)
+
+
+class LookingBlock(Block):
+    """It goes by values, but returns what always looks alike."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        return x + x[x.isnan()].sum()
+
+
+def looks_inside() -> nn.Module:
+    return Regression([LookingBlock() for _ in range(3)])
+
+
+class TellingBlock(Block):
+    """It returns a number that it computes from values."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, float]:
+        x = super().forward(x)
+        return x, x.abs().max().item()
+
+
+class GoesByNumbers(Regression):
+    def __init__(self) -> None:
+        super().__init__([TellingBlock() for _ in range(3)])
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, most = self.enter(x), 0.0
+        for block in self.blocks:
+            x, largest = block(x)
+            most += largest
+        loss, count = self.error(x, target)
+        return loss * (1 + most), count
+
+
 def frozen_bottom() -> nn.Module:
     """Nothing before its third block is trained."""
     model = Regression(blocks := [Block() for _ in range(4)])
@@ -126,6 +228,11 @@ EVERY = (
             "looks_back": LooksBack,
             "u_shape": UShape,
             "starts_without_gradients": StartsWithoutGradients,
+            "fills_in_the_likeness": FillsInTheLikeness,
+            "by_number": ByNumber,
+            "halves": Halves,
+            "looks_inside": looks_inside,
+            "goes_by_numbers": GoesByNumbers,
             "frozen_bottom": frozen_bottom,
         }.items()
     }
@@ -223,6 +330,7 @@ def flows_of(name: str, *, in_chunks: bool = False) -> Flows:
         objective=objective_of(model),
     )
     batch = architecture.batch(2, torch.Generator().manual_seed(0))
+    tell_apart(specimens, batch)
     return find_flows(specimens, batch, in_chunks=in_chunks)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from turns import STEPS, assert_case, assert_same, in_turn
 
+from gpumix.engine.coroutine import ModelError
 from gpumix.engine.prepare import prepare
 from gpumix.spec.errors import InputError, MachineError
 from gpumix.spec.plan import Plan
@@ -33,6 +34,7 @@ from staging import (
     staged_plan,
     train_in_stages,
     train_in_turn,
+    train_rank,
 )
 
 GPT2 = ARCHITECTURES["gpt2"]
@@ -327,6 +329,19 @@ ODD = {
         )
         for stage in [0, 3]
     },
+    "code between units fills tensors in the likeness of another stage's": (
+        "fills_in_the_likeness",
+        LAYOUTS["1 + 1"],
+        {"zero_stage": 1},
+    ),
+    "what a block returns goes by its number": ("by_number", LAYOUTS["1 + 1"], {"zero_stage": 1}),
+    "blocks return fewer positions, or are given fewer": (
+        "halves",
+        LAYOUTS["1 + 1"],
+        {"cuts": [4], "zero_stage": 1},
+    ),
+    "blocks go by values": ("looks_inside", LAYOUTS["1 + 1"], {"zero_stage": 1}),
+    "a model that has one stage": ("goes_by_numbers", rows([4], micro_batch=4), {"zero_stage": 1}),
 }
 odd = in_turn(ODD)
 
@@ -334,6 +349,22 @@ odd = in_turn(ODD)
 @pytest.mark.parametrize("case", ODD)
 def test_odd_models(case, odd):
     assert_case(case, odd)
+
+
+@pytest.mark.parametrize(
+    ("name", "cuts", "lacking", "lacks", "told"),
+    [("t5", [1, 3], 1, (0, 1), "message with the output 0"), ("u_shape", [3], 1, (1, 0), "loss")],
+)
+def test_what_has_no_values_goes_no_further(name, cuts, lacking, lacks, told):
+    """By a plan one of whose stages does not take all that it needs."""
+    plan = staged_plan(name, rows(*[[2]] * (len(cuts) + 1)), cuts, zero_stage=0)
+    stages = list(plan.stages)
+    takes = tuple(t for t in stages[lacking].takes if (t.call, t.output) != lacks)
+    assert takes != stages[lacking].takes
+    stages[lacking] = stages[lacking].model_copy(update={"takes": takes})
+    plan = plan.model_copy(update={"stages": tuple(stages)})
+    with pytest.raises(ModelError, match=f"the {told}.* the plan does not take"):
+        run_ranks(train_rank, len(plan.workers), plan.model_dump_json(), name, 1)
 
 
 @pytest.mark.parametrize(

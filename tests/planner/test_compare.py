@@ -41,6 +41,16 @@ def test_a_row_for_each_strategy_and_why_it_lost():
     assert "does not say what the model's units need" in rows["staged"].why
 
 
+def test_why_a_model_has_no_stages():
+    profile = two_classes()
+    model = profile.model.model_copy(update={"no_stages": "unit 'a' goes by values"})
+    made = compare(profile.model_copy(update={"model": model}), PlanRequest(global_batch=8))
+    rows = {row.strategy: row for row in made.rows}
+    for name in ("staged", "model"):
+        assert rows[name].why == "there is no plan of several stages: unit 'a' goes by values"
+    assert made.best == "optimal"
+
+
 def test_head_room_is_the_least_of_each_class():
     profile = fleet(8, memory_factor=2)
     request = PlanRequest(global_batch=100)

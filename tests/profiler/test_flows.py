@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+import re
 
-from models import ARCHITECTURES
-from staging import flows_of
+import pytest
+import torch
+from torch import Tensor
+
+from models import ARCHITECTURES, Architecture, Block, Regression, vectors
+from staging import EVERY, flows_of
 
 EXPECTED = {
     # The token embedding is the head too.
@@ -60,6 +64,21 @@ NEEDS = {
         (set(), [(2, 0)]),
         (None, [(3, 0)]),
     ],
+    # What is taken of a block that returns more than others of its structure.
+    "by_number": [
+        (None, []),
+        (set(), [(0, 0)]),
+        (set(), [(1, 1)]),
+        (set(), [(2, 0)]),
+        (None, [(1, 0), (3, 0)]),
+    ],
+    # What blocks look at is their own affair.
+    "looks_inside": [
+        (None, []),
+        (set(), [(0, 0)]),
+        (set(), [(1, 0)]),
+        (None, [(2, 0)]),
+    ],
     # Its code looks at the first block's output before it calls the third one.
     "looks_back": [
         (None, []),
@@ -77,3 +96,29 @@ def test_calls_need_no_more_than_they_are_computed_from(name):
     for needs, (root, outputs) in zip(found, NEEDS[name]):
         assert root is None or set(needs.root) == root
         assert [(taken.call, taken.output) for taken in needs.outputs] == outputs
+
+
+class Unwatched(Regression):
+    """Its code does not run where functions are watched."""
+
+    def __init__(self) -> None:
+        super().__init__([Block() for _ in range(2)])
+
+    def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        if torch._C._len_torch_function_stack():
+            raise RuntimeError("somebody watches")
+        return super().forward(x, target)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("goes_by_numbers", "'blocks.0' returns cannot be told .* a number is among"),
+        ("unwatched", "it fails: somebody watches"),
+    ],
+)
+def test_a_model_of_which_nothing_is_found_has_no_stages(name, told, monkeypatch):
+    monkeypatch.setitem(EVERY, "unwatched", Architecture("unwatched", Unwatched, vectors))
+    found = flows_of(name)
+    assert found.needs == ()
+    assert re.search(told, found.no_stages)

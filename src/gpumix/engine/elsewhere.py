@@ -8,7 +8,8 @@ either. What a stage needs of earlier ones takes their place, as the plan says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,14 @@ from gpumix.spec.errors import first_line
 
 WITHOUT_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 """What code runs into that goes by the values of tensors which have none."""
+
+FILLS = ("zeros_like", "ones_like", "full_like", "empty_like",
+         "new_zeros", "new_ones", "new_full", "new_empty")  # fmt: skip
+"""What takes a tensor's shape, dtype or device, but none of its values."""
+
+
+class Untold(ModelError):
+    """What a unit of another stage returns cannot be told without its values."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +72,24 @@ class Returned:
         return found
 
 
+class _NoValues(FakeTensorMode):
+    """Tensors of it have no values; what is only filled in the likeness of one has its own."""
+
+    _fills = frozenset(getattr(torch.ops.aten, name).default for name in FILLS)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in self._fills:
+            one = torch.empty((), dtype=args[0].dtype, device=args[0].device)
+            return func(one.expand(args[0].shape), *args[1:], **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs or {})
+
+
 class Elsewhere:
     """What other stages compute, and the parameters that they keep.
 
@@ -80,12 +107,11 @@ class Elsewhere:
         undivided: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._undivided = undivided
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._mode = _NoValues(allow_non_fake_inputs=True)
         self._device = device
         self._dtype = dtype
         # Not the slots: what they hold of the model's own parameters goes with them.
         self._places = [(self._look(s), s.places) for unit in anatomy.all for s in unit.slots]
-        self._kinds = {unit.name: unit.kind for unit in anatomy.units}
         self._modules = {unit.name: unit.module for unit in anatomy.units}
         self._forwards: dict[str, Callable[..., Any]] = {
             unit.name: unit.module.forward for unit in anatomy.units
@@ -134,11 +160,11 @@ class Elsewhere:
         """What the unit of another stage would return.
 
         Raises:
-            ModelError: that cannot be told without its values.
+            Untold: that depends on values.
         """
         inputs, structure = tree_flatten((call.args, call.kwargs))
-        kind = self._kinds[call.unit]
-        key = (kind, str(structure), tuple(map(_look_of, inputs)))
+        # Not by its kind: what a block returns may go by its number.
+        key = (call.unit, str(structure), tuple(map(_look_of, inputs)))
         if key not in self._returned:
             with self._undivided():
                 self._returned[key] = self._tried(call)
@@ -146,10 +172,11 @@ class Elsewhere:
 
     def _tried(self, call: UnitCall) -> Returned:
         try:
-            with self._installed(call.unit, self.tensor):
+            with self._installed(call.unit, self.tensor), _unlogged():
                 returned = plain_run(call, self._forwards[call.unit], self._without_values)
         except Exception:  # what it computes depends on values, or a kernel knows none without
             returned = self._computed(call)
+            _refuse_numbers(call.unit, returned)
         looks = (Look.of(t) if isinstance(t, torch.Tensor) else t for t in returned.leaves)
         return Returned(tuple(looks), returned.structure)
 
@@ -159,11 +186,7 @@ class Elsewhere:
             with self._installed(call.unit, self.zeros):
                 return plain_run(call, self._forwards[call.unit], self._with_values)
         except Exception as error:
-            raise ModelError(
-                f"what unit '{call.unit}' of another stage returns cannot be told",
-                why=f"run on zeros it fails: {first_line(error)}",
-                fix="make a plan of one stage for this model",
-            ) from error
+            raise _untold(call.unit, f"run on zeros it fails: {first_line(error)}") from error
 
     def zeros(self, look: Look) -> torch.Tensor:
         """One that is all zeros."""
@@ -178,6 +201,45 @@ class Elsewhere:
     def _with_values(self, value: Any) -> Any:
         value = cast(value, self._dtype)
         return self.zeros(Look.of(value)) if isinstance(value, FakeTensor) else value
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """Inside, torch does not write down as errors what runs on values only."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+def _refuse_numbers(unit: str, returned: Returned) -> None:
+    """Raise an Untold for numbers among what a unit returns, which may be those of zeros."""
+    if any(isinstance(leaf, int | float | complex) for leaf in returned.leaves):
+        raise _untold(unit, "it goes by values, and a number is among what it returns")
+
+
+def _untold(unit: str, why: str) -> Untold:
+    return Untold(
+        f"what unit '{unit}' returns cannot be told by another stage",
+        why=why,
+        fix="make a plan of one stage for this model",
+    )
+
+
+def refuse_without_values(value: torch.Tensor, what: str) -> None:
+    """Raise a ModelError if a tensor that others go by has no values here.
+
+    Args:
+        what: its name.
+    """
+    if isinstance(value, FakeTensor):
+        raise ModelError(
+            f"the {what} is computed from what another stage has and the plan does not take",
+            why="the model's code went another way when it was profiled",
+            fix="profile and plan again for this model, or make a plan of one stage",
+        )
 
 
 def plain_run(
@@ -196,6 +258,12 @@ def hand_over(call: UnitCall, returned: Returned, leaves: Sequence[Any]) -> Any:
     result, collected = tree_unflatten(list(leaves), returned.structure)
     Captured(call.context).hand_over(collected)
     return result
+
+
+def given_looks(call: UnitCall) -> object:
+    """What tells calls apart whose tensors differ in number, shape or dtype."""
+    inputs, structure = tree_flatten((call.args, call.kwargs))
+    return str(structure), tuple(Look.of(t) for t in inputs if isinstance(t, torch.Tensor))
 
 
 def _look_of(value: Any) -> object:

@@ -11,7 +11,7 @@ import torch
 
 from gpumix.engine.boundary import Cut, taken
 from gpumix.engine.coroutine import Coroutine, Finished, ModelError, UnitCall
-from gpumix.engine.elsewhere import WITHOUT_VALUES
+from gpumix.engine.elsewhere import WITHOUT_VALUES, refuse_without_values
 from gpumix.engine.glue import Glue
 from gpumix.engine.host import HostStore
 from gpumix.engine.parts import ShardedUnit
@@ -120,6 +120,7 @@ class MicroBatch:
             calls = [*self._earlier, *self._calls]
             raise out_of_order(calls, len(calls), self._at.unit)
         loss, count = self._at.value
+        refuse_without_values(loss, "loss")
         self._at = None
         return loss, count
 

@@ -8,8 +8,8 @@ A parameter used by more than one unit belongs to the root, which is gathered th
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -83,6 +83,11 @@ class Anatomy:
     def unit(self, name: str) -> Unit:
         """The unit called `name`; raises KeyError if there is none."""
         return {u.name: u for u in self.units}[name]
+
+    def of_kinds(self, kinds: Mapping[str, str]) -> Anatomy:
+        """The same with other kinds, by the names of units."""
+        units = (replace(unit, kind=kinds[unit.name]) for unit in self.units)
+        return Anatomy(tuple(units), self.root)
 
     def fingerprint(self) -> str:
         """Twelve hex digits of all names, shapes, dtypes and what is trainable."""
@@ -228,11 +233,17 @@ def _structure(module: nn.Module, own: Set[int]) -> str:
         lines += [
             f"{name}.{key}={value}"
             for key, value in sorted(vars(part).items())
-            if isinstance(value, (bool, int, float, str))
+            if _is_setting(value)
             and not key.startswith("_")
             and not any(word in key for word in ("idx", "index", "layer_id", "training"))
         ]
     return "\n".join(lines)
+
+
+def _is_setting(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_setting, value))
+    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def frozen_bytes(slots: Sequence[Slot], compute_dtype: torch.dtype) -> int:

@@ -15,7 +15,7 @@ import torch
 
 from gpumix.cost.pipeline import Action
 from gpumix.engine.comm import Communicator, Pending
-from gpumix.engine.elsewhere import Look
+from gpumix.engine.elsewhere import Look, refuse_without_values
 from gpumix.spec.plan import Plan
 from gpumix.spec.stage import Taken, between_teams
 
@@ -115,7 +115,12 @@ class Wires:
         return next(line for line in lines if line.taker == self._comm.rank)
 
     def send(self, message: Message, value: torch.Tensor) -> None:
-        """Begin to send; `value` is not changed any more."""
+        """Begin to send; `value` is not changed any more.
+
+        Raises:
+            ModelError: it has no values.
+        """
+        refuse_without_values(value, str(message))
         lines = [line for line in self._all_lines(message) if line.giver == self._comm.rank]
         sent = value.to(self._dtype) if value.is_floating_point() else value
         for line in lines:

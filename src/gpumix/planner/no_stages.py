@@ -127,6 +127,8 @@ def refuse_one_stage(profile: Profile, devices: Sequence[Device]) -> None:
     what, fix = "", ONE_STAGE
     if not profile.model.cuts:
         what = "wherever this model is cut, units before the cut are called again behind it"
+    elif profile.model.no_stages:
+        what = profile.model.no_stages
     elif not profile.model.needs:
         what = "the profile does not say what the model's units need of each other"
         fix += ", or profile again: `gpumix profile JOB.yaml --fresh`"

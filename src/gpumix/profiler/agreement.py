@@ -31,6 +31,7 @@ from gpumix.hardware.efficiency import Chosen
 from gpumix.hardware.memory import is_out_of_memory
 from gpumix.hardware.runtime import DeviceRuntime
 from gpumix.profiler.compute import Progress, on_device
+from gpumix.profiler.kinds import tell_apart
 from gpumix.profiler.specimen import Outputs, Specimens
 from gpumix.spec.efficiency import PLAIN_EFFICIENCY, Efficiency
 from gpumix.spec.errors import first_line
@@ -177,6 +178,7 @@ def _computed(
         images_last=way.channels_last,
     )
     model.eval()  # dropout would draw
+    tell_apart(specimens, on_device(specimens, batch))
     generator = torch.Generator().manual_seed(0)
     for unit in (specimens.root, *specimens.of_kind.values()):
         for group in unit.bucket.groups:

@@ -22,20 +22,21 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gpumix.engine.away import HARMLESS
-from gpumix.engine.elsewhere import Returned, hand_over
+from gpumix.engine.elsewhere import FILLS, Returned, Untold, given_looks, hand_over
 from gpumix.engine.glue import hand, without_memory
 from gpumix.engine.units import frozen_bytes
+from gpumix.hardware.memory import is_out_of_memory
 from gpumix.profiler.specimen import Specimens
+from gpumix.spec.errors import GpumixError, first_line
 from gpumix.spec.profile import End, Needs
 from gpumix.spec.stage import Taken
 
 LOOKUPS = (nn.functional.embedding, torch.embedding)
-INSIDE = -1  # of a unit
+INSIDE = -1  # of a unit: what it does is its own affair
 # What takes a tensor's shape, dtype or device, but none of its values.
 LIKE_FIRST = frozenset(
-    getattr(torch.Tensor, f"new_{what}") for what in ("zeros", "ones", "empty", "full", "tensor")
-) | frozenset(
-    getattr(torch, f"{what}_like") for what in ("zeros", "ones", "empty", "full", "rand", "randn")
+    getattr(torch if name.endswith("_like") else torch.Tensor, name)
+    for name in (*FILLS, "new_tensor")
 )
 LIKE_SECOND = frozenset(
     getattr(torch.Tensor, name) for name in ("to", "type_as", "expand_as", "view_as", "reshape_as")
@@ -65,11 +66,13 @@ class Flows:
         before, after: what of the root is looked up before the first unit only, and what is used
             after the last one only.
         needs: of each call, then of the loss.
+        no_stages: why that cannot be told; then there is nothing else.
     """
 
     before: End
     after: End
     needs: tuple[Needs, ...]
+    no_stages: str = ""
 
 
 class _Notes(TorchFunctionMode):
@@ -92,7 +95,7 @@ class _Notes(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func in HARMLESS:
+        if func in HARMLESS or self.place == INSIDE:
             return func(*args, **kwargs)
         given = _tensors((args, kwargs))
         for name in (self._names[id(t)] for t in given if id(t) in self._names):
@@ -136,18 +139,32 @@ class _Notes(TorchFunctionMode):
 def find_flows(specimens: Specimens, batch: Any, *, in_chunks: bool) -> Flows:
     """Run the model on `batch`, whose tensors are on the device; `in_chunks` is without whole
     logits."""
+    try:
+        return _found(specimens, batch, in_chunks=in_chunks)
+    except Untold as error:
+        told = f"{error.what}: {error.why}"
+    except Exception as error:  # of the model's code, which runs in one stage
+        if is_out_of_memory(error) or isinstance(error, GpumixError):
+            raise
+        told = f"run on what its units return it fails: {first_line(error)}"
+    return Flows(before=End(), after=End(), needs=(), no_stages=told)
+
+
+def _found(specimens: Specimens, batch: Any, *, in_chunks: bool) -> Flows:
     groups = specimens.root.bucket.groups
     notes = _Notes({id(p): name for group in groups for p, name in group.names_by_parameter()})
-    returned: dict[str, Returned] = {}
+    returned: dict[object, Returned] = {}
     needed: list[set[Source]] = []
     chunks = specimens.head_in_chunks() if in_chunks else nullcontext()
     with specimens.start(batch) as walk, chunks, notes:
         walk.go_on()
         while walk.call is not None:
-            kind = specimens.kind_of[walk.call.unit]
-            if kind not in returned:
-                notes.place = INSIDE
-                returned[kind] = specimens.returned(walk.call)
+            notes.place = INSIDE
+            if specimens.elsewhere is not None:
+                specimens.elsewhere.returned(walk.call)
+            alike = specimens.kind_of[walk.call.unit], given_looks(walk.call)
+            if alike not in returned:
+                returned[alike] = specimens.returned(walk.call)
             inside = specimens.shared_by[walk.call.unit]
             for name in inside:
                 notes.uses[name].add((INSIDE, False))
@@ -155,8 +172,8 @@ def find_flows(specimens: Specimens, batch: Any, *, in_chunks: bool) -> Flows:
             needed.append(given.union(inside, notes.looked))
             call, notes.place = len(walk.calls) - 1, len(walk.calls)
             gradients = walk.call.state.gradients
-            leaves = _fresh(returned[kind], call, notes, gradients=gradients)
-            walk.go_on(hand_over(walk.call, returned[kind], leaves))
+            leaves = _fresh(returned[alike], call, notes, gradients=gradients)
+            walk.go_on(hand_over(walk.call, returned[alike], leaves))
         needed.append(notes.sources(walk.result) | notes.looked)
     before = [name for name, uses in notes.uses.items() if uses == {(0, True)}]
     after = [name for name, uses in notes.uses.items() if {p for p, _ in uses} == {notes.place}]

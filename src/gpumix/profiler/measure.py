@@ -27,7 +27,8 @@ from gpumix.hardware.environment import host_memory_bytes
 from gpumix.hardware.memory import is_out_of_memory
 from gpumix.hardware.runtime import DeviceRuntime
 from gpumix.profiler.agreement import TOLERANCE, agreed, compiled_error
-from gpumix.profiler.compute import MakeBatch, Pass, Point, Progress, Sweep, sweep
+from gpumix.profiler.compute import MakeBatch, Pass, Point, Progress, Sweep, on_device, sweep
+from gpumix.profiler.kinds import tell_apart
 from gpumix.profiler.optimizer_times import (
     time_host_copies,
     time_host_optimizer,
@@ -153,11 +154,12 @@ def _measured(
         if runtime.emulated
         else measured_peak(runtime, TORCH_DTYPE[subject.dtypes[device_class]]),
     )
+    kinds = {unit.name: unit.kind for unit in anatomy.units}
     del anatomy
     return ClassMeasurement(
         device_class=of_class,
         model=measured,
-        teams=tuple(_teams(subject, runtime, of_class, progress)),
+        teams=tuple(_teams(subject, runtime, of_class, kinds, progress)),
         host_memory_bytes=host_memory_bytes(),
         optimizer_bytes_per_element=_state_bytes(measured, *optimizer.state_bytes),
         seconds_spent=time.perf_counter() - begun,
@@ -174,11 +176,19 @@ def _swept(
     degree: int = 1,
     *,
     sequence: bool = False,
+    kinds: Mapping[str, str] | None = None,
 ) -> tuple[Sweep, Anatomy, ModelProfile]:
     """All points of the device, as one of `degree` that compute together, and divide the positions
-    of samples too or not."""
+    of samples too or not.
+
+    Args:
+        kinds: of units, by name, if they have been told apart.
+    """
     model = subject.build()
     anatomy = dissect(model, subject.units)
+    fingerprint = anatomy.fingerprint()
+    if kinds is not None:
+        anatomy = anatomy.of_kinds(kinds)
     switch_off_caches(model)
     efficiency = subject.chosen_for(device_class).efficiency
     make_efficient(model, efficiency, runtime.torch_device)
@@ -198,6 +208,9 @@ def _swept(
         images_last=efficiency.channels_last,
         fused_loss=efficiency.loss == "triton",
     )
+    if kinds is None:
+        tell_apart(specimens, on_device(specimens, subject.make_batch(1)))
+        anatomy = anatomy.of_kinds(specimens.kind_of)
     if device_class in subject.compiled and team is None:
         specimens.compile(range(1, subject.shape.global_batch + 1))
     name = device_class if team is None else f"{device_class}, one of {degree}"
@@ -218,15 +231,21 @@ def _swept(
         if error is not None and not error <= TOLERANCE[dtype]:
             progress(f"{name}: compiled code is not used: {told}")
             plain = replace(subject, compiled=subject.compiled - {device_class})
-            found, anatomy, profile = _swept(plain, runtime, device_class, progress)
+            found, anatomy, profile = _swept(
+                plain, runtime, device_class, progress, kinds=specimens.kind_of
+            )
             return replace(found, of_code=told), anatomy, profile
         found = replace(found, compiled=True, of_code=told)
-    profile = _model_profile(anatomy, found, model, dtype, runtime.memory_limit_bytes)
+    profile = _model_profile(anatomy, fingerprint, found, model, dtype, runtime.memory_limit_bytes)
     return found, anatomy, profile
 
 
 def _teams(
-    subject: Subject, runtime: DeviceRuntime, alone: ClassProfile, progress: Progress
+    subject: Subject,
+    runtime: DeviceRuntime,
+    alone: ClassProfile,
+    kinds: Mapping[str, str],
+    progress: Progress,
 ) -> Iterator[TeamMeasurement]:
     """The device as one of so many that compute the units together: those degrees by which the
     model can be divided, without and with divided positions if they can be."""
@@ -235,7 +254,9 @@ def _teams(
         found = False
         for sequence in sorted(set(subject.sequence)):
             try:
-                yield _team(subject, runtime, alone, degree, progress, sequence=sequence)
+                yield _team(
+                    subject, runtime, alone, degree, progress, sequence=sequence, kinds=kinds
+                )
                 found = True
             except (InputError, ModelError) as error:
                 if isinstance(error, ModelError) and not sequence:
@@ -256,10 +277,13 @@ def _team(
     progress: Progress,
     *,
     sequence: bool,
+    kinds: Mapping[str, str],
 ) -> TeamMeasurement:
     name = alone.device_class
     try:
-        found, anatomy, model = _swept(subject, runtime, name, progress, degree, sequence=sequence)
+        found, anatomy, model = _swept(
+            subject, runtime, name, progress, degree, sequence=sequence, kinds=kinds
+        )
     except Exception as error:
         ours = isinstance(error, GpumixError) or is_out_of_memory(error)
         if ours or not subject.tensor:
@@ -360,6 +384,7 @@ def _part(found: Sweep, kind: str, part: int) -> Curve | None:
 
 def _model_profile(
     anatomy: Anatomy,
+    fingerprint: str,
     found: Sweep,
     model: nn.Module,
     compute_dtype: ComputeDtype,
@@ -369,11 +394,12 @@ def _model_profile(
     first_of_kind = {unit.kind: unit for unit in reversed(anatomy.units)}
     splits = bool(found.points[0].split)
     return ModelProfile(
-        fingerprint=anatomy.fingerprint(),
+        fingerprint=fingerprint,
         compute_dtype=compute_dtype,
         calls=found.calls,
         kind_of_call=tuple(kind_of[name] for name in found.calls),
         needs=found.flows.needs,
+        no_stages=found.flows.no_stages,
         waiting=_waiting(found.points[0], [kind_of[name] for name in found.calls]),
         kinds=tuple(
             UnitKind(

@@ -7,7 +7,7 @@ on a device can be profiled on it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ from gpumix.engine.comm import Borrowed, Communicator, Pending
 from gpumix.engine.compiled import compile_units, plain_forward
 from gpumix.engine.coroutine import Calls, Coroutine, Finished, UnitCall, intercept
 from gpumix.engine.division import Division
-from gpumix.engine.elsewhere import Returned, plain_run
+from gpumix.engine.elsewhere import Elsewhere, Returned, plain_run
 from gpumix.engine.glue import Glue, Link, hand, without_memory
 from gpumix.engine.head import HeadInChunks
 from gpumix.engine.objective import Objective
@@ -89,13 +89,16 @@ class Specimens:
         self.root_slots = anatomy.root.slots
         dividing = (unit.positions for unit in anatomy.units if unit.positions is not None)
         self.positions = next(dividing, None)
+        # The calls of a team go by what its ranks have; what those of one return says all.
+        self.elsewhere = Elsewhere(anatomy, device, compute_dtype) if team is None else None
         self.of_kind: dict[str, ShardedUnit] = {}
+        self.kind_of: dict[str, str] = {}
+        self._units = anatomy.units
+        self._forwards = {unit.name: unit.module.forward for unit in anatomy.units}
+        self.divide({unit.name: unit.kind for unit in anatomy.units})
         calls = Calls()
         for unit in anatomy.units:
-            if unit.kind not in self.of_kind:
-                self.of_kind[unit.kind] = self._alive(unit)
             intercept(unit.name, unit.module, calls)
-        self.kind_of = {unit.name: unit.kind for unit in anatomy.units}
         self.shared_by = {unit.name: unit.uses(self.root_slots) for unit in anatomy.units}
         for owner in model.modules():
             for name, buffer in owner._buffers.items():
@@ -113,6 +116,15 @@ class Specimens:
         for group in alive.bucket.groups:
             _fill(group)
         return alive
+
+    def divide(self, kinds: Mapping[str, str]) -> None:
+        """Let units be of these kinds, by their names; those that there are keep their units."""
+        self.kind_of = dict(kinds)
+        for unit in self._units:
+            kind = kinds[unit.name]
+            if kind not in self.of_kind:
+                self.of_kind[kind] = self._alive(unit)
+                self.of_kind[kind].forward = self._forwards[unit.name]
 
     def compile(self, sizes: range) -> None:
         """Let the units compute by compiled code, for micro-batches of `sizes`."""

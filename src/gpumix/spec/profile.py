@@ -177,6 +177,9 @@ class ModelProfile(Value):
     needs: tuple[Needs, ...] = Field(
         default=(), description="of each call, then of the loss; empty: not known"
     )
+    no_stages: str = Field(
+        default="", description="why its calls cannot be told of by other stages; then no `needs`"
+    )
     waiting: tuple[float, ...] = Field(
         default=(),
         description="of each call, bytes by sample: what there is of gradients of units' outputs "
