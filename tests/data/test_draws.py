@@ -275,6 +275,25 @@ def test_it_is_looked_for_where_nobody_waits_for_data():
         assert [step for step, why in loader.reasons if "were seen to draw" in why] == [31]
 
 
+def test_to_look_for_it_does_not_hold_up_a_batch_that_is_there():
+    """Behind eight batches it looks, and what is read then hangs."""
+    returned, waited_out, over = [], [], threading.Event()
+
+    def hang(k: int) -> None:
+        if len(returned) == 8 and not over.wait(10.0):
+            waited_out.append(k)
+
+    with Loader(Still(hang), [4], 0, workers=2, kind="threads", prefetch=4) as loader:
+        while len(returned) < 7:
+            returned.append(next(loader))
+        while loader.ready < 4:
+            time.sleep(0.001)
+        returned.append(next(loader))  # behind it none is begun, so that all is seen of the next
+        returned.append(next(loader))
+        assert not waited_out
+        over.set()
+
+
 def test_other_samples_in_the_places_of_bad_ones_draw_the_same_in_every_plan():
     class Bad(Augmented):
         def __getitem__(self, k: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from math import inf
 
 import numpy as np
 import torch
@@ -150,14 +151,17 @@ class Feed:
         batch = self._by_position.get(position)
         return None if batch is None else batch.done
 
-    def wait(self, position: int) -> None:
-        """Until the batch at `position`, which was wanted, is there, or cannot be had."""
+    def wait(self, position: int, patience_s: float = inf) -> None:
+        """Until the batch at `position`, which was wanted, is there, or cannot be had; no longer
+        than `patience_s`."""
+        until = time.monotonic() + patience_s
         with self._changed:
-            while not self.is_ready(position):
+            while not self.is_ready(position) and (left_s := until - time.monotonic()) > 0:
                 if self._lacking is not None:
                     lacking, self._lacking = self._lacking, None  # who wants one next tries anew
                     raise lacking
-                self._changed.wait(LOOK_S)  # not for ever: so an interrupt comes through
+                # Not for ever: so an interrupt comes through.
+                self._changed.wait(min(LOOK_S, left_s))
                 if self._crew is not None:
                     self._crew.look()
 

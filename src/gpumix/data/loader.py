@@ -8,10 +8,12 @@ Who fetches, and how far ahead, is measured and put right while the loader is us
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from math import inf
 from types import TracebackType
 from typing import Any, Literal
 
@@ -45,6 +47,7 @@ COPIED = (
 )
 TOLD = 5  # bad samples that a line is said of, each
 LOOK_AT = 8  # batches, twice as many, and so on: after them it is watched whether threads draw
+LOOK_S, LOOK_SHARE = 0.01, 0.0025  # that it may take, and of the time so far, if that is more
 _LOG = logging.getLogger(__name__)
 
 
@@ -155,6 +158,7 @@ class Loader(Iterator[Batch]):
         self._pace = pace_of(pin)
         self._costs: list[Cost] = []  # that the tuner does not know of
         self._batches = 0  # that were returned
+        self._since_s: float | None = None  # by `time.monotonic`: the first one
         self.last_indices = NO_INDICES
         """The dataset's indices of the samples in the batch that was returned last, in order."""
         self.skipped: list[Skipped] = []
@@ -215,6 +219,7 @@ class Loader(Iterator[Batch]):
         self._pace.taken(ready=ready)
         self._tune()
         self._batches += 1
+        self._since_s = self._since_s or time.monotonic()
         if not self._only_waiting and not self._looks:
             self._fetch_ahead()
         self._copy_ahead()
@@ -323,16 +328,22 @@ class Loader(Iterator[Batch]):
         return self._unseen and (not n or (n >= LOOK_AT and not n & (n - 1)))
 
     def _fetch_watched(self) -> None:
-        """Have the next batches under way, and wait for the first that is not there. If samples are
-        seen to draw, they are read anew."""
+        """Have the next batches under way, and wait for the first that is not there, or for a
+        moment. If samples are seen to draw, they are read anew."""
         with draws.put_back_if_moved() as drawn:
             late = [
                 position for position in self._fetch_ahead() if not self._feed.is_ready(position)
             ]
             if late:
-                self._feed.wait(late[0])
+                self._feed.wait(late[0], self._patience_s(late[0]))
         if drawn:
             self._read_anew()
+
+    def _patience_s(self, position: int) -> float:
+        """For how long the batch at `position` is watched: all of it where it is waited for."""
+        if self._since_s is None or position == self._cursor.position:
+            return inf
+        return max(LOOK_S, LOOK_SHARE * (time.monotonic() - self._since_s))
 
     def _read_anew(self) -> None:
         """What is under way, and was read by threads that did not know that samples draw."""
