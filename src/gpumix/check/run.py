@@ -39,7 +39,7 @@ from gpumix.train.torchrun import NO_DEVICE, TorchrunRunner, own_device, seat_in
 
 LIMIT_S = 50.0  # for all of it, with some seconds for processes to end
 MEET_S = 20.0  # to reach the store
-LATER_S = HELLO_S + SLACK_S  # that the first of torchrun's processes may begin after others
+BEGUN_LATER_S = HELLO_S + SLACK_S  # that the first of torchrun's processes may begin after others
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def check(
         return Outcome(found, has_error(found))
     if place.rank == 0:
         return _speaker(place, given, deadline, say, leaving)
-    return Outcome(None, _attend(place, given, deadline + LATER_S))
+    return Outcome(None, _attend(place, given, deadline + BEGUN_LATER_S))
 
 
 def _alone(given: _Given, say: Say) -> Survey:

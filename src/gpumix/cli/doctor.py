@@ -78,10 +78,8 @@ def doctor(
         for name in report.untried:
             console.print(f"not tried, for that takes minutes: --only {name}")
     if apply and report.settings:
-        tuned, given = (
-            tuned_path(Path(target)),
-            " ".join(f"--set {quote(one)}" for one in overrides),
-        )
+        tuned = tuned_path(Path(target))
+        given = " ".join(f"--set {quote(one)}" for one in overrides)
         with_these = [f"measured with {given}, which is not written here"] if given else []
         write_tuned(Path(target), tuned, report.settings, [*report.notes, *with_these])
         told = f"; what --set gave is not in it: gpumix train {quote(str(tuned))} {given}"

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from gpumix.data.fetch import readable
 from gpumix.data.reading import AS_USUAL, Reading
-from gpumix.data.rows import IGNORED, Source, check_known
+from gpumix.data.rows import IGNORED, SameSamples, Source, check_known
 from gpumix.spec.errors import InputError
 
 TOKENS, LABELS, MASK = "input_ids", "labels", "attention_mask"
@@ -60,9 +60,11 @@ class Ragged(Source):
         return as_long_as_any(sample, len(indices), self.longest)
 
 
-class KnownDocuments(Ragged):
+class KnownDocuments(SameSamples, Ragged):
     """The samples of another source, each of which the model must know by itself: what is packed of
     them has other numbers. See `KnownTokens`."""
+
+    _whole: Ragged
 
     def __init__(self, whole: Ragged, vocabulary: int, *, reading: Reading = AS_USUAL) -> None:
         super().__init__(longest=whole.longest, pad_token=whole.pad_token)
@@ -71,24 +73,6 @@ class KnownDocuments(Ragged):
         self.template = readable(
             lambda index: self.samples(np.array([index])), len(self), self.name, reading
         )
-
-    @property
-    def draws(self) -> bool:
-        return self._whole.draws
-
-    @property
-    def fingerprint(self) -> str:
-        return self._whole.fingerprint
-
-    @property
-    def lengths(self) -> np.ndarray | None:
-        return self._whole.lengths
-
-    def __len__(self) -> int:
-        return len(self._whole)
-
-    def number(self, index: int) -> int:
-        return self._whole.number(index)
 
     def samples(self, indices: np.ndarray) -> list[Sample]:
         found = self._whole.samples(indices)

@@ -151,17 +151,14 @@ class KeptRows(Source):
         return {key: value[wanted] for key, value in self._rows.items()}
 
 
-class DerivedSource(Source):
-    """The samples of another source, which may be read as that one may."""
+class SameSamples(Source):
+    """The samples of another source, in its order.
 
-    def __init__(self, whole: Source) -> None:
-        self._whole = whole
-        self.name = whole.name
-        self.splits = whole.splits
-        self.thread_safe = whole.thread_safe
-        self.in_order = whole.in_order
-        self.parallel = whole.parallel
-        self.once = whole.once
+    Attributes:
+        _whole: that one.
+    """
+
+    _whole: Source
 
     @property
     def draws(self) -> bool:
@@ -178,11 +175,24 @@ class DerivedSource(Source):
     def __len__(self) -> int:
         return len(self._whole)
 
-    def rows(self, indices: np.ndarray) -> dict[str, Tensor]:
-        return self._whole.rows(indices)
-
     def number(self, index: int) -> int:
         return self._whole.number(index)
+
+
+class DerivedSource(SameSamples):
+    """The samples of another source, which may be read as that one may."""
+
+    def __init__(self, whole: Source) -> None:
+        self._whole = whole
+        self.name = whole.name
+        self.splits = whole.splits
+        self.thread_safe = whole.thread_safe
+        self.in_order = whole.in_order
+        self.parallel = whole.parallel
+        self.once = whole.once
+
+    def rows(self, indices: np.ndarray) -> dict[str, Tensor]:
+        return self._whole.rows(indices)
 
     def specimen(self, indices: np.ndarray) -> dict[str, Tensor]:
         return self._whole.specimen(indices)
