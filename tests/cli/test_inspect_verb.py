@@ -53,13 +53,16 @@ def test_damage_is_told(folder):
     assert "damaged: " in here("inspect", "run", folder=folder).err
 
 
-def test_what_a_checkpoint_says_is_no_markup(folder):
+def test_what_a_checkpoint_says_is_no_markup_nor_an_order_to_the_terminal(folder):
     path = folder / "run/checkpoints/step-00000006"
-    manifest = read_manifest(path).model_copy(update={"gpumix": "[/red]"})
+    hostile = {"gpumix": "[/red]\x1b[2J", "torch": "2\x1b]0;title\x07\x9b"}
+    manifest = read_manifest(path).model_copy(update=hostile)
     (path / "checkpoint.json").write_text(manifest.sealed())
     done = here("inspect", str(path), folder=folder)
     assert done.code == 0, done.err
-    assert "[/red]" in done.err
+    assert r"[/red]\x1b[2J" in done.err
+    assert r"saved with torch 2\x1b]0;title\x07\x9b" in done.err
+    assert not {"\x1b", "\x07", "\x9b"} & set(done.err)
 
 
 def test_no_checkpoint(folder):

@@ -1,4 +1,4 @@
-"""Errors that cross from one process to another."""
+"""Errors that cross from one process to another, and how they are shown."""
 
 from __future__ import annotations
 
@@ -45,3 +45,8 @@ def test_an_error_is_what_it_was(error, way):
 def test_a_class_that_is_not_known_is_an_error_all_the_same():
     told = GpumixError("it broke", **WORDS).as_dict() | {"error": "SystemExit"}
     assert type(error_from(told)) is GpumixError
+
+
+def test_what_a_terminal_would_obey_is_written_out():
+    said = str(InputError("no '\x1b[31m'", where="a\rb", fix="one\ntwo\tthree \x9bé"))
+    assert said == "a\\rb: no '\\x1b[31m'\n  fix: one\ntwo\tthree \\x9bé"
