@@ -192,22 +192,29 @@ def test_a_run_is_begun_anew_by_who_starts_it_from_the_same_process(tmp_path):
     assert "the output folder holds the checkpoints of an earlier run" in again.err
 
 
+WIDE = {"model": toy(width=256), "optimizer": {"lr": 1e-4}, "steps": 6}
+
+
+@pytest.fixture(scope="module")
+def roomy(tmp_path_factory) -> list[float]:
+    """The losses of wide models that have memory enough."""
+    job = write_job(tmp_path_factory.mktemp("roomy"), cluster=PAIR, **WIDE)
+    return train(job, plan=plan_for(job, **HALVES)).losses
+
+
 @pytest.mark.parametrize("store", ["of the agent", "of the first rank"])
-def test_ranks_that_are_out_of_memory_begin_anew(tmp_path, store):
+def test_ranks_that_are_out_of_memory_begin_anew(roomy, tmp_path, store):
     """torchrun, which was told of no restarts, takes no notice; no step is lost."""
     big, small = PAIR
     cluster = [big, small | {"memory": "6 MiB"}]
-    changes = {"model": toy(width=256), "optimizer": {"lr": 1e-4}, "steps": 6}
-    roomy = write_job(tmp_path / "roomy", cluster=PAIR, **changes)
-    expected = train(roomy, plan=plan_for(roomy, **HALVES)).losses
-    job = write_job(tmp_path, cluster=cluster, restarts=3, **changes)
+    job = write_job(tmp_path, cluster=cluster, restarts=3, **WIDE)
     plan_for(job, (4, 4), (0.2, 0.8)).save(tmp_path / "tight.json")
     own = {} if store == "of the agent" else FIRST_RANKS_STORE
     done = standalone(tmp_path, 2, "--plan", "tight.json", **own)
     assert done.code == 0, done.err
     assert "planning again, with" in done.err
     run = tmp_path / "run"
-    assert [one["loss"] for one in metrics(run)] == pytest.approx(expected, rel=1e-6)
+    assert [one["loss"] for one in metrics(run)] == pytest.approx(roomy, rel=1e-6)
     assert [one["why"] for one in metrics(run, "restart")] == ["out of memory"]
     assert Plan.load(run / "plan.json").stages != Plan.load(tmp_path / "tight.json").stages
 
