@@ -9,7 +9,6 @@ What must not change by accident is in golden files; `make golden` writes them a
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import threading
@@ -47,16 +46,6 @@ settings.register_profile(
     "explore", settings.get_profile("ci"), derandomize=False, max_examples=200
 )
 settings.load_profile("ci")
-
-
-def pytest_collection_finish() -> None:
-    """Tests stay to the end: garbage is not looked for in them again and again."""
-    gc.collect()
-    gc.freeze()
-
-
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # libraries say that they leak what is still there at the end
 
 
 def pytest_configure(config):
