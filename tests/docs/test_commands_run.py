@@ -39,7 +39,6 @@ JOB = {
             "vocab_size": 264,
         }
     },
-    "data": {"text": ["my-texts/"], "pattern": "*.txt"},
     "sequence_length": 16,
     "global_batch": 8,
     "steps": 2,
@@ -138,7 +137,9 @@ RUN = [
 def desk(tmp_path_factory) -> Path:
     """The folder, as commands find it."""
     folder = tmp_path_factory.mktemp("desk")
-    (folder / "job.yaml").write_text(yaml.safe_dump(JOB), encoding="utf-8")
+    # Where it lies is part of what is known of data: in copies of the folder it stays the same.
+    texts = {"text": [str(folder / "my-texts")], "pattern": "*.txt"}
+    (folder / "job.yaml").write_text(yaml.safe_dump({**JOB, "data": texts}), encoding="utf-8")
     (folder / "cluster.yaml").write_text(yaml.safe_dump(HERE), encoding="utf-8")
     (folder / "my-texts").mkdir()
     text = (ROOT / "README.md").read_text(encoding="utf-8")
