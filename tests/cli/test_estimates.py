@@ -169,6 +169,7 @@ def test_a_wrong_question_is_one_error(arguments, said):
         (("--cluster", "t4", "--global-batch", "8"), "--global-batch has no effect on a job"),
         (("--network", "25GbE"), "--network has no effect without --cluster"),
         (("--cluster", "t4", "--profile", "profile.json"), "give one of them"),
+        (("--cluster", __file__), "is a file, and --cluster has the names of cards here"),
         (("--cluster", "t4", "--set", 'model={"factory": "a:b"}'), "need a model with a `config`"),
         (("--cluster", "t4", "--set", "model.config.model_type=bert"), "models of type 'bert'"),
         (("--cluster", "t4", "--set", "model.config.hidden_size=many"),

@@ -67,7 +67,8 @@ def test_a_tuned_file_says_what_it_was_measured_with(tmp_path, monkeypatch, caps
     )
     monkeypatch.setattr("gpumix.doctor.examine.examine", lambda *args, **kwargs: report)
     job = write_job(tmp_path)
-    doctor(str(job), apply=True, overrides=["steps=3", "model.config={tie: [1, 2]}"])
+    mended = "checkpoint.every_steps=1"  # by what was found
+    doctor(str(job), apply=True, overrides=["steps=3", mended, "model.config={tie: [1, 2]}"])
     tuned = tmp_path / "job.tuned.yaml"
     assert read_job(tuned) == read_job(job, ["checkpoint.every_steps=50"])
     given = "--set steps=3 --set 'model.config={tie: [1, 2]}'"

@@ -79,7 +79,8 @@ def doctor(
             console.print(f"not tried, for that takes minutes: --only {name}")
     if apply and report.settings:
         tuned = tuned_path(Path(target))
-        given = " ".join(f"--set {quote(one)}" for one in overrides)
+        kept = [one for one in overrides if one.partition("=")[0].strip() not in report.settings]
+        given = " ".join(f"--set {quote(one)}" for one in kept)
         with_these = [f"measured with {given}, which is not written here"] if given else []
         write_tuned(Path(target), tuned, report.settings, [*report.notes, *with_these])
         told = f"; what --set gave is not in it: gpumix train {quote(str(tuned))} {given}"

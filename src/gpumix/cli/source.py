@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Signature, signature
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -209,6 +210,12 @@ class Asked:
             raise InputError(
                 "there is nothing to plan for",
                 fix='give a job file, or --cluster "4x rtx3090, 2x p40"',
+            )
+        if self.cluster is not None and Path(self.cluster).is_file():
+            raise InputError(
+                f"'{self.cluster}' is a file, and --cluster has the names of cards here",
+                fix="--cluster '4x rtx3090, 2x p40'; the devices of a file are those of a job: "
+                f"--set {quote(f'cluster={self.cluster}')}",
             )
         if self.job is not None and named:
             raise InputError(

@@ -26,8 +26,8 @@ CPUS_PER_DEVICE, MEMORY_PER_DEVICE_GI = 4, 32
 IMAGE = "registry.example.com/gpumix:latest"
 HEAD = """\
 # Made by `gpumix launch --template k8s`; kubectl apply -f {name}.yaml
-# Look at the image, node selectors, resources and volumes. Program, data and output lie on a volume
-# that all pods share.
+# Look at the image, the interpreter in it, node selectors, resources and volumes. Program, data and
+# output lie on a volume that all pods share.
 """
 NAMED_HOSTS = """\
 # Hosts are nodes by what they hold, not by their names: pods go where selectors and resources let
