@@ -39,8 +39,8 @@ def planned() -> Plan:
     return make_plan(measured(), BATCH)
 
 
-def step_line(step: int, loss: float = 2.0, step_s: float = STEP_S) -> str:
-    tokens = BATCH * planned().sequence_length
+def step_line(step: int, loss: float = 2.0, step_s: float = STEP_S, samples: int = BATCH) -> str:
+    tokens = samples * planned().sequence_length
     told = {
         "event": "step",
         "time": 1.7e9 + step,
@@ -52,6 +52,7 @@ def step_line(step: int, loss: float = 2.0, step_s: float = STEP_S) -> str:
         "tokens_per_s": tokens / step_s,
         "tokens": tokens * step,
         "shares": None,
+        "samples": samples,
     }
     return json.dumps(told)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from folders import event_line, step_line
+from folders import event_line, planned, step_line
 
 from gpumix.report.history import read_history
 
@@ -70,6 +70,21 @@ def test_the_first_steps_after_each_start_do_not_count_for_speed():
     found = read_history(lines)
     assert [one.step for one in found.counted()] == [3, 4, 7, 8]
     assert found.step_s == 0.5
+
+
+def test_steps_with_batches_of_another_size_do_not_count():
+    """A run that went on with batches half as large, which take half as long."""
+    lines = [step_line(n, step_s=1.0, samples=16) for n in range(1, 9)]
+    lines += [window(8, busy_share=0.2, peak_bytes=9, overruns=1)]
+    lines += [step_line(n, step_s=0.5, samples=8) for n in range(9, 13)]
+    found = read_history(lines)
+    assert [one.step for one in found.counted()] == [9, 10, 11, 12]
+    assert found.step_s == 0.5
+    assert found.tokens_per_s == pytest.approx(8 * planned().sequence_length / 0.5)
+    (fast,) = found.over_all()  # nothing else is known of it yet
+    assert (fast.busy_share, fast.peak_bytes) == (0.2, 9)
+    (fast,) = read_history([*lines, window(12, busy_share=0.6, peak_bytes=5)]).over_all()
+    assert (fast.busy_share, fast.peak_bytes, fast.overruns) == (0.6, 5, 1)
 
 
 def test_all_steps_count_where_there_are_no_others():

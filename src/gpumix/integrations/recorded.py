@@ -102,6 +102,7 @@ class Recorded:
                 tokens_per_s=tokens / step_s,
                 tokens=self._all_tokens,
                 shares=spent.shares(),
+                samples=self._engine.plan.global_batch,
             )
             self._log.step(record)
         if len(self._times) == CLASSES_STEPS:

@@ -65,11 +65,18 @@ class History:
     unread: int = 0
 
     def counted(self) -> tuple[StepRecord, ...]:
-        """The steps that a speed is of: without the first ones after each start, unless there are
-        no others."""
+        """The steps that a speed is of: of batches as large as now, without the first ones after
+        each start, unless there are no others."""
+        alike = tuple(one for one in self.steps if one.step > self.another_batch)
         starts = {0, *(int(r) for e in self.restarts if (r := e.number("resumed_from")))}
         cold = {start + n for start in starts for n in range(1, WARM_UP_STEPS + 1)}
-        return tuple(one for one in self.steps if one.step not in cold) or self.steps
+        return tuple(one for one in alike if one.step not in cold) or alike
+
+    @property
+    def another_batch(self) -> int:
+        """The last step with batches of another size than now; 0 if all were alike."""
+        others = (one.step for one in self.steps if one.samples != self.steps[-1].samples)
+        return max(others, default=0)
 
     @property
     def restarts(self) -> tuple[Happened, ...]:
@@ -95,21 +102,23 @@ class History:
         return self.windows[-1].classes if self.windows else ()
 
     def over_all(self) -> tuple[ClassRecord, ...]:
-        """How the classes of the last window did in all windows: means over steps, highest peaks,
-        all overruns."""
+        """How the classes of the last window did in all windows of batches as large as now: means
+        over steps, highest peaks; and all overruns."""
         return tuple(self._over_all(last) for last in self.classes)
 
     def _over_all(self, last: ClassRecord) -> ClassRecord:
         before = overruns = counted = 0
-        told = []
+        told, another_batch = [], self.another_batch
         for window in self.windows:
             steps, before = max(1, window.step - before), window.step
             for one in window.classes:
                 if one.device_class == last.device_class:
-                    told.append((steps, one))
+                    if window.step > another_batch:
+                        told.append((steps, one))
                     # Each start counts from 0.
                     overruns += one.overruns - (counted if one.overruns >= counted else 0)
                     counted = one.overruns
+        told = told or [(1, last)]
         return replace(
             last,
             busy_share=_mean([(n, c.busy_share) for n, c in told]) or 0.0,
@@ -173,6 +182,7 @@ def _step(told: Mapping[str, Any]) -> StepRecord:
         tokens_per_s=rate or 0.0,
         tokens=int(finite(told.get("tokens")) or 0),
         shares=_shares(told.get("shares")),
+        samples=int(finite(told.get("samples")) or 0),
     )
 
 

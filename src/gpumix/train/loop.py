@@ -334,6 +334,7 @@ class Trainer:
             tokens_per_s=tokens / step_s,
             tokens=self._tokens,
             shares=watch.last() if self.context.first else None,
+            samples=self.plan.global_batch,
         )
 
     def _notice(self, *, asked: bool) -> float:

@@ -61,6 +61,7 @@ class StepRecord:
     tokens_per_s: float
     tokens: int
     shares: Shares | None = None  # of the rank that writes it
+    samples: int = 0  # of the plan's batch
 
 
 @dataclass(frozen=True)
