@@ -42,6 +42,14 @@ def read_job(path: Path, overrides: Sequence[str] = ()) -> Job:
         rows = isinstance(tree.value, list) and all(isinstance(row, dict) for row in tree.value)
         fix = f"of a cluster file: `cluster: {path}` in a job, or gpumix devices --cluster {path}"
         raise InputError(what, where=str(tree.place(())), fix=fix if rows else "")
+    if "schema_version" in tree.value and isinstance(kind := tree.value.get("kind"), str):
+        raise InputError(
+            f"this is a {kind}, and a job is wanted",
+            where=str(path),
+            fix=f"give the job, and this with --{kind}"
+            if kind in ("plan", "profile")
+            else "give the job",
+        )
     for override in overrides:
         tree = overridden(tree, override)
     checked, written = _checked(tree)
