@@ -39,7 +39,8 @@ def block_after(words: str) -> str:
 
 
 def commands() -> list[list[str]]:
-    lines = (line.partition("#")[0].strip() for line in block_after("\nThen\n").splitlines())
+    block = block_after("\nThen, with the same ")
+    lines = (line.partition("#")[0].strip() for line in block.splitlines())
     return [shlex.split(line)[1:] for line in lines if line]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumix.spec.errors import InputError
+from gpumix.spec.errors import InputError, visible
 from gpumix.spec.read import read_job
 
 JOB = """\
@@ -90,7 +90,7 @@ def test_the_argument_is_the_place(path, argument, expected):
     with pytest.raises(InputError) as caught:
         read_job(path, [argument])
     assert caught.value.where == f"--set {argument}"
-    assert str(caught.value).startswith(f"--set {argument}: {expected}")
+    assert str(caught.value).startswith(f"--set {visible(argument)}: {expected}")
 
 
 def test_the_file_keeps_its_lines(path):
