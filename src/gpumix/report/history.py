@@ -67,7 +67,8 @@ class History:
     def counted(self) -> tuple[StepRecord, ...]:
         """The steps that a speed is of: of batches as large as now, without the first ones after
         each start, unless there are no others."""
-        alike = tuple(one for one in self.steps if one.step > self.another_batch)
+        another_batch = self.another_batch
+        alike = tuple(one for one in self.steps if one.step > another_batch)
         starts = {0, *(int(r) for e in self.restarts if (r := e.number("resumed_from")))}
         cold = {start + n for start in starts for n in range(1, WARM_UP_STEPS + 1)}
         return tuple(one for one in alike if one.step not in cold) or alike

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from gpumix.spec.errors import InputError
 from gpumix.spec.job import Job
+from gpumix.spec.read_overrides import key_of
 
 
 def check_allowed(job: Job, path: Path, allowed: Sequence[str], overrides: Sequence[str]) -> None:
@@ -18,7 +19,7 @@ def check_allowed(job: Job, path: Path, allowed: Sequence[str], overrides: Seque
         allowed: modules, with all that is in them, or functions as `module:function`.
         overrides: of the form key=value, from the command too: a factory that one names is allowed.
     """
-    said = {override.partition("=")[0].strip() for override in overrides}
+    said = set(map(key_of, overrides))
     for part, factory in (("model", job.model.factory), ("data", job.data.factory)):
         key = f"{part}.factory"
         if factory is None or said & {part, key} or any(_covers(name, factory) for name in allowed):

@@ -43,12 +43,9 @@ def read_job(path: Path, overrides: Sequence[str] = ()) -> Job:
         fix = f"of a cluster file: `cluster: {path}` in a job, or gpumix devices --cluster {path}"
         raise InputError(what, where=str(tree.place(())), fix=fix if rows else "")
     if "schema_version" in tree.value and isinstance(kind := tree.value.get("kind"), str):
+        beside = f", and this with --{kind}" if kind in ("plan", "profile") else ""
         raise InputError(
-            f"this is a {kind}, and a job is wanted",
-            where=str(path),
-            fix=f"give the job, and this with --{kind}"
-            if kind in ("plan", "profile")
-            else "give the job",
+            f"this is a {kind}, and a job is wanted", where=str(path), fix=f"give the job{beside}"
         )
     for override in overrides:
         tree = overridden(tree, override)

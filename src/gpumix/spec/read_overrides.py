@@ -21,6 +21,11 @@ from gpumix.spec.read_yaml import (
 )
 
 
+def key_of(argument: str) -> str:
+    """The dotted key of an argument, without the spaces around its parts."""
+    return ".".join(part.strip() for part in argument.partition("=")[0].split("."))
+
+
 def overridden(tree: Tree, argument: str) -> Tree:
     """`tree` with one value set; mappings on the way to it are made where they are missing.
 
@@ -30,7 +35,7 @@ def overridden(tree: Tree, argument: str) -> Tree:
     """
     source = Source(f"--set {argument}", Path.cwd())
     key, equals, text = argument.partition("=")
-    keys: Keys = tuple(part.strip() for part in key.split("."))
+    keys: Keys = tuple(key_of(argument).split("."))
     if not equals or not all(keys) or UNFIT.search(key):
         raise InputError(
             f"'{argument}' is not of the form key=value",
