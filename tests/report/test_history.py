@@ -78,13 +78,27 @@ def test_steps_with_batches_of_another_size_do_not_count():
     lines += [window(8, busy_share=0.2, peak_bytes=9, overruns=1)]
     lines += [step_line(n, step_s=0.5, samples=8) for n in range(9, 13)]
     found = read_history(lines)
-    assert [one.step for one in found.counted()] == [9, 10, 11, 12]
+    assert [one.step for one in found.counted()] == [11, 12]
     assert found.step_s == 0.5
     assert found.tokens_per_s == pytest.approx(8 * planned().sequence_length / 0.5)
     (fast,) = found.over_all()  # nothing else is known of it yet
     assert (fast.busy_share, fast.peak_bytes) == (0.2, 9)
     (fast,) = read_history([*lines, window(12, busy_share=0.6, peak_bytes=5)]).over_all()
     assert (fast.busy_share, fast.peak_bytes, fast.overruns) == (0.6, 5, 1)
+
+
+def test_steps_by_the_plan_of_an_earlier_start_do_not_count():
+    """A run that went on with the same batches on other devices; splits anew make no difference."""
+    lines = [step_line(n, step_s=1.0) for n in range(1, 9)]
+    lines += [window(8, busy_share=0.2), event_line("plan", 8, live=False)]
+    assert read_history(lines).step_s == 1.0  # nothing else is known yet
+    lines += [step_line(n, step_s=0.5) for n in range(9, 12)]
+    lines += [event_line("plan", 11, live=True), step_line(12, step_s=0.5)]
+    found = read_history([*lines, window(12, busy_share=0.6)])
+    assert [one.step for one in found.counted()] == [11, 12]
+    assert found.step_s == 0.5
+    (fast,) = found.over_all()
+    assert fast.busy_share == 0.6
 
 
 def test_all_steps_count_where_there_are_no_others():

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from jobs import metrics, toy, train, write_job
+from jobs import CLUSTER, OWN_PROFILES, metrics, toy, train, write_job
 
 from gpumix.spec.errors import InputError
+from gpumix.spec.peak import Peak
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
+from gpumix.train.given_plan import of_other_devices
 from gpumix.train.pipeline import Pipeline
 
 TWO = {"techniques": {"least_stages": 2, "most_stages": 2, "leave_out": False}}
@@ -84,6 +86,42 @@ def test_an_edited_plan_is_predicted_again(job, made):
     assert found.prediction is not None
     assert found.prediction != plan.prediction
     assert found.reasons is None
+
+
+def test_a_plan_for_other_devices_of_the_same_names_is_told_of(tmp_path, made, capsys):
+    """It has no profile beside it, and nothing was measured here."""
+    plan, profile = made
+    larger = [CLUSTER[0] | {"memory": "128 MiB"}, CLUSTER[1]]
+    job = write_job(
+        tmp_path, steps=1, model=toy(blocks=4), cluster=larger, profile=OWN_PROFILES, **TWO
+    )
+    pipeline = Pipeline.of_file(job, [], debug=False)
+    pipeline.train(plan, resume=False, made_from=profile)
+    told = " ".join(capsys.readouterr().err.split())
+    assert "62.7 MiB of 'big' could be used, here it is 125.4 MiB. Another one may be" in told
+    assert "'small'" not in told
+    trained = Plan.load(tmp_path / "run" / "plan.json")
+    assert trained.prediction is None and trained.stages == plan.stages
+    assert not (tmp_path / "run" / "profile.json").exists()
+
+
+def test_a_plan_for_faster_devices_of_the_same_names_is_told_of(made):
+    plan, profile = made
+    assert plan.prediction is not None
+    cluster = profile.cluster
+    assert of_other_devices(plan, cluster) == []
+    peaks = {"big": Peak(flops_per_s=5e10, source="emulated")}
+    peaks["small"] = Peak(flops_per_s=1e9, source="measured")  # another time another rate
+    plan = plan.model_copy(
+        update={"prediction": plan.prediction.model_copy(update={"peaks": peaks})}
+    )
+    slower = [
+        one.model_copy(update={"emulate_flops_per_s": 2.5e10 if one.name == "big" else 2e9})
+        for one in cluster.classes
+    ]
+    assert of_other_devices(plan, cluster.model_copy(update={"classes": tuple(slower)})) == [
+        "class 'big' computed 50 GFLOP/s, here it computes 25 GFLOP/s"
+    ]
 
 
 def test_what_a_job_does_not_say_is_not_said_to_have_no_effect(tmp_path, made, capsys):

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
-from jobs import plan_for, write_job
+from jobs import CLUSTER, plan_for, write_job
 
+from gpumix.spec.cluster import Cluster
 from gpumix.spec.plan import Plan
+from gpumix.spec.read import read_job
 from gpumix.train import run_files
+from gpumix.train.context import Task
 from gpumix.train.metrics import RunLog, StepRecord
 from gpumix.train.paces import with_samples
 from gpumix.train.plan_change import (
@@ -23,6 +27,7 @@ from gpumix.train.plan_change import (
 )
 from gpumix.train.rebalance_room import with_shares
 from gpumix.train.run_id import give_id
+from gpumix.train.run_record import RunRecord
 
 STEP = StepRecord(1, 2.0, 1e-3, 0.7, 0.5, 100.0, 50)
 
@@ -39,13 +44,31 @@ def other(plan: Plan) -> Plan:
 
 def test_the_same_plan_changes_nothing(plan):
     assert change(Parts.of(plan), Parts.of(plan)) == {}
-    assert started(Parts.of(plan), plan, "starting again") is None
+    assert started(Parts.of(plan), Parts.of(plan), "starting again") is None
     predicted_anew = plan.model_copy(update={"prediction": None, "reasons": None})
-    assert started(Parts.of(plan), predicted_anew, "starting again") is None
+    assert started(Parts.of(plan), Parts.of(predicted_anew), "starting again") is None
+
+
+def test_other_devices_of_the_same_names_are_told(plan, tmp_path):
+    """The job of the last start says what they were; of one that is gone its samples tell."""
+    slowed = {"big": "50 GFLOP/s", "small": "25 GFLOP/s"}
+    emulated = [one | {"emulate": slowed[one["class"]]} for one in CLUSTER]
+    job = read_job(write_job(tmp_path, cluster=emulated))
+    assert isinstance(job.cluster, Cluster)
+    now = Parts.of(plan, job.cluster)
+    before = replace(now, devices={"big-0": "emulated, 90 GFLOP/s", "gone": "cpu"})
+    told = started(before, now, "the run was resumed")
+    assert told is not None and told.fields["live"] is False
+    assert in_words(told.fields) == "devices: big-0 emulated, 90 GFLOP/s to emulated, 50 GFLOP/s"
+    assert started(Parts.of(plan), now, "nobody knows") is None
+    plan.save(tmp_path / run_files.PLAN)
+    assert in_force(tmp_path) == Parts.of(plan)
+    RunRecord.of(Task(job, job.cluster, tmp_path)).save(tmp_path / run_files.RUN)
+    assert in_force(tmp_path) == now
 
 
 def test_samples_and_shares_are_told_before_and_after(plan):
-    told = started(Parts.of(plan), other(plan), "by the times of now")
+    told = started(Parts.of(plan), Parts.of(other(plan)), "by the times of now")
     assert told is not None
     assert (told.event, told.fields["why"], told.fields["live"]) == (
         "plan",
@@ -135,7 +158,7 @@ def test_what_is_in_force_is_the_plan_as_it_was_split_last(plan, tmp_path):
     assert in_force(tmp_path) is None
     plan.save(tmp_path / run_files.PLAN)
     assert in_force(tmp_path) == Parts.of(plan)
-    told = started(Parts.of(plan), other(plan), "")
+    told = started(Parts.of(plan), Parts.of(other(plan)), "")
     assert told is not None
     with RunLog(tmp_path, plan, 10) as log:
         log.step(STEP)
@@ -148,7 +171,7 @@ def test_what_is_in_force_is_the_plan_as_it_was_split_last(plan, tmp_path):
 def test_what_an_earlier_run_left_is_not_in_force(plan, tmp_path):
     """Its plan is there until the one of a run begun anew is written, and its record still then."""
     plan.save(tmp_path / run_files.PLAN)
-    told = started(Parts.of(plan), other(plan), "")
+    told = started(Parts.of(plan), Parts.of(other(plan)), "")
     assert told is not None
     with RunLog(tmp_path, plan, 10) as log:
         log.step(STEP)

@@ -246,6 +246,84 @@ def test_a_checkpoint_of_another_model_is_refused(job):
     assert "model" in error.what
 
 
+CONFIG = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 257}
+GPT = {"config": CONFIG | {"n_positions": 8, "bos_token_id": 256, "eos_token_id": 256}}
+TOKENS = {"factory": "toys:tokens", "held_out": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("change", "what", "why"),
+    [
+        ({"seed": 1}, "other data", "`seed` was 0, here it is 1"),
+        (
+            {"data": TOKENS | {"arguments": {"samples": 48}}},
+            "other data",
+            "`data.arguments.samples` was null, here it is 48",
+        ),
+        (
+            {"data": TOKENS | {"held_out": 0.2, "prefetch": 3}},
+            "other data",
+            "`data.held_out` was 0.1, here it is 0.2",
+        ),
+        (
+            {"model": toy(width=24)},
+            "another model",
+            "`model.arguments.width` was null, here it is 24",
+        ),
+        (
+            {"optimizer": {"lr": 1e-3, "name": "sgd"}},
+            "another optimizer",
+            '`optimizer.name` was "adamw", here it is "sgd"',
+        ),
+    ],
+    ids=["seed", "samples", "held out", "model", "optimizer"],
+)
+def test_a_resume_that_cannot_be_names_the_keys_before_anything_is_measured(
+    tmp_path, change, what, why
+):
+    job = write_job(tmp_path, profile=OWN_PROFILES)
+    train(job, "steps=1", plan=plan_for(job))
+    record = (tmp_path / "run" / "run.json").read_text()
+    for given in (False, True):
+        changed = write_job(tmp_path, **{"profile": OWN_PROFILES} | change)
+        plan = plan_for(changed) if given else None
+        error = refused(InputError, changed, "steps=2", plan=plan, resume=True)
+        assert error.what == f"the checkpoint is of {what}" and error.why == why
+        assert error.where.endswith("step-00000001") and "begin anew" in error.fix
+    assert not any((tmp_path / "profiles").glob("*"))
+    assert (tmp_path / "run" / "run.json").read_text() == record
+
+
+def test_a_resume_with_another_configuration_names_what_differs(tmp_path):
+    text = {"factory": "toys:tokens"}
+    job = write_job(tmp_path, data=text, model=GPT)
+    train(job, "steps=1", plan=plan_for(job))
+    wider = write_job(tmp_path, data=text, model={"config": GPT["config"] | {"n_embd": 32}})
+    error = refused(InputError, wider, plan=plan_for(wider), resume=True)
+    assert error.why == "`model.config.n_embd` was 16, here it is 32"
+
+
+def test_a_resume_with_other_texts_of_the_same_name_is_refused(tmp_path):
+    """No key of the job differs."""
+    (tmp_path / "text.txt").write_text("of the same name, " * 40)
+    job = write_job(tmp_path, data={"text": ["text.txt"]}, model=GPT)
+    train(job, "steps=1", plan=plan_for(job))
+    (tmp_path / "text.txt").write_text("and of other words " * 40)
+    error = refused(InputError, job, "steps=2", plan=plan_for(job), resume=True)
+    assert error.what == "the checkpoint is of other data"
+    assert "of other content" in error.why
+
+
+def test_a_resume_reads_other_files_with_the_same_texts(tmp_path):
+    """What they are called, and how they are fetched, makes no other data."""
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("of the same words, " * 40)
+    job = write_job(tmp_path, data={"text": ["a.txt"]}, model=GPT)
+    train(job, "steps=1", plan=plan_for(job))
+    job = write_job(tmp_path, data={"text": ["b.txt"], "workers": 2}, model=GPT)
+    assert len(train(job, "steps=2", plan=plan_for(job), resume=True).losses) == 1
+
+
 def test_a_checkpoint_that_was_cut_short_is_refused(job):
     plan = plan_for(job)
     train(job, "steps=1", plan=plan)

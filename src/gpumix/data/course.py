@@ -14,7 +14,7 @@ import numpy as np
 from gpumix.data.bucketing import WINDOW_BATCHES, BucketedOrder
 from gpumix.data.deal import costs_of, deal
 from gpumix.data.order import Cursor
-from gpumix.data.rows import digest
+from gpumix.data.rows import Source, digest
 from gpumix.spec.errors import InputError
 from gpumix.spec.shares import Shares, share_of, workers_of
 
@@ -166,9 +166,10 @@ class Course:
         return parts
 
 
-def mark_of(fingerprint: str, by_length: ByLength, batch: int) -> str:
-    """What names a dataset's content to cursors: in a bucketed order a position means another
-    sample, for each size of the global batch."""
-    if not by_length.bucketing:
-        return fingerprint
-    return digest(fingerprint, "bucketed", by_length.window_batches, batch)
+def begin_of(source: Source, seed: int, by_length: ByLength, batch: int) -> Cursor:
+    """The place of a dataset's first sample. In a bucketed order a position means another sample,
+    for each size of the global batch."""
+    mark = source.fingerprint
+    if by_length.bucketing:
+        mark = digest(mark, "bucketed", by_length.window_batches, batch)
+    return Cursor(seed, len(source), mark)

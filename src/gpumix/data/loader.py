@@ -22,7 +22,7 @@ import torch
 
 from gpumix.data import draws
 from gpumix.data.copies import Copies, CopyStream
-from gpumix.data.course import AS_THEY_COME, NO_INDICES, ByLength, Course, mark_of
+from gpumix.data.course import AS_THEY_COME, NO_INDICES, ByLength, Course, begin_of
 from gpumix.data.crew import Kind
 from gpumix.data.feed import Feed
 from gpumix.data.fetch import Cost, fetch_in_time
@@ -130,8 +130,7 @@ class Loader(Iterator[Batch]):
         )
         self._rank = rank
         self._by_length = by_length
-        mark = mark_of(self._source.fingerprint, by_length, self._share.total)
-        self._cursor = Cursor(seed, len(self._source), mark)
+        self._cursor = begin_of(self._source, seed, by_length, self._share.total)
         self.course = self._course_of(shares)
         bounds = Bounds(
             cores=0.0 if cores is None else cores,

@@ -65,19 +65,23 @@ class History:
     unread: int = 0
 
     def counted(self) -> tuple[StepRecord, ...]:
-        """The steps that a speed is of: of batches as large as now, without the first ones after
-        each start, unless there are no others."""
-        another_batch = self.another_batch
-        alike = tuple(one for one in self.steps if one.step > another_batch)
-        starts = {0, *(int(r) for e in self.restarts if (r := e.number("resumed_from")))}
+        """The steps that a speed is of: those by the plan of the last start, without the first ones
+        after each start, unless there are no others."""
+        another_plan = self.another_plan
+        alike = tuple(one for one in self.steps if one.step > another_plan) or self.steps
+        starts = {0, another_plan}
+        starts.update(int(r) for e in self.restarts if (r := e.number("resumed_from")))
         cold = {start + n for start in starts for n in range(1, WARM_UP_STEPS + 1)}
         return tuple(one for one in alike if one.step not in cold) or alike
 
     @property
-    def another_batch(self) -> int:
-        """The last step with batches of another size than now; 0 if all were alike."""
-        others = (one.step for one in self.steps if one.samples != self.steps[-1].samples)
-        return max(others, default=0)
+    def another_plan(self) -> int:
+        """The last step by another plan than that of the last start, or with batches of another
+        size than now; 0 if there is none. What is split anew while the run trains makes no other
+        plan: it gives the same devices their work."""
+        batches = (one.step for one in self.steps if one.samples != self.steps[-1].samples)
+        starts = (e.step for e in self.events if e.event == "plan" and e.told.get("live") is False)
+        return max(*batches, *starts, 0, 0)
 
     @property
     def restarts(self) -> tuple[Happened, ...]:
@@ -103,18 +107,18 @@ class History:
         return self.windows[-1].classes if self.windows else ()
 
     def over_all(self) -> tuple[ClassRecord, ...]:
-        """How the classes of the last window did in all windows of batches as large as now: means
-        over steps, highest peaks; and all overruns."""
+        """How the classes of the last window did in all windows of the plan of the last start:
+        means over steps, highest peaks; and all overruns."""
         return tuple(self._over_all(last) for last in self.classes)
 
     def _over_all(self, last: ClassRecord) -> ClassRecord:
         before = overruns = counted = 0
-        told, another_batch = [], self.another_batch
+        told, another_plan = [], self.another_plan
         for window in self.windows:
             steps, before = max(1, window.step - before), window.step
             for one in window.classes:
                 if one.device_class == last.device_class:
-                    if window.step > another_batch:
+                    if window.step > another_plan:
                         told.append((steps, one))
                     # Each start counts from 0.
                     overruns += one.overruns - (counted if one.overruns >= counted else 0)

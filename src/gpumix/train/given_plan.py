@@ -6,11 +6,13 @@ as far as a profile is at hand; nothing is measured for it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from gpumix.cost.memory import usable_bytes
 from gpumix.cost.of_model import FIX, check_units, check_use
 from gpumix.cost.predict import predict
+from gpumix.hardware.peaks import stated_peak
 from gpumix.spec.cluster import Cluster
 from gpumix.spec.dtypes import communication_dtype, compute_dtypes
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
@@ -18,7 +20,9 @@ from gpumix.spec.job import Job
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 from gpumix.spec.space import EVERYTHING
-from gpumix.spec.units import show_bytes
+from gpumix.spec.units import show_bytes, show_flops
+
+SAME_MEMORY = 0.02  # drivers keep a little more or less of a card's memory for themselves
 
 
 def check_job(plan: Plan, job: Job, cluster: Cluster) -> None:
@@ -101,6 +105,29 @@ def foretold_again(plan: Plan, profile: Profile, tell: Callable[[str], None]) ->
         return plan
     tell("what the plan foretells of itself does not hold: it is predicted again")
     return plan.model_copy(update={"prediction": expected, "reasons": None})
+
+
+def of_other_devices(plan: Plan, cluster: Cluster) -> list[str]:
+    """In what the classes differ from those of the same names that the plan was made for, for
+    people; by what it foretells, which says how fast some are and how much memory all have."""
+    if plan.prediction is None:
+        return []
+    found = []
+    made_for = {w.device: w.memory_limit_bytes for w in plan.prediction.workers}
+    for name, worker in sorted({w.device_class: w for w in plan.workers}.items()):
+        here, peak = cluster.class_named(name), plan.prediction.peaks.get(name)
+        own = stated_peak(here, worker.compute_dtype, tf32=worker.efficiency.tf32)
+        if peak is not None and own is not None and peak.source != "measured" and peak != own:
+            found.append(
+                f"class '{name}' computed {show_flops(peak.flops_per_s)}, here it computes "
+                f"{show_flops(own.flops_per_s)}"
+            )
+        usable, was = usable_bytes(here), made_for.get(worker.device, 0)
+        if was and not math.isclose(usable, was, rel_tol=SAME_MEMORY):
+            found.append(
+                f"{show_bytes(was)} of '{name}' could be used, here it is {show_bytes(usable)}"
+            )
+    return found
 
 
 def check_memory(plan: Plan, cluster: Cluster) -> None:

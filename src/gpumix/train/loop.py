@@ -26,6 +26,7 @@ from gpumix.train.balancing import Balancing
 from gpumix.train.checkpoint import Saved
 from gpumix.train.context import Context
 from gpumix.train.documents import check_documents
+from gpumix.train.goes_on import check_goes_on
 from gpumix.train.interlude import Interlude, seconds_of
 from gpumix.train.keeping import MEASURED_STEPS, Keeping
 from gpumix.train.last_minute import LastMinute
@@ -78,6 +79,8 @@ class Trainer:
         job, ranks = context.job, context.ranks
         self.job = job
         model = model_of(job.model, folder=context.task.folder, seed=job.seed)
+        if resume:
+            check_goes_on(context, model, plan.model)
         if context.first and job.model.weights is not None:
             _tell_of_unused(unused(model, job.model.weights))
         self.engine = prepare(

@@ -42,7 +42,13 @@ from gpumix.spec.units import show_seconds
 from gpumix.train import run_files
 from gpumix.train.checkpoint_file import step_of
 from gpumix.train.checkpoint_folder import latest
-from gpumix.train.given_plan import check_job, check_memory, foretold_again, overruled
+from gpumix.train.given_plan import (
+    check_job,
+    check_memory,
+    foretold_again,
+    of_other_devices,
+    overruled,
+)
 from gpumix.train.memory_folder import Home, newest
 from gpumix.train.named_work import work_of
 from gpumix.train.progress import mark_failed, mark_restarting, mark_stopped
@@ -108,8 +114,13 @@ class Pipeline:
         if self.speaks:
             self._console.print(thing)
 
-    def profile(self, *, fresh: bool = False) -> Profile:
-        """From the cache, or measured. Under torchrun the ranks go by the first host's cache."""
+    def profile(self, *, fresh: bool = False, resume: bool = False) -> Profile:
+        """From the cache, or measured. Under torchrun the ranks go by the first host's cache.
+
+        Args:
+            fresh: the cache does not count.
+            resume: for a run that goes on, which is refused first if it cannot.
+        """
         if self._runs.decides_alone and not fresh:
             cached = MeasurementCache(self.job, self.cluster, self.folder).load()
             if cached is not None:
@@ -118,7 +129,7 @@ class Pipeline:
         self._runs.warm_up()
         devices = self._runs.devices(self.cluster)
         found: Profile = self._runs.run(
-            work_of("profile"), self.cluster, self._task(), devices, fresh
+            work_of("profile"), self.cluster, self._task(), devices, fresh, resume
         )
         return found
 
@@ -203,7 +214,7 @@ class Pipeline:
         self.show(devices_table(self.cluster))
         if plan is None:
             try:
-                profile = self.profile()
+                profile = self.profile(resume=resume)
             except (DeviceFailure, DeviceMissing) as found:
                 self._learn(self._as_lost(found, restart), recovery, None)
                 raise
@@ -417,11 +428,19 @@ class Pipeline:
         one that is given, or that of the cache."""
         plan.for_devices([device.id for device in self._runs.devices(self._used(plan))])
         check_job(plan, self.job, self.cluster)
+        if others := of_other_devices(plan, self.cluster):
+            self.show(
+                f"the plan was made for other devices of these names: {'; '.join(others)}. Another "
+                "one may be faster here: gpumix plan JOB.yaml"
+            )
+            profile = None
         if self._runs.decides_alone:  # other hosts may have other files
             profile = self._known() if profile is None else reading_as(self.job, profile)
             if profile is not None:
                 plan = foretold_again(plan, profile, self.show)
         check_memory(plan, self.cluster)
+        if others and profile is None:
+            plan = plan.model_copy(update={"prediction": None, "reasons": None})
         if plan.in_teams:
             from gpumix.train import heads
 

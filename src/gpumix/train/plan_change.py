@@ -7,13 +7,16 @@ too, for all who show a run. Nothing here imports torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from pydantic import ValidationError
+
+from gpumix.spec.cluster import Cluster
 from gpumix.spec.errors import InputError
 from gpumix.spec.files import read_text
 from gpumix.spec.plan import Plan
@@ -22,6 +25,7 @@ from gpumix.spec.units import show_seconds
 from gpumix.train import run_files
 from gpumix.train.metrics import Told
 from gpumix.train.run_id import is_later
+from gpumix.train.run_record import RunRecord
 
 EVENT = "plan"
 BEFORE = "_before"  # behind the names of fields
@@ -34,7 +38,8 @@ class Parts:
     """What each device has of a plan: all by device, but for the first two.
 
     `shares` are parts of the state that a stage's workers divide, without any at ZeRO stage 0;
-    `stages` are counted from 1, `blocks` are the unit calls of all of them.
+    `stages` are counted from 1, `blocks` are the unit calls of all of them. `devices` says what
+    they are, where that is known.
     """
 
     strategy: str
@@ -45,9 +50,10 @@ class Parts:
     modes: Mapping[str, str]
     stages: Mapping[str, list[int]]
     blocks: Mapping[str, int]
+    devices: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, plan: Plan) -> Parts:
+    def of(cls, plan: Plan, cluster: Cluster | None = None) -> Parts:
         placed: dict[str, list[tuple[int, Stage, Worker]]] = {}
         for number, stage in enumerate(plan.stages, 1):
             for worker in stage.workers:
@@ -66,11 +72,22 @@ class Parts:
             modes={device: worker.mode.describe() for device, worker in first.items()},
             stages={device: [number for number, _, _ in own] for device, own in placed.items()},
             blocks={d: sum(len(stage.units) for _, stage, _ in own) for d, own in placed.items()},
+            devices={} if cluster is None else _described(cluster, placed),
         )
+
+
+def _described(cluster: Cluster, devices: Iterable[str]) -> dict[str, str]:
+    there = {one.id: cluster.class_named(one.device_class) for one in cluster.devices}
+    return {device: there[device].describe() for device in devices if device in there}
 
 
 def change(before: Parts, after: Parts) -> dict[str, Any]:
     """The event's fields: what differs, and what it was; nothing if nothing does."""
+    both = before.devices.keys() & after.devices.keys()
+    before, after = (
+        replace(one, devices={name: what for name, what in one.devices.items() if name in both})
+        for one in (before, after)
+    )
     if before == after:
         return {}
     old = asdict(before)
@@ -81,10 +98,10 @@ def change(before: Parts, after: Parts) -> dict[str, Any]:
     return fields
 
 
-def started(before: Parts, plan: Plan, why: str) -> Told | None:
-    """What to tell of a start by `plan` in place of what the run had `before`; None if it is the
-    same."""
-    fields = change(before, Parts.of(plan))
+def started(before: Parts, now: Parts, why: str) -> Told | None:
+    """What to tell of a start by what there is `now` in place of what the run had `before`; None if
+    it is the same."""
+    fields = change(before, now)
     return Told(EVENT, {"why": why, "live": False} | fields, "") if fields else None
 
 
@@ -132,7 +149,16 @@ def in_force(folder: Path, *, fresh: bool = False) -> Parts | None:
         return None
     told = _newest_first(record) if not fresh or is_later(record) else iter(())
     newest = next(told, None)
-    return Parts.of(plan if newest is None else split_anew(plan, newest))
+    return Parts.of(plan if newest is None else split_anew(plan, newest), _devices_of(folder))
+
+
+def _devices_of(folder: Path) -> Cluster | None:
+    """Those that the job of the run's last start named; None if it named none."""
+    try:
+        named = RunRecord.load(folder / run_files.RUN).job.get("cluster")
+        return Cluster.model_validate(named) if isinstance(named, dict) else None
+    except (InputError, ValidationError):
+        return None
 
 
 def split_anew(plan: Plan, told: Mapping[str, Any]) -> Plan:
@@ -190,6 +216,7 @@ WORDS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "shares": ("of the state", _part),
     "micro_batches": ("largest micro-batches", _plain),
     "modes": ("modes", _plain),
+    "devices": ("devices", _plain),
 }
 
 

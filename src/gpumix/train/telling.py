@@ -101,7 +101,8 @@ class Telling:
     def start(self, before: Parts | None, restart: Restart | None) -> None:
         """If the plan is another one than that by which the run trained `before`."""
         why = restart.decided if restart is not None else "the run was resumed"
-        told = started(before, self._engine.plan, why) if before is not None else None
+        now = Parts.of(self._engine.plan, self._context.task.cluster)
+        told = started(before, now, why) if before is not None else None
         self.tell(self._begun_at, [told] if told is not None else [])
 
     def restart(self, step: int, restart: Restart, kept_in: str) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 
 from gpumix.engine.optimizers.groups import matches
 from gpumix.engine.tensor_plans import tensor_plan
+from gpumix.engine.units import dissect
 from gpumix.engine.weights import source_of
 from gpumix.profiler.cache import MeasurementCache, reading_as
 from gpumix.profiler.cluster import ClusterProfiler
@@ -19,6 +20,7 @@ from gpumix.spec.plan import Plan
 from gpumix.spec.profile import InputMeasurement, Profile
 from gpumix.train import run_files
 from gpumix.train.context import Context, Task, joined
+from gpumix.train.goes_on import check_goes_on
 from gpumix.train.heads import check_techniques
 from gpumix.train.launch import Seat
 from gpumix.train.little_data import warnings_of
@@ -33,10 +35,16 @@ from gpumix.train.tables import stderr
 from gpumix.train.watcher import Watcher
 
 
-def profile(seat: Seat, task: Task, devices: tuple[Device, ...], fresh: bool) -> Profile:
-    """Measure what is not in the cache. Every rank returns the profile."""
+def profile(
+    seat: Seat, task: Task, devices: tuple[Device, ...], fresh: bool, resume: bool = False
+) -> Profile:
+    """Measure what is not in the cache, for a run that begins or (`resume`) goes on. Every rank
+    returns the profile."""
     job = task.job
     with joined(seat, task) as context:
+        if resume:
+            model = _model_to_measure(task)
+            check_goes_on(context, model, dissect(model, job.model.units).fingerprint())
         cache = MeasurementCache(job, task.cluster, task.folder)
         own = cache.chosen[seat.device.device_class].efficiency
         subject = Subject(

@@ -98,8 +98,10 @@ def _note(facts: Facts) -> str:
     steps = len(facts.run.history.counted())
     parts = []
     if steps:
+        earlier = " and those by an earlier plan" if facts.run.history.another_plan else ""
         parts.append(
-            f"Measured: the median of {plural(steps, 'step')}, those after each start left out."
+            f"Measured: the median of {plural(steps, 'step')}, those after each start{earlier} "
+            "left out."
         )
     known = "datasheets of the cards" if facts.estimated else "what was measured of each class"
     parts.append(f"Predicted: what the cost model expects from {known}.")

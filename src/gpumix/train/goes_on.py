@@ -1,0 +1,115 @@
+"""Whether a job goes on with what another one saved: seen before anything is measured, and told by
+the keys in which the jobs differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from textwrap import shorten
+from typing import Any, NoReturn
+
+from torch import nn
+
+from gpumix.data.course import ByLength, begin_of
+from gpumix.spec.errors import InputError
+from gpumix.spec.job import Job
+from gpumix.train import checkpoint_folder, run_files
+from gpumix.train.checkpoint_file import Manifest, read_manifest
+from gpumix.train.context import Context
+
+# What decides which samples there are, and in which order; a batch does of streams and buckets.
+_OF_DATA = ("data", "tokenizer", "sequence_length", "seed", "global_batch")
+_HOW_READ = ("workers", "prefetch", "bad_samples")  # the same samples, whatever these are
+# What a configuration of transformers has that makes no other model.
+_NO_MODEL = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
+
+
+def check_goes_on(context: Context, model: nn.Module, fingerprint: str) -> None:
+    """Check that the newest checkpoint in the job's output, if there is one, is of the job's model,
+    data and optimizer. Collective: the first rank looks.
+
+    Args:
+        fingerprint: the model's, as plans have it.
+
+    Raises:
+        InputError: it is not.
+    """
+    told = _newest(context.job.output / run_files.CHECKPOINTS) if context.first else None
+    text = context.ranks.share("newest checkpoint", told and json.dumps(told))
+    if not text:
+        return
+    where, content = json.loads(text)
+    saved, job = Manifest.model_validate_json(content), context.job
+    before: Any = saved.extra.get("job")
+    if not isinstance(before, dict):  # no job saved it
+        return
+    now = job.model_dump(mode="json")
+    if saved.model != fingerprint:
+        differing = list(_of_model(saved, model, before, now))
+        same = "its configuration or factory gives other units, shapes, dtypes or frozen parameters"
+        _refuse("another model", differing or [same], where)
+    source, by_length = context.train_data, ByLength(job.data.bucketing)
+    try:
+        begin_of(source, job.seed, by_length, job.global_batch).load_state_dict(saved.cursor)
+    except InputError:
+        differing = list(_of_data(before, now, job))
+        same = f"{len(source)} samples are here, of other content or another number than there were"
+        _refuse("other data", differing or [same], where)
+    optimizer_before = before["optimizer"]["name"]
+    if differing := list(_differing(optimizer_before, job.optimizer.name, "optimizer.name")):
+        _refuse("another optimizer", differing, where)
+
+
+def _newest(folder: Path) -> tuple[str, str] | None:
+    """Where the newest checkpoint is that says what it is, and what it says; whether all of it is
+    whole, who loads it sees."""
+    try:
+        paths = checkpoint_folder.choices(folder)
+        (path, saved), _ = checkpoint_folder.first_whole(paths, lambda p: (p, read_manifest(p)))
+    except InputError:
+        return None
+    return str(path), saved.model_dump_json()
+
+
+def _of_model(
+    saved: Manifest, model: nn.Module, before: Mapping[str, Any], now: Mapping[str, Any]
+) -> Iterator[str]:
+    old = saved.extra.get("model_config")
+    config: Any = getattr(model, "config", None)
+    if isinstance(old, dict) and hasattr(config, "to_dict"):
+        here = json.loads(json.dumps(config.to_dict(), default=str))
+        for key in sorted({*old, *here} - {*_NO_MODEL}):
+            yield from _differing(old.get(key), here.get(key), f"model.config.{key}")
+    for key in ("task", "factory", "arguments", "units"):
+        yield from _differing(before["model"].get(key), now["model"].get(key), f"model.{key}")
+
+
+def _of_data(before: Mapping[str, Any], now: Mapping[str, Any], job: Job) -> Iterator[str]:
+    for key in _OF_DATA:
+        if key == "global_batch" and not (job.data.factory or job.data.bucketing):
+            continue
+        yield from _differing(before.get(key), now.get(key), key)
+
+
+def _differing(before: Any, now: Any, key: str) -> Iterator[str]:
+    """What differs at `key`, or in it."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for name in sorted({*before, *now}):
+            if name not in _HOW_READ:
+                yield from _differing(before.get(name), now.get(name), f"{key}.{name}")
+    elif before != now:
+        yield f"`{key}` was {_shown(before)}, here it is {_shown(now)}"
+
+
+def _shown(value: Any) -> str:
+    return shorten(json.dumps(value), 100, placeholder=" …")
+
+
+def _refuse(what: str, why: list[str], where: str) -> NoReturn:
+    raise InputError(
+        f"the checkpoint is of {what}",
+        where=where,
+        why="; ".join(why),
+        fix="resume with what the job had, or begin anew: without --resume, with another `output`",
+    )
