@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import builtins
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 from data_helpers import write_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
-from gpumix.data.tokenizer import ByteTokenizer, FileTokenizer, open_tokenizer, token_dtype
+from gpumix.data.tokenizer import (
+    ByteTokenizer,
+    FileTokenizer,
+    bytes_as_file,
+    open_tokenizer,
+    token_dtype,
+)
 from gpumix.spec.errors import InputError, MachineError
 
 
@@ -25,6 +33,27 @@ def test_bytes_take_text_too():
     tokenizer = open_tokenizer("bytes")
     assert tokenizer.encode("é").tolist() == [0xC3, 0xA9]
     assert (tokenizer.vocab_size, tokenizer.end_of_text) == (257, 256)
+
+
+@pytest.fixture(scope="module")
+def of_bytes(tmp_path_factory) -> Path:
+    """The folder with the files that stand for bytes."""
+    folder = tmp_path_factory.mktemp("bytes")
+    file, config = bytes_as_file()
+    (folder / "tokenizer.json").write_text(json.dumps(file), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+@given(text=st.text(st.characters(exclude_categories=("Cs",))))
+def test_bytes_as_a_file_are_the_same_tokens(of_bytes, text):
+    """Line ends, spaces and letters of every kind, for whoever reads the file."""
+    read, own = FileTokenizer(of_bytes), ByteTokenizer()
+    text = text.replace("<|endoftext|>", "")
+    assert read.encode(text).tolist() == own.encode(text).tolist()
+    assert (read.vocab_size, read.end_of_text) == (own.vocab_size, own.end_of_text)
+    plain = Tokenizer.from_file(str(of_bytes / "tokenizer.json"))
+    assert plain.decode(own.encode(text).tolist()) == text
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -368,6 +369,14 @@ def test_what_webhooks_ask_for(folder):
             assert container["name"] == "node"
             trainers.append("trainer" in str(one["template"].get("metadata")))
         assert trainers == [True, False]
+
+
+def test_pods_run_the_interpreter_of_their_image(folder):
+    """This machine's own is nothing that an image has."""
+    text = template("k8s", folder, "--hosts", "a:8,b:8", "train.py")
+    assert "exec python -m" in text and sys.executable not in text
+    named = template("k8s", folder, "--hosts", "a:8", "--python", "/opt/py/bin/python", "train.py")
+    assert "exec /opt/py/bin/python -m" in named
 
 
 def test_the_command_of_a_pod_knows_its_ranks(folder):

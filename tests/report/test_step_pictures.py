@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gpumix.report.step_picture import Bar, Panel, draw, panel_of, passes, read
-from gpumix.spec.errors import MachineError
+from gpumix.spec.errors import InputError, MachineError
 from gpumix.spec.trace import Span, Trace, event, wait
 
 FAST, SLOW = "localhost: a (fast, emulated)", "localhost: b (slow, emulated)"
@@ -86,9 +86,13 @@ def test_a_trace_that_is_no_file_gives_the_same(trace):
 
 def test_a_format_that_there_is_not_is_told(trace, tmp_path):
     pytest.importorskip("matplotlib")
-    with pytest.raises(MachineError, match="the picture cannot be written") as caught:
-        draw([read(trace)], tmp_path / "step.words")
-    assert "words" in caught.value.why
+    for name, told in (("step.words", "cannot end with '.words'"), ("step", "has no ending")):
+        with pytest.raises(InputError, match=told) as caught:
+            draw([read(trace)], tmp_path / name)
+        assert "name it .png or .svg" in caught.value.fix
+    (tmp_path / "file").touch()
+    with pytest.raises(MachineError, match="the picture cannot be written"):
+        draw([read(trace)], tmp_path / "file" / "step.png")
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"traceEvents": 3}', '{"traceEvents": []}'])

@@ -49,6 +49,12 @@ def test_the_smallest_job(job_file, tmp_path):
     assert job.tokenizer == "bytes"
 
 
+def test_one_text_needs_no_list(job_file, tmp_path):
+    path = job_file(JOB.replace("[corpus]", "corpus"))
+    assert read_job(path).data.text == (tmp_path / "corpus",)
+    assert read_job(path, ["data.text=other.txt"]).data.text == (Path.cwd() / "other.txt",)
+
+
 def test_a_job_survives_json(job_file):
     cluster = "cluster: [{class: fast, emulate: 8 GFLOP/s, memory: 96 MiB}]\n"
     job = read_job(job_file(JOB + cluster + "profile: {budget: 2 min, cache: here}\n"))
@@ -158,8 +164,8 @@ def test_one_wrong_thing(job_file, more, expected):
         ("steps: 10\n", "", "job.yaml:1: 'steps' is missing"),
         ("  text: [corpus]\n", "  text: [corpus, corpus]\n",
          "job.yaml:3: 'data': 'text' names 'corpus' twice"),
-        ("  text: [corpus]\n", "  text: corpus\n",
-         "job.yaml:4: 'data.text' must be a list, it is 'corpus'"),
+        ("  text: [corpus]\n", "  text: {corpus: 1}\n",
+         "job.yaml:4: 'data.text' must be a path, it is a mapping"),
         ("  text: [corpus]\n", "  text:\n   - a\n   - 3\n",
          "job.yaml:6: 'data.text[1]' must be a path, it is 3"),
         ("  text: [corpus]\n", "  text: []\n",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from itertools import pairwise
 from pathlib import Path
 
@@ -42,6 +43,14 @@ def _train_and_save(folder, name, shares):
     return {name: tensor.numpy() for name, tensor in engine.state_dict().items()}
 
 
+def _save_of_job(folder, job):
+    architecture = ARCHITECTURES["llama"]
+    engine = engine_for(architecture.factory, ALONE)
+    optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-2)
+    extra = {"model_config": architecture.factory().config.to_dict(), "job": job}
+    checkpointer(folder / "checkpoints").save(0, engine, optimizer, cursor={}, extra=extra)
+
+
 def saved_run(folder, name="llama"):
     values = _train_and_save(folder, name, ALONE)
     return {name: torch.from_numpy(value) for name, value in values.items()}
@@ -69,6 +78,21 @@ def test_transformers_loads_it(tmp_path, name):
     assert len({f.stat().st_mode for f in folder.iterdir()}) == 1, "who may read one may read all"
     state = {name: torch.from_numpy(value) for name, value in values.items()}
     assert_model_is(loaded(folder, name), state)
+
+
+def test_bytes_as_tokens_have_a_tokenizer_too(tmp_path):
+    """The folder is complete: text can be written by what it holds."""
+    job = {"tokenizer": "bytes", "data": {"text": ["a.txt"]}}
+    run_ranks(_save_of_job, 1, tmp_path, job)
+    folder = export(tmp_path, tmp_path / "model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer("été,\n 1  2 don't")["input_ids"]
+    assert ids == list("été,\n 1  2 don't".encode())
+    assert tokenizer.decode(ids) == "été,\n 1  2 don't" and tokenizer.eos_token_id == 256
+    shutil.rmtree(tmp_path / "checkpoints")
+    run_ranks(_save_of_job, 1, tmp_path, job | {"data": {"factory": "own:samples"}})
+    export(tmp_path, folder)
+    assert not (folder / "tokenizer.json").exists()
 
 
 def test_bf16(tmp_path):

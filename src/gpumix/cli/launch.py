@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
@@ -138,6 +139,7 @@ def launch(
     debug: Debug = False,
 ) -> None:
     from gpumix.launch.commands import Ssh, Surroundings
+    from gpumix.launch.kubernetes import PYTHON
     from gpumix.launch.launcher import Asked, asked_of
     from gpumix.launch.options import pythons_of, settings_of
     from gpumix.launch.program import program_of
@@ -171,7 +173,8 @@ def launch(
             "has no effect on a job on one host",
             fix="leave it out: its cluster says which devices it has",
         )
-    default, pythons = pythons_of(python, on)
+    usual = PYTHON if template is Template.k8s else sys.executable
+    default, pythons = pythons_of(python, on, usual)
     if template is not None:
         one = "is for one host: nodes of a template have one interpreter"
         _refuse({f"--python {word}": "=" in word for word in python}, one, fix="--python PATH")

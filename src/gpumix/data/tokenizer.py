@@ -61,6 +61,27 @@ class ByteTokenizer:
         return [self.encode(text) for text in texts]
 
 
+def bytes_as_file() -> tuple[dict[str, Any], dict[str, Any]]:
+    """`ByteTokenizer` as a `tokenizer.json` and its `tokenizer_config.json`: each byte by the
+    letter that the byte-level tokenizers of GPT-2 and its kin write for it, and no merges."""
+    plain = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), 256)}
+    others = iter(range(256, 512))  # those of no visible letter
+    vocabulary = {chr(byte if byte in plain else next(others)): byte for byte in range(256)}
+    end = {"id": ByteTokenizer.end_of_text, "content": _END_OF_TEXT[0], "special": True}
+    end |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
+    level["use_regex"] = False
+    file = {
+        "version": "1.0",
+        "added_tokens": [end],
+        "pre_tokenizer": level,
+        "decoder": level,
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
+    }
+    config = {"eos_token": _END_OF_TEXT[0], "clean_up_tokenization_spaces": False}
+    return file, config
+
+
 class FileTokenizer:
     """A `tokenizer.json`. Bytes that are no UTF-8 become U+FFFD; truncation and padding are off.
 

@@ -24,6 +24,7 @@ WIDTH = 10_000  # commands are not broken
 OWN_LABEL = "gpumix.dev/device-class"
 CPUS_PER_DEVICE, MEMORY_PER_DEVICE_GI = 4, 32
 IMAGE = "registry.example.com/gpumix:latest"
+PYTHON = "python"  # the image's own
 HEAD = """\
 # Made by `gpumix launch --template k8s`; kubectl apply -f {name}.yaml
 # Look at the image, the interpreter in it, node selectors, resources and volumes. Program, data and

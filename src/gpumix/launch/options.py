@@ -10,13 +10,14 @@ from gpumix.launch.hosts import Host
 from gpumix.spec.errors import InputError
 
 
-def pythons_of(words: Sequence[str], hosts: Sequence[Host]) -> tuple[str, dict[str, str]]:
+def pythons_of(
+    words: Sequence[str], hosts: Sequence[Host], default: str = sys.executable
+) -> tuple[str, dict[str, str]]:
     """The interpreter of all hosts, by default this one, and those of some, by their names.
 
     Raises:
         InputError: a word names a host that is not there, or no interpreter.
     """
-    default = sys.executable
     some: dict[str, str] = {}
     for word in words:
         group, _, path = word.rpartition("=")

@@ -160,9 +160,11 @@ def draw(panels: Sequence[Panel], path: Path) -> None:
     with.
 
     Raises:
+        InputError: the name ends with no format of pictures.
         MachineError: matplotlib is not installed, or the file cannot be written.
     """
     try:
+        from matplotlib.backend_bases import FigureCanvasBase
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
     except ImportError as error:
@@ -171,6 +173,14 @@ def draw(panels: Sequence[Panel], path: Path) -> None:
             fix="pip install 'gpumix[pictures]'",
         ) from error
 
+    ending = path.suffix.removeprefix(".").lower()
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if ending not in formats:
+        raise InputError(
+            f"a picture's name cannot end with '{path.suffix}'" if ending else "it has no ending",
+            where=str(path),
+            fix=f"name it .png or .svg (or {', '.join(sorted(formats.keys() - {'png', 'svg'}))})",
+        )
     heights = [PANEL_INCHES + ROW_INCHES * len(panel.devices) for panel in panels]
     figure = Figure(
         figsize=(WIDTH_INCHES, sum(heights) + LEGEND_INCHES),
@@ -188,7 +198,7 @@ def draw(panels: Sequence[Panel], path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
-    except (OSError, ValueError) as error:  # no such format
+    except OSError as error:
         raise MachineError(
             "the picture cannot be written", where=str(path), why=first_line(error)
         ) from error

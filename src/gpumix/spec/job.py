@@ -10,14 +10,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from gpumix.spec.base import Value
 from gpumix.spec.cluster import Cluster
 from gpumix.spec.dtypes import Precision
 from gpumix.spec.efficiency import EfficiencySpec
 from gpumix.spec.profile import ModelProfile
-from gpumix.spec.space import EVERYTHING, Space
+from gpumix.spec.space import EVERYTHING, Space, one_is_some
 from gpumix.spec.trackers import NO_TRACKERS, Trackers
 from gpumix.spec.units import LARGEST, LARGEST_BATCH, LARGEST_LENGTH, MOST_STEPS, Seconds
 
@@ -85,7 +85,7 @@ class ModelSpec(Value):
 class DataSpec(Value):
     """Exactly one of `text`, `dataset` and `factory`."""
 
-    text: tuple[Path, ...] = Field(
+    text: Annotated[tuple[Path, ...], BeforeValidator(one_is_some)] = Field(
         default=(), description="files, and folders with all that is in them"
     )
     pattern: str = Field(default="*", description="of the files that are taken from folders")

@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 import gpumix
+from gpumix.data.tokenizer import bytes_as_file
 from gpumix.spec.errors import InputError, MachineError, first_line
 from gpumix.train.checkpoint import opened
 from gpumix.train.checkpoint_content import MODEL
@@ -114,9 +115,14 @@ def _stored_config(path: Path, manifest: Manifest) -> Mapping[str, Any] | None:
 
 
 def _copy_tokenizer(part: Path, manifest: Manifest, tell: Callable[[str], None]) -> None:
-    """The files that the job of a checkpoint names; bytes as tokens have none."""
-    job = manifest.extra.get("job")
+    """The files that the job of a checkpoint names; those of bytes as tokens are made. Samples of a
+    factory have whatever tokens they have."""
+    job: Any = manifest.extra.get("job")
     told = job.get("tokenizer") if isinstance(job, dict) else None
+    if told == "bytes" and (job["data"].get("text") or job["data"].get("dataset")):
+        content, config = bytes_as_file()
+        _write_json(part / TOKENIZER, content)
+        _write_json(part / TOKENIZER_CONFIG, AS_IT_IS | config)
     if not isinstance(told, str) or told == "bytes":
         return
     place = Path(told)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -82,6 +83,15 @@ def config_of(spec: ModelSpec) -> PretrainedConfig:
     values = _values(spec)
     model_type = values.pop("model_type", None)
     where = f"model.config of type '{model_type}'"
+    types = list(_transformers().CONFIG_MAPPING)
+    if model_type not in types:
+        raise InputError(
+            f"transformers {_transformers().__version__} knows no model of type '{model_type}'",
+            where="model.config.model_type",
+            fix=did_you_mean(nearest(str(model_type), types))
+            or "python -c 'import transformers; print(*transformers.CONFIG_MAPPING)' shows those "
+            "that it knows",
+        )
     for key, value in values.items():
         if "layer" in key and isinstance(value, int) and value > MOST_LAYERS:
             raise InputError(
@@ -93,12 +103,10 @@ def config_of(spec: ModelSpec) -> PretrainedConfig:
     try:
         config, usual = make(model_type, **values), make(model_type)
     except Exception as error:  # each type of model checks its values in a way of its own
-        meant = nearest(str(model_type), list(_transformers().CONFIG_MAPPING))
         raise InputError(
             "this is no valid transformers configuration",
             where=where,
-            why=" ".join(str(error).split())[:LONGEST_WHY],
-            fix=did_you_mean(None if meant == model_type else meant),
+            why=shorten(str(error), LONGEST_WHY, placeholder=" …"),
         ) from error
     shown = [*usual.to_dict(), *config.attribute_map]
     known = {*shown, *BESIDE_VALUES}
