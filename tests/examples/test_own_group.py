@@ -176,6 +176,11 @@ def test_a_cluster_that_is_given_counts_more_than_a_file(tmp_path, monkeypatch):
             ),
         ):
             gpumix.open_device(CLUSTER)
+        with (  # it is said once
+            pytest.raises(InputError, match="2 devices, the process group 1 ranks"),
+            warnings.catch_warnings(action="error"),
+        ):
+            gpumix.open_device(CLUSTER)
     file.write_text(ROWS)
     with (
         pytest.raises(InputError, match="2 devices, the process group 1 ranks"),

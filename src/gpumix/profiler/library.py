@@ -26,7 +26,13 @@ from gpumix.engine.objective import Objective
 from gpumix.engine.ranks import Ranks
 from gpumix.hardware.discover import discover
 from gpumix.hardware.efficiency import choose
-from gpumix.hardware.environment import CLUSTER, cluster_file, has_cpp_compiler, installed
+from gpumix.hardware.environment import (
+    CLUSTER,
+    cluster_file,
+    has_cpp_compiler,
+    installed,
+    torchrun_place,
+)
 from gpumix.hardware.runtime import DeviceRuntime, indexed
 from gpumix.hardware.runtime import open_device as open_runtime
 from gpumix.profiler.cluster import ClusterProfiler
@@ -43,6 +49,8 @@ from gpumix.spec.profile import Profile
 from gpumix.spec.read import read_cluster
 from gpumix.spec.space import EVERYTHING, Space
 from gpumix.spec.teams import degrees_of
+
+_WARNED: set[str] = set()  # of files that are not used
 
 
 # More parameters than elsewhere: a program has no job file to say these things in.
@@ -189,12 +197,17 @@ def _wanted(cluster: Cluster | None) -> tuple[Cluster | None, str]:
 
 
 def _warn_of_others(cluster: Cluster, file: Path, named_by: str) -> None:
-    """What the program names counts; who started it with other devices may not know."""
+    """What the program names counts; who started it with other devices may not know. Said once, by
+    the first rank."""
+    place = torchrun_place()
+    if named_by in _WARNED or (place is not None and place.rank):
+        return
     try:
         same = read_cluster(file) == cluster
     except InputError:
         same = False
     if not same:
+        _WARNED.add(named_by)
         what = f"the program names its own devices: those of {named_by} are not used"
         warnings.warn(what, stacklevel=4)
 
