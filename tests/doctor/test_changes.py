@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gpumix.doctor.change import default_of, in_words, overrides, write_tuned
+from gpumix.doctor.change import default_of, given_again, in_words, overrides, write_tuned
 from gpumix.spec.errors import MachineError
 from gpumix.spec.read import read_job
 
@@ -173,3 +173,17 @@ def test_a_tuned_file_is_whole_or_not_there(job, monkeypatch):
     with pytest.raises(MachineError, match="cannot write the job") as caught:
         write_tuned(job, tuned, {"data.workers": "auto"})
     assert "--set data.workers" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("given", "again"),
+    [
+        (["steps=3"], ["steps=3"]),
+        (["steps=3", "data.workers=0", " compile . fast = off"], ["steps=3"]),
+        (["data={text: [a], workers: 0}"], ["data={text: [a], workers: 0}", "data.workers=2"]),
+        (["data.workers_of=1"], ["data.workers_of=1"]),
+        ([], []),
+    ],
+)
+def test_what_is_given_again_leaves_the_changes_as_they_are(given, again):
+    assert given_again(given, {"data.workers": 2, "compile": True}) == again

@@ -57,9 +57,8 @@ def doctor(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    from gpumix.doctor.change import write_tuned
+    from gpumix.doctor.change import given_again, write_tuned
     from gpumix.doctor.examine import examine
-    from gpumix.spec.read_overrides import key_of
     from gpumix.train.tables import stderr
 
     _refuse_a_script(target)
@@ -80,8 +79,8 @@ def doctor(
             console.print(f"not tried, for that takes minutes: --only {name}")
     if apply and report.settings:
         tuned = tuned_path(Path(target))
-        kept = [one for one in overrides if key_of(one) not in report.settings]
-        given = " ".join(f"--set {quote(one)}" for one in kept)
+        again = given_again(overrides, report.settings)
+        given = " ".join(f"--set {quote(one)}" for one in again)
         with_these = [f"measured with {given}, which is not written here"] if given else []
         write_tuned(Path(target), tuned, report.settings, [*report.notes, *with_these])
         told = f"; what --set gave is not in it: gpumix train {quote(str(tuned))} {given}"

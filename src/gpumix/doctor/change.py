@@ -14,6 +14,7 @@ from gpumix.spec.base import Value
 from gpumix.spec.errors import InputError
 from gpumix.spec.files import replace_text
 from gpumix.spec.job import Job
+from gpumix.spec.read_overrides import key_of
 from gpumix.spec.read_yaml import Source, parse_yaml
 
 Changes = Mapping[str, Any]
@@ -23,6 +24,15 @@ Changes = Mapping[str, Any]
 def overrides(changes: Changes) -> list[str]:
     """The same as `--set` has them."""
     return [f"{key}={json.dumps(value)}" for key, value in changes.items()]
+
+
+def given_again(given: Sequence[str], changes: Changes) -> list[str]:
+    """What `--set` is to be given beside a job file with the changes, so that they hold: the same
+    as was `given`, without what they replace, and with those of them that it would replace."""
+    replaced = tuple(f"{key}." for key in changes)
+    kept = [one for one in given if not f"{key_of(one)}.".startswith(replaced)]
+    above = tuple(f"{key_of(one)}." for one in kept)
+    return kept + overrides({k: v for k, v in changes.items() if k.startswith(above)})
 
 
 def in_words(changes: Changes) -> str:
