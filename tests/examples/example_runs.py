@@ -14,12 +14,16 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node")
 ENVIRONMENT = {"PET_STANDALONE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def python(*arguments: str | Path, cache: Path, timeout_s: float = 240.0) -> str:
+def python(
+    *arguments: str | Path, cache: Path, timeout_s: float = 240.0, fresh: bool = False
+) -> str:
     """What `python ARGUMENTS` prints to stdout, run in the project's folder; it must succeed.
+    `fresh`: see `commands.run`.
 
     Timeouts are for a machine that has much else to do; alone every example is done in 30 s.
     """
     command = [sys.executable, *arguments]
-    done = run(command, folder=ROOT, env=environment(cache) | ENVIRONMENT, timeout_s=timeout_s)
+    env = environment(cache) | ENVIRONMENT
+    done = run(command, folder=ROOT, env=env, timeout_s=timeout_s, fresh=fresh)
     assert done.code == 0, done.err[-4000:]
     return done.out
