@@ -2,7 +2,7 @@
 what does their loop cost beside the bare engine?
 
     python benchmarks/integrations.py [--json] [--rounds 7]
-                                      [--only losses trainer accelerator lightning]
+                                      [--only losses trainer adapters accelerator lightning]
 
 *Losses*: `examples/run_clm.py` and `examples/run_classification.py` (transformers' Trainer),
 `examples/sft_lora.py` (TRL's SFTTrainer, adapters) and `examples/clm_no_trainer.py` (Accelerate) as
@@ -10,10 +10,11 @@ their libraries run them in one process, beside what they do by `gpumix launch` 
 devices of unlike speed, by a plan that is measured and made there. `scripts` is how many,
 `worst_relative_error` the largest difference of a step's loss.
 
-*Overhead*: two ranks, nothing emulated, train the same GPT-2 by the same plan through Trainer,
-through Accelerator and through Lightning, in turns with a plain loop over an engine of its own.
-`trainer_overhead`, `accelerator_overhead` and `lightning_overhead` are medians over rounds of a
-step's time over that of the plain loop just after, less one; `worst_overhead` is the largest.
+*Overhead*: two ranks, nothing emulated, train the same GPT-2 by the same plan through Trainer (also
+adapters of PEFT on it, its own weights frozen), through Accelerator and through Lightning, in turns
+with a plain loop over an engine of its own. `trainer_overhead`, `adapters_overhead`,
+`accelerator_overhead` and `lightning_overhead` are medians over rounds of a step's time over that
+of the plain loop just after, less one; `worst_overhead` is the largest.
 """
 
 from __future__ import annotations
@@ -82,6 +83,15 @@ def model() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **sizes))
 
 
+def adapted() -> nn.Module:
+    """The same with adapters, which alone are trained."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=8, target_modules=["c_attn", "c_proj"], fan_in_fan_out=True)
+    network: nn.Module = get_peft_model(model(), config)
+    return network
+
+
 def plan(network: nn.Module | None = None) -> Any:
     from reference import Share, plan_for
 
@@ -92,8 +102,8 @@ def plan(network: nn.Module | None = None) -> Any:
 class Plain:
     """A loop over the engine alone, its batches made while they are wanted."""
 
-    def __init__(self) -> None:
-        self._engine = gpumix.prepare(model(), plan())
+    def __init__(self, made: Callable[[], nn.Module] = model) -> None:
+        self._engine = gpumix.prepare(made(), plan(made()))
         self._optimizer = torch.optim.AdamW(self._engine.parameters())
 
     def step_s(self) -> float:
@@ -123,7 +133,7 @@ def ticks() -> Iterator[tuple[Callable[[], None], Callable[[], float]]]:
     )
 
 
-def through_trainer(folder: Path, rounds: int) -> list[float]:
+def through_trainer(folder: Path, rounds: int, of: Callable[[], nn.Module] = model) -> list[float]:
     from transformers import TrainerCallback, TrainingArguments
 
     from gpumix.integrations.transformers import Trainer
@@ -146,7 +156,7 @@ def through_trainer(folder: Path, rounds: int) -> list[float]:
         disable_tqdm=True,
     )
     trainer = Trainer(
-        model=model(), args=args, train_dataset=Tokens(), callbacks=[Tick()], plan=plan()
+        model=of(), args=args, train_dataset=Tokens(), callbacks=[Tick()], plan=plan(of())
     )
     ratios: list[float] = []
     plain: Plain | None = None  # it joins the ranks that the script has brought together
@@ -154,9 +164,13 @@ def through_trainer(folder: Path, rounds: int) -> list[float]:
         with ticks() as (tick, step_s):
             made.append(tick)
             trainer.train()
-            plain = plain or Plain()
+            plain = plain or Plain(of)
             ratios.append(step_s() / plain.step_s())
     return ratios[1:]
+
+
+def adapters_through_trainer(folder: Path, rounds: int) -> list[float]:
+    return through_trainer(folder, rounds, adapted)
 
 
 def through_accelerator(folder: Path, rounds: int) -> list[float]:
@@ -241,6 +255,7 @@ def through_lightning(folder: Path, rounds: int) -> list[float]:
 
 MEASURED = {
     "trainer": through_trainer,
+    "adapters": adapters_through_trainer,
     "accelerator": through_accelerator,
     "lightning": through_lightning,
 }

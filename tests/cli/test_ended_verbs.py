@@ -39,7 +39,7 @@ def test_it_is_one_line_and_one_document(tmp_path, monkeypatch, verb, at, number
 
     write_job(tmp_path)
     if at == "plan":
-        monkeypatch.setattr(Pipeline, "profile", lambda self: measured())
+        monkeypatch.setattr(Pipeline, "profile", lambda self, **asked: measured())
     monkeypatch.setattr(Pipeline, at, ended)
     done = here(verb, "job.yaml", "--json", folder=tmp_path)
     assert done.code == 130

@@ -91,8 +91,10 @@ def test_bytes_as_tokens_have_a_tokenizer_too(tmp_path):
     assert tokenizer.decode(ids) == "été,\n 1  2 don't" and tokenizer.eos_token_id == 256
     shutil.rmtree(tmp_path / "checkpoints")
     run_ranks(_save_of_job, 1, tmp_path, job | {"data": {"factory": "own:samples"}})
-    export(tmp_path, folder)
+    told = []
+    export(tmp_path, folder, tell=told.append)
     assert not (folder / "tokenizer.json").exists()
+    assert told == ["no tokenizer is written: its data may be tokens already, not bytes of texts"]
 
 
 def test_bf16(tmp_path):

@@ -11,7 +11,7 @@ from gpumix.spec.errors import InputError
 from gpumix.spec.peak import Peak
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
-from gpumix.train.given_plan import of_other_devices
+from gpumix.train.given_plan import other_speeds
 from gpumix.train.pipeline import Pipeline
 
 TWO = {"techniques": {"least_stages": 2, "most_stages": 2, "leave_out": False}}
@@ -88,40 +88,39 @@ def test_an_edited_plan_is_predicted_again(job, made):
     assert found.reasons is None
 
 
-def test_a_plan_for_other_devices_of_the_same_names_is_told_of(tmp_path, made, capsys):
-    """It has no profile beside it, and nothing was measured here."""
+def test_a_profile_of_more_memory_is_held_to_what_there_is(tmp_path, made):
+    """A plan that fits may still be split anew, within the memory of here."""
     plan, profile = made
-    larger = [CLUSTER[0] | {"memory": "128 MiB"}, CLUSTER[1]]
+    smaller = [CLUSTER[0] | {"memory": "48 MiB"}, CLUSTER[1]]
+    job = write_job(tmp_path, model=toy(blocks=4), cluster=smaller, profile=OWN_PROFILES, **TWO)
+    found, known = Pipeline.of_file(job, [], debug=True)._checked(plan, profile)
+    assert known is not None and found.prediction is not None
+    assert known.cluster.class_named("big").memory_bytes == 48 * 2**20
+    assert known.cluster.class_named("small") == profile.cluster.class_named("small")
+    limits = {w.device: w.memory_limit_bytes for w in found.prediction.workers}
+    assert limits["big-0"] < 48 * 2**20 and found.stages == plan.stages
+
+
+def test_a_plan_for_faster_devices_of_the_same_names_is_told_of(tmp_path, made, capsys):
+    """The profile beside it is theirs, and nothing was measured here."""
+    plan, profile = made
+    assert plan.prediction is not None and other_speeds(plan, profile.cluster) == []
+    peaks = {"big": Peak(flops_per_s=5e10, source="emulated")}
+    peaks["small"] = Peak(flops_per_s=1e9, source="measured")  # another time another rate
+    prediction = plan.prediction.model_copy(update={"peaks": peaks})
+    plan = plan.model_copy(update={"prediction": prediction})
+    slower = [one | {"emulate": "25 GFLOP/s"} for one in CLUSTER]
     job = write_job(
-        tmp_path, steps=1, model=toy(blocks=4), cluster=larger, profile=OWN_PROFILES, **TWO
+        tmp_path, steps=1, model=toy(blocks=4), cluster=slower, profile=OWN_PROFILES, **TWO
     )
     pipeline = Pipeline.of_file(job, [], debug=False)
     pipeline.train(plan, resume=False, made_from=profile)
     told = " ".join(capsys.readouterr().err.split())
-    assert "62.7 MiB of 'big' could be used, here it is 125.4 MiB. Another one may be" in told
-    assert "'small'" not in told
+    assert "class 'big' computed 50 GFLOP/s, here it computes 25 GFLOP/s. Another one may" in told
+    assert "class 'small' computed" not in told
     trained = Plan.load(tmp_path / "run" / "plan.json")
     assert trained.prediction is None and trained.stages == plan.stages
     assert not (tmp_path / "run" / "profile.json").exists()
-
-
-def test_a_plan_for_faster_devices_of_the_same_names_is_told_of(made):
-    plan, profile = made
-    assert plan.prediction is not None
-    cluster = profile.cluster
-    assert of_other_devices(plan, cluster) == []
-    peaks = {"big": Peak(flops_per_s=5e10, source="emulated")}
-    peaks["small"] = Peak(flops_per_s=1e9, source="measured")  # another time another rate
-    plan = plan.model_copy(
-        update={"prediction": plan.prediction.model_copy(update={"peaks": peaks})}
-    )
-    slower = [
-        one.model_copy(update={"emulate_flops_per_s": 2.5e10 if one.name == "big" else 2e9})
-        for one in cluster.classes
-    ]
-    assert of_other_devices(plan, cluster.model_copy(update={"classes": tuple(slower)})) == [
-        "class 'big' computed 50 GFLOP/s, here it computes 25 GFLOP/s"
-    ]
 
 
 def test_what_a_job_does_not_say_is_not_said_to_have_no_effect(tmp_path, made, capsys):

@@ -59,7 +59,7 @@ def test_a_stream_goes_on_where_it_was_with_another_plan(tmp_path):
 def test_other_samples_held_out_make_another_order(tmp_path):
     job = stream_job(tmp_path)
     train(job, "steps=1", plan=plan_for(job))
-    with pytest.raises(InputError, match="does not belong to this data"):
+    with pytest.raises(InputError, match="the checkpoint is of other data"):
         train(job, "data.held_out=0", "evaluation.every_steps=0", plan=plan_for(job), resume=True)
 
 

@@ -115,14 +115,16 @@ def _stored_config(path: Path, manifest: Manifest) -> Mapping[str, Any] | None:
 
 
 def _copy_tokenizer(part: Path, manifest: Manifest, tell: Callable[[str], None]) -> None:
-    """The files that the job of a checkpoint names; those of bytes as tokens are made. Samples of a
-    factory have whatever tokens they have."""
-    job: Any = manifest.extra.get("job")
-    told = job.get("tokenizer") if isinstance(job, dict) else None
-    if told == "bytes" and (job["data"].get("text") or job["data"].get("dataset")):
-        content, config = bytes_as_file()
-        _write_json(part / TOKENIZER, content)
-        _write_json(part / TOKENIZER_CONFIG, AS_IT_IS | config)
+    """The files that the job of a checkpoint names; those of bytes as tokens are made."""
+    job = manifest.extra.get("job")
+    told, data = (job.get("tokenizer"), job.get("data")) if isinstance(job, dict) else (None, None)
+    if told == "bytes" and isinstance(data, dict):
+        if data.get("text") or data.get("tokenize") == "on-the-fly":
+            content, config = bytes_as_file()
+            _write_json(part / TOKENIZER, content)
+            _write_json(part / TOKENIZER_CONFIG, AS_IT_IS | config)
+        else:
+            tell("no tokenizer is written: its data may be tokens already, not bytes of texts")
     if not isinstance(told, str) or told == "bytes":
         return
     place = Path(told)

@@ -6,13 +6,13 @@ as far as a profile is at hand; nothing is measured for it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 from gpumix.cost.memory import usable_bytes
 from gpumix.cost.of_model import FIX, check_units, check_use
 from gpumix.cost.predict import predict
 from gpumix.hardware.peaks import stated_peak
+from gpumix.hardware.whatif import with_less_memory
 from gpumix.spec.cluster import Cluster
 from gpumix.spec.dtypes import communication_dtype, compute_dtypes
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
@@ -77,12 +77,8 @@ def _check_devices(plan: Plan, cluster: Cluster) -> None:
                 )
 
 
-def foretold_again(plan: Plan, profile: Profile, tell: Callable[[str], None]) -> Plan:
-    """The plan with what is expected of it as it is now; reasons are those of the plan that was
-    made, so an edited one has none.
-
-    Args:
-        tell: takes a line for people, where what the plan says of itself no longer holds.
+def check_model(plan: Plan, profile: Profile) -> None:
+    """Refuse a plan that is not for the model of a profile.
 
     Raises:
         InputError: the profile is of another model, or the plan's units are not the model's.
@@ -94,6 +90,19 @@ def foretold_again(plan: Plan, profile: Profile, tell: Callable[[str], None]) ->
             fix=FIX,
         )
     check_units(plan, profile.model)
+
+
+def foretold_again(plan: Plan, profile: Profile, tell: Callable[[str], None]) -> Plan:
+    """The plan with what is expected of it as it is now; reasons are those of the plan that was
+    made, so an edited one has none.
+
+    Args:
+        tell: takes a line for people, where what the plan says of itself no longer holds.
+
+    Raises:
+        InputError: see `check_model`.
+    """
+    check_model(plan, profile)
     if plan.prediction is None:
         return plan
     try:
@@ -107,27 +116,32 @@ def foretold_again(plan: Plan, profile: Profile, tell: Callable[[str], None]) ->
     return plan.model_copy(update={"prediction": expected, "reasons": None})
 
 
-def of_other_devices(plan: Plan, cluster: Cluster) -> list[str]:
-    """In what the classes differ from those of the same names that the plan was made for, for
-    people; by what it foretells, which says how fast some are and how much memory all have."""
-    if plan.prediction is None:
-        return []
+def other_speeds(plan: Plan, cluster: Cluster) -> list[str]:
+    """Which classes compute faster or slower than those of the same names that the plan was made
+    for, for people; as far as it says how fast those are."""
     found = []
-    made_for = {w.device: w.memory_limit_bytes for w in plan.prediction.workers}
+    peaks = plan.prediction.peaks if plan.prediction is not None else {}
     for name, worker in sorted({w.device_class: w for w in plan.workers}.items()):
-        here, peak = cluster.class_named(name), plan.prediction.peaks.get(name)
+        was, here = peaks.get(name), cluster.class_named(name)
         own = stated_peak(here, worker.compute_dtype, tf32=worker.efficiency.tf32)
-        if peak is not None and own is not None and peak.source != "measured" and peak != own:
+        if was is not None and own is not None and was.source != "measured" and was != own:
             found.append(
-                f"class '{name}' computed {show_flops(peak.flops_per_s)}, here it computes "
+                f"class '{name}' computed {show_flops(was.flops_per_s)}, here it computes "
                 f"{show_flops(own.flops_per_s)}"
             )
-        usable, was = usable_bytes(here), made_for.get(worker.device, 0)
-        if was and not math.isclose(usable, was, rel_tol=SAME_MEMORY):
-            found.append(
-                f"{show_bytes(was)} of '{name}' could be used, here it is {show_bytes(usable)}"
-            )
     return found
+
+
+def within_memory(profile: Profile, cluster: Cluster) -> Profile:
+    """The profile where no class has more memory than here: it may have been measured where one of
+    that name had."""
+    here = {one.name: one.memory_bytes for one in cluster.classes}
+    parts = {
+        one.name: here[one.name] / one.memory_bytes
+        for one in profile.cluster.classes
+        if here.get(one.name, one.memory_bytes) < one.memory_bytes * (1 - SAME_MEMORY)
+    }
+    return with_less_memory(profile, parts) if parts else profile
 
 
 def check_memory(plan: Plan, cluster: Cluster) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from textwrap import shorten
 from typing import Any, NoReturn
 
 from torch import nn
@@ -23,6 +22,7 @@ _OF_DATA = ("data", "tokenizer", "sequence_length", "seed", "global_batch")
 _HOW_READ = ("workers", "prefetch", "bad_samples")  # the same samples, whatever these are
 # What a configuration of transformers has that makes no other model.
 _NO_MODEL = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
+LONGEST = 100  # of a value that is told
 
 
 def check_goes_on(context: Context, model: nn.Module, fingerprint: str) -> None:
@@ -54,10 +54,9 @@ def check_goes_on(context: Context, model: nn.Module, fingerprint: str) -> None:
         begin_of(source, job.seed, by_length, job.global_batch).load_state_dict(saved.cursor)
     except InputError:
         differing = list(_of_data(before, now, job))
-        same = f"{len(source)} samples are here, of other content or another number than there were"
+        same = "its samples are of other content, or there are more or fewer of them"
         _refuse("other data", differing or [same], where)
-    optimizer_before = before["optimizer"]["name"]
-    if differing := list(_differing(optimizer_before, job.optimizer.name, "optimizer.name")):
+    if differing := list(_at("optimizer.name", before, now)):
         _refuse("another optimizer", differing, where)
 
 
@@ -82,14 +81,22 @@ def _of_model(
         for key in sorted({*old, *here} - {*_NO_MODEL}):
             yield from _differing(old.get(key), here.get(key), f"model.config.{key}")
     for key in ("task", "factory", "arguments", "units"):
-        yield from _differing(before["model"].get(key), now["model"].get(key), f"model.{key}")
+        yield from _at(f"model.{key}", before, now)
 
 
 def _of_data(before: Mapping[str, Any], now: Mapping[str, Any], job: Job) -> Iterator[str]:
     for key in _OF_DATA:
-        if key == "global_batch" and not (job.data.factory or job.data.bucketing):
-            continue
-        yield from _differing(before.get(key), now.get(key), key)
+        if key != "global_batch" or job.data.factory or job.data.bucketing:
+            yield from _at(key, before, now)
+
+
+def _at(key: str, before: Any, now: Any) -> Iterator[str]:
+    """What differs at a dotted key, or in it; nothing where one of them has no such key."""
+    for part in key.split("."):
+        if not all(isinstance(one, dict) and part in one for one in (before, now)):
+            return
+        before, now = before[part], now[part]
+    yield from _differing(before, now, key)
 
 
 def _differing(before: Any, now: Any, key: str) -> Iterator[str]:
@@ -103,7 +110,8 @@ def _differing(before: Any, now: Any, key: str) -> Iterator[str]:
 
 
 def _shown(value: Any) -> str:
-    return shorten(json.dumps(value), 100, placeholder=" …")
+    text = json.dumps(value)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} … {text[-LONGEST // 2 :]}"
 
 
 def _refuse(what: str, why: list[str], where: str) -> NoReturn:

@@ -45,9 +45,11 @@ from gpumix.train.checkpoint_folder import latest
 from gpumix.train.given_plan import (
     check_job,
     check_memory,
+    check_model,
     foretold_again,
-    of_other_devices,
+    other_speeds,
     overruled,
+    within_memory,
 )
 from gpumix.train.memory_folder import Home, newest
 from gpumix.train.named_work import work_of
@@ -428,19 +430,23 @@ class Pipeline:
         one that is given, or that of the cache."""
         plan.for_devices([device.id for device in self._runs.devices(self._used(plan))])
         check_job(plan, self.job, self.cluster)
-        if others := of_other_devices(plan, self.cluster):
-            self.show(
-                f"the plan was made for other devices of these names: {'; '.join(others)}. Another "
-                "one may be faster here: gpumix plan JOB.yaml"
-            )
+        others = other_speeds(plan, self.cluster)
+        if others and profile is not None:
+            check_model(plan, profile)
             profile = None
         if self._runs.decides_alone:  # other hosts may have other files
             profile = self._known() if profile is None else reading_as(self.job, profile)
             if profile is not None:
+                profile = within_memory(profile, self.cluster)
                 plan = foretold_again(plan, profile, self.show)
         check_memory(plan, self.cluster)
-        if others and profile is None:
-            plan = plan.model_copy(update={"prediction": None, "reasons": None})
+        if others:
+            self.show(
+                f"the plan was made for other devices of these names: {'; '.join(others)}. Another "
+                "one may be faster here: gpumix plan JOB.yaml"
+            )
+            if profile is None:
+                plan = plan.model_copy(update={"prediction": None, "reasons": None})
         if plan.in_teams:
             from gpumix.train import heads
 
