@@ -93,6 +93,17 @@ def test_a_signal_to_any_process_stops_all_of_them(tmp_path, losses, fault):
     assert_goes_on(tmp_path, losses)
 
 
+def test_a_rank_that_is_lost_before_it_answers_makes_no_run_go_on(tmp_path, losses):
+    """Ranks start again, to save: what was asked for is not forgotten."""
+    fault = toy(fault="interrupt-and-die", rank=1, at=3, once=str(tmp_path / "once"))
+    job = write_job(tmp_path, model=fault, restarts=1)
+    with pytest.raises(Interrupted, match=r"stopped after step \d of 6"):
+        train(job, plan=plan_for(job))
+    [restart] = metrics(tmp_path / "run", "restart")
+    assert "was killed" in restart["why"]
+    assert_goes_on(tmp_path, losses)
+
+
 def test_a_second_signal_ends_the_run_at_once(tmp_path):
     job, plan = disturbed(tmp_path, "interrupt-launcher-twice")
     with pytest.raises(KeyboardInterrupt):

@@ -463,6 +463,14 @@ def _interrupt_launcher_twice() -> float:
     return 1.0
 
 
+def _interrupt_and_die() -> float:
+    """The launcher is told, and passes it on; before the ranks can answer this one is lost."""
+    _to_launcher(signal.SIGINT)()
+    time.sleep(0.2)
+    os.kill(os.getpid(), signal.SIGKILL)
+    return 1.0
+
+
 def _notice(send: Callable[[], float]) -> Callable[[], float]:
     """In a step that does not end."""
 
@@ -497,6 +505,7 @@ def _hang() -> float:
 
 
 FAULTS: dict[str, Callable[[], float]] = {
+    "interrupt-and-die": _interrupt_and_die,
     "nan": lambda: float("nan"),
     "inf": lambda: float("inf"),
     "raise": _raise,

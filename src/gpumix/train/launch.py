@@ -18,7 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import forkserver, util
 from multiprocessing.connection import Connection, wait
@@ -34,7 +34,7 @@ from gpumix.hardware.environment import is_stopped
 from gpumix.spec.cluster import Device
 from gpumix.spec.errors import DeviceFailure, GpumixError, Interrupted, RankInterrupted, RankLost
 from gpumix.train.failures import in_words
-from gpumix.train.stop import SIGNALS, to_take
+from gpumix.train.stop import SIGNALS, StopRequest, to_take
 
 LOOPBACK = "127.0.0.1"
 # torch imports its compiler in every rank, with the first optimizer.
@@ -54,7 +54,7 @@ class Seat:
     """Where a rank sits: its number, its device, and how it reaches the others.
 
     `run` keeps the words of several runs in one store apart. `holds_store`: no other process does.
-    `one_host`: all ranks are on this host.
+    `one_host`: all ranks are on this host. `stop_asked_at`: see `StopRequest.asked_before`.
     """
 
     rank: int
@@ -65,6 +65,15 @@ class Seat:
     run: str = "run"
     holds_store: bool = False
     one_host: bool = True
+    stop_asked_at: float | None = None
+
+
+@dataclass
+class Asked:
+    """Whether somebody asked a run to stop and to save, and when, by `time.monotonic()`: also over
+    several launches, for ranks that are started again have yet to do so."""
+
+    at: float | None = None
 
 
 Work = Callable[..., Any]
@@ -84,7 +93,7 @@ def launch(
     devices: Sequence[Device],
     *args: Any,
     debug: bool = False,
-    saves_when_stopped: bool = False,
+    stop: Asked | None = None,
     silence_s: float = math.inf,
 ) -> list[Any]:
     """Run `work(seat, *args)` in one process per device; the results in rank order.
@@ -93,8 +102,8 @@ def launch(
         work: a module-level function; it, its arguments and its result are pickled between this
             process and its own children.
         debug: print the traceback of every error.
-        saves_when_stopped: a first Ctrl-C or SIGTERM is for the ranks to answer (`StopRequest`);
-            only a second one ends them.
+        stop: a first Ctrl-C or SIGTERM is for the ranks to answer (`StopRequest`), and is noted
+            here; only a second one ends them. None: the first one does.
         silence_s: a rank whose heartbeat stands still for so long, once it has begun, is ended; one
             whose process is stopped after `STOPPED_S`, if that is less.
 
@@ -110,7 +119,8 @@ def launch(
         children: list[_Child] = []
         try:
             for rank, device in enumerate(devices):
-                seat = Seat(rank, len(devices), device, port)
+                asked_at = None if stop is None else stop.at
+                seat = Seat(rank, len(devices), device, port, stop_asked_at=asked_at)
                 mine, theirs = context.Pipe(duplex=False)
                 note = Path(notes) / str(rank)
                 note.write_bytes(NOTHING_READ)
@@ -120,7 +130,7 @@ def launch(
                 process.start()
                 theirs.close()
                 children.append(_Child(seat, process, mine, note))
-            with _stops_taken(children if saves_when_stopped else []):
+            with _stops_taken(children, stop):
                 return _watch(children, store, silence_s)
         finally:
             for child in children:
@@ -160,13 +170,14 @@ def _interrupts_ignored() -> Iterator[None]:
 
 
 @contextmanager
-def _stops_taken(children: list[_Child]) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM is passed on to `children`, the next raises KeyboardInterrupt;
-    the first one too if there are no children to answer it."""
+def _stops_taken(children: list[_Child], stop: Asked | None) -> Iterator[None]:
+    """The first Ctrl-C or SIGTERM is noted and passed on to `children`, the next raises
+    KeyboardInterrupt; the first one too if it is not for them to answer."""
 
     def take(number: int, frame: FrameType | None) -> None:
-        if not children or any(child.asked_to_stop for child in children):
+        if stop is None or stop.at is not None:
             raise KeyboardInterrupt
+        stop.at = time.monotonic()
         os.write(2, STOPPING)  # a handler may interrupt a print
         for child in children:
             child.ask_to_stop()
@@ -190,7 +201,7 @@ class _Child:
     pipe: Connection
     note: Path  # of what its data reads
     ended: bool = False
-    asked_to_stop: bool = False
+    asked_to_stop: bool = field(init=False)
     result: Any = None
     error: GpumixError | None = None
 
@@ -225,6 +236,9 @@ class _Child:
         with _mapped(self.note) as memory:
             index, dataset = told_in(memory)
         return "" if index == NO_SAMPLE else f"sample {index} of {dataset}"
+
+    def __post_init__(self) -> None:
+        self.asked_to_stop = self.seat.stop_asked_at is not None
 
     def ask_to_stop(self) -> None:
         self.asked_to_stop = True
@@ -436,6 +450,7 @@ def _child(
     work: Work, seat: Seat, args: tuple[Any, ...], pipe: Connection, note: Path, debug: bool
 ) -> None:
     """One rank's process. Its own edge: whatever happens is told to the parent."""
+    StopRequest.asked_before = seat.stop_asked_at
     try:
         tell_into(_mapped(note))
     except FileNotFoundError:  # the launcher was interrupted while it started this process

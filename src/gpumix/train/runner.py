@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import socket
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,7 +13,7 @@ from gpumix.hardware.discover import discover
 from gpumix.hardware.environment import refuse_part_of_a_place, torchrun_place
 from gpumix.spec.cluster import Cluster, Device
 from gpumix.spec.errors import GpumixError, InputError
-from gpumix.train.launch import launch, warm_up
+from gpumix.train.launch import Asked, launch, warm_up
 from gpumix.train.outcome import Summary
 from gpumix.train.recovery import Lessons
 from gpumix.train.torchrun import TorchrunRunner
@@ -115,6 +115,7 @@ class LocalRunner:
     silence_s: float = math.inf
     speaks: bool = True
     decides_alone: bool = True
+    _stop: Asked = field(default_factory=Asked)
 
     def cluster(self, wanted: Cluster | None) -> Cluster:
         return wanted or discover()
@@ -167,6 +168,6 @@ class LocalRunner:
             devices,
             *args,
             debug=self.debug,
-            saves_when_stopped=saves,
+            stop=self._stop if saves else None,
             silence_s=self.silence_s,
         )[0]

@@ -28,10 +28,14 @@ class StopRequest:
     takes SIGTERM until the process ends: torchrun's agent sends it as soon as one rank has ended,
     and the others have yet to say which."""
 
+    asked_before: float | None = None
+    """When the run was asked to stop, by `time.monotonic()`, before this process was a rank of it:
+    ranks were lost before they could answer."""
+
     def __init__(self) -> None:
-        self.requested = False
-        self.asked_at: float | None = None
+        self.asked_at = StopRequest.asked_before
         """When, by `time.monotonic()`."""
+        self.requested = self.asked_at is not None
         self._before: dict[signal.Signals, Any] = {}
         self._error: BaseException | None = None
         self._open = False
