@@ -12,6 +12,7 @@ from jobs import (
     CLUSTER,
     EMULATED,
     OWN_PROFILES,
+    checkpoints,
     gpumix,
     metrics,
     plan_for,
@@ -217,6 +218,18 @@ def test_ranks_that_are_out_of_memory_begin_anew(roomy, tmp_path, store):
     assert [one["loss"] for one in metrics(run)] == pytest.approx(roomy, rel=1e-6)
     assert [one["why"] for one in metrics(run, "restart")] == ["out of memory"]
     assert Plan.load(run / "plan.json").stages != Plan.load(tmp_path / "tight.json").stages
+
+
+def test_ranks_that_begin_anew_after_they_were_asked_to_stop_save_and_end(roomy, tmp_path):
+    fault = toy(width=256, fault="terminate-and-oom", rank=0, at=3, once=str(tmp_path / "once"))
+    job = write_job(tmp_path, cluster=PAIR, restarts=3, **WIDE | {"model": fault})
+    plan_for(job, **HALVES).save(tmp_path / "plan.json")
+    done = standalone(tmp_path, 2, "--plan", "plan.json")
+    assert "planning again, with" in done.err, done.err
+    assert "stopped after step" in done.err
+    losses = [one["loss"] for one in metrics(tmp_path / "run")]
+    assert len(losses) in (3, 4) and losses == pytest.approx(roomy[: len(losses)], rel=1e-6)
+    assert checkpoints(tmp_path / "run") == [f"step-{len(losses):08d}"]
 
 
 def test_a_device_whose_rank_is_lost_again_and_again_is_left_out(tmp_path):

@@ -471,6 +471,11 @@ def _interrupt_and_die() -> float:
     return 1.0
 
 
+def _terminate_and_run_out() -> float:
+    os.kill(os.getpid(), signal.SIGTERM)
+    raise torch.OutOfMemoryError("all of it is taken")
+
+
 def _notice(send: Callable[[], float]) -> Callable[[], float]:
     """In a step that does not end."""
 
@@ -506,6 +511,7 @@ def _hang() -> float:
 
 FAULTS: dict[str, Callable[[], float]] = {
     "interrupt-and-die": _interrupt_and_die,
+    "terminate-and-oom": _terminate_and_run_out,
     "nan": lambda: float("nan"),
     "inf": lambda: float("inf"),
     "raise": _raise,

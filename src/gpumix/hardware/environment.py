@@ -26,6 +26,7 @@ from gpumix.spec.errors import InputError
 # Of what is free of it, copies of a run's state may take this part.
 COPIES_PART = 0.5
 STARTS = "GPUMIX_STARTS"
+STOP_ASKED = "GPUMIX_STOP_ASKED_AT"
 APART = "GPUMIX_APART"  # what started a rank listens where it was told, and nowhere else
 GRACE = "GPUMIX_GRACE_S"  # how long ranks may go on that are asked to end
 ALLOW = "GPUMIX_ALLOW"  # as --allow, for all commands of a shell
@@ -119,9 +120,10 @@ _NO_PLACE = f"mend the launcher that set it; or start it without one: unset {' '
 class TorchrunPlace:
     """What torchrun tells a process that it starts; `elastic`: it may start others in its place.
     `has_agent`: it was torchrun, not something that speaks like it and starts nothing again.
-    `starts`: how often the process has begun anew since. `restarted`: it is not the first in that
-    place, one that its agent started before has failed. `agents_open`: its agents meet by torch's
-    own ways, and listen on all addresses."""
+    `starts`: how often the process has begun anew since. `stop_asked_at`: when it was asked to stop
+    before that, by `time.monotonic()`, and has yet to answer. `restarted`: it is not the first in
+    that place, one that its agent started before has failed. `agents_open`: its agents meet by
+    torch's own ways, and listen on all addresses."""
 
     rank: int
     world: int
@@ -131,6 +133,7 @@ class TorchrunPlace:
     agent_has_store: bool
     elastic: bool
     starts: int = 0
+    stop_asked_at: float | None = None
     restarted: bool = False
     has_agent: bool = False
     one_host: bool = False
@@ -157,6 +160,7 @@ def torchrun_place() -> TorchrunPlace | None:
         agent_has_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         elastic=os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0",
         starts=int(os.environ.get(STARTS, "0")),
+        stop_asked_at=float(asked) if (asked := os.environ.get(STOP_ASKED)) else None,
         restarted=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0",
         has_agent=launcher() == "torchrun",
         one_host=os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"],
@@ -275,14 +279,16 @@ def settings_named(names: Iterable[str]) -> dict[str, str]:
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
-def begin_anew(starts: int) -> NoReturn:
+def begin_anew(starts: int, stop_asked_at: float | None = None) -> NoReturn:
     """Become a new process with the command of this one, its number and its parent; what this one
     holds is given back.
 
     Args:
         starts: how often that has happened then.
+        stop_asked_at: see `TorchrunPlace`.
     """
     os.environ[STARTS] = str(starts)
+    os.environ[STOP_ASKED] = "" if stop_asked_at is None else str(stop_asked_at)
     become(sys.orig_argv[1:])
 
 

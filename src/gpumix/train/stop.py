@@ -29,8 +29,8 @@ class StopRequest:
     and the others have yet to say which."""
 
     asked_before: float | None = None
-    """When the run was asked to stop, by `time.monotonic()`, before this process was a rank of it:
-    ranks were lost before they could answer."""
+    """When the run was asked to stop, by `time.monotonic()`, and could not answer: ranks were lost,
+    or failed, and start again, to do so."""
 
     def __init__(self) -> None:
         self.asked_at = StopRequest.asked_before
@@ -44,8 +44,8 @@ class StopRequest:
         self._read, self._written = socket.socketpair()
         for end in (self._read, self._written):
             end.setblocking(False)
-        self._before = {s: signal.signal(s, self._take) for s in to_take()}
         self._open = True
+        self._before = {s: signal.signal(s, self._take) for s in to_take()}
         self._fd_before = signal.set_wakeup_fd(self._written.fileno(), warn_on_full_buffer=False)
         return self
 
@@ -58,6 +58,8 @@ class StopRequest:
         self._open = False
         signal.set_wakeup_fd(self._fd_before)
         failed = isinstance(error, Exception) and not isinstance(error, Interrupted)
+        if failed:
+            StopRequest.asked_before = self.asked_at
         for number, handler in self._before.items():
             if not (failed and number == signal.SIGTERM):
                 signal.signal(number, handler)
@@ -93,3 +95,5 @@ class StopRequest:
     def _note(self) -> None:
         self.requested = True
         self.asked_at = self.asked_at or time.monotonic()
+        if not self._open:
+            StopRequest.asked_before = self.asked_at

@@ -42,6 +42,7 @@ from gpumix.train.launch import Seat
 from gpumix.train.outcome import Summary
 from gpumix.train.progress import last_heard, mark_failed, write_at_once
 from gpumix.train.recovery import Lessons, Restart
+from gpumix.train.stop import StopRequest
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -83,6 +84,7 @@ class TorchrunRunner:
     decides_alone = False
 
     def __init__(self, place: TorchrunPlace, silence_s: float = math.inf) -> None:
+        StopRequest.asked_before = place.stop_asked_at
         self.speaks = place.rank == 0
         self._place = place
         self._silence_s = silence_s
@@ -222,7 +224,7 @@ class TorchrunRunner:
 
         starts = self._place.starts + 1
         leave(seat_in(self._place, NO_DEVICE), starts)
-        begin_anew(starts)
+        begin_anew(starts, StopRequest.asked_before)
 
     def run(
         self, work: Callable[..., Any], cluster: Cluster, *args: Any, saves: bool = False
