@@ -130,6 +130,10 @@ def test_a_cluster_survives_json(read):
 @pytest.mark.parametrize(
     ("text", "line", "key", "expected"),
     [
+        (LONG.replace("emulate: 2 GFLOP/s", "emulate: 2"), 3, "classes.slow",
+         "'{}': 'emulate' is 2 FLOP/s, 1 MFLOP/s is the least: give its unit, as in '8 GFLOP/s'"),
+        (SHORT.replace("emulate: 2 GFLOP/s", "emulate: 900 KFLOP/s"), 2, "[1]",
+         "'{}': 'emulate' is 900 KFLOP/s"),
         (LONG.replace("emulate: 2", "emulat: 2"), 3, "classes.slow.emulat",
          "unknown key '{}'\n  fix: did you mean 'emulate'? valid keys: memory, emulate,"),
         (LONG.replace("host: b", "hots: b"), 6, "devices[1].hots",
@@ -145,7 +149,7 @@ def test_a_cluster_survives_json(read):
          "'{}' must be greater than 0, it is 0"),
         (LONG.replace("2 GFLOP/s", "0"), 3, "classes.slow.emulate",
          "'{}' must be greater than 0, it is 0"),
-        (LONG.replace("emulate: 2 GFLOP/s", "emulate: 1, accelerator: cuda"), 3, "classes.slow",
+        (LONG.replace("emulate: 2 GFLOP/s", "emulate: 1e9, accelerator: cuda"), 3, "classes.slow",
          "'{}': 'emulate' makes a device of a CPU process, not of a cuda device"),
         (LONG.replace("slow: {", "s l o w: {"), 3, "classes.s l o w",
          "'{}' must be of letters, digits, '.', '_' and '-', a letter or digit first, "
@@ -165,7 +169,7 @@ def test_a_cluster_survives_json(read):
         (LONG.replace(", emulate: 2 GFLOP/s", ""), 3, "",
          "class 'slow' is real, 'fast' is emulated; a cluster is all one or all the other "
          "(first at [2])\n  fix: give 'emulate' to every class or to none"),
-        (SHORT + "- {class: fast, emulate: 1, memory: 96 MiB}\n", 3, "",
+        (SHORT + "- {class: fast, emulate: 1e9, memory: 96 MiB}\n", 3, "",
          "class 'fast' is defined twice, and differently (first at [1])"),
         (SHORT + "- {clas: fast, emulate: 1, memory: 96 MiB}\n", 3, "[2].clas",
          "unknown key '{}'\n  fix: did you mean 'class'?"),

@@ -18,9 +18,10 @@ from gpumix.spec.cluster import CLASS_NAME, Cluster, Device, DeviceClass
 from gpumix.spec.network import Network
 from gpumix.spec.read_errors import Problem, nearest, suggest, validated
 from gpumix.spec.read_yaml import Keys, show_value
-from gpumix.spec.units import Bytes, FlopRate
+from gpumix.spec.units import Bytes, FlopRate, show_flops
 
 MOST_DEVICES = 65_536
+LEAST_RATE = 1e6  # FLOP/s; a forgotten unit makes a device that is never done
 
 ClassName = Annotated[str, Field(pattern=CLASS_NAME)]
 Memory = Annotated[Bytes, Field(gt=0)]
@@ -45,6 +46,15 @@ class ClassForm(Value):
         default=None,
         description="of the datasheet, at the job's precision; `strategy: proportional` goes by it",
     )
+
+    @model_validator(mode="after")
+    def _fast_enough(self) -> Self:
+        if self.emulate is not None and self.emulate < LEAST_RATE:
+            raise ValueError(
+                f"'emulate' is {show_flops(self.emulate)}, {show_flops(LEAST_RATE)} is the least: "
+                "give its unit, as in '8 GFLOP/s'"
+            )
+        return self
 
     @model_validator(mode="after")
     def _emulated_on_cpu(self) -> Self:
