@@ -113,3 +113,11 @@ def test_a_pattern_needs_quotes_and_is_told_so(path):
         read_job(path, ["data.pattern=*.md"])
     assert "in quotes" in caught.value.fix
     assert read_job(path, ['data.pattern="*.md"']).data.pattern == "*.md"
+
+
+def test_quotes_are_no_advice_for_another_line(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("a licence & more: words\nof a text: with colons: and more\n")
+    with pytest.raises(InputError, match="not YAML") as caught:
+        read_job(text)
+    assert ":2:" in caught.value.where and caught.value.fix == ""

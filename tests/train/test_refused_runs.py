@@ -9,7 +9,7 @@ import shutil
 
 import pytest
 import toys
-from jobs import CLUSTER, OWN_PROFILES, plan_for, toy, train, write_job
+from jobs import CLUSTER, OWN_PROFILES, gpumix, plan_for, toy, train, write_job
 from safetensors.torch import save_file
 
 from gpumix.spec.errors import GpumixError, InputError, NoFeasiblePlanError
@@ -312,6 +312,17 @@ def test_a_resume_with_other_texts_of_the_same_name_is_refused(tmp_path):
     error = refused(InputError, job, "steps=2", plan=plan_for(job), resume=True)
     assert error.what == "the checkpoint is of other data"
     assert "of other content" in error.why
+
+
+def test_a_resume_with_other_batches_or_fewer_steps_says_so(job):
+    train(job, "steps=3", plan=plan_for(job))
+    plan_for(job, (2, 1, 1)).save(job.parent / "halves.json")
+    words = ["train", "job.yaml", "--plan", "halves.json", "--resume", "--set", "global_batch=4"]
+    less = gpumix(*words, "--set", "steps=1", folder=job.parent)
+    assert less.code == 0, less.err
+    assert "nothing was left to do: the run has 3 steps, and the job wants 1" in less.err
+    more = gpumix(*words, "--set", "steps=4", folder=job.parent)
+    assert more.code == 0 and "steps now take 4 samples, they took 8" in more.err
 
 
 def test_a_resume_reads_other_files_with_the_same_texts(tmp_path):

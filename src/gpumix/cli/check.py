@@ -49,7 +49,11 @@ def check(
     from gpumix.train.tables import stderr
 
     if overrides and job is None:
-        raise InputError("--set replaces keys of a job, and no job is given", where=overrides[0])
+        raise InputError(
+            "--set replaces keys of a job, and no job is given",
+            where=overrides[0],
+            fix="gpumix check JOB.yaml --set ...",
+        )
     leaving = context.with_resource(ExitStack())
     say = stderr().print
     outcome = outcome_of(job, overrides, allowed=allowed, say=say, leaving=leaving, debug=debug)

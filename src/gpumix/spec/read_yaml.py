@@ -155,9 +155,11 @@ def _compose(text: str, reader: _Reader) -> yaml.Node | None:
     except _TooMany as error:
         raise InputError(str(error.problem), where=reader.exact(error.problem_mark)) from error
     except yaml.MarkedYAMLError as error:
-        where = reader.exact(error.problem_mark or error.context_mark)
+        mark = error.problem_mark or error.context_mark
+        where = reader.exact(mark)
         what = f"this is not YAML: {error.problem or error.context}"
-        fix = NEEDS_QUOTES if BEGINS_ODDLY.search(text) else ""
+        lines = text.splitlines()[mark.line : mark.line + 1] if mark is not None else [text]
+        fix = NEEDS_QUOTES if any(map(BEGINS_ODDLY.search, lines)) else ""
         raise InputError(what, where=where, why=error.context or "", fix=fix) from error
     except yaml.reader.ReaderError as error:
         before = text[: error.position]

@@ -99,11 +99,16 @@ class Manifest(Value):
 
 
 def of_steps(extra: Mapping[str, Any]) -> int | None:
-    """The steps of the job that saved a checkpoint, by what is beside its state; None if no job
-    did."""
+    """The steps of the job that saved a checkpoint; see `number_of_job`."""
+    return number_of_job(extra, "steps")
+
+
+def number_of_job(extra: Mapping[str, Any], key: str) -> int | None:
+    """A whole number of the job that saved a checkpoint, by what is beside its state; None if no
+    job did."""
     job = extra.get("job")
-    steps = job.get("steps") if isinstance(job, dict) else None
-    return steps if isinstance(steps, int) else None
+    number = job.get(key) if isinstance(job, dict) else None
+    return number if isinstance(number, int) else None
 
 
 def read_manifest(path: Path) -> Manifest:

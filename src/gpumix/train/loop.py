@@ -24,6 +24,7 @@ from gpumix.spec.plan import Plan
 from gpumix.spec.profile import ROOT, Profile
 from gpumix.train.balancing import Balancing
 from gpumix.train.checkpoint import Saved
+from gpumix.train.checkpoint_file import number_of_job
 from gpumix.train.context import Context
 from gpumix.train.documents import check_documents
 from gpumix.train.goes_on import check_goes_on
@@ -476,6 +477,9 @@ class Trainer:
         stderr().print(f"going on from {state.where}")
         if self.job.trace_step is not None and self.job.trace_step <= self.step:
             stderr().print(f"step {self.job.trace_step} is done, and is not traced")
+        batch = number_of_job(state.extra, "global_batch")
+        if batch not in (None, self.job.global_batch):
+            stderr().print(f"steps now take {self.job.global_batch} samples, they took {batch}")
         before, goes_on = state.of_steps, self.step < self.job.steps
         varies = self.job.schedule.kind != "constant"
         if before not in (None, self.job.steps) and varies and goes_on:

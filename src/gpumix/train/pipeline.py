@@ -350,7 +350,8 @@ class Pipeline:
     def show_summary(self, summary: Summary) -> None:
         """One line: how fast, and how far off the prediction was."""
         if summary.loss is None:
-            self.show(f"nothing was left to do: the run has all of its {summary.steps} steps")
+            more = f", and the job wants {self.job.steps}" if self.job.steps < summary.steps else ""
+            self.show(f"nothing was left to do: the run has {summary.steps} steps{more}")
             return
         from gpumix.train.display import classes_table
 
