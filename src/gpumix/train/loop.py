@@ -11,6 +11,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from torch import nn
+
 from gpumix.data.course import ByLength
 from gpumix.data.loader import Loader, evaluation_batches
 from gpumix.engine.prepare import prepare
@@ -79,13 +81,8 @@ class Trainer:
         self.plan = plan
         job, ranks = context.job, context.ranks
         self.job = job
-        model = model_of(job.model, folder=context.task.folder, seed=job.seed)
-        if resume:
-            check_goes_on(context, model, plan.model)
-        if context.first and job.model.weights is not None:
-            _tell_of_unused(unused(model, job.model.weights))
         self.engine = prepare(
-            model,
+            self._built(resume),
             plan,
             comm=ranks.communicator(plan),
             weights=job.model.weights,
@@ -147,6 +144,16 @@ class Trainer:
         balancing = Balancing(plan, profile, context, state_moves=moves, step_before_s=step_s)
         self._balancing = balancing if job.rebalance else None
         self._soundness = Soundness(context, plan, self.engine)
+
+    def _built(self, resume: bool) -> nn.Module:
+        """The job's model; of a run that goes on it is the one that was saved."""
+        context, spec = self.context, self.job.model
+        model = model_of(spec, folder=context.task.folder, seed=self.job.seed)
+        if resume:
+            check_goes_on(context, model, self.plan.model)
+        if context.first and spec.weights is not None:
+            _tell_of_unused(unused(model, spec.weights))
+        return model
 
     def run(self) -> Summary:
         """Train to the end.

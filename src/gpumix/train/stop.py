@@ -35,7 +35,6 @@ class StopRequest:
     def __init__(self) -> None:
         self.asked_at = StopRequest.asked_before
         """When, by `time.monotonic()`."""
-        self.requested = self.asked_at is not None
         self._before: dict[signal.Signals, Any] = {}
         self._error: BaseException | None = None
         self._open = False
@@ -65,6 +64,10 @@ class StopRequest:
                 signal.signal(number, handler)
         self._written.close()  # who listens in `wait` wakes up
 
+    @property
+    def requested(self) -> bool:
+        return self.asked_at is not None
+
     def wait(self, seconds: float) -> None:
         """Until a signal comes, but not longer; for one other thread. It hears of it while the main
         thread, in which Python takes signals, is in a library's function for long."""
@@ -93,7 +96,6 @@ class StopRequest:
             raise error
 
     def _note(self) -> None:
-        self.requested = True
         self.asked_at = self.asked_at or time.monotonic()
         if not self._open:
             StopRequest.asked_before = self.asked_at
