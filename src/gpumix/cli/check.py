@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gpumix.cli.common import Allowed, Debug, Json, Overrides, answer, verb
+from gpumix.cli.common import Allowed, Debug, Json, Overrides, answer, refuse_set_without, verb
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -45,15 +45,10 @@ def check(
     debug: Debug = False,
 ) -> None:
     from gpumix.check.run import check as outcome_of
-    from gpumix.spec.errors import InputError, MachineError
+    from gpumix.spec.errors import MachineError
     from gpumix.train.tables import stderr
 
-    if overrides and job is None:
-        raise InputError(
-            "--set replaces keys of a job, and no job is given",
-            where=overrides[0],
-            fix="gpumix check JOB.yaml --set ...",
-        )
+    refuse_set_without(job, overrides, fix="gpumix check JOB.yaml --set ...")
     leaving = context.with_resource(ExitStack())
     say = stderr().print
     outcome = outcome_of(job, overrides, allowed=allowed, say=say, leaving=leaving, debug=debug)

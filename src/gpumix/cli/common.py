@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 import typer
 
 from gpumix.hardware.environment import ALLOW, world_size
-from gpumix.spec.errors import ENDED_AT_ONCE, GpumixError, Interrupted, MachineError
+from gpumix.spec.errors import ENDED_AT_ONCE, GpumixError, InputError, Interrupted, MachineError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -100,6 +100,13 @@ def _in_words(error: BaseException) -> GpumixError:
     if isinstance(error, KeyboardInterrupt):
         return Interrupted(ENDED_AT_ONCE)
     return in_words(error, "")
+
+
+def refuse_set_without(job: Path | None, overrides: Sequence[str], *, fix: str) -> None:
+    """Raises InputError if keys of a job are replaced, and there is none."""
+    if overrides and job is None:
+        what = "--set replaces keys of a job, and no job is given"
+        raise InputError(what, where=overrides[0], fix=fix)
 
 
 def answer(

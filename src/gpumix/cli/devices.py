@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from gpumix.cli.common import Debug, Json, Overrides, answer, verb
+from gpumix.cli.common import Debug, Json, Overrides, answer, refuse_set_without, verb
 
 
 def register(app: typer.Typer) -> None:
@@ -36,12 +36,9 @@ def devices(
 
     if job is not None and cluster is not None:
         raise InputError("give a job or --cluster, not both", where=f"{job}, {cluster}")
-    if overrides and job is None:
-        raise InputError(
-            "--set replaces keys of a job, and no job is given",
-            where=overrides[0],
-            fix="gpumix devices JOB.yaml --set ..., or gpumix devices --cluster FILE",
-        )
+    refuse_set_without(
+        job, overrides, fix="gpumix devices JOB.yaml --set ..., or gpumix devices --cluster FILE"
+    )
     wanted = None
     if cluster is not None:
         wanted = read_cluster(cluster)
