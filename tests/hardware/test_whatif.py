@@ -201,8 +201,11 @@ def test_real_cards_do_not_join_emulated_ones():
     )
     there = profile.cluster.model_copy(update={"classes": classes})
     emulated = profile.model_copy(update={"cluster": there})
-    with pytest.raises(InputError, match="cannot join emulated devices"):
-        added(emulated, "t4")
+    for text in ("t4", "2x tiny"):
+        with pytest.raises(InputError, match="cannot join emulated devices") as caught:
+            added(emulated, text)
+        assert "'tiny'" in caught.value.what or text == "t4"
+        assert "p40" in caught.value.why and "add devices of these" in caught.value.fix
     assert counts(added(emulated, "p40"))["p40"] == 3
 
 

@@ -192,6 +192,8 @@ def test_a_terminal_that_closes_ends_it_but_not_under_nohup(folder):
             ["--print-commands", "--hosts", "a:1", "--timeout", "5", "script.py"],
             "--timeout has no effect where commands are printed",
         ),
+        (["job.yaml", "--print-commands"], "--print-commands is an option of gpumix launch, and"),
+        (["job.yaml", "--hosts=a,b"], "fix: put it before: gpumix launch --hosts=a,b ... JOB.yaml"),
         (["--grace", "0", "job.yaml"], "--grace has no effect on a job on one host"),
         (["--hosts", "cluster.yaml", "script.py"], "the cluster file names no hosts"),
     ],

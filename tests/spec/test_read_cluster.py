@@ -97,6 +97,19 @@ def test_a_cpu_can_be_a_real_device(read):
     assert not cluster.emulated
 
 
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("model: {factory: a:b}\ndata: {text: [a]}\nsteps: 3\n", "job"),
+        ('{"kind": "plan", "schema_version": 1, "stages": []}', "plan"),
+    ],
+)
+def test_another_file_is_said_to_be_one(read, text, kind):
+    with pytest.raises(InputError, match=f"this is a {kind}, and a cluster is wanted") as caught:
+        read(text)
+    assert "also" not in str(caught.value) and "classes and devices" in caught.value.fix
+
+
 def test_links_are_named_or_measured_curves(read):
     text = LONG + (
         "network:\n  between: 25GbE\n  inside: {times: {sizes: [1000, 1e6], values: [0.1, 2]}}\n"

@@ -35,7 +35,8 @@ def test_what_people_write(kind, text, value):
     [
         (BYTES, "24 gib", r"'24 gib' is not an amount such as '24 GiB' \(units: B, KB, kB, KiB"),
         (BYTES, "GiB", "not an amount"), (BYTES, "", "not an amount"),
-        (BYTES, "-1 GiB", "not an amount"), (BYTES, -1, "greater than or equal to 0"),
+        (BYTES, "-1 GiB", "'-1 GiB' is less than nothing: give an amount such as '24 GiB'"),
+        (BYTES, -1, "greater than or equal to 0"),
         (BYTES, "1 2 GiB", "not an amount"), (BYTES, [1], "integer"),
         (RATE, "8 GFLOPS", "not an amount such as '8 GFLOP/s'"), (RATE, 0, "greater than 0"),
         (RATE, "0 GFLOP/s", "greater than 0"), (RATE, "1e999 GFLOP/s", "finite"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 20.0
 GRACE_S, SLURM_GRACE_S = 60.0, 270.0
+BEFORE_THE_JOB = (
+    "--hosts", "--cluster", "--processes", "--python", "--folder", "--env", "--logs", "--address",
+    "--port", "--timeout", "--grace", "--ssh", "--print-commands", "--template",
+)  # fmt: skip
 
 
 class Template(StrEnum):
@@ -166,6 +170,8 @@ def launch(
     if hosts is not None:
         _refuse({"--processes": processes}, "is of this host", fix="--hosts a:4,b:8")
     named = program_of(program, module=module)
+    if named.kind == "job":
+        _refuse_behind(named.arguments)
     devices, file, on = _devices(named, cluster, hosts)
     if hosts is None and named.kind == "job" and template is None:
         _refuse(
@@ -208,6 +214,17 @@ def launch(
         _print_commands(asked)
     else:
         _run(asked)
+
+
+def _refuse_behind(arguments: Sequence[str]) -> None:
+    """What stands behind a job is for `gpumix train`."""
+    for word in arguments:
+        if word.partition("=")[0] in BEFORE_THE_JOB:
+            raise InputError(
+                f"{word} is an option of gpumix launch, and stands behind the job",
+                where="command line",
+                fix=f"put it before: gpumix launch {word} ... JOB.yaml",
+            )
 
 
 def _refuse(options: Mapping[str, object], what: str, *, fix: str) -> None:

@@ -182,7 +182,7 @@ def find(name: str) -> Card:
     raise InputError(
         f"'{name}' fits several cards" if fits else f"the catalogue has no card '{name}'",
         where="hardware catalogue",
-        why="" if fits else "it begins with NVIDIA Pascal and AMD Instinct MI50",
+        why="" if fits else "it has NVIDIA's cards from Pascal on, AMD's Instinct from MI50 on",
         fix=f"say one of: {', '.join(near)}" if near else "give a name such as 'rtx3090'",
     )
 

@@ -54,11 +54,22 @@ def added(profile: Profile, text: str) -> Profile:
     count, name = _count_of_class(profile, text)
     check_count(len(profile.cluster.devices) + (count or 1))
     if name is None:
+        _refuse_emulated(profile, text)
         card = find(counted(text)[1])
         profile, name = _with_class(profile, card), card.name
     devices = _more(profile.cluster, name, count or 1)
     cluster = profile.cluster.model_copy(update={"devices": (*profile.cluster.devices, *devices)})
     return profile.model_copy(update={"cluster": cluster})
+
+
+def _refuse_emulated(profile: Profile, text: str) -> None:
+    if profile.cluster.emulated:
+        raise InputError(
+            f"there is no class '{counted(text)[1]}' to add, and real cards cannot join emulated "
+            "devices",
+            why=f"the cluster has {', '.join(c.name for c in profile.cluster.classes)}",
+            fix="add devices of these, or plan for --cluster",
+        )
 
 
 def removed(profile: Profile, text: str) -> Profile:
@@ -217,11 +228,6 @@ def class_named(names: Collection[str], text: str) -> str | None:
 
 def _with_class(profile: Profile, new: Card) -> Profile:
     """The profile with a class of the catalogue, of which there is no device yet."""
-    if any(c.emulated for c in profile.cluster.classes):
-        raise InputError(
-            "real cards cannot join emulated devices",
-            fix="add devices of the classes that there are, or plan for --cluster",
-        )
     others = (_card(c) for c in profile.cluster.classes)
     check_vendors([new, *(card for card in others if card is not None)])
     plain = device_class(new)

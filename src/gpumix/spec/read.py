@@ -64,6 +64,16 @@ def read_cluster(path: Path) -> Cluster:
         InputError: the file is wrong.
     """
     tree = load_yaml(path, "cluster")
+    if isinstance(tree.value, dict) and not {"classes", "devices"} & tree.value.keys():
+        kind = tree.value.get("kind") if "schema_version" in tree.value else None
+        kind = "job" if {"model", "data"} <= tree.value.keys() else kind
+        if isinstance(kind, str):
+            raise InputError(
+                f"this is a {kind}, and a cluster is wanted",
+                where=str(path),
+                fix="give a file with classes and devices, or with a list of devices: "
+                "[{class: rtx3090, memory: 24 GiB}]",
+            )
     cluster, problems = assemble(tree.value)
     if cluster is None:
         raise input_error(problems, tree)

@@ -23,6 +23,8 @@ _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "min": 60.0, "h": 3600.0}
 def _parse(value: object, table: dict[str, float] | dict[str, int], example: str) -> object:
     if not isinstance(value, str):
         return value
+    if value.lstrip().startswith("-"):
+        raise ValueError(f"'{value}' is less than nothing: give an amount such as '{example}'")
     match = _NUMBER.match(value)
     if match is None or match.group(2) not in table:
         units = ", ".join(sorted((u for u in table if u), key=lambda u: table[u]))
