@@ -372,6 +372,14 @@ def test_a_name_of_several_cards_is_never_guessed(text, choices):
     assert suggestions(caught.value) == choices
 
 
+@pytest.mark.parametrize("text", ["two rtx4090", "2  rtx4090", "a 4090"])
+def test_a_number_has_its_form(text):
+    with pytest.raises(InputError, match="no card") as caught:
+        find(text)
+    first, rest = text.split()
+    assert caught.value.fix == f"if '{first}' is how many, write '2x {rest}'"
+
+
 @pytest.mark.parametrize("text", ["", "nvidia", "?!"])
 def test_a_name_without_content_is_told_an_example(text):
     with pytest.raises(InputError, match="no card"):

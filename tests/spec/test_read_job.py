@@ -161,7 +161,9 @@ def test_one_wrong_thing(job_file, more, expected):
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
-        ("steps: 10\n", "", "job.yaml:1: 'steps' is missing"),
+        ("steps: 10\n", "", "job.yaml:1: 'steps' is missing\n  fix: add steps: 1000"),
+        ("data:\n  text: [corpus]\n", "",
+         "job.yaml:1: 'data' is missing\n  fix: add data: {text: [corpus.txt]}"),
         ("  text: [corpus]\n", "  text: [corpus, corpus]\n",
          "job.yaml:3: 'data': 'text' names 'corpus' twice"),
         ("  text: [corpus]\n", "  text: {corpus: 1}\n",
@@ -293,7 +295,8 @@ def test_an_error_in_a_cluster_file_names_that_file(job_file, tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [(b"", "job.yaml: the job file is empty"), (b"# nothing\n", "job.yaml: the job file is empty"),
+    [(b"", "job.yaml: the job file is empty\n  fix: write the job into it, or"),
+     (b"# nothing\n", "job.yaml: the job file is empty"),
      (b"\xff\xfe", "job.yaml: the job file is not UTF-8 text"),
      (b"\n- a\n", "job.yaml:2: a job must be a mapping of keys to values, it is a list of 1"),
      (b"hello", "job.yaml:1: a job must be a mapping of keys to values, it is 'hello'")],

@@ -179,11 +179,15 @@ def find(name: str) -> Card:
     if len(fits) == 1:
         return fits[0]
     near = [card.name for card in fits] or _nearest(_key(name))
+    fix = f"say one of: {', '.join(near)}" if near else "give a name such as 'rtx3090'"
+    first, _, rest = name.strip().partition(" ")
+    if len(spellings.get(_key(rest), ())) == 1:
+        fix = f"if '{first}' is how many, write '2x {rest.strip()}'"
     raise InputError(
         f"'{name}' fits several cards" if fits else f"the catalogue has no card '{name}'",
         where="hardware catalogue",
         why="" if fits else "it has NVIDIA's cards from Pascal on, AMD's Instinct from MI50 on",
-        fix=f"say one of: {', '.join(near)}" if near else "give a name such as 'rtx3090'",
+        fix=fix,
     )
 
 

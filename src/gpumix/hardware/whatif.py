@@ -86,7 +86,10 @@ def removed(profile: Profile, text: str) -> Profile:
         )
     members = profile.cluster.members(name)
     if count is not None and count > len(members):
-        raise InputError(f"there are only {len(members)} devices of class '{name}'")
+        raise InputError(
+            f"{count} devices of class '{name}' cannot be removed: there "
+            f"{'is' if len(members) == 1 else 'are'} {len(members)}"
+        )
     gone = {d.id for d in members[-(count or len(members)) :]}
     if len(gone) == len(profile.cluster.devices):
         raise InputError(f"without '{text.strip()}' no device is left")

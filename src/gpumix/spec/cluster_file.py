@@ -18,10 +18,11 @@ from gpumix.spec.cluster import CLASS_NAME, Cluster, Device, DeviceClass
 from gpumix.spec.network import Network
 from gpumix.spec.read_errors import Problem, nearest, suggest, validated
 from gpumix.spec.read_yaml import Keys, show_value
-from gpumix.spec.units import Bytes, FlopRate, show_flops
+from gpumix.spec.units import Bytes, FlopRate, show_bytes, show_flops
 
 MOST_DEVICES = 65_536
 LEAST_RATE = 1e6  # FLOP/s; a forgotten unit makes a device that is never done
+LEAST_MEMORY = 4096  # bytes
 
 ClassName = Annotated[str, Field(pattern=CLASS_NAME)]
 Memory = Annotated[Bytes, Field(gt=0)]
@@ -30,7 +31,7 @@ Memory = Annotated[Bytes, Field(gt=0)]
 class ClassForm(Value):
     """What a device class is, its name apart; cuda unless it is emulated or says otherwise."""
 
-    memory: Memory = Field(description="that a plan may use, less a reserve")
+    memory: Memory = Field(description="that a plan may use, less a reserve", examples=["24 GiB"])
     emulate: FlopRate | None = Field(
         default=None, description="makes an emulated device of a CPU process, of this speed"
     )
@@ -46,6 +47,14 @@ class ClassForm(Value):
         default=None,
         description="of the datasheet, at the job's precision; `strategy: proportional` goes by it",
     )
+
+    @model_validator(mode="after")
+    def _large_enough(self) -> Self:
+        if self.memory < LEAST_MEMORY:
+            raise ValueError(
+                f"'memory' is {show_bytes(self.memory)}: give its unit, as in '24 GiB'"
+            )
+        return self
 
     @model_validator(mode="after")
     def _fast_enough(self) -> Self:

@@ -323,24 +323,33 @@ class CheckpointSpec(Value):
 class ProfileSpec(Value):
     """How much time the profiler may take, and where its results are cached."""
 
-    budget: Seconds = Field(default=120.0, description="how long each device class may be measured")
+    budget: Seconds = Field(
+        default=120.0,
+        description="how long each device class may be measured; the smallest micro-batch is "
+        "measured all the same",
+    )
     cache: Path | None = Field(default=None, description="default: ~/.cache/gpumix/profiles")
 
 
 class Job(Value):
     """One training job."""
 
-    model: ModelSpec = Field(description="what is trained")
-    data: DataSpec = Field(description="on what")
+    model: ModelSpec = Field(description="what is trained", examples=[{"config": "config.json"}])
+    data: DataSpec = Field(description="on what", examples=[{"text": ["corpus.txt"]}])
     tokenizer: Literal["bytes"] | Path = Field(
         default="bytes", description="`bytes`, or a `tokenizer.json`, or a folder that holds one"
     )
-    sequence_length: int = Field(gt=1, le=LARGEST_LENGTH, description="tokens in a sample")
+    sequence_length: int = Field(
+        gt=1, le=LARGEST_LENGTH, description="tokens in a sample", examples=[1024]
+    )
     global_batch: int = Field(
-        gt=0, le=LARGEST_BATCH, description="samples per step over all devices"
+        gt=0, le=LARGEST_BATCH, description="samples per step over all devices", examples=[64]
     )
     steps: int = Field(
-        gt=0, le=MOST_STEPS, description="steps of the whole run, those before a resume included"
+        gt=0,
+        le=MOST_STEPS,
+        description="steps of the whole run, those before a resume included",
+        examples=[1000],
     )
     optimizer: OptimizerSpec = Field(default=OptimizerSpec(), description="how weights are updated")
     schedule: ScheduleSpec = Field(

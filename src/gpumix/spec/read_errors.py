@@ -14,6 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
+import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
@@ -171,7 +172,7 @@ def _wrong(
     keys, error = (*top, *below), errors[0]
     shown = show_keys(keys)
     if error["type"] == "missing":
-        return Problem(keys, f"'{shown}' is missing")
+        return Problem(keys, f"'{shown}' is missing", _example(model, below))
     if error["type"] == "value_error":
         said = str(error["ctx"]["error"])
         return Problem(keys, said, between=bool(shown))
@@ -183,6 +184,15 @@ def _wrong(
         wanted = wanted.replace("text", "a path")
     what = f"'{shown}' must be {wanted}, it is {show_value(error['input'])}"
     return Problem(keys, what, _nearest_choice(error))
+
+
+def _example(model: type[BaseModel], keys: Keys) -> str:
+    """How a key that is missing is written, if its field has an example."""
+    for name, field in _model_at(model, keys[:-1]).model_fields.items():
+        if field.examples and keys[-1] == (field.alias or name):
+            written = yaml.safe_dump({keys[-1]: field.examples[0]}, default_flow_style=True)
+            return f"add {written.strip()[1:-1]}"
+    return ""
 
 
 def _wanted(error: ErrorDetails) -> str:

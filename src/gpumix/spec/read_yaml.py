@@ -98,7 +98,10 @@ def load_yaml(path: Path, what: str) -> Tree:
         ) from error
     except UnicodeDecodeError as error:
         raise InputError(
-            f"the {what} file is not UTF-8 text", where=str(path), why=str(error)
+            f"the {what} file is not UTF-8 text",
+            where=str(path),
+            why=str(error),
+            fix="save it as UTF-8, or give another file",
         ) from error
     except (OSError, ValueError) as error:
         raise InputError(
@@ -111,7 +114,8 @@ def load_yaml(path: Path, what: str) -> Tree:
         raise InputError(f"a {what} file may not be longer than 10 MB", where=str(path))
     tree = parse_yaml(text, Source(str(path), path.parent.absolute()))
     if tree is None:
-        raise InputError(f"the {what} file is empty", where=str(path))
+        fix = f"write the {what} into it, or give another file"
+        raise InputError(f"the {what} file is empty", where=str(path), fix=fix)
     return tree
 
 
