@@ -272,7 +272,7 @@ def test_of_an_estimate(job):
         (("--add", "2x a100"), "'a100' fits several cards"),
         (("--remove", "t4"), "no class 't4' to remove"),
         (("--remove", "0x quick"), "'0x quick' is not a number of cards"),
-        (("--remove", "9x quick"), "only 2 devices of class 'quick'"),
+        (("--remove", "9x quick"), "of class 'quick' cannot be removed: there are 2"),
         (("--remove", "quick", "--remove", "tardy"), "no device is left"),
         (
             ("--remove", "quick", "--remove", "1x quick"),

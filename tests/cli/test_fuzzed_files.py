@@ -201,7 +201,7 @@ def test_what_the_root_lacks_is_told(folder):
 
 
 def test_devices_of_all_rows_are_counted(folder):
-    rows = [{"class": "fast", "memory": 1, "count": 65_536}] * 1000
+    rows = [{"class": "fast", "memory": 2**20, "count": 65_536}] * 1000
     done = spoilt(folder, "short.yaml", written(rows, "yaml"), "devices", "--cluster", "short.yaml")
     assert "the rows have 65536000 devices in all" in done.err
     assert done.seconds < 30
