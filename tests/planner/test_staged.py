@@ -125,6 +125,7 @@ def is_the_fastest(found: Profile, batch: int, space: Space, *, short: bool) -> 
     return plan
 
 
+@pytest.mark.slow
 @examples(3)
 @given(
     speeds=st.tuples(st.just(1e-3), st.sampled_from([1e-3, 2.2e-3])),
@@ -146,6 +147,7 @@ def test_of_two_devices_no_plan_of_any_kind_is_faster(
     assert predicted(plan).bound_s == pytest.approx(step_s(plan))
 
 
+@pytest.mark.slow
 @examples(3)
 @given(
     speeds=st.lists(st.sampled_from([1e-3, 2.2e-3]), min_size=3, max_size=3),

@@ -6,6 +6,7 @@ import os
 import time
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -49,6 +50,7 @@ class Slow(torch.utils.data.Dataset):
         return {"input_ids": torch.full((LENGTH,), index)}
 
 
+@pytest.mark.slow
 def test_it_is_measured_once(tmp_path):
     for *profiles, with_data in run_ranks(_measured, 2, tmp_path):
         first, again, changed = profiles

@@ -132,6 +132,7 @@ def test_who_waits_for_data_is_named_and_so_is_what_is_short():
     assert input_bound(names[:1], records[:1]) == ""
 
 
+@pytest.mark.slow
 def test_a_run_says_once_that_it_waits_for_its_data(tmp_path):
     steps = 4 * WINDOW_STEPS  # one window may be disturbed
     job = write_job(
