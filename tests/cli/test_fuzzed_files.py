@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from gpumix.spec.job import Job
 from mutant_files import JOB, OWN, SMALL, write_all
 from mutant_runs import Ended, clean, faults, is_placed, run
-from mutants import Mutant, mutants, of_text, with_value, written
+from mutants import Mutant, mutants, of_text, with_value, without, written
 
 EACH = 6  # of a kind of file
 
@@ -205,6 +205,42 @@ def test_devices_of_all_rows_are_counted(folder):
     done = spoilt(folder, "short.yaml", written(rows, "yaml"), "devices", "--cluster", "short.yaml")
     assert "the rows have 65536000 devices in all" in done.err
     assert done.seconds < 30
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (("teams", 0, "told", "slow"), "what teams on device class 'slow' tell each other is miss"),
+        (("teams", 0, "classes", 1, "units", "block"), "'block' was not measured on device class"),
+        (("teams", 0, "classes", 0, "units", "(root)"), "'(root)' was not measured on device cl"),
+        (("model", "needs", 2, "outputs"), "nothing needs what call 1 returns"),
+        (("model", "root", "parameters"), "which 'root.parameters' does not name"),
+        (("teams", 0, "model", "root", "parameters"), "which 'root.parameters' does not name"),
+    ],
+)
+def test_a_profile_with_a_hole_is_no_profile(folder, keys, said):
+    known = json.loads((folder / "profile.json").read_text(encoding="utf-8"))
+    content = written(without(keys, known), "json")
+    command = ("plan", "job.yaml", "--profile", "profile.json")
+    done = spoilt(folder, "profile.json", content, *command)
+    assert (done.code, done.err.startswith("gpumix: profile.json: ")) == (2, True)
+    assert said in done.err
+
+
+def test_teams_of_which_no_stages_are_known_are_left_out(folder):
+    known = json.loads((folder / "profile.json").read_text(encoding="utf-8"))
+    for number in range(len(known["teams"])):
+        known = without(("teams", number, "model", "needs"), known)
+    command = ("plan", "job.yaml", "--profile", "profile.json")
+    assert spoilt(folder, "profile.json", written(known, "json"), *command).code == 0
+
+
+def test_a_plan_and_a_profile_that_differ_are_both_named(folder):
+    known = json.loads((folder / "profile.json").read_text(encoding="utf-8"))
+    content = written(with_value(("cluster", "devices", 3, "id"), "other", known), "json")
+    command = ("simulate", "stages.json", "--profile", "profile.json")
+    done = spoilt(folder, "profile.json", content, *command)
+    assert done.err.startswith("gpumix: stages.json with profile.json: the plan's device 'fast-3'")
 
 
 def test_heads_that_cannot_be_shared_are_no_estimate(folder):

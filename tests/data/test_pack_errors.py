@@ -72,7 +72,7 @@ def test_a_folder_without_text_is_an_error(tmp_path, content):
         write(tmp_path / "in" / "a.txt", content)
     with pytest.raises(InputError, match="matches the pattern") as caught:
         pack(tmp_path, tmp_path / "in")
-    assert caught.value.where == str(tmp_path / "in")
+    assert str(tmp_path / "in") in caught.value.what and caught.value.where == "data.pattern"
 
 
 def test_a_pattern_that_matches_nothing_is_an_error(tmp_path):

@@ -21,7 +21,8 @@ from gpumix.hardware.runtime import DeviceRuntime
 from gpumix.profiler import compute
 from gpumix.profiler.measure import Shape, Subject, measure_class
 from gpumix.spec.cluster import Cluster
-from gpumix.spec.profile import ROOT, ClassMeasurement
+from gpumix.spec.measurements import ClassMeasurement
+from gpumix.spec.profile import ROOT
 from models import WIDTH, Batch, Regression
 from virtual_clock import VirtualClock
 

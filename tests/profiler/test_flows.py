@@ -110,15 +110,31 @@ class Unwatched(Regression):
         return super().forward(x, target)
 
 
+class Forgetful(Regression):
+    """Nothing uses what its second block returns."""
+
+    def __init__(self) -> None:
+        super().__init__([Block() for _ in range(3)])
+
+    def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        first, second, third = self.blocks
+        x = first(self.enter(x))
+        second(x)
+        return self.error(third(x), target)
+
+
 @pytest.mark.parametrize(
     ("name", "told"),
     [
+        ("forgetful", "call 1, of unit 'blocks.1': nothing uses what it returns"),
         ("goes_by_numbers", "'blocks.0' returns cannot be told .* a number is among"),
         ("unwatched", "it fails: somebody watches"),
     ],
 )
 def test_a_model_of_which_nothing_is_found_has_no_stages(name, told, monkeypatch):
-    monkeypatch.setitem(EVERY, "unwatched", Architecture("unwatched", Unwatched, vectors))
+    for one in (Unwatched, Forgetful):
+        own = one.__name__.lower()
+        monkeypatch.setitem(EVERY, own, Architecture(own, one, vectors))
     found = flows_of(name)
     assert found.needs == ()
     assert re.search(told, found.no_stages)

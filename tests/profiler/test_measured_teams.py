@@ -15,7 +15,8 @@ from gpumix.hardware.runtime import open_device
 from gpumix.profiler.measure import Subject, measure_class
 from gpumix.spec.cluster import DeviceClass
 from gpumix.spec.errors import InputError
-from gpumix.spec.profile import ROOT, TeamMeasurement
+from gpumix.spec.measurements import TeamMeasurement
+from gpumix.spec.profile import ROOT
 from models import ARCHITECTURES, LENGTH, WIDTH, Regression
 
 DEGREE = 2

@@ -14,7 +14,8 @@ from gpumix.engine.ranks import Ranks
 from gpumix.hardware.runtime import open_device
 from gpumix.profiler.cache import MeasurementCache
 from gpumix.profiler.cluster import ClusterProfiler
-from gpumix.spec.profile import ClassMeasurement, HostInput, InputMeasurement, Profile
+from gpumix.spec.measurements import ClassMeasurement, InputMeasurement
+from gpumix.spec.profile import HostInput, Profile
 from gpumix.train.pipeline import Pipeline
 
 ALONE = [{"class": "one", "accelerator": "cpu", "memory": "64 MiB"}]

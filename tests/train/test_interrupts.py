@@ -79,6 +79,26 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, losses):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("fault", ["terminate-group", "hang-up-group"])
+def test_a_signal_to_the_whole_group_saves_as_well(tmp_path, losses, fault):
+    """The processes that ranks are forked from outlive it: without them nobody would know how ranks
+    ended."""
+    disturbed(tmp_path, fault)
+    command = ("train", "job.yaml", "--plan", "plan.json")
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may have nohup
+    try:
+        done = gpumix(*command, folder=tmp_path, fresh=True)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert done.code == 130
+    last = last_saved(tmp_path)
+    assert f"{checkpoints(tmp_path / 'run')[0]}: stopped after step {last} of 6" in done.err
+    for wrong in ("Traceback", "starting again", "resource_tracker", "exit code"):
+        assert wrong not in done.err
+    assert_goes_on(tmp_path, losses)
+
+
+@pytest.mark.slow
 def test_ranks_do_not_outlive_their_launcher(tmp_path):
     disturbed(tmp_path, "kill-launcher")
     done = gpumix("train", "job.yaml", "--plan", "plan.json", folder=tmp_path)

@@ -45,7 +45,8 @@ def test_a_folder_without_texts_is_told_of_before_anything_is_measured(tmp_path)
     own = {"profile": {"cache": "own", "budget": 20}}
     error = refused(InputError, write_job(tmp_path, data=text, **own))
     assert "no file with text in it matches the pattern '*.txt'" in error.what
-    assert error.where == str(tmp_path / "texts") and "put some there" in error.fix
+    assert str(tmp_path / "texts") in error.what and "put some there" in error.fix
+    assert error.where == "data.pattern"
     assert not (tmp_path / "own").exists() and not (tmp_path / "run").exists()
 
 

@@ -448,10 +448,15 @@ def _to_launcher(number: signal.Signals) -> Callable[[], float]:
     return send
 
 
-def _ctrl_c() -> float:
-    """As the terminal does: to all processes of the group, launcher and ranks alike."""
-    os.killpg(0, signal.SIGINT)
-    return 1.0
+def _to_group(number: signal.Signals) -> Callable[[], float]:
+    """As the terminal does, or a service manager: to launcher and ranks alike, and what else runs
+    for them."""
+
+    def send() -> float:
+        os.killpg(0, number)
+        return 1.0
+
+    return send
 
 
 def _interrupt_launcher_twice() -> float:
@@ -526,7 +531,9 @@ FAULTS: dict[str, Callable[[], float]] = {
     "hang-up-launcher": _to_launcher(signal.SIGHUP),
     "interrupt-launcher": _to_launcher(signal.SIGINT),
     "interrupt-launcher-twice": _interrupt_launcher_twice,
-    "ctrl-c": _ctrl_c,
+    "ctrl-c": _to_group(signal.SIGINT),
+    "terminate-group": _to_group(signal.SIGTERM),
+    "hang-up-group": _to_group(signal.SIGHUP),
     "small-disk": _small_disk,
     "hang": _hang,
     "hold-lock": _hold_lock,

@@ -88,8 +88,9 @@ def find_files(spec: DataSpec) -> list[SourceFile]:
     files = [file for path in spec.text for file in _files_of(path, spec.pattern)]
     if not files:
         raise InputError(
-            f"no file with text in it matches the pattern '{spec.pattern}'",
-            where=", ".join(str(path) for path in folders),
+            f"no file with text in it matches the pattern '{spec.pattern}' below "
+            + ", ".join(str(path) for path in folders),
+            where="data.pattern",
             fix="put some there, or change data.pattern, which is matched against the end of a "
             "file's path",
         )

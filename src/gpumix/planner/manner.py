@@ -50,8 +50,8 @@ def teams_of_space(space: Space) -> list[Team]:
 
 
 def measured_teams(profile: Profile) -> set[Team]:
-    """Those of which it is known how fast they are."""
-    return {Team(team.degree, team.sequence) for team in profile.teams}
+    """Those of which it is known how fast they are, and what their calls need of each other."""
+    return {Team(team.degree, team.sequence) for team in profile.teams if team.model.needs}
 
 
 @dataclass(frozen=True)

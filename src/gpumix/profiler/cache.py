@@ -31,17 +31,8 @@ from gpumix.spec.dtypes import compute_dtypes
 from gpumix.spec.errors import InputError
 from gpumix.spec.islands import Links, placed
 from gpumix.spec.job import Job
-from gpumix.spec.profile import (
-    ClassMeasurement,
-    ClassProfile,
-    InputMeasurement,
-    LinkMeasurement,
-    ModelProfile,
-    Profile,
-    RootUnit,
-    TeamProfile,
-    UnitKind,
-)
+from gpumix.spec.measurements import ClassMeasurement, InputMeasurement, LinkMeasurement
+from gpumix.spec.profile import ClassProfile, ModelProfile, Profile, RootUnit, TeamProfile, UnitKind
 from gpumix.spec.stage import ComputeDtype
 from gpumix.spec.teams import degrees_of, refuse_too_large
 

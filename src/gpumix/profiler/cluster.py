@@ -16,7 +16,8 @@ from gpumix.profiler.measurement_files import MeasurementFiles
 from gpumix.profiler.network import measure_links
 from gpumix.spec.cluster import Cluster, Device
 from gpumix.spec.errors import GpumixError
-from gpumix.spec.profile import ClassMeasurement, LinkMeasurement, ModelProfile, Profile
+from gpumix.spec.measurements import ClassMeasurement, LinkMeasurement
+from gpumix.spec.profile import ModelProfile, Profile
 
 
 class ClusterProfiler:

@@ -175,6 +175,10 @@ def _found(specimens: Specimens, batch: Any, *, in_chunks: bool) -> Flows:
             leaves = _fresh(returned[alike], call, notes, gradients=gradients)
             walk.go_on(hand_over(walk.call, returned[alike], leaves))
         needed.append(notes.sources(walk.result) | notes.looked)
+    taken = {one.call for sources in needed for one in sources if isinstance(one, Taken)}
+    for number, unit in enumerate(walk.calls[:-1]):
+        if number not in taken:
+            raise Untold(f"call {number}, of unit '{unit}'", why="nothing uses what it returns")
     before = [name for name, uses in notes.uses.items() if uses == {(0, True)}]
     after = [name for name, uses in notes.uses.items() if {p for p, _ in uses} == {notes.place}]
     return Flows(

@@ -38,15 +38,14 @@ from gpumix.profiler.peak import measured_peak
 from gpumix.profiler.specimen import MadeUpTeam, Specimens
 from gpumix.spec.curve import Curve
 from gpumix.spec.errors import GpumixError, InputError, NoFeasiblePlanError, first_line
+from gpumix.spec.measurements import ClassMeasurement, TeamMeasurement
 from gpumix.spec.profile import (
     ROOT,
-    ClassMeasurement,
     ClassProfile,
     ModelProfile,
     RootParameter,
     RootUnit,
     TeamCollective,
-    TeamMeasurement,
     TeamTraffic,
     UnitKind,
     UnitTimes,

@@ -18,7 +18,7 @@ from gpumix.hardware.environment import cache_folder
 from gpumix.profiler.code import hash_of_files
 from gpumix.spec.cluster import Cluster, DeviceClass
 from gpumix.spec.errors import InputError
-from gpumix.spec.profile import ClassMeasurement, InputMeasurement, LinkMeasurement
+from gpumix.spec.measurements import ClassMeasurement, InputMeasurement, LinkMeasurement
 from gpumix.spec.stage import ComputeDtype
 
 D = TypeVar("D", ClassMeasurement, LinkMeasurement, InputMeasurement)

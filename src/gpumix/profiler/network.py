@@ -15,8 +15,9 @@ from gpumix.spec.cluster import Device, ranked
 from gpumix.spec.curve import Curve
 from gpumix.spec.cut import cut
 from gpumix.spec.islands import MOST_DEVICES, MOST_HOSTS, PairTimes, placed
+from gpumix.spec.measurements import LinkMeasurement
 from gpumix.spec.plan import Collectives, GatherForm, ReduceForm
-from gpumix.spec.profile import CollectiveTimes, LinkMeasurement, RankGroup
+from gpumix.spec.profile import CollectiveTimes, RankGroup
 from gpumix.spec.units import show_bytes
 
 RankPair = tuple[int, int]

@@ -18,7 +18,7 @@ from gpumix.spec.cluster import Cluster
 from gpumix.spec.curve import Curve
 from gpumix.spec.efficiency import PLAIN_EFFICIENCY, Choice, Efficiency
 from gpumix.spec.errors import InputError
-from gpumix.spec.islands import Links, PairTimes
+from gpumix.spec.islands import Links
 from gpumix.spec.peak import Peak
 from gpumix.spec.plan import Collectives
 from gpumix.spec.stage import ComputeDtype, Taken
@@ -210,13 +210,16 @@ class ModelProfile(Value):
         """What is needed is there: parameters of the root, and earlier calls."""
         known = {parameter.name for parameter in self.root.parameters}
         for number, needs in enumerate(self.needs):
-            if known and (unknown := set(needs.root) - known):
+            if unknown := set(needs.root) - known:
                 raise ValueError(
                     f"call {number} needs '{min(unknown)}', which 'root.parameters' does not name"
                 )
             late = [taken.call for taken in needs.outputs if taken.call >= number]
             if late:
                 raise ValueError(f"call {number} needs what call {late[0]} returns, a later one")
+        taken = {taken.call for needs in self.needs for taken in needs.outputs}
+        if self.needs and (unused := set(range(len(self.calls) - 1)) - taken):
+            raise ValueError(f"nothing needs what call {min(unused)} returns")
 
     @property
     def cuts(self) -> tuple[int, ...]:
@@ -230,6 +233,13 @@ class ModelProfile(Value):
     def most_stages(self) -> int:
         """Into how many stages it can be cut."""
         return len(self.cuts) + 1
+
+    def check_timed(self, of_class: ClassProfile) -> None:
+        """Raise a ValueError where a class has no times of a unit."""
+        missing = {ROOT, *self.kind_of_call} - set(of_class.units)
+        if missing:
+            name = of_class.device_class
+            raise ValueError(f"unit '{min(missing)}' was not measured on device class '{name}'")
 
     def kind(self, name: str) -> UnitKind:
         """The kind called `name`; raises KeyError if there is none."""
@@ -381,6 +391,14 @@ class TeamProfile(Value):
     classes: tuple[ClassProfile, ...] = Field(min_length=1)
     told: dict[str, dict[str, TeamTraffic]]
 
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        for of_class in self.classes:
+            self.model.check_timed(of_class)
+            if (name := of_class.device_class) not in self.told:
+                raise ValueError(f"what teams on device class '{name}' tell each other is missing")
+        return self
+
 
 RankGroup = Literal["all", "inside", "across", "island", "rack"]
 
@@ -425,15 +443,6 @@ class HostInput(Value):
         ge=1,
         description="that read for each rank, where their number is given; else as many as help",
     )
-
-
-class InputMeasurement(Document):
-    """What reading a job's samples takes on each host of a cluster."""
-
-    KIND: ClassVar[str] = "input measurement"
-    kind: Literal["input measurement"] = "input measurement"
-
-    inputs: tuple[HostInput, ...]
 
 
 class Profile(Document):
@@ -486,9 +495,7 @@ class Profile(Document):
         for name in sorted({d.device_class for d in self.cluster.devices}):
             if name not in measured:
                 raise ValueError(f"device class '{name}' was not measured")
-            missing = {ROOT, *self.model.kind_of_call} - set(measured[name].units)
-            if missing:
-                raise ValueError(f"unit '{min(missing)}' was not measured on device class '{name}'")
+            self.model.check_timed(measured[name])
         refuse_twins("host's data", (one.host for one in self.inputs), "is described twice")
         models = (self.model, *self.other_models)
         refuse_twins("dtype", (m.compute_dtype for m in models), "is described twice")
@@ -545,47 +552,3 @@ class Profile(Document):
             if of_class.device_class == name:
                 return of_class
         raise KeyError(name)
-
-
-class TeamMeasurement(Value):
-    """The same as one rank of a team of so many; see `TeamProfile`."""
-
-    degree: int = Field(ge=2)
-    sequence: bool = False
-    enters: tuple[int, ...] = ()
-    leaves: tuple[int, ...] = ()
-    device_class: ClassProfile
-    model: ModelProfile
-    told: dict[str, TeamTraffic]
-
-
-class ClassMeasurement(Document):
-    """What one device of a class told about a model; kept in the cache by what it depends on."""
-
-    KIND: ClassVar[str] = "class-measurement"
-    kind: Literal["class-measurement"] = "class-measurement"
-
-    device_class: ClassProfile
-    model: ModelProfile
-    host_memory_bytes: Count | None = Field(default=None, description="all of the host's")
-    optimizer_bytes_per_element: StateBytes
-    seconds_spent: float = Field(ge=0)
-    ended_by_budget_s: float | None = Field(
-        default=None, description="the budget that left larger micro-batches unmeasured, if it did"
-    )
-    overruns: int = Field(default=0, ge=0, description="of an emulated device, in the times kept")
-    teams: tuple[TeamMeasurement, ...] = ()
-
-
-class LinkMeasurement(Document):
-    """What all ranks of a cluster told about the links between them."""
-
-    KIND: ClassVar[str] = "link-measurement"
-    kind: Literal["link-measurement"] = "link-measurement"
-
-    collectives: Collectives
-    network: tuple[CollectiveTimes, ...]
-    pairs: tuple[PairTimes, ...] = ()
-    step_overhead_s: float = Field(ge=0)
-    contention: float = Field(default=0.0, ge=0, le=1)
-    seconds_spent: float = Field(ge=0)

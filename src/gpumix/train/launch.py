@@ -157,16 +157,19 @@ def loopback_store() -> Iterator[tuple[Any, int]]:
 
 @contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    """Ctrl-C reaches the whole process group. Processes that are started in here, and what they
-    fork, ignore it; ranks take it once they are ready for it."""
+    """Ctrl-C reaches the whole process group, and so does a terminal that closes. Processes that
+    are started in here, and what they fork, ignore both; ranks take Ctrl-C once they are ready for
+    it, and hear of the terminal from their launcher."""
     if not _in_main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ignored = (signal.SIGINT, signal.SIGHUP)
+    before = {one: signal.signal(one, signal.SIG_IGN) for one in ignored}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for one, handler in before.items():
+            signal.signal(one, handler)
 
 
 @contextmanager

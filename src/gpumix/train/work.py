@@ -16,8 +16,9 @@ from gpumix.profiler.cluster import ClusterProfiler
 from gpumix.profiler.input_cost import measure_input
 from gpumix.profiler.measure import Shape, Subject
 from gpumix.spec.cluster import Device
+from gpumix.spec.measurements import InputMeasurement
 from gpumix.spec.plan import Plan
-from gpumix.spec.profile import InputMeasurement, Profile
+from gpumix.spec.profile import Profile
 from gpumix.train import run_files
 from gpumix.train.context import Context, Task, joined
 from gpumix.train.goes_on import check_goes_on

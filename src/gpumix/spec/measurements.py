@@ -1,0 +1,73 @@
+"""What was measured, as the cache keeps it by what it depends on; profiles are made of it."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from gpumix.spec.base import Document, Value
+from gpumix.spec.islands import PairTimes
+from gpumix.spec.plan import Collectives
+from gpumix.spec.profile import (
+    ClassProfile,
+    CollectiveTimes,
+    HostInput,
+    ModelProfile,
+    StateBytes,
+    TeamTraffic,
+)
+from gpumix.spec.units import Count
+
+
+class InputMeasurement(Document):
+    """What reading a job's samples takes on each host of a cluster."""
+
+    KIND: ClassVar[str] = "input measurement"
+    kind: Literal["input measurement"] = "input measurement"
+
+    inputs: tuple[HostInput, ...]
+
+
+class TeamMeasurement(Value):
+    """The same as one rank of a team of so many; see `TeamProfile`."""
+
+    degree: int = Field(ge=2)
+    sequence: bool = False
+    enters: tuple[int, ...] = ()
+    leaves: tuple[int, ...] = ()
+    device_class: ClassProfile
+    model: ModelProfile
+    told: dict[str, TeamTraffic]
+
+
+class ClassMeasurement(Document):
+    """What one device of a class told about a model; kept in the cache by what it depends on."""
+
+    KIND: ClassVar[str] = "class-measurement"
+    kind: Literal["class-measurement"] = "class-measurement"
+
+    device_class: ClassProfile
+    model: ModelProfile
+    host_memory_bytes: Count | None = Field(default=None, description="all of the host's")
+    optimizer_bytes_per_element: StateBytes
+    seconds_spent: float = Field(ge=0)
+    ended_by_budget_s: float | None = Field(
+        default=None, description="the budget that left larger micro-batches unmeasured, if it did"
+    )
+    overruns: int = Field(default=0, ge=0, description="of an emulated device, in the times kept")
+    teams: tuple[TeamMeasurement, ...] = ()
+
+
+class LinkMeasurement(Document):
+    """What all ranks of a cluster told about the links between them."""
+
+    KIND: ClassVar[str] = "link-measurement"
+    kind: Literal["link-measurement"] = "link-measurement"
+
+    collectives: Collectives
+    network: tuple[CollectiveTimes, ...]
+    pairs: tuple[PairTimes, ...] = ()
+    step_overhead_s: float = Field(ge=0)
+    contention: float = Field(default=0.0, ge=0, le=1)
+    seconds_spent: float = Field(ge=0)
