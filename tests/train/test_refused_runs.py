@@ -406,6 +406,19 @@ def test_weights_of_another_model_are_refused_before_anything_is_measured(
     assert not any((tmp_path / "profiles").glob("*"))
 
 
+def test_a_device_in_which_no_model_can_be_built_is_too_small(tmp_path):
+    config = {
+        "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "vocab_size": 264,
+        "num_hidden_layers": 3, "num_attention_heads": 4,
+    }  # fmt: skip
+    tiny = [{"class": "tiny", "emulate": "8 GFLOP/s", "memory": "64 KiB"}]
+    error = refused(
+        NoFeasiblePlanError, write_job(tmp_path, model={"config": config}, cluster=tiny)
+    )
+    assert error.what == "a device has not even the memory in which a model is built"
+    assert "'tiny' is out of memory" in error.why
+
+
 # -- ranks that disagree ---------------------------------------------------------------------------
 
 

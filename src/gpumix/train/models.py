@@ -14,7 +14,14 @@ from torch import nn
 from gpumix.data.factory import call_factory
 from gpumix.data.tokenizer import open_tokenizer
 from gpumix.engine.deferred import build
-from gpumix.spec.errors import GpumixError, InputError, MachineError, first_line
+from gpumix.hardware.memory.limit import is_out_of_memory
+from gpumix.spec.errors import (
+    GpumixError,
+    InputError,
+    MachineError,
+    NoFeasiblePlanError,
+    first_line,
+)
 from gpumix.spec.job import MOST_LAYERS, Job, ModelSpec
 from gpumix.spec.read_errors import did_you_mean, nearest
 
@@ -46,6 +53,7 @@ def model_of(spec: ModelSpec, *, folder: Path, seed: int) -> nn.Module:
 
     Raises:
         InputError: the configuration is no valid one, or the factory returns no module.
+        NoFeasiblePlanError: an emulated device has too little memory for small tensors and buffers.
         MachineError: transformers is not installed.
     """
     if spec.factory is not None:
@@ -57,6 +65,12 @@ def model_of(spec: ModelSpec, *, folder: Path, seed: int) -> nn.Module:
     except GpumixError:
         raise
     except Exception as error:  # sizes that are negative, huge or do not go together
+        if is_out_of_memory(error):
+            raise NoFeasiblePlanError(
+                "a device has not even the memory in which a model is built",
+                why=first_line(error),
+                fix="give its class more memory, or leave it out of the cluster",
+            ) from error
         raise InputError(
             f"transformers cannot build a {spec.task} model of this configuration",
             where=f"model.config of type '{config.model_type}'",
