@@ -9,12 +9,12 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from gpumix.data.factory import call_factory
 from gpumix.data.tokenizer import open_tokenizer
 from gpumix.engine.deferred import build
-from gpumix.hardware.memory.limit import is_out_of_memory
 from gpumix.spec.errors import (
     GpumixError,
     InputError,
@@ -65,7 +65,7 @@ def model_of(spec: ModelSpec, *, folder: Path, seed: int) -> nn.Module:
     except GpumixError:
         raise
     except Exception as error:  # sizes that are negative, huge or do not go together
-        if is_out_of_memory(error):
+        if isinstance(error, torch.OutOfMemoryError):  # of a device; the host says so otherwise
             raise NoFeasiblePlanError(
                 "a device has not even the memory in which a model is built",
                 why=first_line(error),
