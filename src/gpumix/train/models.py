@@ -64,13 +64,13 @@ def model_of(spec: ModelSpec, *, folder: Path, seed: int) -> nn.Module:
         return build(lambda: auto_class.from_config(config), seed)
     except GpumixError:
         raise
+    except torch.OutOfMemoryError as error:  # of a device; the host says so otherwise
+        raise NoFeasiblePlanError(
+            "a device has not even the memory in which a model is built",
+            why=first_line(error),
+            fix="give its class more memory, or leave it out of the cluster",
+        ) from error
     except Exception as error:  # sizes that are negative, huge or do not go together
-        if isinstance(error, torch.OutOfMemoryError):  # of a device; the host says so otherwise
-            raise NoFeasiblePlanError(
-                "a device has not even the memory in which a model is built",
-                why=first_line(error),
-                fix="give its class more memory, or leave it out of the cluster",
-            ) from error
         raise InputError(
             f"transformers cannot build a {spec.task} model of this configuration",
             where=f"model.config of type '{config.model_type}'",
