@@ -97,3 +97,13 @@ def test_parts_are_those_since_the_last_split(tmp_path):
     again = [event_line("plan", step, live=live, **told) for step, live in ((3, True), (5, False))]
     facts = Facts(run_of(tmp_path / "again", again))  # since then it goes by its plan
     assert {m.device: m.samples.most for m in facts.cluster.all_members} == before
+
+
+def test_peaks_are_compared_with_the_splits_that_they_are_of(tmp_path):
+    """Another split was fuller than that of the plan on disk."""
+    device_class = planned().workers[0].device_class
+    told = {"device_class": device_class, "peak_bytes": 7, "planned_memory": {"state": 6, "all": 3}}
+    facts = Facts(run_of(tmp_path, [event_line("classes", 3, classes=[told])]))
+    seen, *others = facts.classes
+    assert (seen.planned_peak_bytes, seen.peak_bytes) == (9, 7)
+    assert all(one.planned_peak_bytes and one.peak_bytes is None for one in others)

@@ -30,6 +30,7 @@ from gpumix.train.metrics import (
     StepRecord,
     Told,
     by_class,
+    fullest_by_class,
     speed_of,
     tell_afterwards,
 )
@@ -117,6 +118,17 @@ def test_what_is_predicted_of_a_device_stays_its_own_in_any_order_of_ranks():
     assert [speed_of(turned, rank, 1.0, 1.0).mfu for rank in range(4)] == [
         None, pytest.approx(0.3), pytest.approx(0.2), pytest.approx(0.1),
     ]  # fmt: skip
+
+
+def test_memory_is_planned_for_the_fullest_split_of_the_run_as_its_peak_is_the_highest():
+    """The second split leaves less to the fast class and more to the slow one."""
+    first, second = plan(6 * MIB, 3 * MIB, 4 * MIB, MIB), plan(4 * MIB, 5 * MIB, 3 * MIB, MIB)
+    fullest = fullest_by_class(second, fullest_by_class(first))
+    found = {one.device_class: one for one in by_class(second, RECORDS, fullest)}
+    assert {name: one.planned_peak_bytes for name, one in found.items()} == {
+        "fast": 6 * MIB, "slow": 5 * MIB, "idle": MIB,
+    }  # fmt: skip
+    assert found["fast"].planned_memory == {"all": 6 * MIB}
 
 
 def test_a_plan_by_hand_foretells_nothing():

@@ -225,14 +225,17 @@ def _class(
     step_s = 0.0 if prediction is None else prediction.step_s
     peak = None if prediction is None else prediction.peaks.get(name)
     used = [utilisation(one, peak, step_s) for one in planned]
+    planned_memory = {} if fullest is None else dict(fullest.memory_bytes)
+    if seen is not None and seen.planned_memory:
+        planned_memory = seen.planned_memory  # of the splits that the measured peak is of
     return ClassFacts(
         device_class=name,
         devices=len(workers),
         what=_what(run, name),
         hosts=tuple(dict.fromkeys(worker.host for worker in workers)),
         memory_limit_bytes=None if fullest is None else fullest.memory_limit_bytes,
-        planned_memory={} if fullest is None else dict(fullest.memory_bytes),
-        planned_peak_bytes=None if fullest is None else fullest.peak_bytes,
+        planned_memory=planned_memory,
+        planned_peak_bytes=sum(planned_memory.values()) or None,
         host_bytes=0 if fullest is None else fullest.host_bytes,
         peak_bytes=None if seen is None else seen.peak_bytes,
         measured_memory={} if seen is None else seen.measured_memory,

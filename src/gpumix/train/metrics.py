@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -191,8 +191,9 @@ class ClassRecord:
     """How the devices of one class did: means over them, highest peak against the plan.
 
     `planned_memory` is what the plan expects of the fullest of them, by cause, `measured_memory`
-    what was found on the fullest one, by `cost.parts.PARTS`; `peak_source` says where the peak
-    comes from that MFU and HFU are parts of.
+    what was found on the fullest one, by `cost.parts.PARTS`; both are of the run since its start,
+    so of a plan that was split anew since it is the fullest split that counts. `peak_source` says
+    where the peak comes from that MFU and HFU are parts of.
     """
 
     device_class: str
@@ -211,20 +212,45 @@ class ClassRecord:
     peak_source: str = ""
 
 
-def by_class(plan: Plan, records: list[RankRecord]) -> list[ClassRecord]:
-    """The ranks' records put together by class, in the plan's order."""
+def by_class(
+    plan: Plan, records: list[RankRecord], fullest: Mapping[str, WorkerPrediction] | None = None
+) -> list[ClassRecord]:
+    """The ranks' records put together by class, in the plan's order.
+
+    `fullest` are the devices that memory is planned for: those of `plan`, unless the run had other
+    plans since it started.
+    """
     members: dict[str, list[int]] = {}
     for rank, worker in enumerate(plan.workers):
         members.setdefault(worker.device_class, []).append(rank)
-    return [_class_record(plan, name, ranks, records) for name, ranks in members.items()]
+    planned = fullest_by_class(plan) if fullest is None else fullest
+    return [
+        _class_record(plan, name, ranks, records, planned.get(name))
+        for name, ranks in members.items()
+    ]
+
+
+def fullest_by_class(
+    plan: Plan, before: Mapping[str, WorkerPrediction] | None = None
+) -> dict[str, WorkerPrediction]:
+    """What is planned of the device with the highest peak of each class, by this plan or `before`;
+    without classes of which nothing is."""
+    fullest = dict(before or {})
+    for rank, worker in enumerate(plan.workers):
+        expected, most = plan.expected_of(rank), fullest.get(worker.device_class)
+        if expected is not None and (most is None or expected.peak_bytes > most.peak_bytes):
+            fullest[worker.device_class] = expected
+    return fullest
 
 
 def _class_record(
-    plan: Plan, name: str, ranks: list[int], records: list[RankRecord]
+    plan: Plan,
+    name: str,
+    ranks: list[int],
+    records: list[RankRecord],
+    fullest: WorkerPrediction | None,
 ) -> ClassRecord:
     told = [records[rank] for rank in ranks]
-    planned = [expected for r in ranks if (expected := plan.expected_of(r)) is not None]
-    fullest = max(planned, key=lambda expected: expected.peak_bytes, default=None)
     peak = _peak_of(plan, name)
     return ClassRecord(
         device_class=name,

@@ -23,7 +23,15 @@ from gpumix.train.context import Context
 from gpumix.train.display import Display, first_of, input_bound, unread
 from gpumix.train.keeping import Keeping
 from gpumix.train.memory_folder import WITHOUT_COPIES
-from gpumix.train.metrics import ClassRecord, RankRecord, RunLog, StepRecord, Told, by_class
+from gpumix.train.metrics import (
+    ClassRecord,
+    RankRecord,
+    RunLog,
+    StepRecord,
+    Told,
+    by_class,
+    fullest_by_class,
+)
 from gpumix.train.plan_change import Parts, started
 from gpumix.train.recovery import Restart
 from gpumix.train.steps_taken import StepsTaken
@@ -70,6 +78,7 @@ class Telling:
         self._waited_s, self._since = 0.0, time.perf_counter()
         self._begun_at = self._steps_before = begun_at
         self._sent_before = engine.comm.sent.total()
+        self._fullest = fullest_by_class(engine.plan)  # of all plans since, as measured peaks are
 
     # -- of the run, by the first rank -------------------------------------------------------------
 
@@ -224,4 +233,5 @@ class Telling:
     def _gather(self, mine: RankRecord) -> None:
         told = self._context.ranks.gather("records", mine.to_json())
         self.records = [RankRecord.from_json(text) for text in told]
-        self.classes = by_class(self._engine.plan, self.records)
+        self._fullest = fullest_by_class(self._engine.plan, self._fullest)
+        self.classes = by_class(self._engine.plan, self.records, self._fullest)

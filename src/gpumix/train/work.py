@@ -24,7 +24,7 @@ from gpumix.train.context import Context, Task, joined
 from gpumix.train.goes_on import check_goes_on
 from gpumix.train.heads import check_techniques
 from gpumix.train.launch import Seat
-from gpumix.train.little_data import warnings_of
+from gpumix.train.oddities import of_data, of_schedule
 from gpumix.train.loop import Trainer
 from gpumix.train.models import model_of
 from gpumix.train.optimizer import trial_optimizer
@@ -136,7 +136,8 @@ def train(
         trainer = Trainer(context, own, profile, resume=resume, restart=restart)
         if context.first:
             job = task.job
-            for line in warnings_of(context.train_data, context.held_out, job.global_batch):
+            odd = of_data(context.train_data, context.held_out, job.global_batch)
+            for line in (*of_schedule(job), *odd):
                 stderr().print(line, style="yellow")
             RunRecord.of(task).save(task.job.output / run_files.RUN)
             plan.save(task.job.output / run_files.PLAN)

@@ -1,16 +1,30 @@
-"""Warns of data that trains, but hardly as it was meant: less than a batch, or nearly all held out.
+"""Warns of what trains, but hardly as it was meant: less data than a batch, or nearly all of it held
+out; a warm-up longer than the run.
 
-Neither stops a run: a trial on a handful of samples is what many begin with.
+None stops a run: a trial on a handful of samples is what many begin with.
 """
 
 from __future__ import annotations
 
 from gpumix.data.rows import Source
+from gpumix.spec.job import Job
 
 MOST_HELD_OUT = 0.5  # of the samples; more than that is a slip, such as the part to train on
 
 
-def warnings_of(train: Source, held_out: Source, global_batch: int) -> list[str]:
+def of_schedule(job: Job) -> list[str]:
+    """A line if the learning rate never rises to its peak."""
+    warmup_steps = job.schedule.warmup_steps
+    if warmup_steps <= job.steps:
+        return []
+    return [
+        f"schedule.warmup_steps is {warmup_steps}, but the run has {job.steps} "
+        f"{'step' if job.steps == 1 else 'steps'}: the learning rate ends at "
+        f"{job.optimizer.lr * job.steps / warmup_steps:g}, below optimizer.lr {job.optimizer.lr:g}"
+    ]
+
+
+def of_data(train: Source, held_out: Source, global_batch: int) -> list[str]:
     """One line for each thing that is odd; none of a stream, whose samples nobody has counted."""
     if train.in_order:
         return []

@@ -1,4 +1,4 @@
-"""Data that trains, but hardly as it was meant: that is told in a line."""
+"""What trains, but hardly as it was meant: that is told in a line."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from jobs import gpumix, plan_for, write_job
 from gpumix.data.rows import split_held_out
 from gpumix.data.samples import as_source
 from gpumix.data.streams import StreamSource
-from gpumix.train.little_data import warnings_of
+from gpumix.spec.read import read_job
+from gpumix.train.oddities import of_data, of_schedule
 
 
 def told(samples: int, held_out: float, global_batch: int = 8) -> list[str]:
     whole = as_source([{"k": k} for k in range(samples)])
-    return warnings_of(*split_held_out(whole, held_out), global_batch)
+    return of_data(*split_held_out(whole, held_out), global_batch)
 
 
 @pytest.mark.parametrize(
@@ -39,17 +40,28 @@ def test_what_is_odd_is_told_with_its_numbers(samples, held_out, numbers):
         assert number in line
 
 
+def test_a_peak_that_is_never_reached_is_told_with_the_last_rate(tmp_path):
+    def told(**settings):
+        return of_schedule(read_job(write_job(tmp_path, **settings)))
+
+    assert told(steps=5, schedule={"warmup_steps": 5}) == []  # the last step has it
+    (line,) = told(steps=5, schedule={"warmup_steps": 20}, optimizer={"lr": 0.1})
+    assert "is 20, but the run has 5 steps" in line
+    assert "ends at 0.025, below optimizer.lr 0.1" in line
+
+
 def test_a_stream_is_not_counted():
     stream = StreamSource(lambda number: iter([{"k": 1}] * 9), "stream", 8)
-    assert warnings_of(*stream.split(1, read=False), 8) == []
+    assert of_data(*stream.split(1, read=False), 8) == []
 
 
 def test_a_run_says_it_once(tmp_path):
     data = {"factory": "toys:tokens", "arguments": {"samples": 6}, "held_out": 0.6}
-    job = write_job(tmp_path, data=data, steps=2)
+    job = write_job(tmp_path, data=data, steps=2, schedule={"warmup_steps": 3})
     plan_for(job).save(tmp_path / "plan.json")
     done = gpumix("train", "job.yaml", "--plan", "plan.json", folder=tmp_path)
     assert done.code == 0
     said = " ".join(done.err.split())
     assert said.count("data.held_out keeps 3 of 6 samples") == 0  # half is not odd
     assert said.count("3 to train on, for a global_batch of 8") == 1
+    assert said.count("schedule.warmup_steps is 3, but the run has 2 steps") == 1
