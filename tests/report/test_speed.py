@@ -33,7 +33,9 @@ def test_the_even_split_is_that_which_the_plan_was_weighed_against(tmp_path):
     found = answer_of(run_of(tmp_path, LINES, state="training"))
     assert found.even.source == "predicted"
     assert found.even.step_s == even_step_s()
-    assert found.against_even == pytest.approx(even_step_s() / STEP_S)
+    # Its prediction is compared with one: a measured step may be slow for the machine is busy.
+    assert found.predicted.step_s != STEP_S
+    assert found.against_even == pytest.approx(even_step_s() / found.predicted.step_s)
 
 
 def test_an_even_split_that_was_measured_goes_before(tmp_path):

@@ -48,14 +48,20 @@ class Answer:
         return self.measured or self.predicted
 
     @property
+    def like_even(self) -> Speed:
+        """The run's speed that compares with that of the even split: predictions of both are off
+        alike, as on a busy machine, where one against a measured time tells of the machine."""
+        return self.measured if self.even.source == "measured" else self.predicted or self.measured
+
+    @property
     def against_even(self) -> float | None:
         """How many times as fast."""
-        return self._times(self.even)
+        return _times(self.like_even, self.even)
 
     @property
     def of_ideal(self) -> float | None:
         """Which part of it."""
-        return self._times(self.ideal)
+        return _times(self.best, self.ideal)
 
     @property
     def prediction_error(self) -> float | None:
@@ -64,10 +70,11 @@ class Answer:
             return None
         return self.predicted.step_s / self.measured.step_s - 1
 
-    def _times(self, other: Speed) -> float | None:
-        if not self.best.step_s or not other.step_s:
-            return None
-        return other.step_s / self.best.step_s
+
+def _times(one: Speed, other: Speed) -> float | None:
+    if not one.step_s or not other.step_s:
+        return None
+    return other.step_s / one.step_s
 
 
 def answer_of(run: Run) -> Answer:

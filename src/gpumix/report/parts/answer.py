@@ -49,22 +49,22 @@ def _speed(found: Answer) -> Markup:
 
 def _even(found: Answer) -> Markup:
     if found.against_even is None:
-        why = found.even.why or found.best.why
+        why = found.even.why or found.like_even.why
         return _figure(words.UNKNOWN, "against an even split", why)
     what = "the speed of an even split"
-    return _figure(words.times(found.against_even), what, _held(found, found.even))
+    return _figure(words.times(found.against_even), what, _held(found.like_even, found.even))
 
 
 def _ideal(found: Answer) -> Markup:
     what = "of what all devices reach alone, added up"
     if found.of_ideal is None:
         return _figure(words.UNKNOWN, what, found.ideal.why or found.best.why)
-    return _figure(f"{found.of_ideal:.0%}", what, _held(found, found.ideal))
+    return _figure(f"{found.of_ideal:.0%}", what, _held(found.best, found.ideal))
 
 
-def _held(found: Answer, other: Speed) -> str:
+def _held(here: Speed, other: Speed) -> str:
     """What is held against what."""
-    return f"{found.best.source} here; {words.rate(other.tokens_per_s)} there, {other.source}"
+    return f"{here.source} here; {words.rate(other.tokens_per_s)} there, {other.source}"
 
 
 def _bars(found: Answer) -> Markup | None:
