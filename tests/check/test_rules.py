@@ -26,7 +26,7 @@ from healthy import (
 )
 
 from gpumix.check.facts import ClockFacts, FolderFacts, Limits
-from gpumix.check.finding import Severity
+from gpumix.check.finding import Finding, Severity
 from gpumix.check.judge import CHECKS, judge
 from gpumix.check.of_software import runs_on
 from gpumix.spec.network import Network, link
@@ -236,6 +236,18 @@ def test_what_is_of_gpus_is_not_said_of_emulated_devices():
     found = judge(survey)
     assert {one.severity for one in found} == {Severity.OK}
     assert not {"driver", "kernels", "gpus", "speed", "cores", "clocks"} & {f.check for f in found}
+
+
+def test_emulated_devices_fit_into_this_machine_together():
+    def found(gib: float) -> list[Finding]:
+        ranks = [emulated(n).model_copy(update={"memory_bytes": int(gib * GIB)}) for n in range(4)]
+        return wrong(HEALTHY.model_copy(update={"ranks": tuple(ranks), "clocks": ()}))
+
+    free = HOST.available_bytes / GIB
+    assert not [one for one in found(free / 4) if one.check == "memory"]
+    (one,) = (one for one in found(free / 2) if one.check == "memory")
+    assert one.severity is WARNING
+    assert f"may take {2 * free:.1f} GiB together, {free:.1f} GiB of this machine's" in one.what
 
 
 def test_checkpoints_that_are_there_are_counted():

@@ -101,6 +101,7 @@ class RankFacts(Value):
 
     Attributes:
         host, device: empty for a rank that did not come.
+        memory_bytes: that an emulated device may take of its host's.
         job: a digest of the job as this rank has read it.
         gpumix: the version that it runs.
         trouble: why nothing more is known of it; empty if all is.
@@ -115,6 +116,7 @@ class RankFacts(Value):
     product: str = ""
     capability: str = ""
     emulated: bool = False
+    memory_bytes: int = 0
     job: str = ""
     gpumix: str = ""
     trouble: str = ""

@@ -150,7 +150,8 @@ def _copies_on(survey: Survey, host: str) -> int:
 
 def memory(survey: Survey) -> Iterator[Finding]:
     """Room on the host for its processes, for copies of the state, and for one more while it is
-    saved."""
+    saved; and for what devices may take that are emulated."""
+    yield from _emulated(survey)
     for host, facts in survey.hosts.items():
         ranks, free = len(survey.on(host)), facts.available_bytes
         needed = MEMORY_BYTES * ranks if _has_gpus(survey, host) else 0
@@ -174,6 +175,24 @@ def memory(survey: Survey) -> Iterator[Finding]:
                 host=host,
                 measured={"available_bytes": free, "needed_bytes": needed + state + copies},
             )
+
+
+def _emulated(survey: Survey) -> Iterator[Finding]:
+    """Such devices take memory of one machine, whatever hosts they are said to be on."""
+    if not survey.hosts:
+        return
+    taken = sum(rank.memory_bytes for rank in survey.ranks)
+    free = min(facts.available_bytes for facts in survey.hosts.values())
+    if taken > free:
+        yield Finding(
+            check="memory",
+            severity=Severity.WARNING,
+            what=f"emulated devices may take {show_bytes(taken)} together, {show_bytes(free)} of "
+            "this machine's memory are free: one that fills up is ended by the system",
+            fix="give their classes less `memory` in the cluster file, or emulate fewer devices",
+            host=next(iter(survey.hosts)),
+            measured={"available_bytes": free, "needed_bytes": taken},
+        )
 
 
 def memory_fine(survey: Survey) -> str:

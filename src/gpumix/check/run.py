@@ -217,6 +217,7 @@ def _hello(seat: Seat, device_class: DeviceClass, job: Job | None) -> RankFacts:
         product=device_class.product,
         capability=device_class.compute_capability,
         emulated=device_class.emulated,
+        memory_bytes=device_class.memory_bytes if device_class.emulated else 0,
         gpumix=gpumix.__version__,
         job=hashlib.sha256(told.encode()).hexdigest()[:12],
     )
