@@ -27,6 +27,14 @@ def test_the_page_lies_in_the_runs_folder(run):
     assert "2,048 tokens/s" in text
 
 
+def test_lines_that_could_not_be_read_are_told_beside_the_page(run):
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("{torn\n")
+    done = gpumix("report", run)
+    assert done.exit_code == 0
+    assert "1 line of metrics.jsonl could not be read: the page goes by the others" in done.stderr
+
+
 def test_it_goes_elsewhere_if_asked(run, tmp_path):
     before = sorted(run.iterdir())
     assert gpumix("report", run, "--output", tmp_path / "mine.html").exit_code == 0

@@ -205,7 +205,7 @@ def test_real_cards_do_not_join_emulated_ones():
         with pytest.raises(InputError, match="cannot join emulated devices") as caught:
             added(emulated, text)
         assert "'tiny'" in caught.value.what or text == "t4"
-        assert "p40" in caught.value.why and "add devices of these" in caught.value.fix
+        assert "p40" in caught.value.fix and "plan for --cluster" in caught.value.fix
     assert counts(added(emulated, "p40"))["p40"] == 3
 
 

@@ -46,6 +46,8 @@ def report(
     found = read_run(run)
     path = output or found.folder / run_files.REPORT
     write_page(found, path)
+    if unread := found.history.unread_told:
+        stderr().print(f"{unread}: the page goes by the others", style="yellow")
     if as_json:
         print_json(Facts(found).as_dict() | {"report": str(path)})
     else:

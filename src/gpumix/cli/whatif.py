@@ -10,6 +10,7 @@ from gpumix.cli.common import Debug, Json, answer, verb
 from gpumix.cli.source import Asked, planning
 from gpumix.spec.errors import InputError
 from gpumix.spec.placed import placed
+from gpumix.spec.read_errors import nearest, suggest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -123,7 +124,7 @@ def _prices(texts: list[str], names: set[str]) -> dict[str, float] | None:
             raise InputError(
                 f"there is no class '{given.strip()}' to pay for",
                 where="--price",
-                why=f"there are {', '.join(sorted(names))}",
+                fix=suggest(nearest(given.strip(), names), sorted(names), "there are"),
             )
         prices[name] = _price(amount)
     return prices or None

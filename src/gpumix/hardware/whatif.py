@@ -36,6 +36,7 @@ from gpumix.spec.profile import (
     TeamProfile,
     UnitKind,
 )
+from gpumix.spec.read_errors import nearest, suggest
 from gpumix.spec.stage import DTYPE_BYTES, ComputeDtype
 
 U = TypeVar("U", UnitKind, RootUnit)
@@ -67,9 +68,14 @@ def _refuse_emulated(profile: Profile, text: str) -> None:
         raise InputError(
             f"there is no class '{counted(text)[1]}' to add, and real cards cannot join emulated "
             "devices",
-            why=f"the cluster has {', '.join(c.name for c in profile.cluster.classes)}",
-            fix="add devices of these, or plan for --cluster",
+            fix=f"{_classes_like(profile, text)}; or plan for --cluster",
         )
+
+
+def _classes_like(profile: Profile, text: str) -> str:
+    """Which class may have been meant, and all that there are."""
+    names = [one.name for one in profile.cluster.classes]
+    return suggest(nearest(counted(text)[1], names), names, "the cluster has")
 
 
 def removed(profile: Profile, text: str) -> Profile:
@@ -80,9 +86,8 @@ def removed(profile: Profile, text: str) -> Profile:
     """
     count, name = _count_of_class(profile, text)
     if name is None:
-        known = ", ".join(c.name for c in profile.cluster.classes)
         raise InputError(
-            f"there is no class '{text.strip()}' to remove", why=f"the cluster has {known}"
+            f"there is no class '{text.strip()}' to remove", fix=_classes_like(profile, text)
         )
     members = profile.cluster.members(name)
     if count is not None and count > len(members):

@@ -13,6 +13,8 @@ from dataclasses import dataclass, fields, replace
 from statistics import fmean
 from typing import Any, TypeVar
 
+from gpumix.spec.units import plural
+from gpumix.train import run_files
 from gpumix.train.account import Shares
 from gpumix.train.metrics import WARM_UP_STEPS, ClassRecord, RankRecord, StepRecord, typical_s
 
@@ -82,6 +84,12 @@ class History:
         batches = (one.step for one in self.steps if one.samples != self.steps[-1].samples)
         starts = (e.step for e in self.events if e.event == "plan" and e.told.get("live") is False)
         return max(*batches, *starts, 0, 0)
+
+    @property
+    def unread_told(self) -> str:
+        """That lines could not be read, if so."""
+        lines = plural(self.unread, "line")
+        return f"{lines} of {run_files.METRICS} could not be read" if self.unread else ""
 
     @property
     def restarts(self) -> tuple[Happened, ...]:

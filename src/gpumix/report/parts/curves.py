@@ -10,7 +10,6 @@ from gpumix.report.draw import Shape, label, legend, percent, ticks
 from gpumix.report.facts import Facts
 from gpumix.report.html import Markup, el
 from gpumix.report.parts.section import aside, section
-from gpumix.spec.units import plural
 
 HEIGHT, BELOW = 190, 22  # pixels: of the curve, and of the steps below it
 POINTS = 400  # places in which a curve keeps its least and its most
@@ -48,9 +47,7 @@ def curves(facts: Facts) -> Markup:
             _chart("Tokens a second", _speeds(facts), facts, from_zero=True),
             class_="charts",
         ),
-        aside(f"{plural(history.unread, 'line')} of metrics.jsonl could not be read.")
-        if history.unread
-        else None,
+        aside(f"{unread}.") if (unread := history.unread_told) else None,
     )
 
 
