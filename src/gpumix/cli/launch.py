@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,10 +23,6 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 20.0
 GRACE_S, SLURM_GRACE_S = 60.0, 270.0
-BEFORE_THE_JOB = (
-    "--hosts", "--cluster", "--processes", "--python", "--folder", "--env", "--logs", "--address",
-    "--port", "--timeout", "--grace", "--ssh", "--print-commands", "--template",
-)  # fmt: skip
 
 
 class Template(StrEnum):
@@ -52,6 +48,7 @@ def register(app: typer.Typer) -> None:
 # One parameter for each option, as typer wants it.
 @verb
 def launch(
+    called: typer.Context,
     program: Annotated[
         list[str],
         typer.Argument(metavar="PROGRAM", help="JOB.yaml, SCRIPT.py or, with -m, MODULE."),
@@ -171,7 +168,7 @@ def launch(
         _refuse({"--processes": processes}, "is of this host", fix="--hosts a:4,b:8")
     named = program_of(program, module=module)
     if named.kind == "job":
-        _refuse_behind(named.arguments)
+        _refuse_behind(named.arguments, called)
     devices, file, on = _devices(named, cluster, hosts)
     if hosts is None and named.kind == "job" and template is None:
         _refuse(
@@ -216,10 +213,15 @@ def launch(
         _run(asked)
 
 
-def _refuse_behind(arguments: Sequence[str]) -> None:
+def _refuse_behind(arguments: Sequence[str], called: typer.Context) -> None:
     """What stands behind a job is for `gpumix train`."""
+    assert called.parent is not None
+    verbs: Any = called.parent.command
+    of_train, own = verbs.commands["train"], called.command
+    before = {option for of in own.params for option in of.opts}
+    before.difference_update(option for of in of_train.params for option in of.opts)
     for word in arguments:
-        if word.partition("=")[0] in BEFORE_THE_JOB:
+        if word.partition("=")[0] in before:
             raise InputError(
                 f"{word} is an option of gpumix launch, and stands behind the job",
                 where="command line",

@@ -352,7 +352,7 @@ def _too_large(error: Exception, runtime: DeviceRuntime, device_class: str) -> N
         "one unit with one sample does not fit",
         where=f"device class '{device_class}', {show_bytes(runtime.memory_limit_bytes)}",
         why=first_line(error),
-        fix="shorten the samples (sequence_length in a job), or leave this class out of the cluster",
+        fix="shorten samples (sequence_length in a job), or leave this class out of the cluster",
     )
 
 

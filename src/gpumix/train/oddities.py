@@ -1,5 +1,5 @@
-"""Warns of what trains, but hardly as it was meant: less data than a batch, or nearly all of it held
-out; a warm-up longer than the run.
+"""Warns of what trains, but hardly as it was meant: less data than a batch, nearly all of it held
+out, a warm-up longer than the run.
 
 None stops a run: a trial on a handful of samples is what many begin with.
 """

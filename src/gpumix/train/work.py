@@ -24,9 +24,9 @@ from gpumix.train.context import Context, Task, joined
 from gpumix.train.goes_on import check_goes_on
 from gpumix.train.heads import check_techniques
 from gpumix.train.launch import Seat
-from gpumix.train.oddities import of_data, of_schedule
 from gpumix.train.loop import Trainer
 from gpumix.train.models import model_of
+from gpumix.train.oddities import of_data, of_schedule
 from gpumix.train.optimizer import trial_optimizer
 from gpumix.train.outcome import Summary, Trial
 from gpumix.train.recovery import Restart
