@@ -97,6 +97,15 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path, name):
     assert error.fix
 
 
+@pytest.mark.parametrize("name", ["plan.json", "run.json"])
+def test_a_damaged_file_is_mended_by_the_run_not_by_another_plan(tmp_path, name):
+    write_run(tmp_path)
+    (tmp_path / name).write_text('{"a')
+    error = refused(tmp_path)
+    assert name in error.where
+    assert "written anew when the run goes on" in error.fix and "gpumix plan" not in error.fix
+
+
 @pytest.mark.parametrize("step", [None, "three", True, float("nan"), 10**400])
 def test_numbers_of_progress_that_are_none_are_not_known(tmp_path, step):
     assert run_of(tmp_path, state="training", loss=step, remaining_s=step).progress.loss is None

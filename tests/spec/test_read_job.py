@@ -320,6 +320,13 @@ def test_no_file_and_a_folder(tmp_path):
     assert "cannot read the job file" in error_of(tmp_path / "a\0b")
 
 
+def test_a_program_is_no_job_and_says_what_runs_it(tmp_path):
+    (tmp_path / "train.py").write_text("print(1)\n")
+    with pytest.raises(InputError, match="this is a program") as caught:
+        read_job(tmp_path / "train.py")
+    assert f"gpumix launch {tmp_path / 'train.py'}" in caught.value.fix
+
+
 def test_a_cluster_file_is_no_job_and_says_how_to_give_it(tmp_path):
     file = tmp_path / "cluster.yaml"
     file.write_text("- {class: cpu, accelerator: cpu, memory: 1 GiB}\n")

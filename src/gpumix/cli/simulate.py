@@ -64,9 +64,7 @@ def simulate(
 ) -> None:
     from rich.console import Group
 
-    from gpumix.cost.predict import check_match
     from gpumix.simulate.events import simulate as replay_of
-    from gpumix.simulate.program import check_devices
     from gpumix.simulate.trace import trace_of
     from gpumix.spec.plan import Plan
 
@@ -85,11 +83,7 @@ def simulate(
     if profile is None and job is None and cluster is None:
         profile = found_beside(plan)
     times, note = _times(profile, asked)
-    with placed(plan):
-        check_match(times, planned)
     with placed(plan if profile is None else f"{plan} with {profile}"):
-        check_devices(times, planned)
-    with placed(plan):
         replay = replay_of(times, planned)
     if trace is not None:
         trace_of(replay, planned).save(trace)

@@ -25,6 +25,7 @@ from gpumix.train.run_record import RunRecord
 State = Literal["planned", "training", "restarting", "interrupted", "failed", "finished"]
 LIVE: tuple[State, ...] = ("training", "restarting")
 
+WRITTEN_ANEW = "give the folder of another run; in this one it is written anew when the run goes on"
 # What `gpumix plan --output plan.json` writes beside the plan.
 BESIDE_PLAN = "plan.profile.json"
 
@@ -77,7 +78,7 @@ def read_run(folder: Path, *, newest_bytes: int | None = None) -> Run:
         InputError: there is none, or a file of it is not readable, or of another schema.
     """
     folder = _found_in(folder)
-    plan = Plan.load(folder / run_files.PLAN)
+    plan = Plan.load(folder / run_files.PLAN, fix=WRITTEN_ANEW)
     trace = folder / run_files.TRACE
     return Run(
         folder=folder,
@@ -123,7 +124,7 @@ def _profile(folder: Path, plan: Plan) -> Profile | None:
 
 def _loaded_record(folder: Path) -> RunRecord | None:
     path = folder / run_files.RUN
-    return RunRecord.load(path) if path.exists() else None
+    return RunRecord.load(path, fix=WRITTEN_ANEW) if path.exists() else None
 
 
 def _lines(path: Path, newest_bytes: int | None) -> Iterator[str]:

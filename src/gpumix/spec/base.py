@@ -55,15 +55,18 @@ class Document(Value):
     schema_version: int = 1
 
     @classmethod
-    def load(cls, path: Path) -> Self:
+    def load(cls, path: Path, *, fix: str = "") -> Self:
         """Read the document from `path`.
+
+        Args:
+            fix: what to do where it is wrong; by default, make one.
 
         Raises:
             InputError: the file is missing, unreadable, no JSON, says one thing twice, or is of
                 another kind or schema.
         """
         made_by = cls.MADE_BY or f"gpumix {cls.KIND} JOB.yaml --output {cls.KIND}.json"
-        fix = f"make one with `{made_by}`"
+        fix = fix or f"make one with `{made_by}`"
         try:
             text = read_text(path)
         except (OSError, UnicodeDecodeError) as error:

@@ -517,13 +517,13 @@ class Profile(Document):
         return self
 
     @classmethod
-    def load(cls, path: Path) -> Self:
-        """Read the profile from `path`.
+    def load(cls, path: Path, *, fix: str = "") -> Self:
+        """Read the profile from `path`; see `Document.load`.
 
         Raises:
             InputError: it is no profile, or a time in it falls by far as the micro-batch grows.
         """
-        profile = super().load(path)
+        profile = super().load(path, fix=fix)
         for of_class in profile.classes:
             if told := of_class.disturbed():
                 raise InputError(

@@ -24,6 +24,7 @@ from gpumix.spec.read_yaml import Keys, Place, Tree, load_yaml, show_value
 
 AUTO: Literal["auto"] = "auto"
 CLUSTER: Keys = ("cluster",)
+KEYS_FIX = "write a key and a value on each line, such as `steps: 100`"
 CONFIG_FIX = "give the config.json of a transformers model, or its content with a model_type"
 
 
@@ -36,12 +37,18 @@ def read_job(path: Path, overrides: Sequence[str] = ()) -> Job:
     Raises:
         InputError: a file or an override is wrong.
     """
+    if path.suffix == ".py" and path.is_file():
+        raise InputError(
+            "this is a program, and a job is wanted",
+            where=str(path),
+            fix=f"run it on all devices: gpumix launch {path}",
+        )
     tree = load_yaml(path, "job")
     if not isinstance(tree.value, dict):
         what = f"a job must be a mapping of keys to values, it is {show_value(tree.value)}"
         rows = isinstance(tree.value, list) and all(isinstance(row, dict) for row in tree.value)
         fix = f"of a cluster file: `cluster: {path}` in a job, or gpumix devices --cluster {path}"
-        raise InputError(what, where=str(tree.place(())), fix=fix if rows else "")
+        raise InputError(what, where=str(tree.place(())), fix=fix if rows else KEYS_FIX)
     if "schema_version" in tree.value and isinstance(kind := tree.value.get("kind"), str):
         beside = f", and this with --{kind}" if kind in ("plan", "profile") else ""
         raise InputError(
