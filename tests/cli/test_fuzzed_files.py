@@ -126,7 +126,7 @@ def test_what_a_plan_cannot_be_for_the_model_is_told_with_its_file(folder):
     done = spoilt(
         folder, "stages.json", written(plan, "json"), "train", "job.yaml", "--plan", "stages.json"
     )
-    assert done.err.startswith("gpumix: stages.json: stage 1: the plan is not one for this model")
+    assert done.err.startswith(f"gpumix: {both}: stage 1: the plan is not one for this model")
 
 
 @pytest.mark.parametrize(
@@ -242,6 +242,15 @@ def test_a_plan_and_a_profile_that_differ_are_both_named(folder):
     command = ("simulate", "stages.json", "--profile", "profile.json")
     done = spoilt(folder, "profile.json", content, *command)
     assert done.err.startswith("gpumix: stages.json with profile.json: the plan's device 'fast-3'")
+
+
+def test_training_by_a_plan_names_the_profile_beside_it_too(folder):
+    """Either may be the one that was spoilt."""
+    known = json.loads((folder / "profile.json").read_text(encoding="utf-8"))
+    content = written(with_value(("model", "calls", 0), "other", known), "json")
+    done = spoilt(folder, "profile.json", content, "train", "job.yaml", "--plan", "one.json")
+    assert done.code == 2
+    assert done.err.startswith("gpumix: one.json with profile.json: ")
 
 
 def test_heads_that_cannot_be_shared_are_no_estimate(folder):

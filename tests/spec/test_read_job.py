@@ -287,6 +287,11 @@ def test_an_inline_cluster_file_word(job_file):
     )
 
 
+def test_an_empty_cluster_is_not_the_folder_of_the_job(job_file):
+    error = error_of(job_file(JOB + "cluster: ''\n"))
+    assert error.startswith("job.yaml:8: 'cluster' is empty\n  fix: give 'auto', the path of")
+
+
 def test_an_error_in_a_cluster_file_names_that_file(job_file, tmp_path):
     (tmp_path / "cluster.yaml").write_text("classes: {a: {memory: 1 GiB}}\ndevices: [{class: b}]\n")
     error = error_of(job_file(JOB + "cluster: cluster.yaml\n"))

@@ -54,7 +54,7 @@ def train(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    from gpumix.cli.source import beside
+    from gpumix.cli.source import beside, found_beside
     from gpumix.spec.plan import Plan
     from gpumix.train.pipeline import Pipeline
 
@@ -73,7 +73,11 @@ def train(
     with placed(job):
         pipeline = Pipeline.of_file(job, overrides, allowed=allowed, debug=debug)
         summary = pipeline.train(
-            given, resume=resume, made_from=made_from, plan_file=str(plan or "")
+            given,
+            resume=resume,
+            made_from=made_from,
+            plan_file=str(plan or ""),
+            made_from_file=str(found_beside(plan) or "") if plan is not None else "",
         )
     if not pipeline.speaks:
         return

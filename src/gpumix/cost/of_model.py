@@ -54,7 +54,8 @@ def check_ends(plan: Plan, before: Collection[str], after: Collection[str]) -> N
                 what, fix = "is for plans of one stage", f"set '{key}' to []"
             elif wrong:
                 what = f"names {_listed(wrong)}, which is not used at that end of the model only"
-                fix = f"set '{key}' to [], or to {json.dumps(list(allowed))}"
+                fix = f"set '{key}' to []"
+                fix += f", or to {json.dumps(list(allowed))}" if allowed else ""
             else:
                 continue
             raise InputError(f"'{key}' {what}", where=f"stage {number}", fix=fix)

@@ -12,7 +12,7 @@ from gpumix.spec.errors import InputError, NoFeasiblePlanError
 @contextmanager
 def placed(place: str | Path) -> Iterator[None]:
     """Wrong input, and plans that do not fit, are told with the file or argument that asked for
-    them; errors that name one already are left as they are."""
+    them; errors that name one already, or one "with" another, are left as they are."""
     try:
         yield
     except (InputError, NoFeasiblePlanError) as error:
@@ -24,7 +24,7 @@ def placed(place: str | Path) -> Iterator[None]:
 
 
 def _names_one(where: str) -> bool:
-    file = where.partition(":")[0]
+    file = where.partition(":")[0].partition(" with ")[0]
     try:
         return where.startswith("--") or (bool(file) and Path(file).exists())
     except (OSError, ValueError):  # a name that no file can have

@@ -106,11 +106,11 @@ def _named_cluster(name: str, tree: Tree) -> Cluster | Literal["auto"]:
     place = tree.place(CLUSTER)
     path = _absolute(Path(name), place)
     with suppress(OSError):  # a name that is too long is no file either
-        if path.exists():
+        if name and path.exists():
             return read_cluster(path)
     meant = did_you_mean(nearest(name, [AUTO]))
     raise InputError(
-        f"'cluster': there is no cluster file {path}",
+        f"'cluster': there is no cluster file {path}" if name else "'cluster' is empty",
         where=str(place),
         fix=f"{meant} give '{AUTO}', the path of a cluster file, or the cluster itself".lstrip(),
     )

@@ -145,12 +145,13 @@ class Pipeline:
         resume: bool,
         made_from: Profile | None = None,
         plan_file: str = "",
+        made_from_file: str = "",
     ) -> Summary:
         """Train by `plan`, or by one that is made first.
 
         Args:
             made_from: the profile that the plan was made from, if it is known.
-            plan_file: what the plan was read from.
+            plan_file, made_from_file: what the two were read from.
         """
         if self.speaks:
             check_installed(self.job.trackers)
@@ -170,7 +171,8 @@ class Pipeline:
         profile = None
         if plan is not None:
             with placed(plan_file):
-                plan, profile = self._checked(plan, made_from)
+                both = f"{plan_file} with {made_from_file}" if made_from is not None else plan_file
+                plan, profile = self._checked(plan, made_from, both)
             for line in overruled(plan, self.job):
                 self.show(line)
         else:
@@ -426,20 +428,24 @@ class Pipeline:
                 fix="go on with --resume, or write elsewhere: --set output=runs/another",
             )
 
-    def _checked(self, plan: Plan, profile: Profile | None) -> tuple[Plan, Profile | None]:
+    def _checked(
+        self, plan: Plan, profile: Profile | None, both: str
+    ) -> tuple[Plan, Profile | None]:
         """The plan that was given, predicted again, and the profile that it was compared with: the
-        one that is given, or that of the cache."""
+        one that is given, or that of the cache. `both` is where they were read from."""
         plan.for_devices([device.id for device in self._runs.devices(self._used(plan))])
         check_job(plan, self.job, self.cluster)
         others = other_speeds(plan, self.cluster)
         if others and profile is not None:
-            check_model(plan, profile)
+            with placed(both):
+                check_model(plan, profile)
             profile = None
         if self._runs.decides_alone:  # other hosts may have other files
             profile = self._known() if profile is None else reading_as(self.job, profile)
             if profile is not None:
                 profile = within_memory(profile, self.cluster)
-                plan = foretold_again(plan, profile, self.show)
+                with placed(both):
+                    plan = foretold_again(plan, profile, self.show)
         check_memory(plan, self.cluster)
         if others:
             self.show(
