@@ -429,7 +429,7 @@ class Pipeline:
             )
 
     def _checked(
-        self, plan: Plan, profile: Profile | None, both: str
+        self, plan: Plan, profile: Profile | None, both: str = ""
     ) -> tuple[Plan, Profile | None]:
         """The plan that was given, predicted again, and the profile that it was compared with: the
         one that is given, or that of the cache. `both` is where they were read from."""
