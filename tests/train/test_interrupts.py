@@ -67,7 +67,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, losses):
     disturbed(tmp_path, "ctrl-c")
     done = gpumix("train", "job.yaml", "--plan", "plan.json", "--json", folder=tmp_path)
     assert done.code == 130
-    assert "once more ends it at once" in done.err
+    assert "Ctrl-C ends it at once" in done.err
     assert "Traceback" not in done.err
     last = last_saved(tmp_path)
     assert f"{checkpoints(tmp_path / 'run')[0]}: stopped after step {last} of 6" in done.err
@@ -99,13 +99,17 @@ def test_a_signal_to_the_whole_group_saves_as_well(tmp_path, losses, fault):
 
 
 @pytest.mark.slow
-def test_ranks_do_not_outlive_their_launcher(tmp_path):
-    disturbed(tmp_path, "kill-launcher")
+@pytest.mark.parametrize("fault", ["kill-launcher", "kill-launcher-and-hold-lock"])
+def test_ranks_do_not_outlive_their_launcher(tmp_path, fault):
+    """Also where no thread of Python's can run in a rank any more."""
+    disturbed(tmp_path, fault)
     done = gpumix("train", "job.yaml", "--plan", "plan.json", folder=tmp_path)
     assert done.code == -9  # and `gpumix` has looked for processes that are left
 
 
-@pytest.mark.parametrize("fault", ["interrupt-launcher", "terminate-launcher", "terminate"])
+@pytest.mark.parametrize(
+    "fault", ["interrupt-launcher", "terminate-launcher", "terminate-launcher-twice", "terminate"]
+)
 def test_a_signal_to_any_process_stops_all_of_them(tmp_path, losses, fault):
     job, plan = disturbed(tmp_path, fault)
     with pytest.raises(Interrupted, match=r"stopped after step \d of 6"):
@@ -124,7 +128,7 @@ def test_a_rank_that_is_lost_before_it_answers_makes_no_run_go_on(tmp_path, loss
     assert_goes_on(tmp_path, losses)
 
 
-def test_a_second_signal_ends_the_run_at_once(tmp_path):
+def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path):
     job, plan = disturbed(tmp_path, "interrupt-launcher-twice")
     with pytest.raises(KeyboardInterrupt):
         train(job, plan=plan)

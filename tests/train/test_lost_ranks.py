@@ -60,6 +60,21 @@ def test_a_run_goes_on_where_a_killed_rank_left_it(tmp_path, losses):
     assert [record["step"] for record in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow
+def test_ranks_that_nobody_watches_are_ended_and_start_again(tmp_path, losses):
+    """The process that they are forked from was killed: they live, and none of them is at fault."""
+    fault = toy(fault="kill-parent", rank=1, at=3, once=str(tmp_path / "once"))
+    plan_for(write_job(tmp_path, model=fault, restarts=1)).save(tmp_path / "plan.json")
+    command = ("train", "job.yaml", "--plan", "plan.json", "--json")
+    done = gpumix(*command, folder=tmp_path, fresh=True)
+    assert done.code == 0
+    assert "the process that ranks are forked from has ended" in done.err
+    assert "Traceback" not in done.err and "exit code" not in done.err
+    assert [record["loss"] for record in metrics(tmp_path / "run")] == losses
+    [restart] = metrics(tmp_path / "run", "restart")
+    assert "cannot be watched any more" in restart["why"]
+
+
 @pytest.mark.parametrize(
     ("killed", "how"),
     [(False, "left with exit code 7"), (True, r"was killed by signal 9 \(SIGKILL\)")],

@@ -459,13 +459,30 @@ def _to_group(number: signal.Signals) -> Callable[[], float]:
     return send
 
 
-def _interrupt_launcher_twice() -> float:
-    interrupt = _to_launcher(signal.SIGINT)
-    interrupt()
+def _twice(send: Callable[[], float]) -> float:
+    send()
     time.sleep(0.5)  # two signals at once would be one
-    interrupt()
-    time.sleep(FOREVER_S)
+    return send()
+
+
+def _interrupt_launcher_twice() -> float:
+    _twice(_to_launcher(signal.SIGINT))
+    return _hang()
+
+
+def _kill_launcher_and_hold_lock() -> float:
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+    held = ctypes.PyDLL(None)
+    held.kill(launcher.pid, int(signal.SIGKILL))
+    held.sleep(FOREVER_S)
     return 1.0
+
+
+def _kill_parent() -> float:
+    """That which ranks are forked from."""
+    os.kill(os.getppid(), signal.SIGKILL)
+    return _hang()
 
 
 def _interrupt_and_die() -> float:
@@ -527,7 +544,10 @@ FAULTS: dict[str, Callable[[], float]] = {
     "terminate-launcher": _to_launcher(signal.SIGTERM),
     "notice": _notice(_to_launcher(signal.SIGTERM)),
     "notice-to-one": _notice(_signal(signal.SIGTERM)),
+    "terminate-launcher-twice": lambda: _twice(_to_launcher(signal.SIGTERM)),
     "kill-launcher": _to_launcher(signal.SIGKILL),
+    "kill-launcher-and-hold-lock": _kill_launcher_and_hold_lock,
+    "kill-parent": _kill_parent,
     "hang-up-launcher": _to_launcher(signal.SIGHUP),
     "interrupt-launcher": _to_launcher(signal.SIGINT),
     "interrupt-launcher-twice": _interrupt_launcher_twice,

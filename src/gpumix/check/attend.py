@@ -181,7 +181,7 @@ def _run(make: Maker, seat: Seat, setting: Setting, pipe: Connection, log: str) 
             os.dup2(file.fileno(), sys.stdout.fileno())
             os.dup2(file.fileno(), sys.stderr.fileno())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it ends it
-    threading.Thread(target=end_with_launcher, name="gpumix-orphan", daemon=True).start()
+    end_with_launcher()
     torch.set_num_threads(1)
     probe = make(seat, setting)
     with suppress(EOFError, OSError):

@@ -17,11 +17,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from gpumix.train.stop import to_take
+from gpumix.train.stop import is_once_more, to_take
 
 ALIVE_S = 5.0  # how often a launcher says that it is there
 SILENCE_S = 60.0  # how long it may say nothing
-STOPPING = b"gpumix: stopping, runs save now; once more ends all at once\n"
+STOPPING = b"gpumix: stopping, runs save now; Ctrl-C ends all at once\n"
 
 
 class Order(enum.IntEnum):
@@ -50,12 +50,13 @@ class Orders:
 
     @contextmanager
     def by_signals(self) -> Iterator[None]:
-        """Ctrl-C, SIGTERM and SIGHUP are orders while the block runs: the first to stop."""
+        """Ctrl-C, SIGTERM and SIGHUP are orders while the block runs: the first to stop, a Ctrl-C
+        after it to end."""
 
         def take(number: int, frame: FrameType | None) -> None:
             if not self._led and self.given is Order.GO_ON:
                 os.write(2, STOPPING)  # a handler may interrupt a print
-            self.give(Order.END if self.given else Order.STOP)
+            self.give(Order.END if self.given and is_once_more(number) else Order.STOP)
 
         before = {one: signal.signal(one, take) for one in to_take()}
         try:

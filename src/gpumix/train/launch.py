@@ -6,6 +6,7 @@ tenth of a second. The parent holds the rendezvous store, on loopback; so it sur
 
 from __future__ import annotations
 
+import fcntl
 import math
 import mmap
 import multiprocessing
@@ -17,7 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import forkserver, util
@@ -34,12 +35,12 @@ from gpumix.hardware.environment import is_stopped
 from gpumix.spec.cluster import Device
 from gpumix.spec.errors import DeviceFailure, GpumixError, Interrupted, RankInterrupted, RankLost
 from gpumix.train.failures import in_words
-from gpumix.train.stop import SIGNALS, StopRequest, to_take
+from gpumix.train.stop import SIGNALS, StopRequest, is_once_more, to_take
 
 LOOPBACK = "127.0.0.1"
 # torch imports its compiler in every rank, with the first optimizer.
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "gpumix.train.preload"]
-STOPPING = b"gpumix: finishing this step, then saving; once more ends it at once, without saving\n"
+STOPPING = b"gpumix: finishing this step, then saving; Ctrl-C ends it at once, without saving\n"
 # After one rank has failed, how long the others may take to notice and say so; and after one was
 # lost, of which they know nothing.
 GRACE_S = 15.0
@@ -103,7 +104,7 @@ def launch(
             process and its own children.
         debug: print the traceback of every error.
         stop: a first Ctrl-C or SIGTERM is for the ranks to answer (`StopRequest`), and is noted
-            here; only a second one ends them. None: the first one does.
+            here; only a Ctrl-C after it ends them. None: the first one does.
         silence_s: a rank whose heartbeat stands still for so long, once it has begun, is ended; one
             whose process is stopped after `STOPPED_S`, if that is less.
 
@@ -174,12 +175,14 @@ def _interrupts_ignored() -> Iterator[None]:
 
 @contextmanager
 def _stops_taken(children: list[_Child], stop: Asked | None) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM is noted and passed on to `children`, the next raises
+    """The first Ctrl-C or SIGTERM is noted and passed on to `children`, a Ctrl-C after it raises
     KeyboardInterrupt; the first one too if it is not for them to answer."""
 
     def take(number: int, frame: FrameType | None) -> None:
-        if stop is None or stop.at is not None:
+        if stop is None or (stop.at is not None and is_once_more(number)):
             raise KeyboardInterrupt
+        if stop.at is not None:
+            return
         stop.at = time.monotonic()
         os.write(2, STOPPING)  # a handler may interrupt a print
         for child in children:
@@ -227,7 +230,8 @@ class _Child:
             kind, value = self.pipe.recv()
         except (EOFError, OSError):
             self.process.join()
-            self.error = self._died(self.process.exitcode)
+            code = self.process.exitcode
+            self.error = self._orphaned() if self._lives else self._died(code)
             return
         if kind == "result":
             self.result = value
@@ -298,6 +302,26 @@ class _Child:
             why=f"{self.name()} waited for that until it was aborted (SIGABRT){told}",
             first="look at that device and its driver, then ",
             device=others[0].seat.device if len(others) == 1 else None,
+        )
+
+    @property
+    def _lives(self) -> bool:
+        """Although it is said to have ended: who would tell how it did, its parent, is gone."""
+        try:
+            os.kill(self.process.pid, 0)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def _orphaned(self) -> RankLost:
+        with suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGKILL)
+        return self._lost(
+            f"{self.name()} cannot be watched any more",
+            why="the process that ranks are forked from has ended: somebody killed it, or the "
+            "system ran out of memory: see `dmesg | tail`",
+            first="",
+            device=None,
         )
 
     def _died(self, exit_code: int | None) -> RankLost:
@@ -459,7 +483,7 @@ def _child(
     except FileNotFoundError:  # the launcher was interrupted while it started this process
         os._exit(1)
     os.dup2(2, 1)  # data on stdout is the launcher's; what code prints in ranks is talk
-    threading.Thread(target=end_with_launcher, name="gpumix-orphan", daemon=True).start()
+    end_with_launcher()
     try:
         pipe.send(("result", work(seat, *args)))
         pipe.close()
@@ -467,7 +491,9 @@ def _child(
         if debug and not isinstance(error, Interrupted):
             traceback.print_exc()
         _give_back()
-        pipe.send(("error", in_words(error, f"rank {seat.rank} (device '{seat.device.id}')")))
+        told = in_words(error, f"rank {seat.rank} (device '{seat.device.id}')")
+        with suppress(OSError):  # nobody may listen any more
+            pipe.send(("error", told))
         pipe.close()
         sys.stderr.flush()
         # Threads of a broken process group may hang in their destructors; the parent knows all.
@@ -487,8 +513,23 @@ def _give_back() -> None:
 
 
 def end_with_launcher() -> None:
-    """A launcher that is killed cannot end its ranks."""
+    """From now on this process ends when its launcher does: one that is killed cannot end its
+    ranks. The kernel sees to it where it can, so one that is stopped, or that stands in a call with
+    Python's lock held, ends too."""
     launcher = multiprocessing.parent_process()
-    if launcher is not None:
-        launcher.join()
-        os._exit(1)
+    if launcher is None:
+        return
+    if hasattr(fcntl, "F_SETSIG"):  # Linux
+        alive = launcher.sentinel  # a pipe, of which the launcher has the other end
+        fcntl.fcntl(alive, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(alive, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(alive, fcntl.F_SETFL, fcntl.fcntl(alive, fcntl.F_GETFL) | os.O_ASYNC)
+        if wait([alive], 0):  # it ended before that
+            os._exit(1)
+        return
+    threading.Thread(target=_end_after, args=(launcher,), name="gpumix-orphan", daemon=True).start()
+
+
+def _end_after(launcher: Any) -> None:
+    launcher.join()
+    os._exit(1)

@@ -16,6 +16,12 @@ from gpumix.spec.errors import Interrupted
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+def is_once_more(number: int) -> bool:
+    """Whether a signal that follows another asks for an end at once: Ctrl-C does. Those who send
+    SIGTERM may do so twice, or to a process and to its whole group, and grant no less time."""
+    return number == signal.SIGINT
+
+
 def to_take() -> list[signal.Signals]:
     """Those that this process answers: who starts it by nohup wants no end when the terminal
     closes."""
