@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 import gpumix.train.export
 from checkpoints import checkpointer, odd
+from gpumix.data.tokenizer import bytes_as_file
 from gpumix.spec.errors import InputError, MachineError
 from gpumix.train.export import export
 from harness import run_ranks
@@ -95,6 +96,24 @@ def test_bytes_as_tokens_have_a_tokenizer_too(tmp_path):
     export(tmp_path, folder, tell=told.append)
     assert not (folder / "tokenizer.json").exists()
     assert told == ["no tokenizer is written: its data may be tokens already, not bytes of texts"]
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_only_a_tokenizer_is_copied_whatever_file_a_checkpoint_names(tmp_path, beside):
+    """Who hands on an exported folder does not hand on other files of this machine."""
+    secret = tmp_path / "own" / ("tokenizer_config.json" if beside else "tokenizer.json")
+    secret.parent.mkdir()
+    if beside:
+        (secret.parent / "tokenizer.json").write_text(json.dumps(bytes_as_file()[0]))
+    secret.write_text("root:$6$secret:19000::::::\n")
+    named = str(secret.parent if beside else secret)
+    run_ranks(_save_of_job, 1, tmp_path, {"tokenizer": named, "data": {"text": ["a.txt"]}})
+    told = []
+    folder = export(tmp_path, tmp_path / "model", tell=told.append)
+    assert not [file for file in folder.iterdir() if b"secret" in file.read_bytes()]
+    assert not (folder / "tokenizer.json").exists()
+    [line] = told
+    assert f"its tokenizer at {named} is not copied" in line and str(secret) in line
 
 
 def test_bf16(tmp_path):

@@ -81,13 +81,15 @@ def test_text_with_a_tokenizer_trained_on_it(tmp_path, text):
     )
     assert_learns(train(job))
     # It goes with the exported model.
-    model = export(tmp_path / "run", tmp_path / "model")
+    told: list[str] = []
+    model = export(tmp_path / "run", tmp_path / "model", tell=told.append)
+    assert told == [f"its tokenizer is copied from {tmp_path / 'tokenizer.json'}"]
     words = " ".join(WORDS)
     found = transformers.AutoTokenizer.from_pretrained(model)
     assert found(words)["input_ids"] == tokenizer.encode(words).ids
     assert len({file.stat().st_mode for file in model.iterdir()}) == 1
     (tmp_path / "tokenizer.json").unlink()
-    told: list[str] = []
+    told.clear()
     assert not (export(tmp_path / "run", model, tell=told.append) / "tokenizer.json").exists()
     assert told == [
         f"its tokenizer is not at {tmp_path / 'tokenizer.json'} any more: copy it into the folder "

@@ -19,8 +19,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 import gpumix
-from gpumix.data.tokenizer import bytes_as_file
-from gpumix.spec.errors import InputError, MachineError, first_line
+from gpumix.data.tokenizer import FileTokenizer, bytes_as_file
+from gpumix.spec.errors import GpumixError, InputError, MachineError, first_line
+from gpumix.spec.files import read_text, why_unreadable
 from gpumix.train.checkpoint import opened
 from gpumix.train.checkpoint_content import MODEL
 from gpumix.train.checkpoint_file import MANIFEST, Manifest, damaged, verify
@@ -62,8 +63,8 @@ def export(
             from a factory) there is no `config.json`.
         dtype: of all floating tensors: fp32 or bf16.
         file_bytes: a file of weights holds at most so much, or one tensor.
-        tell: takes lines for people: which newer checkpoints are damaged, and whether the tokenizer
-            is where it was no more.
+        tell: takes lines for people: which newer checkpoints are damaged, and where the tokenizer
+            was copied from, or why none was.
 
     Raises:
         InputError: no checkpoint, a damaged one, another dtype, or `to` holds something else.
@@ -115,7 +116,8 @@ def _stored_config(path: Path, manifest: Manifest) -> Mapping[str, Any] | None:
 
 
 def _copy_tokenizer(part: Path, manifest: Manifest, tell: Callable[[str], None]) -> None:
-    """The files that the job of a checkpoint names; those of bytes as tokens are made."""
+    """The files that the job of a checkpoint names, once they are seen to be a tokenizer: who made
+    the checkpoint may have named any file of this machine. Those of bytes as tokens are made."""
     job = manifest.extra.get("job")
     told, data = (job.get("tokenizer"), job.get("data")) if isinstance(job, dict) else (None, None)
     if told == "bytes" and isinstance(data, dict):
@@ -135,10 +137,29 @@ def _copy_tokenizer(part: Path, manifest: Manifest, tell: Callable[[str], None])
     if TOKENIZER not in present:
         tell(f"its tokenizer is not at {place} any more: copy it into the folder by hand")
         return
+    try:
+        FileTokenizer(present[TOKENIZER])
+        for name in present.keys() & {*BESIDE_IT}:
+            _check_beside(present[name])
+    except GpumixError as error:
+        why = first_line(error)
+        tell(f"its tokenizer at {place} is not copied, for it cannot be seen to be one: {why}")
+        return
+    tell(f"its tokenizer is copied from {place}")
     for name, file in present.items():
         shutil.copyfile(file, part / name)
     if TOKENIZER_CONFIG not in present:
         _write_json(part / TOKENIZER_CONFIG, AS_IT_IS)
+
+
+def _check_beside(file: Path) -> None:
+    """Raise InputError unless a file is what one of its name holds: an object, or a template."""
+    try:
+        text = read_text(file)
+        if file.suffix == ".json" and not isinstance(json.loads(text), dict):
+            raise InputError("it is no JSON object", where=str(file))
+    except (OSError, ValueError) as error:
+        raise InputError(why_unreadable(error), where=str(file)) from error
 
 
 def _check_replaceable(to: Path) -> None:
