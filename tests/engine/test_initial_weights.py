@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -187,6 +189,15 @@ def test_a_file_that_is_no_safetensors_is_refused(tmp_path):
     (tmp_path / "weights.safetensors").write_text("hello")
     with pytest.raises(InputError, match="cannot read the weights"):
         engine_alone(own_blocks, 1, 1, weights=tmp_path)
+
+
+@pytest.mark.parametrize("in_folder", [False, True])
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path, in_folder):
+    pipe = tmp_path / "model.safetensors"
+    os.mkfifo(pipe)
+    with pytest.raises(InputError, match="cannot read the weights") as caught:
+        engine_alone(own_blocks, 1, 1, weights=tmp_path if in_folder else pipe)
+    assert (caught.value.where, caught.value.why) == (str(pipe), "it is a pipe, not a file")
 
 
 def test_a_missing_file_is_refused(tmp_path):

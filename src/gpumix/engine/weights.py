@@ -17,6 +17,7 @@ from gpumix.engine.deferred import log_of
 from gpumix.engine.shard import Source
 from gpumix.engine.state import check_names_and_shapes
 from gpumix.spec.errors import InputError
+from gpumix.spec.files import NotAFileError, check_is_file, why_unreadable
 
 
 def source_of(model: nn.Module, weights: Path | None = None) -> Source:
@@ -125,13 +126,14 @@ class _Files:
 @contextlib.contextmanager
 def _opened(file: Path) -> Iterator[Any]:
     try:
+        check_is_file(file)  # which would be waited for with Python's lock held
         with safe_open(file, framework="pt") as opened:
             yield opened
     except (OSError, SafetensorError) as error:
         raise InputError(
             "cannot read the weights",
             where=str(file),
-            why=str(error),
+            why=why_unreadable(error) if isinstance(error, NotAFileError) else str(error),
             fix="give a whole file in the safetensors format that you may read",
         ) from error
 

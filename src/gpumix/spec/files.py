@@ -40,6 +40,13 @@ def not_a_file(path: Path) -> str | None:
         return None
 
 
+def check_is_file(path: Path) -> None:
+    """Raise NotAFileError where reading may have no end: for who hands the name to a library."""
+    kind = not_a_file(path)
+    if kind is not None and not str(path).startswith(_HANDED):
+        raise NotAFileError(errno.EINVAL, f"it is {kind}, not a file", str(path))
+
+
 @contextmanager
 def opened(path: Path) -> Iterator[BufferedReader]:
     """A file, open to be read.
@@ -48,9 +55,7 @@ def opened(path: Path) -> Iterator[BufferedReader]:
         NotAFileError: reading it may have no end.
         OSError: it cannot be read.
     """
-    kind = not_a_file(path)
-    if kind is not None and not str(path).startswith(_HANDED):
-        raise NotAFileError(errno.EINVAL, f"it is {kind}, not a file", str(path))
+    check_is_file(path)
 
     def without_waiting(name: str, flags: int) -> int:
         return os.open(name, flags | os.O_NONBLOCK)
