@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import weakref
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +236,47 @@ def test_a_loss_of_the_loops_own_is_the_same(folder):
 
 def _outside(folder: Path, world: int) -> dict[str, Any]:
     return looped(folder, world, inside=False)
+
+
+def test_a_rank_without_samples_computes_a_loss_of_its_own_that_counts_nothing(folder):
+    """In the first batch, when it has seen no outputs yet, and in the last one of an epoch."""
+    (stock,) = run_ranks(_short, 1, folder, 1)
+    assert [rows for _, rows in stock["losses"]] == [1, GLOBAL_BATCH, 1]
+    for rank in run_ranks(_short, 2, folder, 2, timeout_s=120):
+        assert rank["norms"] == pytest.approx(stock["norms"], rel=1e-4)
+        for (own, rows), (loss, samples) in zip(rank["losses"], stock["losses"], strict=True):
+            assert samples > 1 or (own, rows) == (pytest.approx(loss, rel=1e-5), 1)  # or stands in
+
+
+def _short(folder: Path, world: int) -> dict[str, Any]:
+    as_launched(folder)
+    if world == 1:
+        from accelerate import Accelerator
+
+        accelerator = Accelerator()
+    else:
+        from gpumix import Accelerator
+
+        accelerator = Accelerator(plan=outside_ranks())
+    torch.manual_seed(11)
+    network = Outside()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)
+    loaders = [
+        DataLoader(Texts(samples, seed=seed), batch_size=GLOBAL_BATCH // world)
+        for seed, samples in enumerate([GLOBAL_BATCH, 1, GLOBAL_BATCH + 1])
+    ]
+    network, optimizer, *loaders = accelerator.prepare(network, optimizer, *loaders)
+    network.train()
+    losses, norms = [], []
+    for batch in chain(*loaders[1:]):
+        ids = batch["input_ids"]
+        loss = nn.functional.cross_entropy(network(ids).flatten(0, 1), ids.flatten())
+        accelerator.backward(loss)
+        norms.append(float(accelerator.clip_grad_norm_(network.parameters(), 1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append((loss.item(), len(ids)))
+    return {"losses": losses, "norms": norms}
 
 
 def test_gradients_accumulate(folder):

@@ -377,16 +377,18 @@ class Engine(ShardedModel):
         Args:
             function: is called with the model, whose forward it calls once, and a micro-batch.
             batch, samples: as `evaluate` takes them.
-            as_trained: with the dropout of the next step, whose batch it is, as `step` takes it.
+            as_trained: with the dropout of the next step, whose batch it is, as `step` takes it;
+                but of a rank that has none of its samples `batch` may have others, which stand in.
 
         Returns:
             What it returned, by the places of each micro-batch's samples: in `batch`, or by a plan
             of several stages, and as they are trained, in the global one. Of several stages the
             last one's ranks have it, of a team each has the same.
         """
+        rows: tuple[range, ...] = ()
         if as_trained:
             rows = self._rows if samples is None else rows_of(self.plan, self.comm.rank, samples)
-        else:
+        if not as_trained or not rows:
             rows = self._rows_given(batch, samples)
         made: dict[range, Any] = {}
 

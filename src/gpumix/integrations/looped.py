@@ -84,21 +84,25 @@ class Looped(nn.Module):
             )
         given = self._at()
         self._samples = None if given is None else given.samples
-        if given is not None and given.own == 0:
-            batch = tree_map(lambda t: t[:0] if isinstance(t, Tensor) else t, batch)
+        stands_in = given is not None and given.own == 0
+        own = tree_map(_without_rows, batch) if stands_in else batch
         if LABELS in kwargs:
-            whole, made = self._computed(batch)
+            whole, made = self._computed(own)
             loss = whole.float().requires_grad_()
-            self._begun = _Begun(batch, [loss], made)
+            self._begun = _Begun(own, [loss], made)
             return Outputs(loss)
-        return self._outside(batch)
+        return self._outside(batch, own)
 
-    def _outside(self, batch: dict[str, Any]) -> Any:
-        """What the model returns, as leaves of the loop's graph."""
+    def _outside(self, batch: dict[str, Any], own: dict[str, Any]) -> Any:
+        """What the model returns, as leaves of the loop's graph.
+
+        Args:
+            own: of `batch`, whose rows may only stand in, so that the loop has a loss to compute.
+        """
         found = self._engine.outputs(_outputs, batch, samples=self._samples, as_trained=True)
         outputs = self._joined(list(found.values()))
         leaves = [leaf.detach().requires_grad_() for leaf in _differentiable(outputs)]
-        self._begun = _Begun(batch, leaves)
+        self._begun = _Begun(own, leaves)
         return _with(outputs, leaves)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -122,6 +126,7 @@ class Looped(nn.Module):
         rows = _rows(begun.batch)
         if begun.made is None:  # the loop's loss is a mean over its rows
             wanted = [_gradient(leaf) * rows for leaf in begun.leaves]
+            wanted = wanted if rows else tree_map(_without_rows, wanted)
             _, made = self._computed({**begun.batch, GRADIENTS: wanted})
         else:
             made, worth = begun.made, begun.leaves[0].grad
