@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from gpumix.report.page import page
 from gpumix.report.run import Run, read_run
@@ -279,6 +279,43 @@ def _short(folder: Path, world: int) -> dict[str, Any]:
     return {"losses": losses, "norms": norms}
 
 
+@pytest.mark.parametrize("form", ["tuple", "own names"])
+def test_batches_of_any_form_are_measured_and_trained_on(form, tmp_path):
+    """As a loop over `TensorDataset`s has them; what the model takes of them is its own affair."""
+    (stock,) = run_ranks(_formed, 1, tmp_path, 1, form)
+    for rank in run_ranks(_formed, 2, tmp_path, 2, form, timeout_s=120):
+        assert rank["norms"] == pytest.approx(stock["norms"], rel=1e-4)
+        assert rank["found"] == stock["found"]
+
+
+def _formed(folder: Path, world: int, form: str) -> dict[str, Any]:
+    as_launched(folder)
+    if world == 1:
+        from accelerate import Accelerator
+    else:
+        from gpumix import Accelerator
+    accelerator = Accelerator()
+    torch.manual_seed(11)
+    network = Outside()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)
+    ids = Texts().rows["input_ids"]
+    samples: Any = TensorDataset(ids, ids.roll(1, 1))
+    if form == "own names":
+        samples = [{"text": text, "wanted": wanted} for text, wanted in samples]
+    loader = DataLoader(samples, batch_size=GLOBAL_BATCH // world)
+    network, optimizer, loader = accelerator.prepare(network, optimizer, loader)
+    norms, found = [], []
+    for batch in loader:
+        text, wanted = batch.values() if isinstance(batch, dict) else batch
+        logits = network(text)
+        accelerator.backward(nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten()))
+        norms.append(float(accelerator.clip_grad_norm_(network.parameters(), 1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+        found += accelerator.gather_for_metrics(wanted).tolist()
+    return {"norms": norms, "found": found}
+
+
 def test_gradients_accumulate(folder):
     (stock,) = run_ranks(_accumulated, 1, folder, 1)
     for rank in run_ranks(_accumulated, 2, folder, 2, timeout_s=120):
@@ -501,6 +538,7 @@ WRONG = {
     "precision": "there is no mixed_precision 'fp61'",
     "objects": "objects that do not cross between ranks: list of set",
     "unnamed": "states are not named automatically",
+    "other call": "the model cannot be measured with the loader's batches",
 }
 
 
@@ -518,8 +556,11 @@ def _wrong(folder: Path, what: str) -> None:
         Accelerator(fsdp_plugin=object())
     if what == "precision":
         Accelerator(True, False, "fp61")
-    accelerator = Accelerator(plan=plan_for(model(), [Share(12, 6, 1)]))
     network = model()
+    if what == "other call":
+        loader = DataLoader(TensorDataset(torch.zeros(GLOBAL_BATCH, 2, 2, 2)), GLOBAL_BATCH)
+        Accelerator().prepare(network, loader)
+    accelerator = Accelerator(plan=plan_for(model(), [Share(12, 6, 1)]))
     optimizer = torch.optim.AdamW(network.parameters())
     if what == "objects":
         accelerator.gather_for_metrics([{1, 2}])

@@ -1,16 +1,22 @@
-"""Models that do not call all of their units in one order are told so while they are measured."""
+"""Models that do not call all of their units in one order are told so while they are measured, and
+what those take from inside them is there."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 import toys
 from jobs import LENGTH, train, write_job
-from sweeps import measure
+from sweeps import measure, subject
 from torch.utils.data import default_collate
 
 from gpumix.engine.coroutine import ModelError
 from gpumix.hardware.runtime import open_device
+from gpumix.profiler.measure import measure_class
 from gpumix.spec.cluster import DeviceClass
+from models import causal_model, packed_lm
 
 CARD = [{"class": "only", "accelerator": "cpu", "memory": "64 MiB"}]
 
@@ -47,3 +53,32 @@ def test_of_one_batch_too_all_passes_are_alike(calls, before):
             largest=1,
             make_batch=lambda n: default_collate(samples[:n]),
         )
+
+
+def test_what_a_model_takes_from_inside_its_blocks_is_there_in_every_pass():
+    """Of each block once, though only one of them is computed: the logits of routers, whose
+    balancing loss wants a gradient."""
+    factory = causal_model(
+        "MixtralConfig",
+        intermediate_size=48,
+        num_local_experts=4,
+        num_key_value_heads=2,
+        output_router_logits=True,
+    )
+    generator = torch.Generator().manual_seed(0)
+    passes = []
+
+    def objective(model, batch):
+        outputs = model(**batch)
+        passes.append(len(outputs.router_logits))
+        return outputs.loss, torch.tensor(1)
+
+    measured = subject(factory, largest=1, make_batch=lambda n: packed_lm(n, generator))
+    with open_device(DeviceClass(name="one", accelerator="cpu", memory_bytes=2**28), 0) as runtime:
+        measure_class(
+            replace(measured, loss=objective),
+            runtime,
+            device_class="one",
+            progress=lambda line: None,
+        )
+    assert len(passes) > 3 and set(passes) == {3}

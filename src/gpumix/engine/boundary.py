@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from gpumix.engine.buffers import BufferCopies
-from gpumix.engine.captured import Captured
+from gpumix.engine.captured import Captured, Collected
 from gpumix.engine.coroutine import ModelError, ThreadState, UnitCall
 from gpumix.engine.given import Given
 from gpumix.engine.glue import Link, hand, without_memory
@@ -93,6 +93,11 @@ class Cut:
     def leaves(self) -> list[torch.Tensor]:
         """The outputs, after `forward`, that may get a gradient before `backward`."""
         return [leaf for leaf in self._leaves if leaf is not None]
+
+    @property
+    def collected(self) -> Collected:
+        """What the context of the call has collected, by this call or before."""
+        return self._captured.collected
 
     @property
     def differentiable(self) -> bool:

@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader
 from gpumix.engine.engine import Engine
 from gpumix.engine.groups import all_ranks, device_of_group
 from gpumix.hardware.environment import ranks_here
+from gpumix.hardware.memory import is_out_of_memory
 from gpumix.integrations.accelerator_arguments import (
     bound,
     compiles,
@@ -35,13 +36,14 @@ from gpumix.integrations.accelerator_arguments import (
     refuse_without_meaning,
 )
 from gpumix.integrations.batching import Batching
+from gpumix.integrations.called import ARGS, KWARGS, call_of
 from gpumix.integrations.gathering import all_numbers, all_objects, all_rows
 from gpumix.integrations.hosted import Training, host, plan_of, refuse_gpu, world
 from gpumix.integrations.loop_record import LoopRecord
 from gpumix.integrations.looped import LABELS, Looped, objective
 from gpumix.integrations.optimizers import optimizer_like, taken_over
 from gpumix.integrations.overflows import tells_of_skips, told_norm
-from gpumix.integrations.own_batches import Collated, Given, OwnLoader
+from gpumix.integrations.own_batches import CollatedTree, OwnLoader, Part, collated_tree
 from gpumix.integrations.rows import PlannedRows, looped_rows
 from gpumix.integrations.samplers import prepared, seed_of_all
 from gpumix.integrations.saving import Saver, dtypes_of
@@ -49,7 +51,7 @@ from gpumix.integrations.specimens import specimen_of
 from gpumix.integrations.whole_saves import saves_whole
 from gpumix.profiler.library import join
 from gpumix.spec.dtypes import Precision
-from gpumix.spec.errors import InputError
+from gpumix.spec.errors import InputError, in_a_line
 from gpumix.spec.plan import Plan
 from gpumix.spec.shares import rows_of
 from gpumix.spec.space import EVERYTHING
@@ -75,7 +77,7 @@ class Loader(OwnLoader, DataLoaderStateMixin):
     next_of: Callable[[Iterator[Any]], Any]
     iteration = 0
     skipped = 0
-    given: Given | None = None
+    given: Part | None = None
 
     def __len__(self) -> int:
         return max(0, super().__len__() - self.skipped)
@@ -91,7 +93,7 @@ class Loader(OwnLoader, DataLoaderStateMixin):
             while following is not None:
                 self.given, following = following, self.next_of(batches)
                 self.end_of_dataloader = following is None
-                yield send_to_device(dict(self.given), self.device)
+                yield send_to_device(self.given.values, self.device)
         finally:
             self.given = None
             self.iteration += 1
@@ -193,11 +195,11 @@ class Accelerator(accelerate.Accelerator):
         if self._on_cpu:
             refuse_gpu(join(), "cpu=True", where="Accelerator")
         batch_size = Batching.of(loaders[0]).batch_size
-        specimen = specimen_of(loaders[0].dataset, loaders[0].collate_fn)
-        inside = LABELS in specimen.batch(1)
+        specimen = specimen_of(loaders[0].dataset, loaders[0].collate_fn, collated_tree)
+        inside = LABELS in call_of(model, specimen.batch(1))[KWARGS]
         dtypes, self._names = dtypes_of(model), {id(p): n for n, p in model.named_parameters()}
         training = Training(
-            lambda samples: {"args": (), "kwargs": specimen.batch(samples)},
+            lambda samples: call_of(model, specimen.batch(samples)),
             sequence_length=specimen.sequence_length,
             global_batch=batch_size * world(),
             loss=objective if inside else _stand_in_loss,
@@ -209,7 +211,17 @@ class Accelerator(accelerate.Accelerator):
             told=f"loop {inside} {[type(one).__name__ for one in optimizers]}",
         )
         folder = Path(self.project_dir, run_files.OF_SCRIPT) if self.project_dir else None
-        self._engine = host(model, training, plan=self._given, own=objective, folder=folder)
+        try:
+            self._engine = host(model, training, plan=self._given, own=objective, folder=folder)
+        except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as error:
+            if self._given is not None or is_out_of_memory(error):
+                raise
+            raise InputError(
+                "the model cannot be measured with the loader's batches",
+                why=in_a_line(error),
+                fix="let the loader name the parts of a batch as forward's arguments, or give a "
+                "plan: Accelerator(plan=...)",
+            ) from error
         if len(self._engine.plan.stages) > 1 or self._engine.plan.in_teams:
             raise InputError(
                 "the plan has several stages, or teams",
@@ -244,7 +256,7 @@ class Accelerator(accelerate.Accelerator):
         if isinstance(data_loader, Loader):
             return data_loader
         given = Batching.of(data_loader)
-        collate = Collated(data_loader.collate_fn, stand_ins=True)
+        collate = CollatedTree(data_loader.collate_fn, stand_ins=True)
         config = self.dataloader_config
         if config.use_seedable_sampler:
             seed = seed_of_all() if config.data_seed is None else config.data_seed
@@ -270,7 +282,7 @@ class Accelerator(accelerate.Accelerator):
             raise InputError("a loader is read before the model is prepared")
         return self._engine
 
-    def _at(self) -> Given | None:
+    def _at(self) -> Part | None:
         """This rank's part of the batch that the loop is at."""
         active = self.gradient_state.active_dataloader
         return active.given if isinstance(active, Loader) else None
@@ -448,7 +460,7 @@ def _load_registered(obj: Any, path: str, index: int = 0) -> None:
 
 def _stand_in_loss(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     """While devices are measured: nobody knows yet what the loop will make of the outputs."""
-    outputs = model(*batch["args"], **batch["kwargs"])
+    outputs = model(*batch[ARGS], **batch[KWARGS])
     sums = [
         t.float().square().sum()
         for t in tree_leaves(outputs)

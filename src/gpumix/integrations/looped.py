@@ -17,11 +17,12 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from gpumix.engine.engine import Engine
 from gpumix.engine.objective import number_of_labels
+from gpumix.integrations.called import ARGS, KWARGS
 from gpumix.integrations.loop_record import LoopRecord
-from gpumix.integrations.own_batches import Given
+from gpumix.integrations.own_batches import Part
 from gpumix.spec.errors import InputError
 
-ARGS, KWARGS, GRADIENTS = "args", "kwargs", "gradients"
+GRADIENTS = "gradients"
 LABELS = "labels"
 
 
@@ -57,7 +58,7 @@ class Looped(nn.Module):
         self,
         module: nn.Module,
         engine: Engine,
-        at: Callable[[], Given | None],
+        at: Callable[[], Part | None],
         record: LoopRecord,
     ) -> None:
         super().__init__()

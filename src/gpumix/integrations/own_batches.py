@@ -27,26 +27,25 @@ class Given(dict[str, Any]):
 
     Attributes:
         samples: of the whole batch.
-        own: this rank's; where they are none there may be a row that stands for what they look
-            like.
     """
 
     samples: int
-    own: int
 
     @classmethod
-    def of(cls, values: Mapping[str, Any], *, samples: int, own: int) -> Given:
+    def of(cls, values: Mapping[str, Any], *, samples: int) -> Given:
         given = cls(values)
-        given.samples, given.own = samples, own
+        given.samples = samples
         return given
 
 
 @dataclass(frozen=True)
 class Part:
     """This rank's part of a batch that is any tree of tensors, `values`; `samples` are of the whole
-    batch."""
+    batch, `own` this rank's: where they are none there may be a row that stands for what they look
+    like."""
 
     samples: int
+    own: int
     values: Any
 
 
@@ -119,30 +118,36 @@ class Collated:
 
     Args:
         collate: the program's own.
-        stand_ins: whether the row is kept that is read where a rank has none.
     """
 
-    def __init__(self, collate: Callable[[list[Any]], Any], *, stand_ins: bool = False) -> None:
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self.collate = collate
-        self._stand_ins = stand_ins
 
     def __call__(self, read: tuple[list[Any], Wanted]) -> Any:
         samples, wanted = read
         with host_memory():
-            own = len(wanted.indices)
-            rows = max(own, 1) if self._stand_ins else own
-            return self._handed_over(samples, rows, wanted)
+            return self._handed_over(samples, wanted)
 
-    def _handed_over(self, samples: list[Any], rows: int, wanted: Wanted) -> Any:
-        kept = _first(rows, collated(self.collate, samples))
-        return Given.of(kept, samples=wanted.samples, own=len(wanted.indices))
+    def _handed_over(self, samples: list[Any], wanted: Wanted) -> Any:
+        kept = _first(len(wanted.indices), collated(self.collate, samples))
+        return Given.of(kept, samples=wanted.samples)
 
 
 class CollatedTree(Collated):
-    """The same for programs whose batches are any trees of tensors: gives a `Part`."""
+    """The same for programs whose batches are any trees of tensors: gives a `Part`.
 
-    def _handed_over(self, samples: list[Any], rows: int, wanted: Wanted) -> Part:
-        return Part(wanted.samples, _first(rows, collated_tree(self.collate, samples)))
+    Args:
+        stand_ins: whether the row is kept that is read where a rank has none.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any], *, stand_ins: bool = False) -> None:
+        super().__init__(collate)
+        self._stand_ins = stand_ins
+
+    def _handed_over(self, samples: list[Any], wanted: Wanted) -> Part:
+        own = len(wanted.indices)
+        rows = max(own, 1) if self._stand_ins else own
+        return Part(wanted.samples, own, _first(rows, collated_tree(self.collate, samples)))
 
 
 def _first(rows: int, batch: Any) -> Any:
@@ -326,12 +331,19 @@ def collated_tree(collate: Callable[[list[Any]], Any], samples: list[Any]) -> An
     """What a collator makes of samples, which may be any tree of tensors.
 
     Raises:
-        InputError: one of them has not one row for each sample.
+        InputError: it has no tensors, or one of them has not one row for each sample.
     """
     batch = collate(samples)
     if isinstance(batch, Mapping):  # trees are made of dictionaries, not of classes like them
         batch = dict(batch)
-    for path, leaf in tree_flatten_with_path(batch)[0]:
+    leaves = tree_flatten_with_path(batch)[0]
+    if not any(isinstance(leaf, Tensor) for _, leaf in leaves):
+        raise InputError(
+            f"the data collator made a {type(batch).__name__} without tensors",
+            why="a batch is cut along the first dimension of its tensors",
+            fix="return tensors, in dictionaries, tuples or lists",
+        )
+    for path, leaf in leaves:
         if isinstance(leaf, Tensor) and (leaf.dim() == 0 or len(leaf) != len(samples)):
             raise InputError(
                 f"of {len(samples)} samples the data collator made {_named(path)} of shape "

@@ -193,7 +193,7 @@ def _computed(
             kind = specimens.kind_of[walk.call.unit]
             if kind not in seen:
                 seen[kind] = run_unit(specimens, walk.call, kind, found)
-            walk.go_on(seen[kind].again())
+            walk.go_on(seen[kind].again(walk.call))
     return found
 
 
@@ -222,7 +222,7 @@ def run_unit(specimens: Specimens, call: Any, kind: str, found: Computed) -> Out
     for group in unit.bucket.trainable:
         group.begin_gradient()
     cut = specimens.cut(call, recompute=False)
-    outputs = Outputs(cut.forward())
+    outputs = Outputs.of(cut)
     tensors = [t for t in tree_leaves(outputs.value) if isinstance(t, torch.Tensor)]
     for number, tensor in enumerate(t for t in tensors if t.is_floating_point()):
         found[f"{kind}, output {number}"] = tensor.detach().float().cpu()
@@ -251,7 +251,7 @@ def compiled_error(specimens: Specimens, batch: Any) -> float | None:
                     for plain in found[:2]:
                         seen[kind] = run_unit(specimens, call, kind, plain)
                 run_unit(specimens, call, kind, found[2])
-            walk.go_on(seen[kind].again())
+            walk.go_on(seen[kind].again(walk.call))
     if worst(found[0], found[1]) > DRAWN:
         return None
     return worst(found[2], found[0])

@@ -370,7 +370,7 @@ class _Measurement:
         self._memory.reset_peak()
         cut = self._specimens.cut(call)
         with self._listening(kind, "forward"):
-            outputs = Outputs(cut.forward())
+            outputs = Outputs.of(cut)
         kept = self._memory.current() - before  # what the cut keeps for its backward too
         self._point.kept[kind] = max(0, kept)
         self._point.forward_bytes[kind] = max(0, self._memory.peak() - before - kept)
@@ -509,8 +509,8 @@ class _Measurement:
         assert walk.call is not None
         alike = self._alike(walk.call)
         if alike not in self._outputs:
-            self._outputs[alike] = Outputs(self._specimens.cut(walk.call).forward())
-        return self._outputs[alike].again()
+            self._outputs[alike] = Outputs.of(self._specimens.cut(walk.call))
+        return self._outputs[alike].again(walk.call)
 
     def _alike(self, call: UnitCall) -> object:
         return self._specimens.kind_of[call.unit], given_looks(call)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gpumix.engine.boundary import Cut, cast, taken
+from gpumix.engine.captured import Captured, Collected
 from gpumix.engine.comm import Borrowed, Communicator, Pending
 from gpumix.engine.compiled import compile_units, plain_forward
 from gpumix.engine.coroutine import Calls, Coroutine, Finished, UnitCall, intercept
@@ -158,9 +159,11 @@ class Specimens:
         return plain_run(call, forward, lambda value: cast(value, self.compute_dtype))
 
     def cut(self, call: UnitCall, *, recompute: bool = True) -> Cut:
-        """The specimen of the called unit, given what that was called with."""
+        """The specimen of the called unit, given what that was called with. It runs as often as one
+        likes: what the model takes from inside it is handed over by `Outputs` alone."""
+        context, _ = Captured(call.context).apart()
         return Cut(
-            call,
+            replace(call, context=context),
             self.of_kind[self.kind_of[call.unit]],
             compute_dtype=self.compute_dtype,
             seed=_no_seed,
@@ -265,19 +268,34 @@ class Walk:
         self._glue.backward(0, inputs, _ones(inputs))
 
 
-@dataclass
+@dataclass(frozen=True)
 class Outputs:
-    """A call's outputs, to be handed to calls of the same kind that are not computed."""
+    """A call's outputs, and what the model takes from inside it, to be handed to calls of the same
+    kind that are not computed."""
 
     value: Any
+    collected: Collected
 
-    def again(self) -> Any:
-        return tree_map(
-            lambda t: (
-                t.detach().requires_grad_(t.requires_grad) if isinstance(t, torch.Tensor) else t
-            ),
-            self.value,
-        )
+    @classmethod
+    def of(cls, cut: Cut) -> Outputs:
+        """Computed now."""
+        return cls(cut.forward(), cut.collected)
+
+    def again(self, call: UnitCall) -> Any:
+        """What `call` returns, once the model has what else it takes."""
+        Captured(call.context).hand_over(_alike(self.collected))
+        return _alike(self.value)
+
+
+def _alike(values: Any) -> Any:
+    """Tensors of the same values, each with a gradient of its own if it had one."""
+
+    def leaf(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.detach().requires_grad_(value.requires_grad)
+
+    return tree_map(leaf, values)
 
 
 class MadeUpTeam(Communicator):

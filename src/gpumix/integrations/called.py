@@ -1,0 +1,61 @@
+"""How a loop calls its model with a batch, as far as can be told before it does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from inspect import Parameter, signature
+from typing import Any
+
+from torch import nn
+
+from gpumix.spec.errors import InputError
+
+ARGS, KWARGS = "args", "kwargs"
+
+_PLACED = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def call_of(model: nn.Module, batch: Any) -> dict[str, Any]:
+    """The arguments of `model`'s forward in a batch. Parts of the batch that have the names of
+    arguments are those; what forward cannot do without is taken from the other parts, in their
+    order, and so is the first one where no name is known.
+
+    Returns:
+        By `ARGS` a tuple, by `KWARGS` a dictionary.
+
+    Raises:
+        InputError: forward wants more than there is.
+    """
+    known = signature(_with_names(model).forward).parameters
+    wanted = [one.name for one in known.values() if one.kind in _PLACED]
+    needed = [name for name in wanted if known[name].default is Parameter.empty]
+    if isinstance(batch, Mapping):
+        takes_all = not wanted and any(p.kind is Parameter.VAR_KEYWORD for p in known.values())
+        named = {key: part for key, part in batch.items() if takes_all or key in known}
+        others = [part for key, part in batch.items() if key not in named]
+    else:
+        named = {}
+        others = list(batch) if isinstance(batch, (tuple, list)) else [batch]
+    missing = [name for name in needed if name not in named]
+    if not named and not missing:
+        return {ARGS: tuple(others[:1]), KWARGS: {}}
+    if len(missing) > len(others):
+        raise InputError(
+            f"the model cannot be measured: its forward takes {', '.join(needed)}, and a batch of "
+            f"the loader has {_parts(batch)}",
+            fix="let the loader name the parts of a batch as forward's arguments, or give a plan: "
+            "Accelerator(plan=...)",
+        )
+    return {ARGS: (), KWARGS: named | dict(zip(missing, others))}
+
+
+def _with_names(model: nn.Module) -> nn.Module:
+    """Of PEFT the model inside, whose arguments have names."""
+    base = getattr(model, "get_base_model", None)
+    return base() if callable(base) else model
+
+
+def _parts(batch: Any) -> str:
+    if isinstance(batch, Mapping):
+        return ", ".join(map(str, batch))
+    return f"{len(batch)} parts" if isinstance(batch, (tuple, list)) else "one part"
