@@ -456,6 +456,28 @@ def _failing(folder: Path) -> None:
     Trainer(model=model(), args=args, plan=plan, **data).train()
 
 
+def test_a_trainer_evaluates_after_a_run_that_could_not_begin(tmp_path):
+    """As in a notebook: the checkpoint's name was wrong."""
+    [before, after] = run_ranks(_wrong_checkpoint, 1, tmp_path)[0]
+    assert after == before
+
+
+def _wrong_checkpoint(folder: Path) -> list[float]:
+    from gpumix.integrations.transformers import Trainer
+
+    as_launched(folder)
+    args = arguments(folder / "out", 12, **(SHORT | {"max_steps": 2}))
+    plan = plan_for(model(), [Share(12, 6, 1)])
+    data = {"train_dataset": Texts(), "eval_dataset": Texts(10, seed=2)}
+    trainer = Trainer(model=model(), args=args, plan=plan, **data)
+    trainer.train()
+    found = [trainer.evaluate()["eval_loss"]]
+    with pytest.raises(InputError, match="there is no such checkpoint") as caught:
+        trainer.train(resume_from_checkpoint=str(folder / "none"))
+    assert caught.value.where == str(folder / "none")
+    return [*found, trainer.evaluate()["eval_loss"]]
+
+
 def test_a_run_that_goes_on_with_weights_alone_is_told_what_begins_anew(tmp_path):
     """The checkpoint is its own."""
     (told,) = run_ranks(_with_weights_alone, 1, tmp_path)

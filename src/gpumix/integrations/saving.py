@@ -87,9 +87,15 @@ class Saver:
         Collective.
 
         Raises:
-            InputError: it is of another model, or holds neither weights of the whole model nor its
-                adapters.
+            InputError: it is not there, of another model, or holds neither weights of the whole
+                model nor its adapters.
         """
+        if not folder.is_dir():
+            raise InputError(
+                "there is no such checkpoint",
+                where=str(folder),
+                fix="give the folder of one, as out/checkpoint-500",
+            )
         if (folder / self._name).is_dir():
             state = self._in(folder).load(self._engine, optimizer)
             saved = state.cursor.get(GROUPS, [])

@@ -327,11 +327,13 @@ class Planned:
         try:
             result = super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
         except BaseException as error:
-            if self._recorded is not None:
-                self._recorded.fail(error)
+            recorded, self._recorded = self._recorded, None
+            if recorded is not None:
+                recorded.fail(error)
             raise
-        if self._recorded is not None:
-            self._recorded.finish(self.state.global_step)
+        recorded, self._recorded = self._recorded, None
+        if recorded is not None:
+            recorded.finish(self.state.global_step)
         return result
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kw: Any) -> None:
