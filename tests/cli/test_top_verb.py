@@ -137,7 +137,9 @@ def follow(folder, then: list) -> str:
 
 def test_it_ends_with_the_run(run):
     tell(run, "training")
-    shown = follow(run, [lambda: tell(run, "training", step=6), lambda: tell(run, "finished")])
+    shown = follow(
+        run, [lambda: tell(run, "training", step=6), lambda: tell(run, "finished", step=20)]
+    )
     assert "step 6 of 20" in shown
     assert "finished" in shown
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 import torch
 from evaluations import TOGETHER, evaluations
+from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+import gpumix
 from gpumix.integrations.missing import need_names
 from gpumix.report.run import read_run
 from gpumix.spec.errors import GpumixError, InputError
@@ -103,6 +105,14 @@ MODELS: dict[str, Callable[[Path], Any]] = {
 STREAMED = {"max_steps": 3, "num_train_epochs": -1, "dataloader_num_workers": 2}
 
 
+def by_elements(parameters: Iterable[nn.Parameter], ours: bool) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def by_matrices(parameters: Iterable[nn.Parameter], ours: bool) -> torch.optim.Optimizer:
+    return (gpumix.Adafactor if ours else torch.optim.Adafactor)(parameters, lr=0.05)
+
+
 def variations() -> dict[str, dict[str, Any]]:
     """Data sets are made when they are trained on: tests that are only collected have no use for
     their library."""
@@ -111,7 +121,8 @@ def variations() -> dict[str, dict[str, Any]]:
         "label smoothing": {"label_smoothing_factor": 0.1},
         "a stream": {"train_dataset": Stream, "max_steps": 3, "num_train_epochs": -1},
         "accumulation": {"gradient_accumulation_steps": 2},
-        "an optimizer": {"optimizers": True},
+        "an optimizer": {"optimizers": by_elements},
+        "an optimizer of whole matrices": {"optimizers": by_matrices},
         "a loss of a subclass": {"subclass": "loss"},
         "a loader of a subclass": {"subclass": "loader"},
         "an optimizer of a subclass": {"subclass": "optimizer"},
@@ -211,8 +222,8 @@ def trained(folder: Path, ours: bool) -> dict[str, list[float]]:
         twice = changes.pop("model_init", False)
         if twice:
             given["model_init"] = model
-        if changes.pop("optimizers", False):
-            optimizer = torch.optim.SGD(given["model"].parameters(), lr=0.1, momentum=0.9)
+        if make_optimizer := changes.pop("optimizers", None):
+            optimizer = make_optimizer(given["model"].parameters(), ours)
             given["optimizers"] = (optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0))
         if "compute_loss_func" in changes:
             given["compute_loss_func"] = changes.pop("compute_loss_func")

@@ -10,8 +10,11 @@ import torch
 from torch import nn
 from transformers.optimization import Adafactor
 
+import gpumix
+from gpumix.integrations.hosted import Training, _allowed
 from gpumix.integrations.optimizers import like, optimizer_like
 from gpumix.spec.errors import InputError
+from gpumix.spec.space import EVERYTHING, Space
 
 
 def of_arguments(kind: type) -> SimpleNamespace:
@@ -29,8 +32,20 @@ def test_of_a_trainers_arguments():
     with pytest.raises(InputError, match="Adafactor cannot update a sharded model") as caught:
         like(of_arguments(Adafactor))
     assert caught.value.fix.startswith('optim="adamw_torch"')
+    assert "optimizers=(gpumix.Adafactor(model.parameters()), None)" in caught.value.fix
     made = like(of_arguments(torch.optim.RMSprop))([nn.Parameter(torch.ones(2))])
     assert isinstance(made, torch.optim.RMSprop)
+
+
+def test_plans_for_optimizers_of_whole_matrices_have_one_stage():
+    def allowed(kind: type) -> Space:
+        made = kind([nn.Parameter(torch.ones(2, 2))])
+        return _allowed(Training(lambda n: None, 12, 4, optimizer=optimizer_like(made)))
+
+    for kind in (gpumix.Adafactor, gpumix.Muon):
+        assert (allowed(kind).most_stages, allowed(kind).tensor) == (1, (1,))
+    assert allowed(torch.optim.AdamW) == EVERYTHING
+    assert _allowed(Training(lambda n: None, 12, 4)) == EVERYTHING
 
 
 def test_of_a_loop():

@@ -371,6 +371,39 @@ def test_what_webhooks_ask_for(folder):
         assert trainers == [True, False]
 
 
+@pytest.mark.parametrize(
+    ("words", "file"),
+    [
+        (["--cluster", "../emulated.yaml", "train.py"], "emulated.yaml"),
+        (["--folder", "/shared/below", "../train.py"], "train.py"),
+    ],
+)
+def test_what_does_not_lie_on_the_volume_of_pods_is_refused(folder, words, file):
+    """SLURM's nodes share the file system."""
+    below = folder / "below"
+    below.mkdir()
+    (below / "train.py").touch()
+    done = gpumix("launch", "--template", "k8s", *words, folder=below)
+    above = "/shared" if "--folder" in words else str(folder)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith(f"gpumix: {above}/{file}: pods do not find this file")
+    assert f"put it below {above}/below, or" in done.err
+    template("slurm", below, *words)
+
+
+def test_a_cluster_of_gpus_is_not_read_by_pods(folder):
+    (folder / "below").mkdir()
+    (folder / "below" / "train.py").touch()
+    template("k8s", folder / "below", "--cluster", "../two.yaml", "train.py")
+
+
+def test_the_fix_for_files_that_pods_do_not_find_works(folder):
+    (folder / "below").mkdir()
+    (folder / "below" / "train.py").touch()
+    text = template("k8s", folder, "--cluster", "emulated.yaml", "below/train.py")
+    assert f"value: {folder}/emulated.yaml" in text
+
+
 def test_pods_run_the_interpreter_of_their_image(folder):
     """This machine's own is nothing that an image has."""
     text = template("k8s", folder, "--hosts", "a:8,b:8", "train.py")

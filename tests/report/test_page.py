@@ -106,7 +106,7 @@ def test_a_folders_name_is_text_too(tmp_path):
 @pytest.mark.parametrize("steps", [0, 1, 30])
 def test_every_state_has_a_page(tmp_path, state, said, steps):
     lines = [step_line(n, loss=3.0 / n) for n in range(1, steps + 1)]
-    found = read(run_of(tmp_path, lines, state=state, why="the disk is full"))
+    found = read(run_of(tmp_path, lines, state=state, steps=3, why="the disk is full"))
     assert said in found.text
     ended = state in ("restarting", "interrupted", "failed")
     assert ("the disk is full" in found.text) == ended

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from folders import event_line, planned, read, run_of, step_line
 from rich.console import Console
 
 from gpumix.report.facts import Facts
 from gpumix.report.live import frame
+
+
+def shown(facts: Facts) -> str:
+    """The page, and what a terminal shows."""
+    terminal = Console(width=120, file=io.StringIO())
+    terminal.print(frame(facts, width=120))
+    return read(facts.run).text + terminal.file.getvalue()
 
 
 def test_real_devices_have_no_such_label(tmp_path):
@@ -61,6 +69,23 @@ def test_what_happened_is_told_with_step_and_reason(tmp_path):
         assert said.split("; ", 1)[0] in text and said.split("; ", 1)[1] in text
 
 
+def test_a_run_that_its_script_ends_early_is_told_as_that(tmp_path):
+    """On the page and in a terminal."""
+    facts = Facts(run_of(tmp_path, state="finished", step=9, steps=20))
+    (end,) = facts.events
+    assert (end.step, end.what, end.why) == (9, "Ended by the script", "after step 9 of 20")
+    text = shown(facts)
+    assert "ended by the script" in text and "All steps are done" not in text
+
+
+@pytest.mark.parametrize("steps", [9, None])
+def test_a_run_that_has_no_more_steps_to_do_is_finished(tmp_path, steps):
+    facts = Facts(run_of(tmp_path, state="finished", step=9, steps=steps))
+    (end,) = facts.events
+    assert end.what == "All steps are done"
+    assert "finished" in shown(facts)
+
+
 def test_what_is_told_after_the_end_of_a_run_stands_behind_it(tmp_path):
     """On the page and in a terminal; an event without a time stays where it was told."""
     lines = [
@@ -68,7 +93,7 @@ def test_what_is_told_after_the_end_of_a_run_stands_behind_it(tmp_path):
         event_line("checkpoint", 3, time=None, path="/x/second"),
         event_line("compared", 3, time=1.7e9 + 20, strategy="even", step_s=2.0, steps=3),
     ]
-    facts = Facts(run_of(tmp_path, lines, state="finished", step=3, time=1.7e9 + 10))
+    facts = Facts(run_of(tmp_path, lines, state="finished", step=3, steps=3, time=1.7e9 + 10))
     order = [
         "Checkpoint first",
         "Checkpoint second",

@@ -245,6 +245,15 @@ def test_speed_is_that_of_a_median_step(tmp_path):
     assert (found["step"], found["remaining_s"]) == (3, 7 * 0.5)
 
 
+@pytest.mark.parametrize("steps", [10, None])
+def test_nothing_remains_of_a_run_that_is_finished(tmp_path, steps):
+    """Also if it was not told how many steps there are, or ends before them."""
+    with RunLog(tmp_path, plan(), steps) as log:
+        log.step(step(1))
+    found = progress(tmp_path)
+    assert (found["state"], found["remaining_s"]) == ("finished", 0)
+
+
 @pytest.mark.parametrize(
     ("error", "state"), [(Interrupted("stop"), "interrupted"), (ValueError("oh"), "failed")]
 )

@@ -270,7 +270,7 @@ def _print_template(template: Template, asked: Asked) -> None:
         text = sbatch(components, program, around, address=asked.address, port=port)
     else:
         _refuse({"--address": asked.address}, "has no effect: the first pod has its name", fix="")
-        text = manifests(components, program, around, port=port)
+        text = manifests(components, program, around, asked.files, port=port)
     if asked.as_json:
         print_json({"template": template.value, "text": text})
     else:

@@ -25,6 +25,7 @@ from torch import nn
 from gpumix.engine.engine import Engine
 from gpumix.engine.launched import leave_at_end
 from gpumix.engine.objective import Objective
+from gpumix.engine.optimizers.base import WholeOptimizer
 from gpumix.engine.prepare import prepare
 from gpumix.engine.randomness import untouched
 from gpumix.hardware.runtime import indexed
@@ -166,6 +167,7 @@ def _planned(
     model: nn.Module, training: Training, folder: Path | None, say: Callable[[str], None]
 ) -> Plan:
     own_device().give_back()  # the profiler opens it itself
+    allowed = _allowed(training)
     found = profile(
         partial(without_weights, model),
         training.make_batch,
@@ -174,19 +176,26 @@ def _planned(
         precision=training.precision,
         optimizer=training.optimizer,
         loss=training.loss,
-        space=training.space,
+        space=allowed,
         compile=training.compile,
         progress=say,
         same_as=work_of(model, training.make_batch(1), training.told),
     )
-    space = training.space.with_all_devices()
-    plan = make_plan(found, training.global_batch, space=space)
+    plan = make_plan(found, training.global_batch, space=allowed.with_all_devices())
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         found.save(folder / run_files.PROFILE)
     for line in lines_of(plan):
         say(line)
     return plan
+
+
+def _allowed(training: Training) -> Space:
+    """What plans may use with the optimizer: one of whole matrices wants no stages, no teams."""
+    trial = training.optimizer and training.optimizer([nn.Parameter(torch.empty(0))])
+    if isinstance(trial, WholeOptimizer):
+        return training.space.model_copy(update={"most_stages": 1, "tensor": (1,)})
+    return training.space
 
 
 def lines_of(plan: Plan) -> Iterator[str]:

@@ -11,9 +11,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gpumix.engine.engine import Engine
+from gpumix.engine.optimizers.base import WholeOptimizer
 from gpumix.engine.optimizers.check import check_kind
 from gpumix.profiler.measure import OptimizerOf
 from gpumix.spec.errors import InputError
+
+OF_ARGUMENTS = (
+    'optim="adamw_torch", or another that treats elements one by one; or '
+    "Trainer(..., optimizers=(gpumix.Adafactor(model.parameters()), None)), or gpumix.Muon"
+)
 
 
 class Pieces:
@@ -38,7 +44,7 @@ def like(trainer: Any) -> OptimizerOf:
         kind, settings = trainer.optimizer_cls_and_kwargs
     else:
         kind, settings = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
-    check_kind(kind, 'optim="adamw_torch", or another that treats elements one by one')
+    check_kind(kind, OF_ARGUMENTS)
     return partial(_made, kind, settings)
 
 
@@ -61,12 +67,13 @@ def _made(kind: Any, settings: Mapping[str, Any], parameters: list[nn.Parameter]
 
 def taken_over(optimizer: Optimizer, engine: Engine, names: Mapping[int, str]) -> None:
     """Let an optimizer that was made of a model's parameters update this rank's pieces of them.
+    Collective.
 
     Args:
         names: of the parameters as they were, by `id`.
 
     Raises:
-        InputError: it updates something else, or has updated already.
+        InputError: it updates something else, or has updated already, or the plan is none for it.
     """
     pieces: dict[str, list[nn.Parameter]] = {}
     for name, piece in engine.named_parameters():  # a rank may have several of one parameter
@@ -86,3 +93,5 @@ def taken_over(optimizer: Optimizer, engine: Engine, names: Mapping[int, str]) -
             )
         own = [pieces.get(names[id(p)], []) for p in group["params"]]
         group["params"] = [piece for of_name in own for piece in of_name]
+    if isinstance(optimizer, WholeOptimizer):
+        optimizer.layout = engine.layout()

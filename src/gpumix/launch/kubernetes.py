@@ -6,9 +6,11 @@ Kubeflow could only tell of nodes that are alike.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
 import yaml
@@ -16,6 +18,7 @@ import yaml
 from gpumix.launch.commands import HOST_MODULE, Surroundings, meeting_words, ranks_words
 from gpumix.launch.components import Component, Part, first_rank, parts_of, world_of
 from gpumix.launch.program import Program
+from gpumix.spec.errors import InputError
 
 API = "trainer.kubeflow.org/v1alpha1"
 CONTAINER = "node"  # TrainJobs say image and environment of containers with this name
@@ -43,10 +46,16 @@ def manifests(
     components: Sequence[Component],
     program: Program,
     around: Surroundings,
+    files: Sequence[str],
     *,
     port: int | None = None,
 ) -> str:
-    """Both as YAML, for `components` in the order of ranks, which meet at the first pod."""
+    """Both as YAML, for `components` in the order of ranks, which meet at the first pod.
+
+    Raises:
+        InputError: one of the `files` that pods read does not lie where they find it.
+    """
+    _refuse_outside(around.folder, files)
     name = _name(program)
     documents = [
         _runtime(name, components, program, around, port or PORT),
@@ -60,6 +69,22 @@ def manifests(
     return head + "---\n".join(
         yaml.safe_dump(one, sort_keys=False, width=WIDTH) for one in documents
     )
+
+
+def _refuse_outside(folder: PurePath, files: Sequence[str]) -> None:
+    """Pods have of this machine's files those below `folder`, by the names that they have here."""
+    shared = PurePath(os.path.normpath(folder))
+    for file in files:
+        path = PurePath(os.path.normpath(shared / file))
+        if not path.is_relative_to(shared):
+            raise InputError(
+                "pods do not find this file",
+                where=str(path),
+                why=f"the volume that they share is mounted at {shared}, and the file is not below "
+                "it",
+                fix=f"put it below {shared}, or go to a folder that holds all files of the command "
+                "and name them as seen from there",
+            )
 
 
 def _name(program: Program) -> str:

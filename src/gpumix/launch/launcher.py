@@ -41,6 +41,12 @@ class Asked:
     logs: Path | None = None
     as_json: bool = False
 
+    @property
+    def files(self) -> tuple[str, ...]:
+        """What must lie on each host."""
+        named = () if self.cluster_file is None else (str(self.cluster_file),)
+        return (*self.program.files, *named)
+
 
 @dataclass(frozen=True)
 class Done:
@@ -61,7 +67,7 @@ def asked_of(asked: Asked, *, scheduled: bool) -> Asked:
     classes = asked.cluster.classes if asked.cluster is not None else ()
     if scheduled and any(one.accelerator == "cuda" for one in classes):
         auto = asked.program.with_arguments("--set", "cluster=auto")
-        return replace(asked, program=auto) if job else asked
+        return replace(asked, program=auto if job else asked.program, cluster_file=None)
     if asked.cluster_file is None:
         return asked
     file = str(asked.around.folder / asked.cluster_file)
@@ -154,7 +160,7 @@ def launch_there(asked: Asked) -> Done:
 def prepared(asked: Asked) -> tuple[tuple[Place, ...], Meeting]:
     """Ask all hosts, and refuse what is not ready: who runs which ranks, and where they meet."""
     hosts = in_rank_order(asked.hosts, asked.cluster)
-    files = [*asked.program.files, *([str(asked.cluster_file)] if asked.cluster_file else [])]
+    files = asked.files
     address = asked.address or real_name(hosts[0], asked.ssh)
     questions: dict[str, dict[str, object]] = {one.name: {"files": files} for one in hosts}
     questions[hosts[0].name] |= {"address": address, "port": asked.port or 0}

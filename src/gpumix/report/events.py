@@ -9,8 +9,11 @@ from typing import Literal
 
 from gpumix.report.history import Happened, finite
 from gpumix.report.run import Run
+from gpumix.report.words import how_far
 from gpumix.spec.units import show_seconds
 from gpumix.train.plan_change import in_words
+
+ENDED_EARLY = "Ended by the script"
 
 Weight = Literal["note", "change", "trouble"]
 
@@ -57,6 +60,8 @@ def _end(run: Run) -> list[Told]:
         return []
     what, weight = words[progress.state]
     why = "" if progress.state == "finished" else progress.why
+    if progress.ended_early:
+        what, why = ENDED_EARLY, f"after {how_far(progress.step, progress.steps)}"
     return [Told(progress.state, progress.step, progress.heard_at, what, why, weight)]
 
 

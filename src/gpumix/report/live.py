@@ -12,7 +12,7 @@ from rich.text import Text
 from gpumix.report import words
 from gpumix.report.events import Told
 from gpumix.report.facts import ClassFacts, Facts
-from gpumix.report.page import SILENT_S, STATES
+from gpumix.report.page import SILENT_S, stand
 from gpumix.train.tables import EMULATED, ESTIMATE
 
 EVENTS = 5
@@ -45,7 +45,7 @@ def frame(facts: Facts, *, width: int, height: int | None = None) -> RenderableT
 def _title(facts: Facts) -> Text:
     run, progress = facts.run, facts.run.progress
     line = Text(run.folder.resolve().name, style="bold")
-    line.append("  ").append(STATES[progress.state], STATE_STYLES.get(progress.state, "green"))
+    line.append("  ").append(stand(progress), STATE_STYLES.get(progress.state, "green"))
     if progress.live and progress.silent_s() > SILENT_S:
         line.append(f"  nothing heard for {words.seconds(progress.silent_s())}", "yellow")
     if progress.why:

@@ -11,6 +11,7 @@ from pathlib import Path
 import gpumix
 from gpumix.report import words
 from gpumix.report.draw import bar, picture
+from gpumix.report.events import ENDED_EARLY
 from gpumix.report.facts import Facts
 from gpumix.report.html import Markup, el
 from gpumix.report.parts.answer import answer
@@ -24,7 +25,7 @@ from gpumix.report.parts.reproduce import reproduce
 from gpumix.report.parts.section import labels
 from gpumix.report.parts.spent import spent
 from gpumix.report.parts.timeline import timeline
-from gpumix.report.run import Run
+from gpumix.report.run import Progress, Run
 from gpumix.spec.errors import InputError
 from gpumix.spec.files import opened, replace_text
 
@@ -50,6 +51,11 @@ STATES = {
     "finished": "finished",
 }
 SILENT_S = 120.0  # after so long a run that is under way may be no more
+
+
+def stand(progress: Progress) -> str:
+    """How a run stands, in a few words."""
+    return ENDED_EARLY.lower() if progress.ended_early else STATES[progress.state]
 
 
 def page(run: Run) -> str:
@@ -99,7 +105,7 @@ def _head(facts: Facts, name: str) -> list[Markup]:
         el("h1", name),
         el(
             "p",
-            el("span", STATES[progress.state], class_=f"state {progress.state}"),
+            el("span", stand(progress), class_=f"state {progress.state}"),
             f" {how}",
             f", loss {progress.loss:.4f}" if progress.loss is not None else "",
             f", {_left(facts)}" if _left(facts) else "",

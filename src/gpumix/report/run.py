@@ -48,6 +48,11 @@ class Progress:
     def live(self) -> bool:
         return self.state in LIVE
 
+    @property
+    def ended_early(self) -> bool:
+        """A script was done before the steps that it had planned were."""
+        return self.state == "finished" and self.steps is not None and self.step < self.steps
+
     def silent_s(self) -> float:
         """For how long a run has said nothing."""
         return max(0.0, time.time() - self.heard_at) if self.heard_at else 0.0

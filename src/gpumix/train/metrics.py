@@ -404,7 +404,7 @@ class RunLog:
             "tokens_per_s": self.tokens_per_s(),
             "step_s": self.step_s(),
             "predicted_step_s": self.predicted_step_s,
-            "remaining_s": None if self.steps is None else (self.steps - self.done) * self.step_s(),
+            "remaining_s": 0.0 if state == "finished" else self.remaining_s(),
             "time": time.time(),
         }
         path = self.folder / run_files.PROGRESS
@@ -418,6 +418,10 @@ class RunLog:
     def step_s(self) -> float:
         """Of the recent steps, 0 before the first."""
         return typical_s(self.recent_s)
+
+    def remaining_s(self) -> float | None:
+        """Of the steps that are to come, None where nobody knows how many."""
+        return None if self.steps is None else (self.steps - self.done) * self.step_s()
 
     def tokens_per_s(self) -> float:
         step_s = self.step_s()
