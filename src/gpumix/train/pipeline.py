@@ -53,8 +53,9 @@ from gpumix.train.given_plan import (
 )
 from gpumix.train.memory_folder import Home, newest
 from gpumix.train.named_work import work_of
+from gpumix.train.plan_change import plan_in_force
 from gpumix.train.progress import mark_failed, mark_restarting, mark_stopped
-from gpumix.train.recovery import Again, Lessons, Recovery, Restart
+from gpumix.train.recovery import Again, Lessons, Recovery, Restart, taken_up
 from gpumix.train.run_folder import check_folder
 from gpumix.train.run_id import give_id, id_of
 from gpumix.train.runner import Runner, runner
@@ -226,6 +227,10 @@ class Pipeline:
             self.show(efficiency_table(profile))
             plan = self.plan(recovery.again.known(profile))
         self.show(plan_table(plan))
+        if restart is not None and self.speaks:
+            before = plan_in_force(self.job.output, fresh=not resume)
+            restart = taken_up(restart, before, plan, self._devices, self.cluster)
+            self.show(f"started again: {restart.why}; {restart.decided}")
         while True:
             known = recovery.again.known(profile) if profile is not None else None
             try:
