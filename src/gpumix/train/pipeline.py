@@ -51,6 +51,7 @@ from gpumix.train.given_plan import (
     overruled,
     within_memory,
 )
+from gpumix.train.goes_on import check_keys
 from gpumix.train.memory_folder import Home, newest
 from gpumix.train.named_work import work_of
 from gpumix.train.plan_change import plan_in_force
@@ -426,6 +427,8 @@ class Pipeline:
                 where=str(output),
                 fix="start the run without --resume",
             )
+        if resume:
+            check_keys(self.job)
         if not resume and saved is not None:
             raise InputError(
                 "the output folder holds the checkpoints of an earlier run",
