@@ -25,7 +25,7 @@ from healthy import (
     wrong,
 )
 
-from gpumix.check.facts import ClockFacts, FolderFacts, Limits
+from gpumix.check.facts import ClockFacts, FolderFacts, Limits, RankFacts
 from gpumix.check.finding import Finding, Severity
 from gpumix.check.judge import CHECKS, judge
 from gpumix.check.of_software import runs_on
@@ -236,6 +236,19 @@ def test_what_is_of_gpus_is_not_said_of_emulated_devices():
     found = judge(survey)
     assert {one.severity for one in found} == {Severity.OK}
     assert not {"driver", "kernels", "gpus", "speed", "cores", "clocks"} & {f.check for f in found}
+
+
+def test_what_is_emulated_is_said_to_be_on_this_machine_with_its_hosts():
+    def told(*ranks: RankFacts) -> dict[str, str]:
+        survey = HEALTHY.model_copy(update={"ranks": ranks, "clocks": ()})
+        return {one.check: one.what for one in judge(survey)}
+
+    there = tuple(map(emulated, range(4)))
+    every = told(*there)
+    assert every["ranks"] == "4 x small answer, emulated on this machine, as if on 2 hosts"
+    assert every["links"] == "3 pairs inside this machine, the slowest 3 GB/s and 0.02 ms"
+    some = told(there[0].model_copy(update={"emulated": False}), *there[1:])
+    assert "answer, 3 of them emulated on this machine" in some["ranks"]
 
 
 def test_emulated_devices_fit_into_this_machine_together():

@@ -140,6 +140,10 @@ def test_a_host_goes_and_another_one_of_a_new_class_comes(tmp_path, agents):
     assert len(gone_on) >= 2
     assert gone_on[0]["kept_in"] == "memory"
     assert gone_on[0]["resumed_from"] >= last - 1
+    assert "no longer there: of-two-0 on host two" in gone_on[0]["why"]
+    assert "trains on with 1 device, by another plan" in gone_on[0]["decided"]
+    assert "1 device joined: of-three-0 on host three" in gone_on[-1]["why"]
+    assert "trains on with 2 devices, by another plan" in gone_on[-1]["decided"]
 
 
 def test_the_rank_that_has_the_store_is_stopped(tmp_path, agents):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from gpumix.spec.cluster import Cluster, Device, DeviceClass
 from gpumix.spec.errors import (
     OutOfMemory,
     PlanOutdated,
@@ -13,7 +14,7 @@ from gpumix.spec.errors import (
 )
 from gpumix.spec.plan import Plan, Prediction, WorkerPrediction
 from gpumix.spec.stage import Stage, Worker
-from gpumix.train.recovery import LESS_MEMORY, Lessons, Recovery, Restart
+from gpumix.train.recovery import LESS_MEMORY, Lessons, Recovery, Restart, taken_up
 
 
 def plan(peak: int = 0) -> Plan:
@@ -158,6 +159,63 @@ def test_who_was_left_out_is_known_to_those_who_take_the_run_up():
     recovery = Recovery(3, told().at(9))  # tried once more
     assert not recovery.again.without
     assert recovery.after(lost("a"), 9, plan()).without == {"a"}
+
+
+def cluster(hosts: dict[str, str]) -> Cluster:
+    """By device."""
+    one = DeviceClass(name="class", accelerator="cpu", memory_bytes=100)
+    devices = [Device(id=name, device_class="class", host=host) for name, host in hosts.items()]
+    return Cluster(classes=(one,), devices=tuple(devices))
+
+
+def plan_on(hosts: dict[str, str]) -> Plan:
+    """By device."""
+    first = plan().workers[0]
+    workers = tuple(
+        first.model_copy(update={"device": name, "host": host, "state_share": 1 / len(hosts)})
+        for name, host in hosts.items()
+    )
+    return plan().model_copy(update={"stages": (Stage(units=("unit",), workers=workers),)})
+
+
+A, B, C = {"a-0": "a"}, {"b-0": "b", "b-1": "b"}, {"c-0": "c"}
+JOINED, GONE = "2 devices joined: b-0 on host b, b-1 on host b", "no longer there: c-0 on host c"
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "why", "decided"),
+    [
+        (A, A | B, JOINED, "trains on with 3 devices, by another plan"),
+        (A | C, A, GONE, "trains on with 1 device, by another plan"),
+        (A | C, A | B, f"{JOINED}; {GONE}", "trains on with 3 devices, by another plan"),
+    ],
+)
+def test_who_takes_a_run_up_tells_of_devices_that_came_and_went(before, now, why, decided):
+    """Beside what was learnt of a failure."""
+    there, plans = cluster(now), (plan_on(before), plan_on(now))
+    restart = taken_up(Restart("", 1.0), *plans, there, there)
+    assert (restart.why, restart.decided) == (why, decided)
+    learnt = Restart("its rank was lost", 1.0, "starting again")
+    restart = taken_up(learnt, *plans, there, there)
+    assert restart.why == f"its rank was lost; {why}"
+    assert restart.decided == f"starting again; {decided}"
+
+
+def test_who_takes_a_run_up_with_the_same_devices_tells_what_is_known_of_the_failure():
+    there, same = cluster(A | B), plan_on(A | B)
+    restart = taken_up(Restart("", 1.0), same, same, there, there)
+    assert restart.why == "a rank was lost, or failed: the same devices are there"
+    assert restart.decided == "trains on with 3 devices, by the same plan"
+    assert taken_up(Restart("no such token", 1.0), same, same, there, there).why == "no such token"
+    not_yet = taken_up(Restart("", 1.0), None, same, there, there)
+    assert not_yet.why == "it was ended before it trained"
+    assert not_yet.decided == "trains with 3 devices, by its first plan"
+
+
+def test_a_device_that_is_left_out_is_still_there():
+    learnt = Restart("its rank was lost", 1.0, "device 'c-0' is left out")
+    plans = plan_on(A | C), plan_on(A)
+    assert taken_up(learnt, *plans, cluster(A | C), cluster(A)) == learnt
 
 
 def outdated(**slower: float) -> PlanOutdated:

@@ -295,6 +295,20 @@ def test_a_resume_that_cannot_be_names_the_keys_before_anything_is_measured(
     assert (tmp_path / "run" / "run.json").read_text() == record
 
 
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [("seed=1", "other data"), ("optimizer.name=sgd", "another optimizer")],
+)
+def test_a_resume_that_one_key_forbids_is_refused_before_ranks_start(
+    job, monkeypatch, change, what
+):
+    """Where all was measured before, too."""
+    train(job, "steps=1", plan=plan_for(job))
+    monkeypatch.setattr(Pipeline, "_train", None)
+    error = refused(InputError, job, "steps=2", change, resume=True)
+    assert error.what == f"the checkpoint is of {what}"
+
+
 def test_a_resume_with_another_configuration_names_what_differs(tmp_path):
     text = {"factory": "toys:tokens"}
     job = write_job(tmp_path, data=text, model=GPT)

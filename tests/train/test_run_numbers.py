@@ -15,7 +15,7 @@ from jobs import metrics, progress
 from rich.console import Console
 from torch.utils.flop_counter import FlopCounterMode
 
-from gpumix.spec.errors import Interrupted
+from gpumix.spec.errors import Interrupted, MachineError
 from gpumix.spec.peak import Peak
 from gpumix.spec.plan import Plan, Prediction, WorkerPrediction
 from gpumix.spec.stage import Stage, Worker
@@ -264,6 +264,15 @@ def test_progress_says_how_a_run_ended(tmp_path, error, state):
     assert progress(tmp_path)["state"] == state
     assert progress(tmp_path)["why"] == str(error)
     assert progress(tmp_path)["step"] == 1
+
+
+def test_a_folder_that_was_renamed_is_looked_for_not_given_room(tmp_path):
+    folder = tmp_path / "run"
+    with pytest.raises(MachineError) as caught, RunLog(folder, plan(), 10) as log:
+        folder.rename(tmp_path / "other")
+        log.step(step(1))
+    assert caught.value.why == "No such file or directory"
+    assert caught.value.fix.startswith("see that the folder is there, by this name; then run")
 
 
 def test_progress_says_that_a_run_starts_again_and_that_it_could_not(tmp_path):

@@ -165,6 +165,7 @@ def test_what_a_killed_run_left_in_memory_is_of_the_run_that_is_resumed(tmp_path
     done = standalone(tmp_path, 2, "--plan", "plan.json", *wanted, restarts=1)
     assert done.code == 0, done.err
     (restart,) = metrics(run, "restart")
+    assert restart["why"] and restart["decided"]
     assert restart["kept_in"] == ("memory" if resume else "")
     assert restart["resumed_from"] in ((4, 5) if resume else (0,))
     assert [one["loss"] for one in metrics(run)] == pytest.approx(expected, rel=1e-6)

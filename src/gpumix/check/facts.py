@@ -217,6 +217,11 @@ class Survey(Value):
     def gpus(self) -> tuple[RankFacts, ...]:
         return tuple(rank for rank in self.ranks if rank.accelerator == "cuda")
 
+    @property
+    def emulated(self) -> tuple[RankFacts, ...]:
+        """If there are some, all hosts are this machine, whatever their names."""
+        return tuple(rank for rank in self.ranks if rank.emulated)
+
     def on(self, host: str) -> tuple[RankFacts, ...]:
         """The ranks of a host."""
         return tuple(rank for rank in self.ranks if rank.host == host)

@@ -12,7 +12,7 @@ from gpumix.check.finding import Finding, Severity
 from gpumix.check.of_gpus import card_of
 from gpumix.hardware.describe import links_inside
 from gpumix.spec.network import Link
-from gpumix.spec.units import show_seconds
+from gpumix.spec.units import plural, show_seconds
 
 OF_STATED = 0.5  # of what a link should move
 OF_LIKE = 0.5  # of what pairs of the same classes move
@@ -155,7 +155,7 @@ def _kind(ranks: dict[int, RankFacts], pair: PairFacts) -> tuple[object, ...]:
 
 def _names(survey: Survey) -> Iterator[Finding]:
     """A host whose name stands for loopback is found by nobody, unless an interface is named."""
-    if len(survey.hosts) < 2 or any(rank.emulated for rank in survey.ranks):
+    if len(survey.hosts) < 2 or survey.emulated:
         return
     for host, facts in survey.hosts.items():
         loops = not facts.address or facts.address.startswith(LOOPBACK)
@@ -173,20 +173,19 @@ def _names(survey: Survey) -> Iterator[Finding]:
 def links_fine(survey: Survey) -> str:
     """How many pairs, and the slowest of each kind."""
     ranks = {rank.rank: rank for rank in survey.ranks}
-    moved = [pair for pair in survey.pairs if pair.bytes_per_s]
-    if not moved:
-        return ""
-    parts = []
-    for inside, name in ((True, "inside hosts"), (False, "between hosts")):
-        some = [p for p in moved if _kind(ranks, p)[0] is inside]
-        if some:
-            slowest = min(p.bytes_per_s or 0.0 for p in some)
-            latency = max(p.latency_s or 0.0 for p in some)
-            pairs = f"{len(some)} pair{'s' if len(some) > 1 else ''}"
-            parts.append(
-                f"{pairs} {name}, the slowest {_rate(slowest)} and {show_seconds(latency)}"
-            )
-    return "; ".join(parts)
+    kinds: dict[str, list[PairFacts]] = {"inside hosts": [], "between hosts": []}
+    for pair in survey.pairs:
+        if pair.bytes_per_s:
+            kinds["inside hosts" if _kind(ranks, pair)[0] else "between hosts"].append(pair)
+    if survey.emulated:
+        kinds = {"inside this machine": [pair for some in kinds.values() for pair in some]}
+    return "; ".join(_slowest(name, some) for name, some in kinds.items() if some)
+
+
+def _slowest(name: str, pairs: list[PairFacts]) -> str:
+    rate = _rate(min(pair.bytes_per_s or 0.0 for pair in pairs))
+    latency = show_seconds(max(pair.latency_s or 0.0 for pair in pairs))
+    return f"{plural(len(pairs), 'pair')} {name}, the slowest {rate} and {latency}"
 
 
 def rates(survey: Survey) -> dict[str, float]:

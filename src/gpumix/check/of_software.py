@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from gpumix.check.facts import HostFacts, RankFacts, Survey
 from gpumix.check.finding import Finding, Severity
+from gpumix.spec.units import plural
 
 WHEELS = "https://pytorch.org/get-started/locally"
 _ARCH = re.compile(r"^(sm|compute)_(\d+)(\d)([a-z]?)$")
@@ -55,7 +56,12 @@ def ranks_fine(survey: Survey) -> str:
     classes = Counter(rank.device_class for rank in survey.ranks)
     named = ", ".join(f"{count} x {name}" for name, count in classes.items())
     hosts = len({rank.host for rank in survey.ranks})
-    return f"{named} on {hosts} host{'s' if hosts > 1 else ''} answer"
+    if not survey.emulated:
+        return f"{named} on {plural(hosts, 'host')} answer"
+    number = len(survey.emulated)
+    who = "" if number == len(survey.ranks) else f"{number} of them "
+    as_if = f", as if on {hosts} hosts" if hosts > 1 else ""
+    return f"{named} answer, {who}emulated on this machine{as_if}"
 
 
 def versions(survey: Survey) -> Iterator[Finding]:

@@ -95,7 +95,6 @@ class Document(Value):
             path,
             self.model_dump_json(indent=1) + "\n",
             cannot=f"cannot write the {self.KIND}",
-            fix="make room there, or write elsewhere",
         )
 
     @classmethod

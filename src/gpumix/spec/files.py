@@ -27,6 +27,19 @@ _KINDS = {
 }
 
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_WRITABLE = {
+    errno.ENOSPC: "make room on that disk",
+    errno.EDQUOT: "make room in that quota",
+    errno.EFBIG: "make room there: files may not grow so large (ulimit -f)",
+    errno.ENOENT: "see that the folder is there, by this name",
+    errno.ENOTDIR: "see that the folder is there, by this name",
+    errno.EACCES: "make the folder accessible to this user",
+    errno.EPERM: "make the folder accessible to this user",
+    errno.EROFS: "let that disk be written: it is mounted read-only",
+}
+
+
 class NotAFileError(OSError):
     """A pipe, a socket or a device, by its name."""
 
@@ -76,11 +89,17 @@ def read_text(path: Path) -> str:
     return read_bytes(path).decode("utf-8")
 
 
-def replace_text(path: Path, text: str, *, cannot: str, fix: str) -> None:
+def how_to_write(error: OSError) -> str:
+    """What to do about an error that writing into a folder raised."""
+    return _WRITABLE.get(error.errno or 0, "look at that disk and at `dmesg | tail`")
+
+
+def replace_text(path: Path, text: str, *, cannot: str, fix: str = "") -> None:
     """Write a file in one atomic step, and its folder if there is none.
 
     Args:
         cannot: what is not possible where that fails, as "cannot write the report".
+        fix: what to do then; by default it depends on the cause.
 
     Raises:
         MachineError: it cannot be written; nothing was changed.
@@ -92,6 +111,7 @@ def replace_text(path: Path, text: str, *, cannot: str, fix: str) -> None:
         part.replace(path)
     except OSError as error:
         why = error.strerror or str(error)
+        fix = fix or f"{how_to_write(error)}, or write elsewhere"
         raise MachineError(cannot, where=str(path), why=why, fix=fix) from error
     finally:
         with suppress(OSError):

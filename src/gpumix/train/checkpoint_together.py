@@ -21,18 +21,15 @@ from pydantic import TypeAdapter
 from gpumix.engine.comm import CommunicationError, reported
 from gpumix.engine.stands import begins
 from gpumix.spec.errors import GpumixError, MachineError, TrainingError, error_from, in_a_line
+from gpumix.spec.files import FULL, how_to_write
 from gpumix.train.background import Overdue
 
 T = TypeVar("T")
 NOTHING = TypeAdapter(None)
 
-_FIXES = {
-    errno.ENOSPC: "make room on that disk, if need be by removing this run's older checkpoints",
-    errno.EDQUOT: "make room in that quota, if need be by removing this run's older checkpoints",
-    errno.EACCES: "make the folder accessible, or choose another `output` in the job",
-    errno.EPERM: "make the folder accessible, or choose another `output` in the job",
-    errno.EROFS: "choose another `output` in the job",
-}
+_OTHERWISE = dict.fromkeys(FULL, "if need be by removing this run's older checkpoints") | (
+    dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "or choose another `output` in the job")
+)
 
 
 class Together:
@@ -134,7 +131,7 @@ def explained(error: BaseException, what: str, folder: Path) -> GpumixError:
         what,
         where=where,
         why=f"{os.strerror(code) if code else system}{file}",
-        fix=_FIXES.get(code, "look at that disk and at `dmesg | tail`"),
+        fix=", ".join(filter(None, [how_to_write(system), _OTHERWISE.get(code)])),
     )
 
 

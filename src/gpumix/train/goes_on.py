@@ -6,23 +6,44 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from torch import nn
-
-from gpumix.data.course import ByLength, begin_of
 from gpumix.spec.errors import InputError
 from gpumix.spec.job import Job
 from gpumix.train import checkpoint_folder, run_files
 from gpumix.train.checkpoint_file import Manifest, read_manifest
-from gpumix.train.context import Context
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from gpumix.train.context import Context
 
 # What decides which samples there are, and in which order; a batch does of streams and buckets.
 _OF_DATA = ("data", "tokenizer", "sequence_length", "seed", "global_batch")
+# Keys that make a checkpoint one of something else, whatever the others are.
+_ALONE = {"seed": "other data", "optimizer.name": "another optimizer"}
 _HOW_READ = ("workers", "prefetch", "bad_samples")  # the same samples, whatever these are
 # What a configuration of transformers has that makes no other model.
 _NO_MODEL = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
 LONGEST = 100  # of a value that is told
+
+
+def check_keys(job: Job) -> None:
+    """Check what keys of the job alone can tell, before ranks are started for the rest.
+
+    Raises:
+        InputError: the newest checkpoint in the job's output is of another seed or optimizer.
+    """
+    found = _newest(job.output / run_files.CHECKPOINTS)
+    before = found and found[1].extra.get("job")
+    if found is not None and isinstance(before, dict):
+        _check_keys(before, job.model_dump(mode="json"), found[0])
+
+
+def _check_keys(before: Mapping[str, Any], now: Mapping[str, Any], where: str) -> None:
+    for key, what in _ALONE.items():
+        if differing := list(_at(key, before, now)):
+            _refuse(what, differing, where)
 
 
 def check_goes_on(context: Context, model: nn.Module, fingerprint: str) -> None:
@@ -35,8 +56,11 @@ def check_goes_on(context: Context, model: nn.Module, fingerprint: str) -> None:
     Raises:
         InputError: it is not.
     """
-    told = _newest(context.job.output / run_files.CHECKPOINTS) if context.first else None
-    text = context.ranks.share("newest checkpoint", told and json.dumps(told))
+    from gpumix.data.course import ByLength, begin_of  # with torch, which a launcher does without
+
+    found = _newest(context.job.output / run_files.CHECKPOINTS) if context.first else None
+    told = found and json.dumps([found[0], found[1].model_dump_json()])
+    text = context.ranks.share("newest checkpoint", told)
     if not text:
         return
     where, content = json.loads(text)
@@ -56,11 +80,10 @@ def check_goes_on(context: Context, model: nn.Module, fingerprint: str) -> None:
         differing = list(_of_data(before, now, job))
         same = "its samples are of other content, or there are more or fewer of them"
         _refuse("other data", differing or [same], where)
-    if differing := list(_at("optimizer.name", before, now)):
-        _refuse("another optimizer", differing, where)
+    _check_keys(before, now, where)
 
 
-def _newest(folder: Path) -> tuple[str, str] | None:
+def _newest(folder: Path) -> tuple[str, Manifest] | None:
     """Where the newest checkpoint is that says what it is, and what it says; whether all of it is
     whole, who loads it sees."""
     try:
@@ -68,7 +91,7 @@ def _newest(folder: Path) -> tuple[str, str] | None:
         (path, saved), _ = checkpoint_folder.first_whole(paths, lambda p: (p, read_manifest(p)))
     except InputError:
         return None
-    return str(path), saved.model_dump_json()
+    return str(path), saved
 
 
 def _of_model(

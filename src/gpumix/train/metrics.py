@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TextIO
 
 from gpumix.cost.parts import PARTS
 from gpumix.spec.errors import Interrupted, MachineError, first_line
+from gpumix.spec.files import how_to_write
 from gpumix.spec.peak import Peak
 from gpumix.spec.plan import Plan, WorkerPrediction
 from gpumix.train import run_files
@@ -444,7 +445,7 @@ def _in_words(file: Path) -> Iterator[None]:
             "cannot write what the run tells of itself",
             where=str(file),
             why=error.strerror or str(error),
-            fix="make room on that disk, then run the same command again, with --resume if a "
+            fix=f"{how_to_write(error)}; then run the same command again, with --resume if a "
             "checkpoint was saved",
         ) from error
 

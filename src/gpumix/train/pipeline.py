@@ -51,10 +51,12 @@ from gpumix.train.given_plan import (
     overruled,
     within_memory,
 )
+from gpumix.train.goes_on import check_keys
 from gpumix.train.memory_folder import Home, newest
 from gpumix.train.named_work import work_of
+from gpumix.train.plan_change import plan_in_force
 from gpumix.train.progress import mark_failed, mark_restarting, mark_stopped
-from gpumix.train.recovery import Again, Lessons, Recovery, Restart
+from gpumix.train.recovery import Again, Lessons, Recovery, Restart, taken_up
 from gpumix.train.run_folder import check_folder
 from gpumix.train.run_id import give_id, id_of
 from gpumix.train.runner import Runner, runner
@@ -226,6 +228,10 @@ class Pipeline:
             self.show(efficiency_table(profile))
             plan = self.plan(recovery.again.known(profile))
         self.show(plan_table(plan))
+        if restart is not None and self.speaks:
+            before = plan_in_force(self.job.output, fresh=not resume)
+            restart = taken_up(restart, before, plan, self._devices, self.cluster)
+            self.show(f"started again: {restart.why}; {restart.decided}")
         while True:
             known = recovery.again.known(profile) if profile is not None else None
             try:
@@ -421,6 +427,8 @@ class Pipeline:
                 where=str(output),
                 fix="start the run without --resume",
             )
+        if resume:
+            check_keys(self.job)
         if not resume and saved is not None:
             raise InputError(
                 "the output folder holds the checkpoints of an earlier run",

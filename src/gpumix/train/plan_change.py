@@ -7,7 +7,7 @@ too, for all who show a run. Nothing here imports torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from gpumix.spec.errors import InputError
 from gpumix.spec.files import read_text
 from gpumix.spec.plan import Plan
 from gpumix.spec.stage import Stage, Worker
-from gpumix.spec.units import show_seconds
+from gpumix.spec.units import plural, show_seconds
 from gpumix.train import run_files
 from gpumix.train.metrics import Told
 from gpumix.train.run_id import is_later
@@ -135,6 +135,12 @@ def dealt_anew(
 
 
 def in_force(folder: Path, *, fresh: bool = False) -> Parts | None:
+    """By what a run trained last; see `plan_in_force`."""
+    plan = plan_in_force(folder, fresh=fresh)
+    return None if plan is None else Parts.of(plan, _devices_of(folder))
+
+
+def plan_in_force(folder: Path, *, fresh: bool = False) -> Plan | None:
     """By what a run trained last: its plan, and how it was split anew since. None without any.
 
     Args:
@@ -149,7 +155,7 @@ def in_force(folder: Path, *, fresh: bool = False) -> Parts | None:
         return None
     told = _newest_first(record) if not fresh or is_later(record) else iter(())
     newest = next(told, None)
-    return Parts.of(plan if newest is None else split_anew(plan, newest), _devices_of(folder))
+    return plan if newest is None else split_anew(plan, newest)
 
 
 def _devices_of(folder: Path) -> Cluster | None:
@@ -228,11 +234,32 @@ def in_words(told: Mapping[str, Any]) -> str:
         if isinstance(before, Mapping) and isinstance(after, Mapping):
             changed = list(_devices(before, after, shown))
             if changed:
-                more = f" and {len(changed) - MOST} more" if len(changed) > MOST else ""
-                found.append(f"{what}: {', '.join(changed[:MOST])}{more}")
+                found.append(f"{what}: {_listed(changed)}")
         elif all(isinstance(one, str | int) for one in (before, after)) and before != after:
             found.append(f"{what} {shown(before)} to {shown(after)}")
     return "; ".join(found)
+
+
+def devices_in_words(before: Plan, there: Cluster, taking: Cluster) -> str:
+    """Which devices have joined since a run trained by the plan `before`, and which have gone;
+    empty if none.
+
+    Args:
+        taking: those that take part, of all that are `there`.
+    """
+    had = {worker.device: worker.host for worker in before.workers}
+    now = {device.id for device in there.devices}
+    new = [device for device in taking.in_rank_order() if device.id not in had]
+    joined = [f"{device.id} on host {device.host}" for device in new]
+    gone = [f"{device} on host {host}" for device, host in had.items() if device not in now]
+    found = [f"{plural(len(joined), 'device')} joined: {_listed(joined)}"] if joined else []
+    found += [f"no longer there: {_listed(gone)}"] if gone else []
+    return "; ".join(found)
+
+
+def _listed(told: Sequence[str]) -> str:
+    more = f" and {len(told) - MOST} more" if len(told) > MOST else ""
+    return f"{', '.join(told[:MOST])}{more}"
 
 
 def _devices(

@@ -57,6 +57,14 @@ def last_heard(folder: Path) -> float | None:
     return None
 
 
+def last_failure(folder: Path) -> str:
+    """Why a run has failed, by its `progress.json`; empty if it says of none."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        told = json.loads(read_text(folder / run_files.PROGRESS))
+        return str(told["why"]) if told["state"] == "failed" else ""
+    return ""
+
+
 def write_at_once(path: Path, text: str) -> None:
     """Write a file in one step, so that no reader finds half of it."""
     part = path.with_name(f".{path.name}.part")

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gpumix.hardware.whatif import with_less_memory, with_slower, without
+from gpumix.spec.cluster import Cluster
 from gpumix.spec.errors import (
     DeviceFailure,
     GpumixError,
@@ -22,6 +23,8 @@ from gpumix.spec.errors import (
 )
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
+from gpumix.spec.units import plural
+from gpumix.train.plan_change import Parts, change, devices_in_words
 
 # A device whose rank is lost so often in a row, without a step between, is left out. When the run
 # starts again some steps later it is tried once more, and left out if its rank is lost at once.
@@ -33,8 +36,9 @@ BELOW_PEAK = 0.97
 
 @dataclass(frozen=True)
 class Restart:
-    """Why a run had to start again, and what was decided then; `failed_at` is the time of that
-    (`time.time()`). `step_s` is what a step took by a plan that was left for a faster one."""
+    """Why a run had to start again, and what was decided then; both are empty until somebody knows.
+    `failed_at` is the time of that (`time.time()`). `step_s` is what a step took by a plan that was
+    left for a faster one."""
 
     why: str
     failed_at: float
@@ -201,6 +205,34 @@ class Recovery:
             told = f"planning again, with {memory[name]:.0%} of the memory of class '{name}'"
         self.again = replace(self.again, memory=tuple(memory.items()), told=told)
         return self.again
+
+
+def taken_up(
+    restart: Restart, before: Plan | None, after: Plan, there: Cluster, taking: Cluster
+) -> Restart:
+    """A restart that other processes make, with what these know: the devices of now, and the plan.
+
+    Args:
+        before: the plan by which the run trained; None if it had not trained yet.
+        after: by which it goes on.
+        taking: the devices that take part, of all that are `there`.
+    """
+    if before is None:
+        changes, otherwise = "", "it was ended before it trained"
+        how = "trains with {}, by its first plan"
+    else:
+        changes = devices_in_words(before, there, taking)
+        otherwise = "a rank was lost, or failed: the same devices are there"
+        other = change(Parts.of(before), Parts.of(after))
+        how = "trains on with {}, by " + ("another plan" if other else "the same plan")
+    if restart.decided and not changes:
+        return restart
+    why = [restart.why, changes] if restart.why or changes else [otherwise]
+    number = len({worker.device for worker in after.workers})
+    decided = [restart.decided, how.format(plural(number, "device"))]
+    return replace(
+        restart, why="; ".join(filter(None, why)), decided="; ".join(filter(None, decided))
+    )
 
 
 def _restart_of(told: Mapping[str, Any]) -> Restart:

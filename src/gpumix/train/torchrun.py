@@ -40,7 +40,7 @@ from gpumix.train import run_files
 from gpumix.train.connections import own_address, watched_at
 from gpumix.train.launch import Seat
 from gpumix.train.outcome import Summary
-from gpumix.train.progress import last_heard, mark_failed, write_at_once
+from gpumix.train.progress import last_failure, last_heard, mark_failed, write_at_once
 from gpumix.train.recovery import Lessons, Restart
 from gpumix.train.stop import StopRequest
 
@@ -445,13 +445,21 @@ def agent() -> str:
 
 def _lessons(output: Path) -> Lessons:
     """Those that ranks of the last start have left there; of earlier ones not why it starts."""
-    by_torchrun = Restart("torchrun started it again", last_heard(output) or time.time())
-    path, begun_at = output / run_files.LESSONS, output / run_files.AGENTS
+    failed = last_failure(output) if _of_last_start(output, run_files.PROGRESS) else ""
+    by_torchrun = Restart(failed, last_heard(output) or time.time())
     with suppress(OSError, ValueError, TypeError, KeyError):
-        found = Lessons.from_text(path.read_text(encoding="utf-8"))
-        of_last = path.stat().st_mtime_ns > begun_at.stat().st_mtime_ns
-        return found if of_last else replace(found, restart=by_torchrun)
+        found = Lessons.from_text((output / run_files.LESSONS).read_text(encoding="utf-8"))
+        known = _of_last_start(output, run_files.LESSONS)
+        return found if known else replace(found, restart=by_torchrun)
     return Lessons(by_torchrun)
+
+
+def _of_last_start(output: Path, name: str) -> bool:
+    """Whether a file was written after the last start of the run had begun."""
+    with suppress(OSError):
+        begun_at = (output / run_files.AGENTS).stat().st_mtime_ns
+        return (output / name).stat().st_mtime_ns > begun_at
+    return False
 
 
 def _was_there(output: Path, agents: Sequence[str]) -> bool:
