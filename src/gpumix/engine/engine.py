@@ -156,7 +156,7 @@ class Engine(ShardedModel):
         scale = self.scaler.scale / self.losses_counted
         updates = self._updates_of(optimizer)
         with self._in_step():
-            rows = self._rows if samples is None else rows_of(self.plan, self.comm.rank, samples)
+            rows = self._rows_of_step(samples)
             cut = self._cut(batch, rows)
             self.computed = [(len(of_one), one.width) for of_one, one in zip(rows, cut)]
             if self._tells_samples:  # first: others could be as long as no rank waits for
@@ -385,11 +385,8 @@ class Engine(ShardedModel):
             of several stages, and as they are trained, in the global one. Of several stages the
             last one's ranks have it, of a team each has the same.
         """
-        rows: tuple[range, ...] = ()
-        if as_trained:
-            rows = self._rows if samples is None else rows_of(self.plan, self.comm.rank, samples)
-        if not as_trained or not rows:
-            rows = self._rows_given(batch, samples)
+        rows = self._rows_of_step(samples) if as_trained else ()
+        rows = rows or self._rows_given(batch, samples)
         made: dict[range, Any] = {}
 
         def keep(of: range, compute: Callable[[], Any]) -> Loss:
@@ -403,6 +400,9 @@ class Engine(ShardedModel):
                 stack.enter_context(head.whole())
             self._forward_only(function, batch, rows, keep)
         return {of: made[of] for of in sorted(made, key=lambda of: of.start)}
+
+    def _rows_of_step(self, samples: int | None) -> tuple[range, ...]:
+        return self._rows if samples is None else rows_of(self.plan, self.comm.rank, samples)
 
     def _rows_given(self, batch: Any, samples: int | None) -> tuple[range, ...]:
         """Places of this rank's samples where nothing is trained: of any number of them."""
