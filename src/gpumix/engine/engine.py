@@ -105,8 +105,7 @@ class Engine(ShardedModel):
         self._worker = plan.workers[comm.rank]
         self._dtype = TORCH_DTYPE[self._worker.compute_dtype]
         # Of a team, whose members all come to the same losses, the first one tells them.
-        last = plan.stages_of(comm.rank)[-1]
-        self._tells_losses = plan.team_of(comm.rank, last)[0] == comm.rank
+        self._tells_losses = plan.team_of(comm.rank, plan.stages_of(comm.rank)[-1])[0] == comm.rank
         self._rows = plan.rows_of(comm.rank)
         self.exchanged = Exchanged.nothing(comm.world)
         self._own_norm = OwnNorm(comm.device)
@@ -377,16 +376,15 @@ class Engine(ShardedModel):
         Args:
             function: is called with the model, whose forward it calls once, and a micro-batch.
             batch, samples: as `evaluate` takes them.
-            as_trained: with the dropout of the next step, whose batch it is, as `step` takes it;
-                but of a rank that has none of its samples `batch` may have others, which stand in.
+            as_trained: with the dropout of the next step, whose batch it is, as `step` takes it; of
+                a rank that has none of its samples `batch` may have others, which stand in.
 
         Returns:
             What it returned, by the places of each micro-batch's samples: in `batch`, or by a plan
             of several stages, and as they are trained, in the global one. Of several stages the
             last one's ranks have it, of a team each has the same.
         """
-        rows = self._rows_of_step(samples) if as_trained else ()
-        rows = rows or self._rows_given(batch, samples)
+        rows = (as_trained and self._rows_of_step(samples)) or self._rows_given(batch, samples)
         made: dict[range, Any] = {}
 
         def keep(of: range, compute: Callable[[], Any]) -> Loss:
