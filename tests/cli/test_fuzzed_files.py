@@ -201,6 +201,16 @@ def test_what_the_root_lacks_is_told(folder):
     assert "which 'root.parameters' does not name" in done.err
 
 
+@pytest.mark.parametrize("keys", [("model", "kinds", 0, "flops"), ("model", "root", "flops")])
+def test_work_that_no_card_ends_is_told(folder, keys):
+    """A card that is added is estimated from what the model's blocks compute."""
+    profile = with_value(keys, 1e30, json.loads((folder / "cards.json").read_text()))
+    command = ("whatif", "small.yaml", "--profile", "cards.json", "--add", "t4")
+    done = spoilt(folder, "cards.json", written(profile, "json"), *command)
+    assert done.code == 2
+    assert "cards.json: " in done.err and "flops' must be 1e+23 or less" in done.err
+
+
 def test_devices_of_all_rows_are_counted(folder):
     rows = [{"class": "fast", "memory": 2**20, "count": 65_536}] * 1000
     done = spoilt(folder, "short.yaml", written(rows, "yaml"), "devices", "--cluster", "short.yaml")

@@ -22,7 +22,7 @@ from gpumix.spec.islands import Links
 from gpumix.spec.peak import Peak
 from gpumix.spec.plan import Collectives
 from gpumix.spec.stage import ComputeDtype, Taken
-from gpumix.spec.units import LARGEST_LENGTH, Count, show_seconds
+from gpumix.spec.units import LARGEST_LENGTH, Count, Flops, show_seconds
 
 ROOT = "(root)"
 
@@ -71,14 +71,13 @@ class UnitKind(Value):
         description="working set of recompute and backward, or of the backward of the code before "
         "the call; the gradients of the inputs are in it, those of the outputs are not"
     )
-    flops: float = Field(default=0.0, ge=0, description="of one sample's forward; 0: not counted")
-    backward_flops: float | None = Field(
+    flops: Flops = Field(default=0.0, description="of one sample's forward; 0: not counted")
+    backward_flops: Flops | None = Field(
         default=None,
-        ge=0,
         description="of one sample's backward, recompute not in it; None: not counted",
     )
-    rerun_flops: float = Field(
-        default=0.0, ge=0, description="that fused attention computes again in it besides"
+    rerun_flops: Flops = Field(
+        default=0.0, description="that fused attention computes again in it besides"
     )
     outputs: dict[int, Curve] = Field(
         default={}, description="each tensor that a call returns, by its place"
@@ -155,15 +154,13 @@ class RootUnit(Value):
         description="the same as `head` where some rows of the logits are made at a time; None: "
         "the model cannot run so",
     )
-    flops: float = Field(default=0.0, ge=0, description="of one sample's forward; 0: not counted")
-    before_flops: float = Field(
-        default=0.0, ge=0, description="of those the ones before the first unit"
+    flops: Flops = Field(default=0.0, description="of one sample's forward; 0: not counted")
+    before_flops: Flops = Field(default=0.0, description="of those the ones before the first unit")
+    backward_flops: Flops | None = Field(
+        default=None, description="of one sample's backward; None: not counted"
     )
-    backward_flops: float | None = Field(
-        default=None, ge=0, description="of one sample's backward; None: not counted"
-    )
-    before_backward_flops: float = Field(
-        default=0.0, ge=0, description="of those the ones before the first unit"
+    before_backward_flops: Flops = Field(
+        default=0.0, description="of those the ones before the first unit"
     )
 
 
