@@ -208,7 +208,7 @@ def test_work_that_no_card_ends_is_told(folder, keys):
     command = ("whatif", "small.yaml", "--profile", "cards.json", "--add", "t4")
     done = spoilt(folder, "cards.json", written(profile, "json"), *command)
     assert done.code == 2
-    assert "cards.json: " in done.err and "flops' must be 1e+23 or less" in done.err
+    assert "cards.json: " in done.err and "flops' must be 5e+23 or less" in done.err
 
 
 def test_devices_of_all_rows_are_counted(folder):

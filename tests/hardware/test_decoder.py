@@ -251,6 +251,9 @@ def test_a_size_that_is_none_is_named(kind):
     assert asked >= 6 * 4
 
 
-def test_samples_that_no_device_could_hold_are_told():
+def test_samples_that_no_device_could_hold_or_end_are_told():
+    wide = decoder(given("llama") | {"vocab_size": 2**31 - 1})
     with pytest.raises(InputError, match="one sample of this model would take"):
+        wide.model(2**28, "bf16", "wide")
+    with pytest.raises(InputError, match="is more work for this model than any card ends"):
         llama_shaped(3e8).model(10**13, "bf16", "300M")

@@ -28,7 +28,7 @@ from gpumix.spec.profile import (
 )
 from gpumix.spec.read_yaml import show_value
 from gpumix.spec.stage import DTYPE_BYTES, ComputeDtype, Taken
-from gpumix.spec.units import LARGEST, show_bytes
+from gpumix.spec.units import LARGEST, LARGEST_FLOPS, show_bytes
 
 # Families of `model_type`: rotary, gated, without biases; their odd ones out are told apart below.
 GATED = (
@@ -191,7 +191,19 @@ class Decoder:
         return 2.0 * tokens * weights + 4.0 * tokens**2 * self.attention_width
 
     def model(self, tokens: int, dtype: ComputeDtype, name: str) -> ModelProfile:
-        """The model as the planner knows it, for samples of so many tokens."""
+        """The model as the planner knows it, for samples of so many tokens.
+
+        Raises:
+            InputError: no card ends with such a sample.
+        """
+        head_flops = 2.0 * tokens * self.hidden * self.head_rows
+        most = 2 * max(self.block_flops(tokens), head_flops)
+        if most > LARGEST_FLOPS:
+            raise InputError(
+                f"a sample of {tokens} tokens is more work for this model than any card ends",
+                why=f"the backward of a block, or of the head, takes {most:.1e} FLOPs",
+                fix="lower sequence_length",
+            )
         size = DTYPE_BYTES[dtype]
         stream = tokens * self.hidden * size
         saved = tokens * self._saved_elements() * size
@@ -230,8 +242,8 @@ class Decoder:
             kept=_line(stream + 16 * tokens),
             head=_line(logits + 4 * stream, weight_left),
             chunked_head=self._chunked_head(tokens, size) if self.team == 1 else None,
-            flops=2.0 * tokens * self.hidden * self.head_rows,
-            backward_flops=4.0 * tokens * self.hidden * self.head_rows,
+            flops=head_flops,
+            backward_flops=2 * head_flops,
         )
         return ModelProfile(
             fingerprint=f"estimate:{name}",

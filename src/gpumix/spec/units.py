@@ -43,7 +43,7 @@ def _parse_bytes(value: object) -> object:
 LARGEST = 2**53
 LARGEST_BATCH = 2**20  # samples of a step
 LARGEST_LENGTH = 2**30  # tokens of a sample
-LARGEST_FLOPS = 1e23  # of a sample, so that times of thousands of them are numbers on any card
+LARGEST_FLOPS = 5e23  # of a sample, so that times of thousands of them are numbers on any card
 MOST_STEPS = 2**40  # whose samples can be counted in 64 bits
 LONGEST_S = 1e9  # thirty years; what waits for longer overflows
 
