@@ -12,7 +12,7 @@ import typer
 from gpumix.cli.common import Debug, Json, Overrides, answer, verb
 from gpumix.cli.source import Asked, ClusterText, ModelText, NetworkText, found_beside
 from gpumix.spec.errors import InputError
-from gpumix.spec.placed import placed
+from gpumix.spec.placed import placed, together
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -83,7 +83,7 @@ def simulate(
     if profile is None and job is None and cluster is None:
         profile = found_beside(plan)
     times, note = _times(profile, asked)
-    with placed(plan if profile is None else f"{plan} with {profile}"):
+    with placed(together(plan, profile)):
         replay = replay_of(times, planned)
     if trace is not None:
         trace_of(replay, planned).save(trace)

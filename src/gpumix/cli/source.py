@@ -323,15 +323,17 @@ def found_beside(plan: Path) -> Path | None:
     return next((place for place in places if place.is_file()), None)
 
 
-def beside(path: Path, plan: Plan) -> Profile | None:
-    """That profile; None where what lies there is not what this plan was made from."""
+def beside(path: Path, plan: Plan) -> tuple[Profile, Path] | None:
+    """That profile, and its file; None where what lies there is not what this plan was made
+    from."""
     from gpumix.spec.profile import Profile
 
     place = found_beside(path)
-    profile = Profile.load(place) if place is not None else None
-    if profile is None or profile.model.fingerprint != plan.model:
+    if place is None:
         return None
-    return profile if profile.sequence_length == plan.sequence_length else None
+    profile = Profile.load(place)
+    made_from = profile.model.fingerprint, profile.sequence_length
+    return (profile, place) if made_from == (plan.model, plan.sequence_length) else None
 
 
 def _request(batch: int, space: Space | None = None) -> PlanRequest:

@@ -54,7 +54,7 @@ def train(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    from gpumix.cli.source import beside, found_beside
+    from gpumix.cli.source import beside
     from gpumix.spec.plan import Plan
     from gpumix.train.pipeline import Pipeline
 
@@ -69,7 +69,8 @@ def train(
         overrides = [*overrides, f"strategy={strategy}"]
     if trace is not None:
         overrides = [*overrides, f"trace_step={trace}"]
-    made_from = beside(plan, given) if plan is not None and given is not None else None
+    found = beside(plan, given) if plan is not None and given is not None else None
+    made_from, made_from_file = found or (None, "")
     with placed(job):
         pipeline = Pipeline.of_file(job, overrides, allowed=allowed, debug=debug)
         summary = pipeline.train(
@@ -77,7 +78,7 @@ def train(
             resume=resume,
             made_from=made_from,
             plan_file=str(plan or ""),
-            made_from_file=str(found_beside(plan) or "") if plan is not None else "",
+            made_from_file=str(made_from_file),
         )
     if not pipeline.speaks:
         return

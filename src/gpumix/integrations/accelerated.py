@@ -36,7 +36,7 @@ from gpumix.integrations.accelerator_arguments import (
     refuse_without_meaning,
 )
 from gpumix.integrations.batching import Batching
-from gpumix.integrations.called import ARGS, KWARGS, call_of
+from gpumix.integrations.called import ARGS, KWARGS, NAME_PARTS, call_of
 from gpumix.integrations.gathering import all_numbers, all_objects, all_rows
 from gpumix.integrations.hosted import Training, host, plan_of, refuse_gpu, world
 from gpumix.integrations.loop_record import LoopRecord
@@ -59,7 +59,6 @@ from gpumix.train import run_files
 
 __all__ = ["Accelerator"]
 
-ONE_STAGE = EVERYTHING.model_copy(update={"most_stages": 1, "tensor": (1,)})
 PRECISIONS: dict[str, Precision] = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
 PLACES_OF_A_RANK = 2**40
 
@@ -206,7 +205,7 @@ class Accelerator(accelerate.Accelerator):
             optimizer=optimizer_like(optimizers[0]) if optimizers else None,
             precision=self._precision,
             compile=self._compile,
-            space=ONE_STAGE,
+            space=EVERYTHING.in_one_stage(),
             seed=torch.initial_seed() % 2**31,
             told=f"loop {inside} {[type(one).__name__ for one in optimizers]}",
         )
@@ -219,8 +218,7 @@ class Accelerator(accelerate.Accelerator):
             raise InputError(
                 "the model cannot be measured with the loader's batches",
                 why=in_a_line(error),
-                fix="let the loader name the parts of a batch as forward's arguments, or give a "
-                "plan: Accelerator(plan=...)",
+                fix=NAME_PARTS,
             ) from error
         if len(self._engine.plan.stages) > 1 or self._engine.plan.in_teams:
             raise InputError(

@@ -11,6 +11,10 @@ from torch import nn
 from gpumix.spec.errors import InputError
 
 ARGS, KWARGS = "args", "kwargs"
+NAME_PARTS = (
+    "let the loader name the parts of a batch as forward's arguments, or give a plan: "
+    "Accelerator(plan=...)"
+)
 
 _PLACED = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -43,8 +47,7 @@ def call_of(model: nn.Module, batch: Any) -> dict[str, Any]:
         raise InputError(
             f"the model cannot be measured: its forward takes {', '.join(needed)}, and a batch of "
             f"the loader has {_parts(batch)}",
-            fix="let the loader name the parts of a batch as forward's arguments, or give a plan: "
-            "Accelerator(plan=...)",
+            fix=NAME_PARTS,
         )
     return {ARGS: (), KWARGS: named | dict(zip(missing, others))}
 

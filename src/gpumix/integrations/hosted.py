@@ -194,7 +194,7 @@ def _allowed(training: Training) -> Space:
     """What plans may use with the optimizer: one of whole matrices wants no stages, no teams."""
     trial = training.optimizer and training.optimizer([nn.Parameter(torch.empty(0))])
     if isinstance(trial, WholeOptimizer):
-        return training.space.model_copy(update={"most_stages": 1, "tensor": (1,)})
+        return training.space.in_one_stage()
     return training.space
 
 

@@ -106,6 +106,10 @@ class Space(Value):
         """The same where none may be left out."""
         return self.model_copy(update={"leave_out": False})
 
+    def in_one_stage(self) -> Space:
+        """The same without several stages, and without teams."""
+        return self.model_copy(update={"most_stages": 1, "tensor": (1,)})
+
     def modes(self, zero_stage: ZeroStage) -> Iterator[Mode]:
         """What a worker may do at this stage, the plainest first.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from gpumix.data.rows import Source
 from gpumix.spec.job import Job
+from gpumix.spec.units import plural
 
 MOST_HELD_OUT = 0.5  # of the samples; more than that is a slip, such as the part to train on
 
@@ -18,8 +19,8 @@ def of_schedule(job: Job) -> list[str]:
     if warmup_steps <= job.steps:
         return []
     return [
-        f"schedule.warmup_steps is {warmup_steps}, but the run has {job.steps} "
-        f"{'step' if job.steps == 1 else 'steps'}: the learning rate ends at "
+        f"schedule.warmup_steps is {warmup_steps:,}, but the run has {plural(job.steps, 'step')}: "
+        "the learning rate ends at "
         f"{job.optimizer.lr * job.steps / warmup_steps:g}, below optimizer.lr {job.optimizer.lr:g}"
     ]
 

@@ -34,7 +34,7 @@ from gpumix.spec.errors import (
     first_line,
 )
 from gpumix.spec.job import Job
-from gpumix.spec.placed import placed
+from gpumix.spec.placed import placed, together
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 from gpumix.spec.read import read_job
@@ -173,7 +173,7 @@ class Pipeline:
         profile = None
         if plan is not None:
             with placed(plan_file):
-                both = f"{plan_file} with {made_from_file}" if made_from is not None else plan_file
+                both = together(plan_file, made_from_file)
                 plan, profile = self._checked(plan, made_from, both)
             for line in overruled(plan, self.job):
                 self.show(line)

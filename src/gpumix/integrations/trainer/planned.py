@@ -323,18 +323,18 @@ class Planned:
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As transformers does, with a record for `gpumix top` and `gpumix report`."""
-        self._recorded = None
         try:
             result = super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
         except BaseException as error:
-            recorded, self._recorded = self._recorded, None
-            if recorded is not None:
-                recorded.fail(error)
+            if self._recorded is not None:
+                self._recorded.fail(error)
             raise
-        recorded, self._recorded = self._recorded, None
-        if recorded is not None:
-            recorded.finish(self.state.global_step)
-        return result
+        else:
+            if self._recorded is not None:
+                self._recorded.finish(self.state.global_step)
+            return result
+        finally:
+            self._recorded = None
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kw: Any) -> None:
         """Comes after each step, and once more at an epoch's end."""
