@@ -83,6 +83,18 @@ class Model:
 
 
 @dataclass(frozen=True)
+class Rates:
+    """The settings of AdamW, which is fused and does not clip; by default torch's own."""
+
+    learning_rate: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.01
+
+
+USUAL_RATES = Rates()
+
+
+@dataclass(frozen=True)
 class Setting:
     """How all systems train: each rank the same number of samples, in equal micro-batches."""
 
@@ -92,6 +104,7 @@ class Setting:
     micro_batches: int = 1
     recompute: bool = False
     dtype: ComputeDtype = "fp32"
+    rates: Rates = USUAL_RATES
 
     def __post_init__(self) -> None:
         if self.samples % self.micro_batches:

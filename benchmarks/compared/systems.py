@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import gpumix
-from compared.setting import Batch, Order, Setting
+from compared.setting import USUAL_RATES, Batch, Order, Rates, Setting
 from gpumix.engine.engine import Engine
 from gpumix.engine.groups import all_ranks
 from gpumix.engine.precision import TORCH_DTYPE
@@ -30,8 +30,6 @@ from gpumix.engine.record import SILENT, Recorder, Recording
 from gpumix.engine.units import dissect
 from gpumix.spec.plan import ZeroStage
 from gpumix.spec.profile import ROOT
-
-LEARNING_RATE = 1e-3
 
 
 class System(Protocol):
@@ -146,7 +144,7 @@ class Gpumix:
         model = setting.model.build()
         plan = setting.plan(model, self.zero_stage, self.order, nccl=device.type == "cuda")
         engine = gpumix.prepare(model, plan, comm=all_ranks(device, plan.collectives))
-        return OnEngine(engine, optimizer_of(engine.parameters()))
+        return OnEngine(engine, optimizer_of(engine.parameters(), setting.rates))
 
 
 Entrant = Plain | Ddp | Fsdp | Gpumix
@@ -172,7 +170,7 @@ class Loop:
         self._autocast_to = TORCH_DTYPE[setting.dtype] if autocast else torch.float32
         self._micro_batches = setting.micro_batches
         self._exchanging = exchanging
-        self._optimizer = optimizer_of(model.parameters())
+        self._optimizer = optimizer_of(model.parameters(), setting.rates)
 
     def step(self, batch: Batch) -> torch.Tensor:
         device = next(self._model.parameters()).device
@@ -220,8 +218,16 @@ class OnEngine:
         return recorder.recording()
 
 
-def optimizer_of(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
+def optimizer_of(
+    parameters: Iterator[nn.Parameter], rates: Rates = USUAL_RATES
+) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(
+        parameters,
+        lr=rates.learning_rate,
+        betas=rates.betas,
+        weight_decay=rates.weight_decay,
+        fused=True,
+    )
 
 
 def recomputing(model: nn.Module) -> None:
