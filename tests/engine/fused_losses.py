@@ -1,17 +1,24 @@
 """The fused kernel of the loss beside PyTorch, in Triton's interpreter: a process of its own, for
-Triton looks whether to interpret when it is imported. Prints the largest errors as JSON."""
+Triton looks whether to interpret when it is imported. Prints as JSON the largest errors, and how
+many elements of logits several lanes of a program touch."""
 
 from __future__ import annotations
 
 import json
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional as F
+from triton.runtime.interpreter import interpreter_builder
 
 from gpumix.engine import chunked_loss
 from gpumix.engine.chunked_loss import Gradients, LinearCrossEntropy
-from gpumix.engine.fused_loss import fused_losses
+from gpumix.engine.fused_loss import LARGEST_BLOCK, fused_losses
 
 ROWS, WIDTH = 13, 16
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -51,6 +58,49 @@ def of_problem(dtype: torch.dtype, mean: bool) -> float:
     return max(error(a, b) for a, b in zip(*found))
 
 
+@contextmanager
+def lanes_by_address() -> Iterator[dict[int, set[int]]]:
+    """Which lanes of a program load or store each address; -1: all of them, by a scalar pointer."""
+    seen: dict[int, set[int]] = defaultdict(set)
+    calls = ("create_load", "create_store", "create_masked_load", "create_masked_store")
+    originals = {name: getattr(interpreter_builder, name) for name in calls}
+
+    def watched(original: Any) -> Any:
+        def call(pointers: Any, *rest: Any) -> Any:
+            addresses = np.ravel(pointers.data)
+            lanes = range(len(addresses)) if len(addresses) > 1 else (-1,)
+            for lane, address in zip(lanes, addresses):
+                seen[int(address)].add(lane)
+            return original(pointers, *rest)
+
+        return call
+
+    for name, original in originals.items():
+        setattr(interpreter_builder, name, watched(original))
+    try:
+        yield seen
+    finally:
+        for name, original in originals.items():
+            setattr(interpreter_builder, name, original)
+
+
+def shared_elements(classes: int) -> int:
+    """How many elements of logits more than one lane of a program loads or stores. There is no
+    barrier between the kernel's loops: one lane could store such an element before another lane
+    loads it.
+
+    Args:
+        classes: a multiple of the block, so that no lane is masked.
+    """
+    logits, factors = torch.randn(3, classes), torch.randn(3)
+    begin, end = logits.data_ptr(), logits.data_ptr() + logits.nbytes
+    with lanes_by_address() as seen:
+        fused_losses(logits, torch.randint(classes, (3,)), factors, 0.1)
+    own = {address: lanes for address, lanes in seen.items() if begin <= address < end}
+    assert len(own) == logits.numel(), "each element is loaded"
+    return sum(lanes == {-1} or len(lanes) > 1 for lanes in own.values())
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     worst = {
@@ -61,4 +111,4 @@ if __name__ == "__main__":
         f"loss {name}": max(of_problem(dtype, mean) for mean in (True, False))
         for name, dtype in DTYPES.items()
     }
-    print(json.dumps(worst))
+    print(json.dumps({"errors": worst, "shared": shared_elements(2 * LARGEST_BLOCK)}))

@@ -26,6 +26,7 @@ def row_losses(
     largest = -3.0e38
     total = 0.0
     plain = 0.0
+    hit = 0.0  # the target's logit: summed by the lanes that have it, see below
     for begin in range(0, classes, BLOCK):
         at = begin + tl.arange(0, BLOCK)
         value = tl.load(x + at, mask=at < classes, other=-float("inf")).to(tl.float32)
@@ -33,11 +34,14 @@ def row_losses(
         total = total * tl.exp(largest - higher) + tl.sum(tl.exp(value - higher), 0)
         largest = higher
         plain += tl.sum(tl.where(at < classes, value, 0.0), 0)
+        hit += tl.sum(tl.where(at == target, value, 0.0), 0)
     logarithm = largest + tl.log(total)  # of the sum of all exponentials
-    own = logarithm - tl.load(x + target).to(tl.float32)
+    own = logarithm - hit
     mean = logarithm - plain / classes
     tl.store(losses + row, own * (1.0 - smoothing) + mean * smoothing)
     if GRADIENT:
+        # Over the logits. There is no barrier between the loops: what a lane stores here it alone
+        # has loaded above, so no warp overwrites a logit that a slower one is still to load.
         factor = tl.load(factors + row)
         for begin in range(0, classes, BLOCK):
             at = begin + tl.arange(0, BLOCK)
