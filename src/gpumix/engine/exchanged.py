@@ -34,9 +34,17 @@ class Exchanged:
     def row(
         device: torch.device, *, notice: float, report: float, norm: torch.Tensor | float
     ) -> torch.Tensor:
-        """What one rank tells, but for its losses (column 0) and their count (column 1)."""
+        """What one rank tells, but for its losses (column 0) and their count (column 1).
+
+        The host waits for nothing: a number of its own goes along with the kernel that writes it,
+        where an assignment would copy it from memory that is not pinned, and wait for the copy.
+        """
         row = torch.zeros(COLUMNS, dtype=torch.float64, device=device)
-        row[2], row[3], row[4] = notice, report, norm
+        for place, value in enumerate((notice, report, norm), 2):
+            if isinstance(value, torch.Tensor):
+                row[place].copy_(value)
+            elif value:
+                row[place].fill_(value)
         return row
 
     @property

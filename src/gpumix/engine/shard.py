@@ -188,7 +188,7 @@ class Shard:
         """Start to fill a vector from all ranks' masters."""
         label, comm = f"all-gather of unit '{self.label}'", self._division.comm
         if self._division.replicated:
-            into.copy_(self.master)
+            into.copy_(self.master, non_blocking=True)  # it may be in pinned memory of the host
             return Pending((), label, comm)
         return comm.gather(into, self.master, self.offsets, label)
 

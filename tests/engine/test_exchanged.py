@@ -1,0 +1,19 @@
+"""What a rank tells the others in a step, beside its losses."""
+
+from __future__ import annotations
+
+import torch
+
+from gpumix.engine.exchanged import Exchanged
+
+CPU = torch.device("cpu")
+
+
+def test_a_row_holds_what_the_rank_tells():
+    row = Exchanged.row(CPU, notice=1.0, report=2.5, norm=torch.tensor(3.0))
+    assert row.tolist() == [0.0, 0.0, 1.0, 2.5, 3.0]
+
+
+def test_a_number_that_is_none_is_told_too():
+    row = Exchanged.row(CPU, notice=0.0, report=float("nan"), norm=0.0)
+    assert row.nan_to_num(nan=7.0).tolist() == [0.0, 0.0, 0.0, 7.0, 0.0]
