@@ -27,7 +27,7 @@ from emulated.results import aligned, plan_line
 from emulated.rounds import joined, profile_of
 from emulated.setting import SEED, Setting, cluster_of
 from emulated.systems import System
-from gpumix.hardware.runtime import open_device
+from gpumix.hardware.device import open_device
 from gpumix.spec.errors import NoFeasiblePlanError
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile

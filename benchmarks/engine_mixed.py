@@ -34,7 +34,7 @@ from emulated.results import aligned, plan_line
 from emulated.rounds import GPUMIX, TRIES, Bench, Run, Study, joined, profile_of
 from emulated.setting import Setting, cluster_of
 from gpumix.engine.record import Recording
-from gpumix.hardware.runtime import DeviceRuntime, open_device
+from gpumix.hardware.device import DeviceRuntime, open_device
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 from gpumix.spec.units import show_bytes

@@ -26,7 +26,7 @@ from common import Figures, print_figures
 from gpumix.engine.engine import Engine
 from gpumix.engine.prepare import prepare
 from gpumix.engine.units import dissect
-from gpumix.hardware.runtime import DeviceRuntime, open_device
+from gpumix.hardware.device import DeviceRuntime, open_device
 from gpumix.spec.cluster import DeviceClass
 from gpumix.spec.plan import Plan
 from gpumix.spec.stage import Mode, Stage, Worker

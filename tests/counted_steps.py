@@ -9,7 +9,7 @@ import torch
 
 import gpumix
 from gpumix.engine.prepare import prepare
-from gpumix.hardware.runtime import open_device
+from gpumix.hardware.device import open_device
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile

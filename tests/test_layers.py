@@ -72,6 +72,49 @@ def test_every_part_has_its_place():
     assert folders | {p.stem for p in PACKAGE.glob("*.py")} <= set(MAY_IMPORT)
 
 
+def accelerators_named(source: str) -> set[str]:
+    """The modules of torch for accelerators that `source` names, whatever it calls torch."""
+    tree = ast.parse(source)
+    torches = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+        if alias.name == "torch"
+    } | {"torch"}
+    named = {f"torch.{name}" for name in ("cuda", "xpu", "accelerator")}
+    reached = {
+        f"torch.{node.attr}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id in torches
+    }
+    imported = {
+        ".".join(name.split(".")[:2]) for name in imported_modules(source, ("gpumix",), False)
+    }
+    return named & (reached | imported)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["torch.cuda.synchronize()", "import torch as t\nt.cuda.Stream()", "from torch import cuda",
+     "from torch.cuda import Event", "import torch.cuda", "x: torch.cuda.Event | None = None"],
+)  # fmt: skip
+def test_a_name_of_torch_cuda_is_found(source):
+    assert accelerators_named(source) == {"torch.cuda"}
+    assert accelerators_named('"""`torch.cuda.set_device` chose."""') == set()
+
+
+def test_one_file_names_the_modules_of_torch_for_accelerators():
+    naming = {
+        str(file.relative_to(PACKAGE))
+        for file in PACKAGE.rglob("*.py")
+        if accelerators_named(file.read_text())
+    }
+    assert naming == {"hardware/runtime.py"}
+
+
 def test_imports_run_one_way():
     files = [file for file in sorted(PACKAGE.rglob("*.py")) if part_of(file) in MAY_IMPORT]
     wrong = {str(file): found for file in files if (found := wrong_imports(file))}

@@ -16,7 +16,7 @@ from compared.setting import Batch, Model, Setting
 from compared.systems import Fsdp, OnEngine, System, optimizer_of
 from emulated.rounds import joined
 from gpumix.engine.record import Recording
-from gpumix.hardware.runtime import open_device
+from gpumix.hardware.device import open_device
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
 from gpumix.spec.plan import Plan
 from gpumix.train.launch import Seat, launch

@@ -22,7 +22,7 @@ import gpumix
 from emulated import systems
 from emulated.setting import Setting
 from emulated.systems import System
-from gpumix.hardware.runtime import DeviceRuntime, open_device
+from gpumix.hardware.device import DeviceRuntime, open_device
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 from gpumix.train.launch import Seat

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gpumix
 from emulated.setting import Setting
-from gpumix.hardware.runtime import DeviceRuntime
+from gpumix.hardware.device import DeviceRuntime
 from gpumix.spec.cut import split_micro_batches
 from gpumix.spec.plan import Plan
 

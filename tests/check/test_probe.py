@@ -21,6 +21,7 @@ SEAT = Seat(0, 1, Device(id="big-0", device_class="big"), port=0)
 
 @pytest.fixture
 def stand_in(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
     monkeypatch.setattr(probe, "LOADED_ROWS", 128)
     monkeypatch.setattr(probe, "COPIED_BYTES", 2**20)

@@ -30,7 +30,11 @@ def calls(monkeypatch):
     """What is asked of torch, on a host of two GPUs; no group is made."""
     asked: list[tuple[str, object]] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda n: asked.append(("device", n)))
+    torch_kind = torch.device("cuda")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch_kind)
+    monkeypatch.setattr(
+        torch.accelerator, "set_device_index", lambda n: asked.append(("device", n))
+    )
     monkeypatch.setattr(dist, "init_process_group", lambda kind: asked.append(("group", kind)))
     monkeypatch.setattr(launched.atexit, "register", lambda work: None)
     for name in PLACE:

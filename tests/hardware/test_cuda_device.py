@@ -1,4 +1,4 @@
-"""The CUDA device over a fake `torch.cuda`: which GPU it takes and how much memory it allows."""
+"""A GPU over a fake of what torch says of it: which GPU it takes and how much memory it allows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpumix.hardware.runtime import open_device
+from gpumix.hardware.device import open_device
 from gpumix.spec.cluster import DeviceClass
 from gpumix.spec.errors import MachineError
 
@@ -27,18 +27,23 @@ class FakeCuda:
         replaced = {
             "is_available": lambda: True,
             "device_count": lambda: 2,
-            "set_device": lambda ordinal: setattr(self, "current", ordinal),
             "get_device_properties": lambda ordinal: SimpleNamespace(uuid=f"uuid-{ordinal}"),
             "get_device_name": lambda ordinal: PRODUCTS[ordinal],
             "get_device_capability": lambda ordinal: [(9, 0), (8, 6)][ordinal],
-            "mem_get_info": lambda device: (TOTAL - CONTEXT - self.reserved, TOTAL),
-            "memory_reserved": lambda device: self.reserved,
-            "synchronize": lambda device: None,
-            "empty_cache": lambda: None,
             "set_per_process_memory_fraction": self.set_fraction,
         }
         for name, function in replaced.items():
             monkeypatch.setattr(torch.cuda, name, function)
+        of_any_maker = {
+            "current_accelerator": lambda: torch.device("cuda"),
+            "set_device_index": lambda ordinal: setattr(self, "current", ordinal),
+            "get_memory_info": lambda device: (TOTAL - CONTEXT - self.reserved, TOTAL),
+            "memory_reserved": lambda device: self.reserved,
+            "synchronize": lambda device: None,
+            "empty_cache": lambda: None,
+        }
+        for name, function in of_any_maker.items():
+            monkeypatch.setattr(torch.accelerator, name, function)
 
     def set_fraction(self, fraction, device):
         self.fraction = fraction

@@ -11,7 +11,7 @@ from gpumix.engine.tensor import all_of, divide
 from gpumix.engine.tensor_plans import tensor_plan
 from gpumix.engine.units import dissect
 from gpumix.hardware.decoder import GATED, KIND, PLAIN, Decoder, decoder, llama_shaped
-from gpumix.hardware.runtime import open_device
+from gpumix.hardware.device import open_device
 from gpumix.profiler.measure import Shape, Subject, measure_class
 from gpumix.profiler.specimen import MadeUpTeam
 from gpumix.spec.cluster import DeviceClass

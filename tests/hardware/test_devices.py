@@ -8,9 +8,9 @@ import pytest
 import torch
 from hardware_helpers import emulated_class
 
+from gpumix.hardware.device import open_device
 from gpumix.hardware.emulation import EmulatedDevice
 from gpumix.hardware.memory import limit_memory
-from gpumix.hardware.runtime import open_device
 from gpumix.spec.cluster import DeviceClass
 from gpumix.spec.errors import InputError, MachineError
 

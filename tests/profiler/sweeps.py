@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import gpumix
+from gpumix.hardware.device import DeviceRuntime
 from gpumix.hardware.emulation import Pacer, device
-from gpumix.hardware.runtime import DeviceRuntime
 from gpumix.profiler import compute
 from gpumix.profiler.measure import Shape, Subject, measure_class
 from gpumix.spec.cluster import Cluster

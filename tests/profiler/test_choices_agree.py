@@ -11,8 +11,8 @@ from sweeps import subject
 from torch import nn
 
 from gpumix.engine.compiled import CompiledForward
+from gpumix.hardware.device import open_device
 from gpumix.hardware.efficiency import PLAIN, Chosen
-from gpumix.hardware.runtime import open_device
 from gpumix.profiler import agreement, specimen
 from gpumix.profiler.measure import Subject, measure_class
 from gpumix.spec.cluster import DeviceClass

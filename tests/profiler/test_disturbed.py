@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import gpumix
-from gpumix.hardware.runtime import open_device
+from gpumix.hardware.device import open_device
 from gpumix.profiler import measure
 from gpumix.profiler.compute import Sweep
 from gpumix.profiler.measure import Shape, Subject, measure_class

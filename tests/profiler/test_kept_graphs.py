@@ -11,7 +11,7 @@ from sweeps import ROWS, costly_model, measure, virtual_time
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from gpumix.hardware.runtime import open_device
+from gpumix.hardware.device import open_device
 from gpumix.spec.cluster import DeviceClass
 from gpumix.spec.profile import ROOT
 from models import WIDTH, Regression

@@ -10,7 +10,7 @@ from sweeps import measure
 from torch.utils._pytree import tree_leaves
 
 from gpumix.engine.units import dissect
-from gpumix.hardware.runtime import open_device
+from gpumix.hardware.device import open_device
 from gpumix.spec.cluster import DeviceClass
 from staging import EVERY, calls_of
 

@@ -11,7 +11,7 @@ from sweeps import subject, virtual_time
 from torch import nn
 
 from gpumix.engine.coroutine import ModelError
-from gpumix.hardware.runtime import open_device
+from gpumix.hardware.device import open_device
 from gpumix.profiler.measure import Subject, measure_class
 from gpumix.spec.cluster import DeviceClass
 from gpumix.spec.errors import InputError

@@ -11,7 +11,7 @@ from jobs import CLUSTER, write_job
 from sweeps import costly_model, subject, virtual_time
 
 from gpumix.engine.ranks import Ranks
-from gpumix.hardware.runtime import open_device
+from gpumix.hardware.device import open_device
 from gpumix.profiler.cache import MeasurementCache
 from gpumix.profiler.cluster import ClusterProfiler
 from gpumix.spec.measurements import ClassMeasurement, InputMeasurement

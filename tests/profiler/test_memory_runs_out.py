@@ -13,8 +13,8 @@ import torch
 from sweeps import ROWS, costly_model, measure, sizes, some_batch, virtual_time
 
 import gpumix
+from gpumix.hardware.device import device_in_use, open_device
 from gpumix.hardware.memory import limit_memory
-from gpumix.hardware.runtime import device_in_use, open_device
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
 from gpumix.spec.errors import NoFeasiblePlanError
 from gpumix.spec.profile import Profile

@@ -13,7 +13,7 @@ from sweeps import measure, subject
 from torch.utils.data import default_collate
 
 from gpumix.engine.coroutine import ModelError
-from gpumix.hardware.runtime import open_device
+from gpumix.hardware.device import open_device
 from gpumix.profiler.measure import measure_class
 from gpumix.spec.cluster import DeviceClass
 from models import causal_model, packed_lm

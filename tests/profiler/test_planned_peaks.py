@@ -16,7 +16,7 @@ import gpumix
 from gpumix.cost.curves import bytes_at
 from gpumix.cost.pipeline import Pipeline
 from gpumix.cost.predict import predict
-from gpumix.hardware.runtime import open_device
+from gpumix.hardware.device import open_device
 from gpumix.planner.explain import plan as make_plan
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
 from gpumix.spec.plan import Plan

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import gpumix
 from gpumix.engine.objective import objective_of
 from gpumix.engine.units import dissect
-from gpumix.hardware.runtime import open_device
+from gpumix.hardware.device import open_device
 from gpumix.planner.explain import plan as make_plan
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
 from gpumix.spec.plan import Plan

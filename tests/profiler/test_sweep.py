@@ -7,7 +7,7 @@ import pytest
 import torch
 from sweeps import costly_model, measure, sizes, virtual_time
 
-from gpumix.hardware.runtime import open_device
+from gpumix.hardware.device import open_device
 from gpumix.profiler import compute
 from gpumix.spec.cluster import DeviceClass
 

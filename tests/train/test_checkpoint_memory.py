@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
+from gpumix.hardware.device import open_device
 from gpumix.hardware.memory import limit_memory
-from gpumix.hardware.runtime import open_device
 from gpumix.spec.cluster import DeviceClass
 from gpumix.train.checkpoint import Checkpointer
 from gpumix.train.checkpoint_shards import Boxed, read, write

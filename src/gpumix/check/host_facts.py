@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import gpumix
 from gpumix.check.facts import FolderFacts, HostFacts, Limits, Software
+from gpumix.hardware import runtime
 from gpumix.hardware.cpu import cores_here
 from gpumix.hardware.environment import (
     available_host_bytes,
@@ -54,10 +55,8 @@ def software() -> Software:
     """What is installed here."""
     nccl = ""
     if dist.is_nccl_available():
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        nccl = runtime.nccl_version()
     driver, driver_cuda = driver_versions()
-    # torch.cuda.get_arch_list() is empty where the driver is too old, and so the question open.
-    arches = getattr(torch._C, "_cuda_getArchFlags", lambda: None)()
     return Software(
         gpumix=gpumix.__version__,
         torch=torch.__version__,
@@ -67,7 +66,7 @@ def software() -> Software:
         transformers=_version("transformers"),
         driver=driver,
         driver_cuda=driver_cuda,
-        arches=tuple((arches or "").split()),
+        arches=runtime.built_architectures(),
     )
 
 

@@ -22,10 +22,11 @@ from gpumix.check.host_facts import host_facts, nearest
 from gpumix.check.job_facts import checkpoint_bytes, job_on_host, saved_bytes
 from gpumix.engine.comm import leave_groups
 from gpumix.engine.groups import all_ranks
+from gpumix.hardware.device import DeviceRuntime, open_device
 from gpumix.hardware.discover import discover
 from gpumix.hardware.environment import cache_folder, hide_gpus
 from gpumix.hardware.gpu_health import GpuHealth, Look, driver, handle_of, health, look
-from gpumix.hardware.runtime import DeviceRuntime, open_device
+from gpumix.hardware.runtime import backend_of, capability
 from gpumix.profiler.network import message_s
 from gpumix.profiler.peak import measured_peak
 from gpumix.spec.cluster import DeviceClass
@@ -159,7 +160,7 @@ class Probe:
             ) from error
 
     def _speed(self, runtime: DeviceRuntime) -> Speed:
-        major = torch.cuda.get_device_capability(runtime.torch_device)[0]
+        major = capability(runtime.torch_device)[0]
         dtype = torch.bfloat16 if major >= 8 else torch.float16 if major >= 7 else torch.float32
         peak = measured_peak(runtime, dtype).flops_per_s
         seen = self._under_load(runtime, dtype, peak)
@@ -211,7 +212,7 @@ class Probe:
             raise MachineError(first_line(error)) from error
 
     def _connected(self, key: str, place: int, timeout_s: float) -> Told:
-        backend = "nccl" if self._on_gpu else "gloo"
+        backend = backend_of(self._device)
         dist.init_process_group(
             backend,
             store=dist.PrefixStore(key, store_of(self._as_guest(), timeout_s)),

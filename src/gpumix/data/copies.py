@@ -14,6 +14,7 @@ import torch
 
 from gpumix.data.layout import Batch
 from gpumix.data.ragged import MASK, PER_TOKEN
+from gpumix.hardware import runtime
 
 E = TypeVar("E")
 
@@ -40,23 +41,22 @@ class CopyStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = runtime.new_stream(device)
 
-    def send(self, batch: Batch) -> tuple[Batch, torch.cuda.Event]:
+    def send(self, batch: Batch) -> tuple[Batch, runtime.Event]:
         # Made on this stream, the memory belongs to it: nothing of others can be under way in it.
-        with torch.cuda.stream(self._stream):
+        with runtime.on_stream(self._stream):
             there = {key: t.to(self._device, non_blocking=True) for key, t in batch.items()}
-            sent = torch.cuda.Event()
-            sent.record(self._stream)
+            sent = runtime.recorded_event(self._device)
         return there, sent
 
-    def receive(self, batch: Batch, sent: torch.cuda.Event) -> None:
-        computes = torch.cuda.current_stream(self._device)
+    def receive(self, batch: Batch, sent: runtime.Event) -> None:
+        computes = runtime.current_stream(self._device)
         computes.wait_event(sent)
         for tensor in batch.values():
             tensor.record_stream(computes)
 
-    def arrived(self, sent: torch.cuda.Event) -> bool:
+    def arrived(self, sent: runtime.Event) -> bool:
         return sent.query()
 
 

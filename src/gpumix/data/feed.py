@@ -25,6 +25,7 @@ from gpumix.data.layout import Batch, Layout
 from gpumix.data.reading import BadSamples, Skipped, StuckError
 from gpumix.data.rows import Source
 from gpumix.hardware.memory import host_memory
+from gpumix.hardware.runtime import on_device
 from gpumix.spec.errors import InputError, MachineError
 
 MOST_AHEAD = 64  # batches
@@ -477,7 +478,7 @@ class Feed:
             if self._pin is not None:
                 # Pinning goes through the thread's current device; without this every rank would
                 # open a context on device 0.
-                stack.enter_context(torch.cuda.device(self._pin))
+                stack.enter_context(on_device(self._pin))
             stack.enter_context(host_memory())
             return self._pinned(batch.joined())
 

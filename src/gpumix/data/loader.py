@@ -36,7 +36,7 @@ from gpumix.data.rows import Source
 from gpumix.data.samples import as_source
 from gpumix.data.streams import Form, StreamSource, is_stream
 from gpumix.data.tuning import Bounds, Limit, Setting, Tuner
-from gpumix.hardware.runtime import indexed
+from gpumix.hardware import runtime
 from gpumix.spec.errors import InputError
 from gpumix.spec.job import MOST_WORKERS
 from gpumix.spec.shares import Shares, share_of
@@ -506,14 +506,14 @@ def evaluation_batches(
 
 
 def pin_device(device: torch.device | str) -> torch.device | None:
-    """The CUDA device whose copies want pinned memory; None for any other device."""
-    if torch.device(device).type != "cuda" or not torch.cuda.is_available():
+    """The GPU whose copies want pinned memory; None for any other device."""
+    if not runtime.is_gpu(device) or not runtime.is_available():
         return None
-    return indexed(device)  # now: the thread that pins has another current device
+    return runtime.indexed(device)  # now: the thread that pins has another current device
 
 
 def _pinned(batch: Batch, pin: torch.device | None) -> Batch:
     if pin is None:
         return batch
-    with torch.cuda.device(pin):
+    with runtime.on_device(pin):
         return {key: value.pin_memory() for key, value in batch.items()}

@@ -16,6 +16,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
+from gpumix.hardware import runtime
+
 S = TypeVar("S")
 
 
@@ -54,15 +56,13 @@ class StreamStamps:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def now(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+    def now(self) -> runtime.Event:
+        return runtime.recorded_event(self._device, timing=True)
 
-    def passed(self, stamp: torch.cuda.Event) -> bool:
+    def passed(self, stamp: runtime.Event) -> bool:
         return stamp.query()
 
-    def between(self, one: torch.cuda.Event, other: torch.cuda.Event) -> float:
+    def between(self, one: runtime.Event, other: runtime.Event) -> float:
         return one.elapsed_time(other) / 1e3
 
 

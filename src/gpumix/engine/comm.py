@@ -29,8 +29,8 @@ from gpumix.engine.held_up import Wait
 from gpumix.engine.last_words import CommunicationError, LastWords
 from gpumix.engine.record import SILENT, Record
 from gpumix.engine.stands import begins, doing
+from gpumix.hardware import runtime
 from gpumix.hardware.memory import is_out_of_memory
-from gpumix.hardware.runtime import indexed
 from gpumix.spec.errors import first_line
 from gpumix.spec.plan import Collectives
 
@@ -74,23 +74,23 @@ class WaitClock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._on_stream = device.type == "cuda"
+        self._device = device
+        self._on_stream = runtime.is_gpu(device)
         self._entered = 0.0
         self._seconds = 0.0
-        self._events: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._events: deque[tuple[runtime.Event, runtime.Event]] = deque()
 
     def __enter__(self) -> None:
         if self._on_stream:
             self._add_up_finished()
-            pair = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-            pair[0].record()
-            self._events.append(pair)
+            begun = runtime.recorded_event(self._device, timing=True)
+            self._events.append((begun, runtime.new_event(self._device, timing=True)))
         else:
             self._entered = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
         if self._on_stream:
-            self._events[-1][1].record()
+            self._events[-1][1].record(runtime.current_stream(self._device))
         else:
             self._seconds += time.perf_counter() - self._entered
 
@@ -181,7 +181,7 @@ class Communicator:
         self.counts: Counter[str] = Counter() if of is None else of.counts
         self.bytes: Counter[str] = Counter() if of is None else of.bytes
         self.sent: Counter[str] = Counter() if of is None else of.sent  # bytes
-        self.device = indexed(device)
+        self.device = runtime.indexed(device)
         self.clock: WaitClock = WaitClock(self.device) if of is None else of.clock
         self.words: LastWords = LastWords() if of is None else of.words  # of an engine
         self.begun: Wait | None = None  # the last collective

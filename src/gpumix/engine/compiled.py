@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from gpumix.engine.parts import ShardedUnit
 from gpumix.hardware.environment import has_cpp_compiler
+from gpumix.hardware.runtime import is_gpu
 from gpumix.spec.errors import MachineError
 
 Forward = Callable[..., Any]
@@ -213,7 +214,7 @@ def _knows_shape_ids() -> bool:
 
 
 def _check_compilers(device: torch.device) -> None:
-    if device.type == "cuda":
+    if is_gpu(device):
         from torch.utils._triton import has_triton
 
         if not has_triton():

@@ -17,6 +17,7 @@ import torch
 from greenlet import greenlet
 from torch import nn
 
+from gpumix.hardware import runtime
 from gpumix.spec.errors import GpumixError
 
 
@@ -48,7 +49,7 @@ class ThreadState:
 
     @classmethod
     def capture(cls) -> ThreadState:
-        kinds = ("cpu", "cuda") if torch.cuda.is_initialized() else ("cpu",)
+        kinds = ("cpu", runtime.kind()) if runtime.is_initialized() else ("cpu",)
         return cls(
             torch.is_grad_enabled(),
             tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds),

@@ -50,6 +50,7 @@ from gpumix.engine.samples import (
 )
 from gpumix.engine.sharded_model import ShardedModel
 from gpumix.engine.updates import StepsOnHost, Updates, updates_elements
+from gpumix.hardware import runtime
 from gpumix.spec.cut import cut_rows
 from gpumix.spec.errors import GpumixError, InputError, TrainingError, in_a_line
 from gpumix.spec.plan import Plan
@@ -170,8 +171,8 @@ class Engine(ShardedModel):
                     table = self._step_in_layers(cut, scale, updates)
             if updates is not None:
                 updates.finish()
-            if self._parts.division.on_host and self.device.type == "cuda":
-                torch.cuda.current_stream(self.device).synchronize()  # gradients are there
+            if self._parts.division.on_host and runtime.is_gpu(self.device):
+                runtime.current_stream(self.device).synchronize()  # gradients are there
             self._leave()
             self._buffers_before.keep_changed()
             self.steps += 1

@@ -9,7 +9,14 @@ import torch.distributed as dist
 
 from gpumix.engine.comm import Communicator
 from gpumix.engine.staged import StagedCommunicator
-from gpumix.hardware.runtime import device_in_use, indexed
+from gpumix.hardware.device import device_in_use
+from gpumix.hardware.runtime import (
+    GPU_BACKENDS,
+    current_device,
+    is_available,
+    is_gpu,
+    kind,
+)
 from gpumix.spec.plan import Collectives, Plan
 
 
@@ -18,7 +25,7 @@ def all_ranks(device: torch.device, forms: Collectives | None = None) -> Communi
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Communicator(None, rank=0, world=1, forms=forms, device=device)
     group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
-    kind = StagedCommunicator if device.type == "cuda" and not _speaks_cuda() else Communicator
+    kind = StagedCommunicator if is_gpu(device) and not _speaks_gpu(device.type) else Communicator
     return kind(group, rank=rank, world=world, forms=forms, device=device)
 
 
@@ -26,8 +33,8 @@ def on_gpu(plan: Plan) -> bool:
     """Whether this process is to compute on a GPU, while it is in no group yet."""
     opened = device_in_use()
     if opened is not None:
-        return opened.torch_device.type == "cuda"
-    return torch.cuda.is_available() and not plan.emulated
+        return is_gpu(opened.torch_device)
+    return is_available() and not plan.emulated
 
 
 def own_device(plan: Plan) -> torch.device:
@@ -35,16 +42,16 @@ def own_device(plan: Plan) -> torch.device:
     opened = device_in_use()
     if opened is not None:
         return opened.torch_device
-    if torch.cuda.is_available() and not plan.emulated and _speaks_cuda():
-        return indexed("cuda")
+    if is_available() and not plan.emulated and _speaks_gpu(kind()):
+        return current_device()
     return torch.device("cpu")
 
 
 def device_of_group() -> torch.device:
-    """Where tensors are that the default process group sends: this process's current GPU by NCCL,
-    else the host."""
-    on_gpus = dist.is_initialized() and dist.get_backend() == "nccl"
-    return indexed("cuda") if on_gpus else torch.device("cpu")
+    """Where tensors are that the default process group sends: this process's current GPU by its
+    maker's backend, else the host."""
+    on_gpus = dist.is_initialized() and dist.get_backend() in GPU_BACKENDS.values()
+    return current_device() if on_gpus else torch.device("cpu")
 
 
 def group_timeout() -> timedelta | None:
@@ -56,6 +63,7 @@ def group_timeout() -> timedelta | None:
     return found
 
 
-def _speaks_cuda() -> bool:
+def _speaks_gpu(kind: str) -> bool:
     """Whether the default group takes tensors on GPUs; gloo lacks what uneven shares need there."""
-    return not dist.is_initialized() or "cuda:nccl" in str(dist.get_backend_config())
+    found = str(dist.get_backend_config()) if dist.is_initialized() else ""
+    return not found or f"{kind}:{GPU_BACKENDS[kind]}" in found

@@ -11,13 +11,14 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from gpumix.hardware import runtime
 from gpumix.hardware.memory import host_memory
 
 
 def empty_on_host(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Uninitialised memory of the host, pinned if `device` copies to it by itself."""
     with host_memory():
-        return torch.empty(numel, dtype=dtype, pin_memory=device.type == "cuda")
+        return torch.empty(numel, dtype=dtype, pin_memory=runtime.is_gpu(device))
 
 
 class HostStore:
@@ -32,7 +33,7 @@ class HostStore:
     ) -> None:
         self.device = device
         self.clock = nullcontext() if clock is None else clock
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.stream = runtime.new_stream(device) if runtime.is_gpu(device) else None
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
 
     def keep(self, tensor: torch.Tensor) -> Kept:
@@ -41,7 +42,7 @@ class HostStore:
         memory = free.pop() if free else empty_on_host(tensor.numel(), tensor.dtype, self.device)
         on_host = memory.view(tensor.shape)
         if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream(self.device))
+            self.stream.wait_stream(runtime.current_stream(self.device))
             tensor.record_stream(self.stream)
         with self.clock if self.stream is None else self.beside():
             on_host.copy_(tensor, non_blocking=True)
@@ -52,7 +53,7 @@ class HostStore:
 
     def beside(self) -> AbstractContextManager[object]:
         """Inside, work goes to the stream of copies."""
-        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+        return runtime.on_stream(self.stream)
 
 
 class Kept:
@@ -76,7 +77,7 @@ class Kept:
             self.fetch()
             assert self._coming is not None
             if self._store.stream is not None:
-                current = torch.cuda.current_stream(self._store.device)
+                current = runtime.current_stream(self._store.device)
                 current.wait_stream(self._store.stream)
                 self._coming.record_stream(current)
         self._store.give_back(self._memory)

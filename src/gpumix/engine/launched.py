@@ -12,10 +12,10 @@ import time
 from contextlib import suppress
 from functools import cache
 
-import torch
 import torch.distributed as dist
 
 from gpumix.engine.comm import leave_groups
+from gpumix.hardware import runtime
 from gpumix.hardware.environment import TorchrunPlace, torchrun_place, world_size
 from gpumix.spec.errors import InputError
 
@@ -52,7 +52,7 @@ def join_launched(*, on_gpus: bool) -> None:
         )
     if on_gpus:
         _take_gpu(place)
-    dist.init_process_group("nccl" if on_gpus else "gloo")
+    dist.init_process_group(runtime.GPU_BACKENDS[runtime.kind()] if on_gpus else "gloo")
     leave_at_end()
 
 
@@ -72,13 +72,13 @@ def leave_at_end() -> None:
 
 
 def _take_gpu(place: TorchrunPlace) -> None:
-    if place.local_rank >= torch.cuda.device_count():
+    if place.local_rank >= runtime.device_count():
         raise InputError(
             f"process {place.local_rank} of this host has no GPU of its own",
-            why=f"the host has {torch.cuda.device_count()}",
+            why=f"the host has {runtime.device_count()}",
             fix="give torchrun at most as many --nproc-per-node as the host has GPUs",
         )
-    torch.cuda.set_device(place.local_rank)
+    runtime.set_device(place.local_rank)
 
 
 def _leave() -> None:

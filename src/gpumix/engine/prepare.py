@@ -41,6 +41,7 @@ from gpumix.engine.tensor_plans import tensor_plan
 from gpumix.engine.units import Anatomy, dissect
 from gpumix.engine.weights import load_buffers, source_of
 from gpumix.engine.wires import Wires
+from gpumix.hardware import runtime
 from gpumix.spec.dtypes import support_of_capability
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Plan
@@ -219,9 +220,9 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
 def _bound(plan: Plan, comm: Communicator) -> Plan:
     """The plan with its workers in the order of the ranks: a GPU is known by its UUID."""
     named_by_uuid = all(w.device.startswith("GPU-") for w in plan.workers)
-    if comm.device.type != "cuda" or not named_by_uuid or len(plan.workers) != comm.world:
+    if not runtime.is_gpu(comm.device) or not named_by_uuid or len(plan.workers) != comm.world:
         return plan
-    mine = uuid.UUID(str(torch.cuda.get_device_properties(comm.device).uuid))
+    mine = uuid.UUID(runtime.device_uuid(comm.device))
     table, exchanged = comm.exchange(
         torch.tensor(list(mine.bytes), device=comm.device), "exchange of device names"
     )
@@ -272,14 +273,14 @@ def _check(plan: Plan, anatomy: Anatomy, comm: Communicator) -> None:
 
 def _refuse_unable(worker: Worker, device: torch.device) -> None:
     """A dtype that is merely slow here is the plan's own affair."""
-    if device.type != "cuda" or torch.version.hip is not None:
+    if not runtime.is_gpu(device) or not runtime.is_nvidia():
         return
-    major, minor = torch.cuda.get_device_capability(device)
+    major, minor = runtime.capability(device)
     support = support_of_capability(f"{major}.{minor}")
     if worker.compute_dtype in support.unable:
         raise InputError(
             f"device '{worker.device}' does not compute in {worker.compute_dtype}",
-            where=f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}",
+            where=f"{runtime.device_name(device)}, compute capability {major}.{minor}",
             why=support.unable[worker.compute_dtype],
             fix="make a plan for these devices: gpumix plan JOB.yaml",
         )

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from gpumix.hardware import runtime
+
 
 class Randomness:
     """Seeds of one step.
@@ -70,8 +72,9 @@ class Draws:
 @contextlib.contextmanager
 def untouched(device: torch.device) -> Iterator[None]:
     """Whatever is seeded or drawn inside, the caller's random numbers go on as if nothing was."""
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
+    gpu = runtime.is_gpu(device)
+    kind = device.type if gpu else "cuda"  # of no devices any will do
+    with torch.random.fork_rng(devices=[device] if gpu else [], device_type=kind):
         yield
 
 
@@ -97,6 +100,6 @@ def _states(device: torch.device) -> list[torch.Tensor]:
 
 
 def _generators(device: torch.device) -> list[torch.Generator]:
-    if device.type == "cuda":
-        return [torch.default_generator, torch.cuda.default_generators[device.index]]
+    if runtime.is_gpu(device):
+        return [torch.default_generator, runtime.default_generator(device)]
     return [torch.default_generator]

@@ -28,6 +28,7 @@ from gpumix.engine.leaving import leave_together
 from gpumix.engine.stands import begins, doing, stand_of_main, where_main_stands
 from gpumix.engine.state import some_of
 from gpumix.engine.versions import own_versions, refuse_unlike
+from gpumix.hardware.runtime import backend_of, is_gpu
 from gpumix.spec.cluster import Device
 from gpumix.spec.errors import (
     DeviceFailure,
@@ -120,14 +121,14 @@ class Ranks:
             self._seats = [Device.model_validate_json(one) if one else None for one in told]
 
     def _connect(self, store: dist.Store) -> None:
-        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        backend = backend_of(self.device)
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("data", store),
             rank=self.rank,
             world_size=self.world,
             timeout=timedelta(seconds=self.timeout_s),
-            device_id=self.device if backend == "nccl" else None,
+            device_id=self.device if is_gpu(self.device) else None,
         )
 
     def __enter__(self) -> Ranks:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from gpumix.cost.pipeline import Action
 from gpumix.engine import stands
+from gpumix.hardware import runtime
 from gpumix.spec.profile import ROOT
 from gpumix.spec.stage import Worker
 from gpumix.spec.trace import Move, Work, stage_name
@@ -131,7 +132,7 @@ class Recorder(Record):
     def __init__(self, comm: Communicator, worker: Worker) -> None:
         self._comm = comm
         self._worker = worker
-        self._clock = _StreamClock(comm.device) if comm.device.type == "cuda" else _HostClock()
+        self._clock = _StreamClock(comm.device) if runtime.is_gpu(comm.device) else _HostClock()
         self._begun = 0.0
         self._activities: list[tuple[Callable[..., Activity], Mark]] = []
         self._moves: list[tuple[Callable[..., Moved], Mark, Mark]] = []
@@ -262,25 +263,24 @@ class _StreamClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._zero = torch.cuda.Event(enable_timing=True)
+        self._zero = runtime.new_event(device, timing=True)
 
     def start(self) -> float:
-        torch.cuda.synchronize(self._device)
-        self._zero.record()
+        runtime.synchronize(self._device)
+        self._zero.record(runtime.current_stream(self._device))
         return time.perf_counter()
 
     def mark(self) -> Mark:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event = runtime.recorded_event(self._device, timing=True)
         return lambda: self._zero.elapsed_time(event) / 1e3
 
     def end_of(self, works: Sequence[dist.Work]) -> Mark:
         # The engine keeps the buffers until it has waited itself, so that to wait here frees none.
-        with torch.cuda.stream(torch.cuda.Stream(self._device)):
+        with runtime.on_stream(runtime.new_stream(self._device)):
             for work in works:
                 work.wait()
             return self.mark()
 
     def stop(self) -> float:
-        torch.cuda.synchronize(self._device)
+        runtime.synchronize(self._device)
         return time.perf_counter()

@@ -22,6 +22,7 @@ from torch.optim.optimizer import (
 
 from gpumix.engine.buckets import Bucket
 from gpumix.engine.optimizers.check import holds_any
+from gpumix.hardware import runtime
 from gpumix.hardware.memory import host_memory
 
 ELEMENTWISE = (Adam, AdamW, SGD)
@@ -94,9 +95,8 @@ class Updates:
             self._step(members)
             return
         arrived = None
-        if self._device.type == "cuda":  # gradients are on their way to the host
-            arrived = torch.cuda.Event()
-            arrived.record()
+        if runtime.is_gpu(self._device):  # gradients are on their way to the host
+            arrived = runtime.recorded_event(self._device)
         self._under_way.append(self._thread.submit(self._step, members, arrived))
 
     def finish(self) -> None:
@@ -106,7 +106,7 @@ class Updates:
         self._under_way = []
 
     def _step(
-        self, members: list[list[torch.nn.Parameter]], arrived: torch.cuda.Event | None = None
+        self, members: list[list[torch.nn.Parameter]], arrived: runtime.Event | None = None
     ) -> None:
         if arrived is not None:
             arrived.synchronize()

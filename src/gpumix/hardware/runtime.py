@@ -1,301 +1,257 @@
-"""One interface to any device, so that the engine, profiler and trainer never ask what it is.
+"""The GPU of any maker, as torch shows it: streams, events, memory and random numbers.
 
-`open_device` makes this process the user of one device: a GPU, a plain CPU, or an emulated device.
-Bytes and seconds; what cannot be known is None, never a guess.
+The only file that names `torch.cuda` and `torch.xpu`; a test holds that. What torch has for every
+accelerator is taken from there (`torch.accelerator`, `torch.Stream`, `torch.Event`), the rest from
+the module of the device: `torch.cuda` for NVIDIA and AMD, `torch.xpu` for Intel. Functions of torch
+are looked up at each call, so that a device for tests may replace them.
 """
 
 from __future__ import annotations
 
-import sys
-from abc import ABC, abstractmethod
-from types import TracebackType
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any, TypeAlias
 
 import torch
 
-from gpumix.hardware.cpu import threads_of
-from gpumix.hardware.discover import product_slug
-from gpumix.hardware.emulation import EmulatedDevice
-from gpumix.hardware.memory import limit_memory
-from gpumix.spec.cluster import DeviceClass
-from gpumix.spec.errors import DeviceMissing, InputError, MachineError
+Stream: TypeAlias = torch.Stream
+Event: TypeAlias = torch.Event
+
+# Backends of torch.distributed by the type of devices.
+GPU_BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
 
 
-class DeviceRuntime(ABC):
-    """The device that this process computes on, from `open_device` to `close`.
-
-    Attributes:
-        torch_device: where tensors go.
-        memory_limit_bytes: what the process may use in all, `framework_bytes` included.
-        uncounted: why the bytes of tensors are not known here; empty if they are.
-        emulated: whether it is a CPU that is held to a stated speed.
-    """
-
-    torch_device: torch.device
-    memory_limit_bytes: int
-    uncounted: str = ""
-    emulated: bool = False
-
-    @abstractmethod
-    def synchronize(self) -> None:
-        """Wait until the device is done with all that it was given."""
-
-    def idle(self) -> None:
-        """Tell that the process waited for something else than this device: data, a DDP step.
-
-        Only an emulated device cares: it must not make up for time in which it had no work.
-        """
-        return
-
-    @abstractmethod
-    def current_bytes(self) -> int | None:
-        """Bytes of tensors now, or None if unknown."""
-
-    @abstractmethod
-    def peak_bytes(self) -> int | None:
-        """The most bytes of tensors since `reset_peak`, or None if unknown."""
-
-    @abstractmethod
-    def reset_peak(self) -> None:
-        """Start a new peak at the bytes in use now."""
-
-    def framework_bytes(self) -> int:
-        """What of the limit is not for tensors: the context, libraries, other processes."""
-        return 0
-
-    @property
-    def allocator_retries(self) -> int:
-        """How often the allocator had to give memory back to get some; 0 where it never does."""
-        return 0
-
-    @property
-    def overruns(self) -> int:
-        """How many times an emulated device fell behind its speed; 0 for others."""
-        return 0
-
-    @property
-    def overrun_s(self) -> float:
-        """By how many seconds in sum. A measurement during which this grew is spoiled."""
-        return 0.0
-
-    def close(self) -> None:
-        """Give the device back; the runtime must not be used afterwards."""
-        _in_use.clear()
-        self._close()
-
-    @abstractmethod
-    def _close(self) -> None: ...
-
-    def __enter__(self) -> DeviceRuntime:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
+# -- which devices there are
 
 
-def open_device(device_class: DeviceClass, ordinal: int, *, device_id: str = "") -> DeviceRuntime:
-    """Make this process the user of one device.
-
-    Args:
-        device_class: what it is, and how much memory it may use.
-        ordinal: its number among the CUDA devices that this process sees; CPUs have none.
-        device_id: a UUID ("GPU-...") finds the GPU whatever its number; other ids are ignored.
-
-    Raises:
-        DeviceMissing: there is no such GPU.
-        MachineError: it is not what its class says.
-        InputError: this process uses a device already; limits of two would mix.
-    """
-    if _in_use:
-        raise InputError(
-            f"this process uses a device already, and cannot open '{device_class.name}' beside it",
-            fix="close the first, or leave its `with` block; `gpumix.profile` opens its own",
-        )
-    _in_use.append(_opened(device_class, ordinal, device_id))
-    return _in_use[0]
+def is_gpu(device: torch.device | str) -> bool:
+    """Whether `device` is a GPU, whoever made it."""
+    return torch.device(device).type in GPU_BACKENDS
 
 
-def is_device_error(error: BaseException) -> bool:
-    """Whether a GPU itself failed: an error of its memory, or one that fell off the bus. Nothing
-    works on it any more in this process."""
-    kind = getattr(torch, "AcceleratorError", None)
-    return kind is not None and isinstance(error, kind)
+def kind() -> str:
+    """The type of this torch build's GPUs: 'cuda' (NVIDIA, and AMD by ROCm), 'xpu' (Intel), or ''
+    where the build knows none. Says nothing about drivers and cards."""
+    found = torch.accelerator.current_accelerator()
+    return found.type if found is not None and found.type in GPU_BACKENDS else ""
 
 
-def device_in_use() -> DeviceRuntime | None:
-    """The device that this process has opened and not closed."""
-    return _in_use[0] if _in_use else None
+def is_available() -> bool:
+    """Whether torch can compute on a GPU in this process."""
+    return bool(kind()) and torch.accelerator.is_available()
+
+
+def is_initialized() -> bool:
+    """Whether this process has used a GPU: False costs nothing and makes no context."""
+    return bool(kind()) and bool(torch.get_device_module(kind()).is_initialized())
+
+
+def device_count() -> int:
+    """How many GPUs this process sees."""
+    return torch.accelerator.device_count() if kind() else 0
+
+
+def current_device() -> torch.device:
+    """The GPU, with its number, that work of the calling thread goes to."""
+    return torch.device(kind(), torch.accelerator.current_device_index())
+
+
+def set_device(ordinal: int) -> None:
+    """Send the calling thread's work to GPU number `ordinal`."""
+    torch.accelerator.set_device_index(ordinal)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[None]:
+    """A context in which the calling thread's current GPU is `device`."""
+    return torch.accelerator.device_index(device.index)
 
 
 def indexed(device: torch.device | str) -> torch.device:
-    """The device with its number: "cuda" is this process's current one."""
+    """The device with its number: "cuda" is the calling thread's current GPU."""
     found = torch.device(device)
-    if found.type == "cuda" and found.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
+    return current_device() if is_gpu(found) and found.index is None else found
+
+
+def backend_of(device: torch.device) -> str:
+    """The backend of torch.distributed for tensors on `device`."""
+    return GPU_BACKENDS.get(device.type, "gloo")
+
+
+# -- which product a device is
+
+
+def is_nvidia() -> bool:
+    """Whether the GPUs of this torch build are NVIDIA's."""
+    return kind() == "cuda" and torch.version.hip is None
+
+
+def device_name(device: torch.device | int) -> str:
+    """The product, such as 'NVIDIA H100 PCIe'."""
+    return str(_module(device).get_device_name(device))
+
+
+def device_uuid(device: torch.device | int) -> str:
+    """The UUID in hexadecimal, without a prefix."""
+    return str(_module(device).get_device_properties(device).uuid)
+
+
+def capability(device: torch.device | int | None = None) -> tuple[int, int]:
+    """CUDA's compute capability; of AMD's GPUs the numbers of their architecture, and (0, 0) for
+    Intel's, which have none."""
+    if kind() != "cuda":
+        return (0, 0)
+    major, minor = torch.cuda.get_device_capability(device)
+    return major, minor
+
+
+def built_architectures() -> tuple[str, ...]:
+    """The architectures that this torch build has kernels for, such as 'sm_90'. Unlike
+    `torch.cuda.get_arch_list` it answers where the driver is too old."""
+    found = getattr(torch._C, "_cuda_getArchFlags", lambda: None)()
+    return tuple((found or "").split())
+
+
+def nccl_version() -> str:
+    """Of the NCCL (for AMD: RCCL) that this torch build has."""
+    return ".".join(map(str, torch.cuda.nccl.version()))
+
+
+# -- streams and events
+
+
+def synchronize(device: torch.device | None = None) -> None:
+    """Wait until all work given to `device` (default: the current GPU) is done. A CPU has none."""
+    if device is None or is_gpu(device):
+        torch.accelerator.synchronize(device)
+
+
+def new_stream(device: torch.device) -> Stream:
+    """A stream of `device` beside the one that it computes on."""
+    return torch.Stream(device)
+
+
+def current_stream(device: torch.device) -> Stream:
+    """The stream that the calling thread's work for `device` goes to."""
+    return torch.accelerator.current_stream(device)
+
+
+@contextmanager
+def on_stream(stream: Stream | None) -> Iterator[None]:
+    """In here the calling thread's work goes to `stream`, and to its device; None changes nothing.
+
+    Not `with stream:`, which keeps what it restores in the stream, so that neither two threads nor
+    one within itself may enter it.
+    """
+    if stream is None:
+        yield
+        return
+    device = torch.accelerator.current_device_index()
+    before = torch.accelerator.current_stream(stream.device)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
+        torch.accelerator.set_device_index(device)
+
+
+def new_event(device: torch.device, *, timing: bool = False) -> Event:
+    """An event of `device`, not recorded yet; with `timing` it can tell milliseconds."""
+    return torch.Event(device, enable_timing=timing)
+
+
+def recorded_event(device: torch.device, *, timing: bool = False) -> Event:
+    """An event at the end of the work that the calling thread has given to `device` so far."""
+    event = new_event(device, timing=timing)
+    event.record(current_stream(device))
+    return event
+
+
+def profiler_activity() -> torch.profiler.ProfilerActivity:
+    """What `torch.profiler` calls the kernels of this torch build's GPUs."""
+    return getattr(torch.profiler.ProfilerActivity, kind().upper())
+
+
+def get_sync_debug_mode() -> int:
+    """Whether torch tells of waits for the GPU: 0 no, 1 by a warning, 2 by an error."""
+    return torch.cuda.get_sync_debug_mode() if kind() == "cuda" else 0
+
+
+def set_sync_debug_mode(mode: int | str) -> None:
+    """Let torch tell of waits for the GPU; for Intel's it cannot."""
+    if kind() == "cuda":
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+# -- memory
+
+
+def free_and_total_bytes(device: torch.device | None = None) -> tuple[int, int]:
+    """What the driver says of the device's memory, other processes' use included."""
+    free, total = torch.accelerator.get_memory_info(device)
+    return free, total
+
+
+def allocated_bytes(device: torch.device | None = None) -> int:
+    """Bytes of tensors now."""
+    return torch.accelerator.memory_allocated(device)
+
+
+def peak_allocated_bytes(device: torch.device | None = None) -> int:
+    """The most bytes of tensors since `reset_peak`."""
+    return torch.accelerator.max_memory_allocated(device)
+
+
+def reserved_bytes(device: torch.device | None = None) -> int:
+    """Bytes that the allocator holds of the device, for tensors and for reuse."""
+    return torch.accelerator.memory_reserved(device)
+
+
+def peak_reserved_bytes(device: torch.device | None = None) -> int:
+    """The most bytes that the allocator held since `reset_peak`."""
+    return torch.accelerator.max_memory_reserved(device)
+
+
+def reset_peak(device: torch.device | None = None) -> None:
+    """Let both peaks begin at what is in use now."""
+    torch.accelerator.reset_peak_memory_stats(device)
+
+
+def allocator_retries(device: torch.device | None = None) -> int:
+    """How often the allocator had to give memory back to the driver to get some."""
+    return int(torch.accelerator.memory_stats(device).get("num_alloc_retries", 0))
+
+
+def empty_cache() -> None:
+    """Give the allocator's unused memory back to the driver."""
+    torch.accelerator.empty_cache()
+
+
+def limit_memory(share: float, device: torch.device) -> None:
+    """Let the allocator take at most this share of the device's memory."""
+    _module(device).set_per_process_memory_fraction(share, device)
+
+
+def register_pinned(address: int, size_bytes: int) -> bool:
+    """Let the GPU copy to and from memory that the host has already; False: the driver refuses, or
+    torch has no such call for the maker's GPUs, and copies are slower."""
+    if kind() != "cuda":
+        return False
+    with suppress(RuntimeError):
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0))
+        return True
+    return False
+
+
+# -- random numbers
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """The generator that functions on `device` draw from unless they are given one."""
+    found: torch.Generator = _module(device).default_generators[indexed(device).index]
     return found
 
 
-_in_use: list[DeviceRuntime] = []  # one at the most
-
-
-def _opened(device_class: DeviceClass, ordinal: int, device_id: str) -> DeviceRuntime:
-    if device_class.emulated:
-        return _EmulatedRuntime(device_class)
-    if device_class.accelerator == "cpu":
-        return _CpuRuntime(device_class)
-    if not torch.cuda.is_available():
-        raise DeviceMissing(
-            f"torch sees no GPU, but device class '{device_class.name}' wants one",
-            why=f"torch {torch.__version__}, CUDA {torch.version.cuda or 'not built in'}",
-            fix="run `nvidia-smi`, and install a torch built for its CUDA version",
-            device=device_id,
-        )
-    return _CudaRuntime(device_class, _cuda_ordinal(ordinal, device_id))
-
-
-class _CpuRuntime(DeviceRuntime):
-    """A plain CPU: its tensors are counted, and capped at the class's memory."""
-
-    torch_device = torch.device("cpu")
-
-    def __init__(self, device_class: DeviceClass) -> None:
-        self.memory_limit_bytes = device_class.memory_bytes
-        self._memory = limit_memory(
-            device_class.memory_bytes, owner=f"device '{device_class.name}'"
-        )
-        self.uncounted = self._memory.why_inexact
-
-    def synchronize(self) -> None:
-        return None
-
-    def current_bytes(self) -> int | None:
-        return self._memory.current_bytes
-
-    def peak_bytes(self) -> int | None:
-        return self._memory.peak_bytes
-
-    def reset_peak(self) -> None:
-        self._memory.reset_peak()
-
-    def _close(self) -> None:
-        limit_memory(None)
-
-
-class _EmulatedRuntime(_CpuRuntime):
-    """A CPU process that is held to the speed and the memory of its class."""
-
-    emulated = True
-
-    def __init__(self, device_class: DeviceClass) -> None:
-        self._device = EmulatedDevice(device_class).__enter__()
-        assert self._device.memory is not None and self._device.pacer is not None
-        self.memory_limit_bytes = device_class.memory_bytes
-        self._memory = self._device.memory
-        self.uncounted = self._memory.why_inexact
-        self._pacer = self._device.pacer
-
-    def synchronize(self) -> None:
-        self._pacer.synchronize()
-
-    def idle(self) -> None:
-        self._pacer.idle()
-
-    @property
-    def overruns(self) -> int:
-        return self._pacer.overruns
-
-    @property
-    def overrun_s(self) -> float:
-        return self._pacer.overrun_s
-
-    def _close(self) -> None:
-        self._device.__exit__(None, None, None)
-
-
-class _CudaRuntime(DeviceRuntime):
-    """One NVIDIA GPU. A class with less memory than the card has is enforced by the allocator."""
-
-    def __init__(self, device_class: DeviceClass, ordinal: int) -> None:
-        _check_product(device_class, ordinal)
-        torch.cuda.set_device(ordinal)
-        # What runs on the host, initial values above all, shares it with the other GPUs' ranks.
-        torch.set_num_threads(threads_of(torch.cuda.device_count()))
-        self.torch_device = torch.device("cuda", ordinal)
-        self.memory_limit_bytes = device_class.memory_bytes
-        _, total = torch.cuda.mem_get_info(self.torch_device)  # makes the context
-        if device_class.memory_bytes < total:
-            for_tensors = max(0, device_class.memory_bytes - self.framework_bytes())
-            torch.cuda.set_per_process_memory_fraction(for_tensors / total, self.torch_device)
-
-    def synchronize(self) -> None:
-        torch.cuda.synchronize(self.torch_device)
-
-    def current_bytes(self) -> int:
-        return torch.cuda.memory_allocated(self.torch_device)
-
-    def peak_bytes(self) -> int:
-        return torch.cuda.max_memory_allocated(self.torch_device)
-
-    def reset_peak(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self.torch_device)
-
-    def framework_bytes(self) -> int:
-        """All but what torch holds or could still get; NVML's total exceeds CUDA's a little."""
-        free, total = torch.cuda.mem_get_info(self.torch_device)
-        obtainable = free + torch.cuda.memory_reserved(self.torch_device)
-        return max(total, self.memory_limit_bytes) - obtainable
-
-    @property
-    def allocator_retries(self) -> int:
-        return int(torch.cuda.memory_stats(self.torch_device).get("num_alloc_retries", 0))
-
-    def _close(self) -> None:
-        # After a failed kernel nothing works any more, and collectives that lost a peer never end.
-        if sys.exception() is None:
-            torch.cuda.synchronize(self.torch_device)
-            torch.cuda.empty_cache()
-            torch.cuda.set_per_process_memory_fraction(1.0, self.torch_device)
-
-
-def _cuda_ordinal(ordinal: int, device_id: str) -> int:
-    """The number under which this process sees the GPU.
-
-    CUDA may number GPUs by speed, while discovery goes by PCI bus: the UUID decides if known.
-    """
-    count = torch.cuda.device_count()
-    if device_id.startswith("GPU-"):
-        uuids = [f"GPU-{torch.cuda.get_device_properties(i).uuid}" for i in range(count)]
-        if device_id in uuids:
-            return uuids.index(device_id)
-        seen = ", ".join(uuids)
-    elif ordinal < count:
-        return ordinal
-    else:
-        seen = f"{count} GPUs"
-    raise DeviceMissing(
-        f"this process does not see GPU {device_id or ordinal}",
-        why=f"it sees {seen}",
-        fix="compare `nvidia-smi -L` with CUDA_VISIBLE_DEVICES, or discover the cluster again",
-        device=device_id,
-    )
-
-
-def _check_product(device_class: DeviceClass, ordinal: int) -> None:
-    """A discovered class names product and compute capability; the GPU must be of that kind."""
-    if not device_class.compute_capability:
-        return
-    product = torch.cuda.get_device_name(ordinal)
-    capability = "{}.{}".format(*torch.cuda.get_device_capability(ordinal))
-    same_product = product_slug(product) == product_slug(device_class.product)
-    if same_product and capability == device_class.compute_capability:
-        return
-    raise MachineError(
-        f"GPU {ordinal} is a {product} ({capability}), but class '{device_class.name}' is "
-        f"{device_class.product} ({device_class.compute_capability})",
-        why="CUDA numbers GPUs by speed unless it is told to go by PCI bus",
-        fix="`export CUDA_DEVICE_ORDER=PCI_BUS_ID`, or discover the cluster again",
-    )
+def _module(device: torch.device | int) -> Any:
+    """`torch.cuda` or `torch.xpu`."""
+    return torch.get_device_module(kind() if isinstance(device, int) else device)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from gpumix.hardware.runtime import is_available
 from gpumix.integrations.own_batches import Collated, L, own_loader
 from gpumix.integrations.rows import Rows
 from gpumix.integrations.samplers import Whole, alike
@@ -82,7 +82,7 @@ class Batching:
             drop_last=self.drop_last,
             kind=kind,
             num_workers=loader.num_workers,
-            pin_memory=loader.pin_memory and torch.cuda.is_available(),
+            pin_memory=loader.pin_memory and is_available(),
             persistent_workers=loader.persistent_workers,
             prefetch_factor=loader.prefetch_factor,
             generator=loader.generator,

@@ -28,7 +28,7 @@ from gpumix.engine.objective import Objective
 from gpumix.engine.optimizers.base import WholeOptimizer
 from gpumix.engine.prepare import prepare
 from gpumix.engine.randomness import untouched
-from gpumix.hardware.runtime import indexed
+from gpumix.hardware import runtime
 from gpumix.integrations.adapters import refuse_prompts, tell_names
 from gpumix.integrations.alike import make_alike
 from gpumix.planner.explain import plan as make_plan
@@ -157,7 +157,7 @@ def refuse_gpu(device: torch.device, said: str, *, where: str) -> None:
     Raises:
         InputError: the device is a GPU.
     """
-    if device.type == "cuda":
+    if runtime.is_gpu(device):
         raise InputError(
             f"{said} on a host whose GPUs the plan is for", where=where, fix="leave it out"
         )
@@ -216,10 +216,10 @@ def lines_of(plan: Plan) -> Iterator[str]:
 @contextmanager
 def _numbers_untouched() -> Iterator[None]:
     """The program draws what it would have drawn if nothing had been measured."""
-    current = "cuda" if torch.cuda.is_available() else "cpu"
+    current = runtime.current_device() if runtime.is_available() else torch.device("cpu")
     states = random.getstate(), np.random.get_state()
     try:
-        with untouched(indexed(current)):
+        with untouched(current):
             yield
     finally:
         random.setstate(states[0])

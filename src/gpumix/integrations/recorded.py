@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from gpumix.engine.engine import Engine
-from gpumix.hardware.runtime import device_in_use
+from gpumix.hardware.device import device_in_use
 from gpumix.integrations.gathering import all_texts
 from gpumix.spec.errors import Interrupted
 from gpumix.train import run_files

@@ -27,9 +27,9 @@ from gpumix.engine.objective import objective_of
 from gpumix.engine.precision import TORCH_DTYPE
 from gpumix.engine.prepare import switch_off_caches
 from gpumix.engine.units import dissect
+from gpumix.hardware.device import DeviceRuntime
 from gpumix.hardware.efficiency import Chosen
 from gpumix.hardware.memory import is_out_of_memory
-from gpumix.hardware.runtime import DeviceRuntime
 from gpumix.profiler.compute import Progress, on_device
 from gpumix.profiler.kinds import tell_apart
 from gpumix.profiler.specimen import Outputs, Specimens

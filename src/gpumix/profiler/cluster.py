@@ -8,7 +8,7 @@ import torch
 
 from gpumix.cost.buckets import GRADIENT_BYTES
 from gpumix.engine.ranks import Ranks
-from gpumix.hardware.runtime import DeviceRuntime
+from gpumix.hardware.device import DeviceRuntime
 from gpumix.profiler.cache import assemble
 from gpumix.profiler.compute import Progress
 from gpumix.profiler.measure import Subject, measure_class

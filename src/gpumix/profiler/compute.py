@@ -26,8 +26,8 @@ from gpumix.engine.coroutine import UnitCall
 from gpumix.engine.efficient import channels_last
 from gpumix.engine.elsewhere import given_looks
 from gpumix.engine.sequence import is_divided
+from gpumix.hardware.device import DeviceRuntime
 from gpumix.hardware.memory import is_out_of_memory
-from gpumix.hardware.runtime import DeviceRuntime
 from gpumix.profiler.counter import FlopCount, MemoryCounter
 from gpumix.profiler.flows import Flows, find_flows
 from gpumix.profiler.order import all_called

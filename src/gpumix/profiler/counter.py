@@ -11,8 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from gpumix.hardware.device import DeviceRuntime
 from gpumix.hardware.emulation.flops import formula_of, scores_again
-from gpumix.hardware.runtime import DeviceRuntime
 
 
 class MemoryCounter:

@@ -24,6 +24,8 @@ from gpumix.engine.groups import group_timeout
 from gpumix.engine.launched import join_launched
 from gpumix.engine.objective import Objective
 from gpumix.engine.ranks import Ranks
+from gpumix.hardware.device import DeviceRuntime
+from gpumix.hardware.device import open_device as open_runtime
 from gpumix.hardware.discover import discover
 from gpumix.hardware.efficiency import choose
 from gpumix.hardware.environment import (
@@ -33,8 +35,7 @@ from gpumix.hardware.environment import (
     installed,
     torchrun_place,
 )
-from gpumix.hardware.runtime import DeviceRuntime, indexed
-from gpumix.hardware.runtime import open_device as open_runtime
+from gpumix.hardware.runtime import current_device, device_uuid, is_available
 from gpumix.profiler.cluster import ClusterProfiler
 from gpumix.profiler.input_cost import measure_input
 from gpumix.profiler.measure import OptimizerOf, Shape, Subject
@@ -220,7 +221,7 @@ def join() -> torch.device:
         InputError: there are several processes, and nothing says how they meet.
     """
     cluster, _ = _wanted(None)
-    return indexed("cuda") if _join(cluster) else torch.device("cpu")
+    return current_device() if _join(cluster) else torch.device("cpu")
 
 
 def on_gpus() -> bool:
@@ -238,7 +239,7 @@ def _join(cluster: Cluster | None) -> bool:
 
 def _has_gpus(cluster: Cluster | None) -> bool:
     named = cluster is None or any(one.accelerator == "cuda" for one in cluster.classes)
-    return named and torch.cuda.is_available()
+    return named and is_available()
 
 
 def _ranks(timeout_s: float | None) -> Ranks:
@@ -284,9 +285,8 @@ def _own_device() -> tuple[DeviceClass, Device]:
     """What this rank computes on: CUDA and NVML may number GPUs differently, so it goes by UUID."""
     here = discover()
     device = here.devices[0]
-    if torch.cuda.is_available():
-        current = torch.cuda.get_device_properties(torch.cuda.current_device())
-        device = here.device(f"GPU-{current.uuid}")
+    if is_available():
+        device = here.device(f"GPU-{device_uuid(current_device())}")
     return here.class_named(device.device_class), device
 
 

@@ -22,10 +22,10 @@ from gpumix.engine.prepare import switch_off_caches
 from gpumix.engine.tensor import all_of, divide
 from gpumix.engine.tensor_plans import tensor_plan
 from gpumix.engine.units import Anatomy, Unit, buffer_bytes, dissect, frozen_bytes
+from gpumix.hardware.device import DeviceRuntime
 from gpumix.hardware.efficiency import PLAIN, Chosen
 from gpumix.hardware.environment import host_memory_bytes
 from gpumix.hardware.memory import is_out_of_memory
-from gpumix.hardware.runtime import DeviceRuntime
 from gpumix.profiler.agreement import TOLERANCE, agreed, compiled_error
 from gpumix.profiler.compute import MakeBatch, Pass, Point, Progress, Sweep, on_device, sweep
 from gpumix.profiler.kinds import tell_apart

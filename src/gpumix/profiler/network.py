@@ -11,6 +11,7 @@ import torch
 
 from gpumix.cost.wire import Operation
 from gpumix.engine.comm import Communicator, Pending
+from gpumix.hardware.runtime import synchronize
 from gpumix.spec.cluster import Device, ranked
 from gpumix.spec.curve import Curve
 from gpumix.spec.cut import cut
@@ -407,17 +408,12 @@ def _seconds(comm: Communicator, work: Callable[[], object], repeats: int) -> li
     for _ in range(1 + repeats):
         _, exchanged = comm.exchange(torch.zeros(1, device=comm.device), "trial barrier")
         exchanged.wait()
-        _synchronize(comm.device)
+        synchronize(comm.device)
         begun = time.perf_counter()
         work()
-        _synchronize(comm.device)
+        synchronize(comm.device)
         seconds.append(time.perf_counter() - begun)
     return seconds[1:]
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _times(

@@ -15,8 +15,8 @@ import torch
 from gpumix.cost.curves import undisturbed
 from gpumix.engine.host import empty_on_host
 from gpumix.engine.optimizers.base import WholeOptimizer
+from gpumix.hardware.device import DeviceRuntime
 from gpumix.hardware.memory import host_memory
-from gpumix.hardware.runtime import DeviceRuntime
 from gpumix.profiler.specimen import tensor_bytes
 from gpumix.spec.curve import Curve
 

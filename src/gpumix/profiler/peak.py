@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from gpumix.hardware.runtime import DeviceRuntime
+from gpumix.hardware.device import DeviceRuntime
 from gpumix.spec.peak import Peak
 
 LARGEST = {"cuda": 8192, "cpu": 1024}  # rows and columns; larger ones are not faster

@@ -16,12 +16,12 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter, ValidationError
 from torch.optim import Optimizer
 
 from gpumix.engine.engine import Engine
+from gpumix.hardware.runtime import Stream
 from gpumix.spec.errors import GpumixError, InputError
 from gpumix.train import checkpoint_content as content
 from gpumix.train import checkpoint_folder
@@ -238,7 +238,7 @@ class Checkpointer:
             return saving.result()
 
     def _save(
-        self, step: int, to_save: content.Content | Exception, stream: torch.cuda.Stream | None
+        self, step: int, to_save: content.Content | Exception, stream: Stream | None
     ) -> Saved:
         """In a thread of its own."""
 
@@ -292,7 +292,7 @@ class Checkpointer:
                 checkpoint_folder.abandon(part)
             raise
 
-    def _copied(self, tensors: Tensors, stream: torch.cuda.Stream | None) -> Tensors:
+    def _copied(self, tensors: Tensors, stream: Stream | None) -> Tensors:
         """A copy of what is saved; itself, if there is no memory for one. It then may not change
         until it is written."""
         if self._copy is None or not self._copy.fits(tensors):

@@ -31,6 +31,7 @@ from gpumix.engine.state import (
     beside,
     check_names_and_shapes,
 )
+from gpumix.hardware import runtime
 from gpumix.hardware.memory import host_memory
 from gpumix.spec.errors import InputError
 from gpumix.train.checkpoint_file import INDEX, Manifest, SavedOptimizer, StateKind, damaged
@@ -103,12 +104,12 @@ def as_json(values: Mapping[str, Any], name: str) -> dict[str, Any]:
         ) from error
 
 
-def copying_stream(device: torch.device) -> torch.cuda.Stream | None:
+def copying_stream(device: torch.device) -> runtime.Stream | None:
     """On which a GPU copies what it has computed so far; None for other devices."""
-    if device.type != "cuda":
+    if not runtime.is_gpu(device):
         return None
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
+    stream = runtime.new_stream(device)
+    stream.wait_stream(runtime.current_stream(device))
     return stream
 
 

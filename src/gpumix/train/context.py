@@ -19,9 +19,9 @@ from gpumix.data.rows import Source
 from gpumix.data.sources import open_data
 from gpumix.engine.comm import CommunicationError
 from gpumix.engine.ranks import STORE_ERRORS, Ranks
+from gpumix.hardware.device import DeviceRuntime, is_device_error, open_device
 from gpumix.hardware.environment import cache_folder, hide_gpus, record_collectives
 from gpumix.hardware.memory import host_memory, is_fragmented, is_out_of_memory
-from gpumix.hardware.runtime import DeviceRuntime, is_device_error, open_device
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
 from gpumix.spec.errors import InputError, OutOfMemory, RankLost, first_line
 from gpumix.spec.job import Job

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from gpumix.cost.slots import aligned
+from gpumix.hardware import runtime
 from gpumix.hardware.environment import COPIES_PART, available_host_bytes
 from gpumix.hardware.memory import host_memory
 from gpumix.spec.units import show_bytes
@@ -57,12 +57,12 @@ class HostCopy:
         """Whether these have the names, shapes and dtypes that there is room for."""
         return _form(tensors) == self._form
 
-    def fill(self, tensors: Tensors, stream: torch.cuda.Stream | None = None) -> None:
+    def fill(self, tensors: Tensors, stream: runtime.Stream | None = None) -> None:
         """Copy them; on a GPU on this stream, for the end of which the calling thread waits."""
         values = list(_views(tensors))
         if not values:
             return
-        with torch.cuda.stream(stream) if stream is not None else nullcontext(), torch.no_grad():
+        with runtime.on_stream(stream), torch.no_grad():
             torch._foreach_copy_(self._places, values, non_blocking=stream is not None)
             if stream is not None:
                 stream.synchronize()

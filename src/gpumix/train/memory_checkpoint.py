@@ -12,7 +12,6 @@ import json
 import math
 import threading
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 from torch.optim import Optimizer
 
 from gpumix.engine.engine import Engine
+from gpumix.hardware.runtime import Stream, register_pinned
 from gpumix.spec.errors import GpumixError, MachineError, RankLost, first_line
 from gpumix.train import checkpoint_content as content
 from gpumix.train import memory_folder as folder
@@ -176,7 +176,7 @@ class MemoryCheckpointer:
         if self._begun == folder.SLOTS and self._tidies:
             self._home.forget_before(self._generation)
 
-    def _copy(self, slot: int, now: content.Content, stream: torch.cuda.Stream | None) -> None:
+    def _copy(self, slot: int, now: content.Content, stream: Stream | None) -> None:
         """In a thread of its own."""
         whole = False
         try:
@@ -187,7 +187,7 @@ class MemoryCheckpointer:
             if self._buddies is not None:
                 self._buddies.exchange(slot, whole=whole)
 
-    def _copy_here(self, slot: int, now: content.Content, stream: torch.cuda.Stream | None) -> None:
+    def _copy_here(self, slot: int, now: content.Content, stream: Stream | None) -> None:
         seal = self._folder / folder.seal_file(self._rank, slot)
         self._whole.pop(slot, None)
         seal.unlink(missing_ok=True)
@@ -228,6 +228,5 @@ def _memory_in(file: Path, size: int, *, pinned: bool) -> torch.Tensor:
     """
     memory = made(file, size)
     if pinned and size:
-        with suppress(RuntimeError):  # then copies are slower
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0))
+        register_pinned(memory.data_ptr(), size)
     return memory

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import fmean
 
-from gpumix.hardware.runtime import DeviceRuntime
+from gpumix.hardware.device import DeviceRuntime
 from gpumix.spec.plan import Plan
 from gpumix.train.metrics import WARM_UP_STEPS, Part, Speed, speed_of, typical_s
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 import gpumix
+from gpumix.hardware import runtime
 
 SIGN = "called a synchronizing CUDA operation"  # of torch's warning
 _OTHERS = (Path(gpumix.__file__).parent, Path(torch.__file__).parent)  # that know what they do
@@ -20,17 +21,17 @@ _OTHERS = (Path(gpumix.__file__).parent, Path(torch.__file__).parent)  # that kn
 def syncs_of(device: torch.device | None) -> Iterator[Callable[[], list[tuple[str, float]]]]:
     """Gives a function that tells the lines that waited for `device` in here, most times first; for
     no device, or one that is no GPU, none."""
-    if device is None or device.type != "cuda":
+    if device is None or not runtime.is_gpu(device):
         yield list
         return
-    before = torch.cuda.get_sync_debug_mode()
+    before = runtime.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
+        runtime.set_sync_debug_mode("warn")
         try:
             yield lambda: lines_of(caught)
         finally:
-            torch.cuda.set_sync_debug_mode(before)
+            runtime.set_sync_debug_mode(before)
 
 
 def lines_of(caught: list[warnings.WarningMessage]) -> list[tuple[str, float]]:

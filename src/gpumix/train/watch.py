@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from gpumix.cost.input import STARVED_SHARE
+from gpumix.hardware import runtime
 from gpumix.train.account import Account, Shares
 
 WINDOW_STEPS = 20  # of fewer, noise is told as a finding
@@ -58,18 +59,19 @@ class HostStamps:
 class StreamStamps:
     """Events on the current stream of a GPU."""
 
-    def now(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
 
-    def between(self, one: torch.cuda.Event, other: torch.cuda.Event) -> float:
+    def now(self) -> runtime.Event:
+        return runtime.recorded_event(self._device, timing=True)
+
+    def between(self, one: runtime.Event, other: runtime.Event) -> float:
         other.synchronize()  # the loop has waited for all that comes before it
         return one.elapsed_time(other) / 1e3
 
 
 def stamps_of(device: torch.device) -> Stamps:
-    return StreamStamps() if device.type == "cuda" else HostStamps()
+    return StreamStamps(device) if runtime.is_gpu(device) else HostStamps()
 
 
 class Watch:

@@ -25,6 +25,7 @@ from gpumix.doctor.function.patches import UNKNOWN, Patches, calling_line
 from gpumix.doctor.function.roots import Treatment, device_of
 from gpumix.doctor.function.suspects import LATE
 from gpumix.doctor.function.watching import FUSIBLE, SETTERS, UNFUSIBLE
+from gpumix.hardware import runtime
 from gpumix.hardware.environment import use_expandable_segments
 
 
@@ -105,7 +106,7 @@ def _pin(_: Any, patches: Patches) -> None:
 
     def copying(before: Any) -> Any:
         def copy(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if not tensor.is_cuda and tensor.is_pinned():
+            if not runtime.is_gpu(tensor.device) and tensor.is_pinned():
                 kwargs["non_blocking"] = True
             return before(tensor, *args, **kwargs)
 
@@ -124,15 +125,13 @@ class OnTheWay:
     """A value of the GPU's, on its way to pinned memory."""
 
     host: Tensor
-    event: torch.cuda.Event
+    event: runtime.Event
 
     @classmethod
     def of(cls, tensor: Tensor) -> OnTheWay:
         host = torch.empty_like(tensor, device="cpu", pin_memory=True)
         host.copy_(tensor.detach(), non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        return cls(host, event)
+        return cls(host, runtime.recorded_event(tensor.device))
 
     def result(self) -> Tensor:
         self.event.synchronize()
@@ -144,7 +143,7 @@ class LateValues:
     """Gives each line of the user's own the value that it asked for the last time; so nobody waits.
     Those of libraries have no name, by which they would be told apart."""
 
-    foreign: Callable[[Tensor], bool] = lambda tensor: tensor.is_cuda
+    foreign: Callable[[Tensor], bool] = lambda tensor: runtime.is_gpu(tensor.device)
     send: Callable[[Tensor], Stamp] = OnTheWay.of
     _sent: dict[tuple[Any, ...], Stamp] = field(default_factory=dict)
 

@@ -33,6 +33,7 @@ from gpumix.doctor.function.roots import Roots
 from gpumix.doctor.function.seen import Order, Seen
 from gpumix.doctor.function.steps import LEAST, Enough, Steps
 from gpumix.doctor.function.watching import Watch
+from gpumix.hardware.runtime import device_count
 from gpumix.spec.errors import InputError
 from gpumix.spec.units import plural
 from gpumix.train.failures import in_words
@@ -66,7 +67,7 @@ def watch_function(order: Order, patches: Patches, send: Any) -> None:
         Exception: what the function raised.
     """
     _same_start(order.threads)
-    gpu = torch.cuda.device_count() > 0
+    gpu = device_count() > 0
     roots = Roots(apply(order.changes, patches))
     watch = Watch(roots)
     watch.install(patches, gpu=gpu)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from gpumix.doctor.function.steps import wait_for_gpu
+from gpumix.hardware import runtime
 
 _WAITS = "nccl"  # what its kernels' names begin with, which run while they wait for others
 
@@ -19,8 +20,8 @@ class Kernels:
         self._profile: Any = None
 
     def begin(self) -> None:
-        if torch.cuda.is_initialized():
-            activities = [torch.profiler.ProfilerActivity.CUDA]
+        if runtime.is_initialized():
+            activities = [runtime.profiler_activity()]
             self._profile = torch.profiler.profile(activities=activities)
             self._profile.start()
 

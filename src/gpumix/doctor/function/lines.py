@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gpumix.doctor.function.patches import Patches, calling_line
 from gpumix.doctor.function.seen import Site
+from gpumix.hardware.runtime import is_gpu
 
 # What makes the host wait for a GPU's value; the size of what comes of the first goes by values.
 SIZED = ("nonzero", "argwhere", "masked_select")
@@ -48,7 +49,7 @@ class Lines:
             none.
     """
 
-    foreign: Callable[[Tensor], bool] = lambda tensor: tensor.is_cuda
+    foreign: Callable[[Tensor], bool] = lambda tensor: is_gpu(tensor.device)
     syncs: Sites = field(default_factory=Sites)
     writes: Sites = field(default_factory=Sites)
     _printing_now: bool = False

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from gpumix.hardware import runtime
 
 LEAST = 3  # counted steps that say something
 MOST_STEPS = 400
@@ -114,5 +114,5 @@ class Steps:
 
 def wait_for_gpu() -> None:
     """All that was given to it is done."""
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+    if runtime.is_initialized():
+        runtime.synchronize()

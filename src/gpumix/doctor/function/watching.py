@@ -31,6 +31,7 @@ from gpumix.doctor.function.patches import UNKNOWN, Patches, calling_line
 from gpumix.doctor.function.roots import Roots
 from gpumix.doctor.function.seen import LoaderSeen, OptimizerSeen, Seen
 from gpumix.doctor.function.steps import Steps
+from gpumix.hardware import runtime
 from gpumix.hardware.cpu import cores_here, cpu_has_bf16
 from gpumix.hardware.environment import has_cpp_compiler, host_memory_bytes
 
@@ -239,8 +240,8 @@ class Watch:
         """What was seen since; lines first, for losses are values that are read here."""
         watched = (self.copies, self.lines.syncs, self.lines.writes, self.recomputed)
         copies, syncs, writes, recomputed = [sites.seen() for sites in watched]
-        cuda = torch.cuda.is_initialized()
-        capability = torch.cuda.get_device_capability()[0] if cuda else 0
+        cuda = runtime.is_initialized()
+        capability = runtime.capability()[0] if cuda else 0
         return Seen(
             steps=steps.counted,
             seconds=steps.seconds,
@@ -395,17 +396,17 @@ def _in_main_thread() -> bool:
 
 
 def _pinned(tensor: Tensor) -> bool:
-    return torch.cuda.is_available() and tensor.is_pinned()
+    return runtime.is_available() and tensor.is_pinned()
 
 
 def _retries() -> int:
-    if not torch.cuda.is_initialized():
+    if not runtime.is_initialized():
         return 0
-    return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
+    return runtime.allocator_retries()
 
 
 def _memory_share(cuda: bool) -> float:
     if cuda:
-        return torch.cuda.max_memory_allocated() / torch.cuda.mem_get_info()[1]
+        return runtime.peak_allocated_bytes() / runtime.free_and_total_bytes()[1]
     unit = 1 if os.uname().sysname == "Darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / host_memory_bytes()

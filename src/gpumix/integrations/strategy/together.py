@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gpumix.engine.comm import Communicator
 from gpumix.engine.groups import all_ranks
+from gpumix.hardware.runtime import synchronize
 from gpumix.integrations.gathering import all_texts
 from gpumix.profiler.library import join
 from gpumix.spec.errors import InputError
@@ -85,8 +86,7 @@ class Together:
     def barrier(self, name: str | None = None) -> None:
         comm = self._together()
         comm.all_reduce(torch.zeros(1, device=comm.device), name or "barrier of Lightning")
-        if comm.device.type == "cuda":
-            torch.cuda.synchronize(comm.device)
+        synchronize(comm.device)
 
     def _table(self, tensor: Tensor) -> Tensor:
         comm = self._together()

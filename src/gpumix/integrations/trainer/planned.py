@@ -23,6 +23,7 @@ from transformers.utils import is_datasets_available
 
 from gpumix.engine.engine import Engine
 from gpumix.hardware.environment import ranks_here
+from gpumix.hardware.runtime import is_available
 from gpumix.integrations.batching import Batching
 from gpumix.integrations.fields import Fields
 from gpumix.integrations.hosted import Training, host, plan_of, refuse_gpu, world
@@ -249,7 +250,7 @@ class Planned:
             collate=Collated(collate),
             sampler=sampler,
             num_workers=args.dataloader_num_workers,
-            pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
+            pin_memory=args.dataloader_pin_memory and is_available(),
             persistent_workers=args.dataloader_persistent_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
             multiprocessing_context=args.dataloader_multiprocessing_context,

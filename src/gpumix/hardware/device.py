@@ -1,0 +1,294 @@
+"""One interface to any device, so that the engine, profiler and trainer never ask what it is.
+
+`open_device` makes this process the user of one device: a GPU, a plain CPU, or an emulated device.
+Bytes and seconds; what cannot be known is None, never a guess.
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from types import TracebackType
+
+import torch
+
+from gpumix.hardware import runtime
+from gpumix.hardware.cpu import threads_of
+from gpumix.hardware.discover import product_slug
+from gpumix.hardware.emulation import EmulatedDevice
+from gpumix.hardware.memory import limit_memory
+from gpumix.spec.cluster import DeviceClass
+from gpumix.spec.errors import DeviceMissing, InputError, MachineError
+
+
+class DeviceRuntime(ABC):
+    """The device that this process computes on, from `open_device` to `close`.
+
+    Attributes:
+        torch_device: where tensors go.
+        memory_limit_bytes: what the process may use in all, `framework_bytes` included.
+        uncounted: why the bytes of tensors are not known here; empty if they are.
+        emulated: whether it is a CPU that is held to a stated speed.
+    """
+
+    torch_device: torch.device
+    memory_limit_bytes: int
+    uncounted: str = ""
+    emulated: bool = False
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until the device is done with all that it was given."""
+
+    def idle(self) -> None:
+        """Tell that the process waited for something else than this device: data, a DDP step.
+
+        Only an emulated device cares: it must not make up for time in which it had no work.
+        """
+        return
+
+    @abstractmethod
+    def current_bytes(self) -> int | None:
+        """Bytes of tensors now, or None if unknown."""
+
+    @abstractmethod
+    def peak_bytes(self) -> int | None:
+        """The most bytes of tensors since `reset_peak`, or None if unknown."""
+
+    @abstractmethod
+    def reset_peak(self) -> None:
+        """Start a new peak at the bytes in use now."""
+
+    def framework_bytes(self) -> int:
+        """What of the limit is not for tensors: the context, libraries, other processes."""
+        return 0
+
+    @property
+    def allocator_retries(self) -> int:
+        """How often the allocator had to give memory back to get some; 0 where it never does."""
+        return 0
+
+    @property
+    def overruns(self) -> int:
+        """How many times an emulated device fell behind its speed; 0 for others."""
+        return 0
+
+    @property
+    def overrun_s(self) -> float:
+        """By how many seconds in sum. A measurement during which this grew is spoiled."""
+        return 0.0
+
+    def close(self) -> None:
+        """Give the device back; the runtime must not be used afterwards."""
+        _in_use.clear()
+        self._close()
+
+    @abstractmethod
+    def _close(self) -> None: ...
+
+    def __enter__(self) -> DeviceRuntime:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def open_device(device_class: DeviceClass, ordinal: int, *, device_id: str = "") -> DeviceRuntime:
+    """Make this process the user of one device.
+
+    Args:
+        device_class: what it is, and how much memory it may use.
+        ordinal: its number among the CUDA devices that this process sees; CPUs have none.
+        device_id: a UUID ("GPU-...") finds the GPU whatever its number; other ids are ignored.
+
+    Raises:
+        DeviceMissing: there is no such GPU.
+        MachineError: it is not what its class says.
+        InputError: this process uses a device already; limits of two would mix.
+    """
+    if _in_use:
+        raise InputError(
+            f"this process uses a device already, and cannot open '{device_class.name}' beside it",
+            fix="close the first, or leave its `with` block; `gpumix.profile` opens its own",
+        )
+    _in_use.append(_opened(device_class, ordinal, device_id))
+    return _in_use[0]
+
+
+def is_device_error(error: BaseException) -> bool:
+    """Whether a GPU itself failed: an error of its memory, or one that fell off the bus. Nothing
+    works on it any more in this process."""
+    kind = getattr(torch, "AcceleratorError", None)
+    return kind is not None and isinstance(error, kind)
+
+
+def device_in_use() -> DeviceRuntime | None:
+    """The device that this process has opened and not closed."""
+    return _in_use[0] if _in_use else None
+
+
+_in_use: list[DeviceRuntime] = []  # one at the most
+
+
+def _opened(device_class: DeviceClass, ordinal: int, device_id: str) -> DeviceRuntime:
+    if device_class.emulated:
+        return _EmulatedRuntime(device_class)
+    if device_class.accelerator == "cpu":
+        return _CpuRuntime(device_class)
+    if not runtime.is_available():
+        raise DeviceMissing(
+            f"torch sees no GPU, but device class '{device_class.name}' wants one",
+            why=f"torch {torch.__version__}, CUDA {torch.version.cuda or 'not built in'}",
+            fix="run `nvidia-smi`, and install a torch built for its CUDA version",
+            device=device_id,
+        )
+    return _GpuRuntime(device_class, _ordinal_here(ordinal, device_id))
+
+
+class _CpuRuntime(DeviceRuntime):
+    """A plain CPU: its tensors are counted, and capped at the class's memory."""
+
+    torch_device = torch.device("cpu")
+
+    def __init__(self, device_class: DeviceClass) -> None:
+        self.memory_limit_bytes = device_class.memory_bytes
+        self._memory = limit_memory(
+            device_class.memory_bytes, owner=f"device '{device_class.name}'"
+        )
+        self.uncounted = self._memory.why_inexact
+
+    def synchronize(self) -> None:
+        return None
+
+    def current_bytes(self) -> int | None:
+        return self._memory.current_bytes
+
+    def peak_bytes(self) -> int | None:
+        return self._memory.peak_bytes
+
+    def reset_peak(self) -> None:
+        self._memory.reset_peak()
+
+    def _close(self) -> None:
+        limit_memory(None)
+
+
+class _EmulatedRuntime(_CpuRuntime):
+    """A CPU process that is held to the speed and the memory of its class."""
+
+    emulated = True
+
+    def __init__(self, device_class: DeviceClass) -> None:
+        self._device = EmulatedDevice(device_class).__enter__()
+        assert self._device.memory is not None and self._device.pacer is not None
+        self.memory_limit_bytes = device_class.memory_bytes
+        self._memory = self._device.memory
+        self.uncounted = self._memory.why_inexact
+        self._pacer = self._device.pacer
+
+    def synchronize(self) -> None:
+        self._pacer.synchronize()
+
+    def idle(self) -> None:
+        self._pacer.idle()
+
+    @property
+    def overruns(self) -> int:
+        return self._pacer.overruns
+
+    @property
+    def overrun_s(self) -> float:
+        return self._pacer.overrun_s
+
+    def _close(self) -> None:
+        self._device.__exit__(None, None, None)
+
+
+class _GpuRuntime(DeviceRuntime):
+    """One GPU. A class with less memory than the card has is enforced by the allocator."""
+
+    def __init__(self, device_class: DeviceClass, ordinal: int) -> None:
+        _check_product(device_class, ordinal)
+        runtime.set_device(ordinal)
+        # What runs on the host, initial values above all, shares it with the other GPUs' ranks.
+        torch.set_num_threads(threads_of(runtime.device_count()))
+        self.torch_device = torch.device(runtime.kind(), ordinal)
+        self.memory_limit_bytes = device_class.memory_bytes
+        _, total = runtime.free_and_total_bytes(self.torch_device)  # makes the context
+        if device_class.memory_bytes < total:
+            for_tensors = max(0, device_class.memory_bytes - self.framework_bytes())
+            runtime.limit_memory(for_tensors / total, self.torch_device)
+
+    def synchronize(self) -> None:
+        runtime.synchronize(self.torch_device)
+
+    def current_bytes(self) -> int:
+        return runtime.allocated_bytes(self.torch_device)
+
+    def peak_bytes(self) -> int:
+        return runtime.peak_allocated_bytes(self.torch_device)
+
+    def reset_peak(self) -> None:
+        runtime.reset_peak(self.torch_device)
+
+    def framework_bytes(self) -> int:
+        """All but what torch holds or could still get; NVML's total exceeds CUDA's a little."""
+        free, total = runtime.free_and_total_bytes(self.torch_device)
+        obtainable = free + runtime.reserved_bytes(self.torch_device)
+        return max(total, self.memory_limit_bytes) - obtainable
+
+    @property
+    def allocator_retries(self) -> int:
+        return runtime.allocator_retries(self.torch_device)
+
+    def _close(self) -> None:
+        # After a failed kernel nothing works any more, and collectives that lost a peer never end.
+        if sys.exception() is None:
+            runtime.synchronize(self.torch_device)
+            runtime.empty_cache()
+            runtime.limit_memory(1.0, self.torch_device)
+
+
+def _ordinal_here(ordinal: int, device_id: str) -> int:
+    """The number under which this process sees the GPU.
+
+    CUDA may number GPUs by speed, while discovery goes by PCI bus: the UUID decides if known.
+    """
+    count = runtime.device_count()
+    if device_id.startswith("GPU-"):
+        uuids = [f"GPU-{runtime.device_uuid(i)}" for i in range(count)]
+        if device_id in uuids:
+            return uuids.index(device_id)
+        seen = ", ".join(uuids)
+    elif ordinal < count:
+        return ordinal
+    else:
+        seen = f"{count} GPUs"
+    raise DeviceMissing(
+        f"this process does not see GPU {device_id or ordinal}",
+        why=f"it sees {seen}",
+        fix="compare `nvidia-smi -L` with CUDA_VISIBLE_DEVICES, or discover the cluster again",
+        device=device_id,
+    )
+
+
+def _check_product(device_class: DeviceClass, ordinal: int) -> None:
+    """A discovered class names product and compute capability; the GPU must be of that kind."""
+    if not device_class.compute_capability:
+        return
+    product = runtime.device_name(ordinal)
+    capability = "{}.{}".format(*runtime.capability(ordinal))
+    same_product = product_slug(product) == product_slug(device_class.product)
+    if same_product and capability == device_class.compute_capability:
+        return
+    raise MachineError(
+        f"GPU {ordinal} is a {product} ({capability}), but class '{device_class.name}' is "
+        f"{device_class.product} ({device_class.compute_capability})",
+        why="CUDA numbers GPUs by speed unless it is told to go by PCI bus",
+        fix="`export CUDA_DEVICE_ORDER=PCI_BUS_ID`, or discover the cluster again",
+    )
