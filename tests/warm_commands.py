@@ -71,7 +71,7 @@ class Command:
         rank_server.warm_up()
         self._words, self._streams = list(words), streams
         files = [str(file) for file in streams]
-        args = (self._words, str(folder), dict(env), _paths(), files, enters)
+        args = (self._words, str(folder), dict(env), python_paths(), files, enters)
         self._process = _CONTEXT.Process(target=_become, args=args, daemon=False)
         with _STARTING:
             self._process.start()
@@ -110,7 +110,7 @@ class Command:
 
 
 @cache
-def _paths() -> list[str]:
+def python_paths() -> list[str]:
     """Where Python finds modules by itself."""
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     ask = "import json, sys; print(json.dumps(sys.path[1:]))"
@@ -140,6 +140,17 @@ def _become(
     for name, module in list(sys.modules.items()):  # a job's own may have the names of tests'
         if (getattr(module, "__file__", None) or "").startswith(_HERE):
             del sys.modules[name]
+    fork_what_is_started(paths)
+    _run(words[1:], folder, env, paths)
+
+
+def fork_what_is_started(paths: Sequence[str]) -> None:
+    """From now on this process, which was forked from a server of ranks, forks the commands that
+    are warm and the servers of ranks that it starts, instead of starting Python.
+
+    Args:
+        paths: where Python finds modules by itself, for commands.
+    """
     os.close(resource_tracker._resource_tracker._fd)  # type: ignore[attr-defined]
     resource_tracker._resource_tracker._fd = None  # type: ignore[attr-defined]
     start = util.spawnv_passfds
@@ -149,11 +160,10 @@ def _become(
         return _server(code, passed) if forkserver.__name__ in code else start(path, args, passed)
 
     util.spawnv_passfds = started
-    usual, ours = subprocess.Popen, _popen(paths)
+    usual, ours = subprocess.Popen, _popen(list(paths))
     for one in list(sys.modules.values()):
         if getattr(one, "__dict__", {}).get("Popen") is usual:
             one.Popen = ours  # type: ignore[attr-defined]
-    _run(words[1:], folder, env, paths)
 
 
 def _run(words: list[str], folder: str, env: Mapping[str, str], paths: list[str]) -> NoReturn:

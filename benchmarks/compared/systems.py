@@ -197,20 +197,20 @@ class OnEngine:
     """The engine by a plan."""
 
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
-        self._engine = engine
+        self.engine = engine
         self._optimizer = optimizer
 
     def step(self, batch: Batch) -> torch.Tensor:
-        loss = self._engine.step(batch)
-        self._engine.comm.record.computes("optimizer", ROOT)
+        loss = self.engine.step(batch)
+        self.engine.comm.record.computes("optimizer", ROOT)
         self._optimizer.step()
         self._optimizer.zero_grad()
         return loss
 
     def recorded_step(self, batch: Batch) -> Recording:
         """A step that tells what its time went into."""
-        comm = self._engine.comm
-        comm.record = recorder = Recorder(comm, self._engine.plan.workers[comm.rank])
+        comm = self.engine.comm
+        comm.record = recorder = Recorder(comm, self.engine.plan.workers[comm.rank])
         recorder.begin()
         self.step(batch)
         recorder.end()

@@ -1,0 +1,124 @@
+"""What one GPU proves of gpumix in seven minutes; `docs/gpu-proof.md` says how to read it.
+
+Stages by worth: does it start, does it train right, how fast, is it as predicted, unequal ranks on
+one card, out of memory, killed and resumed, the commands, the checks, adapters. Each is a process
+with a limit; results are written at once, and a call that was cut off goes on with `--done`.
+
+    python benchmarks/gpu_proof.py --out OUT [--done FILE] [--budget 420] [--json]
+    python benchmarks/gpu_proof.py --cpu           # a rehearsal of all stages with tiny shapes
+
+Figures of `--json`: `stages` (that ended), `failed` (lines that are not well), `skipped`,
+`seconds`, and all others by stage, measurement and name. Without a GPU nothing is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import hashlib
+import importlib.metadata
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+BENCHMARKS = Path(__file__).resolve().parent
+for folder in (BENCHMARKS.parent / "src", BENCHMARKS.parent / "tests", BENCHMARKS):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+from common import print_figures  # noqa: E402
+from proof.card import first_card  # noqa: E402
+from proof.command import Proof, Wanted, take_sigterm  # noqa: E402
+from proof.entry import run  # noqa: E402
+from proof.lines import Place, Stamp  # noqa: E402
+from proof.stages import STAGES  # noqa: E402
+from proof.starter import Starter  # noqa: E402
+
+BUDGET_S = 420.0
+
+
+def main() -> int:
+    arguments = _arguments()
+    if arguments.task:
+        run(pickle.loads(base64.b64decode(arguments.task)))
+    place = _place(arguments)
+    if place is None:
+        told = "no GPU is here: nothing was measured (--cpu rehearses the script)"
+        print(told, file=sys.stderr)
+        print_figures({"stages": 0, "failed": 0, "seconds": 0.0}, as_json=arguments.json)
+        return 0
+    take_sigterm()
+    stamp = Stamp(_device(place), _torch_version(), arguments.commit or _commit())
+    out = arguments.out or Path(tempfile.mkdtemp(prefix="gpu-proof-results-"))
+    wanted = Wanted(place, out.absolute(), arguments.done, arguments.budget, stamp, arguments.only)
+    starter = Starter(place, stamp, forks=not arguments.exec)
+    figures = Proof(wanted, STAGES, starter).run()
+    print(f"lines: {wanted.out}", file=sys.stderr)
+    print_figures(figures, as_json=arguments.json)
+    return int(figures["failed"] > 0)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="folder of results.jsonl and log.txt")
+    parser.add_argument("--done", type=Path, help="results.jsonl of earlier calls, to go on from")
+    parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds for all stages")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON")
+    parser.add_argument("--cpu", action="store_true", help="rehearse with tiny shapes on the CPU")
+    parser.add_argument("--test-device", action="store_true", help="rehearse on the tests' device")
+    parser.add_argument("--only", nargs="*", default=[], choices=[one.name for one in STAGES])
+    parser.add_argument("--commit", default="", help="of the code; default: what git says")
+    parser.add_argument("--exec", action="store_true", help="start each stage, instead of forking")
+    parser.add_argument("--task", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def _place(arguments: argparse.Namespace) -> Place | None:
+    if arguments.test_device:
+        return "test device"
+    if arguments.cpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before anything looks
+        return "cpu"
+    if first_card() is not None:
+        return "gpu"
+    ask = [sys.executable, "-c", "import torch; raise SystemExit(not torch.cuda.is_available())"]
+    return "gpu" if subprocess.run(ask, capture_output=True).returncode == 0 else None
+
+
+def _device(place: Place) -> str:
+    if place != "gpu":
+        return place
+    card = first_card()
+    return card.name if card is not None else "a GPU without NVML"
+
+
+def _torch_version() -> str:
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _commit() -> str:
+    """The commit of this code; a digest of its files where git does not tell."""
+    if told := os.environ.get("GPU_PROOF_COMMIT"):
+        return told
+    root = BENCHMARKS.parent
+    command = ["git", "-c", f"safe.directory={root}", "-C", str(root), "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+        if done.returncode == 0:
+            return done.stdout.strip()[:12]
+    except (OSError, subprocess.TimeoutExpired):
+        pass
+    digest = hashlib.sha256()
+    for file in sorted([*root.glob("src/**/*.py"), *root.glob("benchmarks/**/*.py")]):
+        digest.update(file.read_bytes())
+    return f"files-{digest.hexdigest()[:12]}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The proof of gpumix on one GPU: a module for each stage, and what stages share."""
