@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumix.cost.head import chunk_bytes, rows_per_chunk
+from gpumix.cost.head import GPU_CHUNK_BYTES, bytes_per_logit, chunk_bytes, rows_per_chunk
 
 SIZES = {"vocabulary": st.integers(2, 300_000), "width": st.integers(1, 20_000)}
 
 
-@given(rows=st.integers(1, 1_000_000), **SIZES)
-def test_a_power_of_two_or_all(rows, vocabulary, width):
-    chunk = rows_per_chunk(rows, vocabulary=vocabulary, width=width)
+@given(rows=st.integers(1, 1_000_000), on_gpu=st.booleans(), **SIZES)
+def test_a_power_of_two_or_all(rows, on_gpu, vocabulary, width):
+    chunk = rows_per_chunk(rows, vocabulary=vocabulary, width=width, on_gpu=on_gpu)
     assert 1 <= chunk <= rows
     assert chunk == rows or chunk.bit_count() == 1
 
@@ -35,3 +35,23 @@ def test_usual_sizes(rows, vocabulary, width, chunk):
 def test_a_large_vocabulary_takes_far_less_than_its_logits():
     whole = 16_384 * 128_256 * (2 + 4 + 4)  # logits in bf16, in fp32, and their logarithms
     assert chunk_bytes(16_384, vocabulary=128_256, width=4096, compute_bytes=2) < whole / 15
+
+
+@given(rows=st.integers(1, 1_000_000), fused=st.booleans(), **SIZES)
+def test_a_gpu_takes_more_rows_within_its_budget(rows, fused, vocabulary, width):
+    anywhere = rows_per_chunk(rows, vocabulary=vocabulary, width=width)
+    size = bytes_per_logit(2, fused=fused)
+    chunk = rows_per_chunk(rows, vocabulary=vocabulary, width=width, on_gpu=True, logit_bytes=size)
+    assert chunk == anywhere or chunk * vocabulary * size <= GPU_CHUNK_BYTES
+    assert chunk >= anywhere
+
+
+@pytest.mark.parametrize(
+    "vocabulary, width, fused, chunk",
+    [(32_000, 2048, True, 4096), (128_256, 4096, True, 1024), (128_256, 2048, False, 512)],
+)
+def test_usual_sizes_on_a_gpu(vocabulary, width, fused, chunk):
+    """Of bf16; 512 rows, which are bound by memory, only where nothing larger fits."""
+    size = bytes_per_logit(2, fused=fused)
+    sizes = {"vocabulary": vocabulary, "width": width, "logit_bytes": size}
+    assert rows_per_chunk(16_384, on_gpu=True, **sizes) == chunk

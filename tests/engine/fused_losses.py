@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from triton.runtime.interpreter import interpreter_builder
 
 from gpumix.engine import chunked_loss
-from gpumix.engine.chunked_loss import Gradients, LinearCrossEntropy
+from gpumix.engine.chunked_loss import Gradients, LinearCrossEntropy, Sum
 from gpumix.engine.fused_loss import LARGEST_BLOCK, fused_losses
 
 ROWS, WIDTH = 13, 16
@@ -51,9 +51,13 @@ def of_problem(dtype: torch.dtype, mean: bool) -> float:
     )  # fmt: skip
     found = []
     for fused in (True, False):
-        into = Gradients(torch.empty_like(problem.hidden), torch.zeros(31, WIDTH), torch.zeros(31))
+        into = Gradients(
+            torch.empty_like(problem.hidden), Sum(torch.zeros(31, WIDTH)), Sum(torch.zeros(31))
+        )
         way = replace(problem, fused=fused)
-        found.append([way.run(torch.tensor(0.5), into), into.hidden, into.weight, into.bias])
+        assert into.weight is not None and into.bias is not None
+        loss = way.run(torch.tensor(0.5), into)
+        found.append([loss, into.hidden, into.weight.tensor, into.bias.tensor])
         found[-1].append(way.value())
     return max(error(a, b) for a, b in zip(*found))
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from gpumix.cost.head import chunk_bytes
 from gpumix.engine import chunked_loss
-from gpumix.engine.chunked_loss import LinearCrossEntropy
+from gpumix.engine.chunked_loss import LinearCrossEntropy, Sum
 from gpumix.engine.deferred import build
 from gpumix.engine.head import HeadInChunks
 from gpumix.engine.prepare import prepare
@@ -240,6 +240,44 @@ def test_parts_of_the_head_that_are_not_trained(trained, small_chunks):
     assert head.supported
 
 
+# tied to the embedding, which adds later; untied; with a bias of the logits
+@pytest.mark.parametrize("whole", [False, True], ids=["in chunks", "whole after all"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+def test_what_was_in_the_gradients_memory_does_not_matter(name, whole, small_chunks):
+    """The first gradient is written there, by the head or by autograd: nothing is made zero."""
+    engine, head = in_chunks(MODELS[name].factory, 5, 2)
+    head.whole_because = "as if a model had asked for its logits" if whole else ""
+    for group in engine.groups():
+        group.gradient.fill_(torch.nan)
+    assert_step_is_plain(engine, MODELS[name].factory, next(batches(MODELS[name], 5, 1)))
+
+
+def test_a_loss_of_no_rows_leaves_gradients_of_zero():
+    layer = nn.Linear(4, 6)
+    problem = LinearCrossEntropy(
+        torch.zeros(0, 4), layer.weight.detach(), layer.bias.detach(), torch.zeros(0, dtype=int),
+        operations=(), dtype=torch.float32, ignore_index=-100, label_smoothing=0.0, mean=False,
+    )  # fmt: skip
+    into = chunked_loss.Gradients(
+        torch.empty(0, 4),
+        Sum(torch.full((6, 4), torch.nan), empty=True),
+        Sum(torch.full((6,), torch.nan), empty=True),
+    )
+    problem.run(torch.ones(()), into)
+    assert not into.weight.tensor.any() and not into.bias.tensor.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_first_product_is_written_and_others_are_added(dtype):
+    gradient, hidden = torch.randn(9, 40).to(dtype), torch.randn(9, 3).to(dtype)
+    products = Sum(torch.full((40, 3), torch.nan), empty=True)
+    from_zero = Sum(torch.zeros(40, 3))
+    for _ in range(2):
+        products.add_product(gradient, hidden)
+        from_zero.add_product(gradient, hidden)
+        assert torch.equal(products.tensor, from_zero.tensor)
+
+
 # -- memory ----------------------------------------------------------------------------------------
 
 
@@ -278,7 +316,7 @@ def test_a_loss_takes_what_is_predicted(dtype):
         label_smoothing=0.0,
         mean=True,
     )
-    into = chunked_loss.Gradients(torch.empty_like(hidden), layer.weight.grad)
+    into = chunked_loss.Gradients(torch.empty_like(hidden), Sum(layer.weight.grad))
     with PeakBytes() as tracker, torch.no_grad():
         problem.run(torch.ones(()), into)
     predicted = chunk_bytes(rows, vocabulary=vocabulary, width=width, compute_bytes=dtype.itemsize)

@@ -14,7 +14,7 @@ from torch import nn
 import gpumix
 from gpumix.engine.comm import Communicator
 from gpumix.profiler import network
-from gpumix.profiler.network import measure_links, team_ranks
+from gpumix.profiler.network import PRODUCT_S, measure_links, product_rows, team_ranks
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
 from gpumix.spec.islands import placed
 from gpumix.spec.plan import Collectives
@@ -309,6 +309,21 @@ def test_one_host_or_one_device_each_has_nothing_to_tell_apart(hosts, where):
     for found in run_ranks(measured_on_hosts, len(hosts), hosts):
         assert {group for operation, _, group in found if operation != "send"} == {"all"}
         assert {group for operation, _, group in found if operation == "send"} == {where}
+
+
+@pytest.mark.parametrize(
+    ("flops_per_s", "started_s", "rows"),
+    [(2e10, 1e-6, 192), (8e12, 1e-5, 1536), (5e13, 1e-5, 3072), (1e18, 1e-5, 4096)],
+    ids=["one core", "a small GPU", "an H100", "beyond all"],
+)
+def test_contention_is_measured_by_a_product_that_keeps_the_device_busy(
+    flops_per_s, started_s, rows
+):
+    def time_product(rows):
+        return started_s + 2 * rows**3 / flops_per_s
+
+    assert product_rows(time_product) == rows
+    assert time_product(rows) >= PRODUCT_S or rows == 4096
 
 
 def contention_measured(world):

@@ -7,6 +7,7 @@ made on the way forward, which saves to make the logits again; else in backward.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +16,70 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gpumix.cost.head import rows_per_chunk
+from gpumix.cost.head import bytes_per_logit, rows_per_chunk
 from gpumix.engine.fused_loss import fused_losses
+from gpumix.hardware.runtime import is_gpu
 
 # An element-wise operation on the logits of some rows.
 Operation = Callable[[Tensor], Tensor]
+
+
+@dataclass
+class Sum:
+    """A gradient that is a sum over chunks, and over micro-batches.
+
+    Attributes:
+        empty: nothing is in `tensor` yet, which may hold anything: what comes first is written, for
+            zeros that it could be added to would cost two passes over the memory.
+    """
+
+    tensor: Tensor
+    empty: bool = False
+
+    def add(self, value: Tensor) -> None:
+        if self.empty:
+            self.tensor.copy_(value)
+        else:
+            self.tensor += value
+        self.empty = False
+
+    def add_product(self, gradient: Tensor, hidden: Tensor) -> None:
+        """Add `gradient`.T @ `hidden`, a weight's gradient, without a whole one in between."""
+        into, beta = self.tensor, 0 if self.empty else 1
+        if into.dtype == gradient.dtype:
+            torch.addmm(into, gradient.t(), hidden, beta=beta, out=into)
+        elif _multiplies_into(into.dtype, gradient.dtype, gradient.device):
+            torch.addmm(into, gradient.t(), hidden, into.dtype, beta=beta, out=into)  # type: ignore[call-overload]
+        else:
+            # A product in the compute dtype is no larger than the chunk's logits.
+            tile = max(1, gradient.numel() // hidden.shape[1])
+            for part, columns in zip(into.split(tile), gradient.split(tile, dim=1)):
+                Sum(part, self.empty).add(columns.t() @ hidden)
+        self.empty = False
+
+    def finish(self) -> None:
+        """There was nothing to add, perhaps."""
+        if self.empty:
+            self.tensor.zero_()
+        self.empty = False
+
+
+# Gives what the gradient of a parameter is added to.
+SumOf = Callable[[Tensor], Sum]
+
+
+@functools.cache
+def _multiplies_into(wanted: torch.dtype, factors: torch.dtype, device: torch.device) -> bool:
+    """Whether a product of two matrices of `factors` can be added to one in another dtype, without
+    a tensor in between: cuBLAS can for fp16 and bf16 to fp32. Other devices' libraries cannot."""
+    if device.type != "cuda":
+        return False
+    into, one = (torch.zeros(8, 8, dtype=dtype, device=device) for dtype in (wanted, factors))
+    try:
+        torch.addmm(into, one, one, wanted, out=into)  # type: ignore[call-overload]
+    except RuntimeError:  # a build for AMD's cards, an older library
+        return False
+    return True
 
 
 @dataclass
@@ -28,8 +88,14 @@ class Gradients:
     added to."""
 
     hidden: Tensor | None = None
-    weight: Tensor | None = None
-    bias: Tensor | None = None
+    weight: Sum | None = None
+    bias: Sum | None = None
+
+    def finish(self) -> None:
+        """All chunks are done."""
+        for one in (self.weight, self.bias):
+            if one is not None:
+                one.finish()
 
 
 @dataclass(frozen=True)
@@ -86,6 +152,8 @@ class LinearCrossEntropy:
             if factors is not None:
                 self._to_gradient(logarithms, targets[rows])
                 self._give(rows, made, logarithms, factors[rows], into)
+        if factors is not None:
+            into.finish()
         total = torch.where(valid, losses, 0.0).sum()
         # Without a label a mean is 0 / 0, as PyTorch has it.
         return (total * part if self.mean else total).to(self.dtype)
@@ -95,7 +163,13 @@ class LinearCrossEntropy:
         no logarithms."""
         rows, width = self.hidden.shape
         vocabulary = self.weight.shape[0]
-        size = rows_per_chunk(rows, vocabulary=vocabulary, width=width)
+        size = rows_per_chunk(
+            rows,
+            vocabulary=vocabulary,
+            width=width,
+            on_gpu=is_gpu(self.hidden.device),
+            logit_bytes=bytes_per_logit(self.hidden.element_size(), fused=fused),
+        )
         logits = self.hidden.new_empty(size, vocabulary)
         logarithms = self.hidden.new_empty(size, 0 if fused else vocabulary, dtype=exact)
         for start in range(0, rows, size):
@@ -138,18 +212,18 @@ class LinearCrossEntropy:
             torch.mm(gradient, self.weight, out=into.hidden[rows])
             into.hidden[rows] *= factors
         if into.bias is not None:
-            into.bias += (gradient * factors).sum(0)
+            into.bias.add((gradient * factors).sum(0))
         if into.weight is not None:
-            _add_product(into.weight, gradient, hidden * factors)
+            into.weight.add_product(gradient, hidden * factors)
 
     def _pass_on(self, rows: slice, gradient: Tensor, hidden: Tensor, into: Gradients) -> None:
         """The gradient of a chunk's logits goes where it goes."""
         if into.hidden is not None:
             torch.mm(gradient, self.weight, out=into.hidden[rows])
         if into.bias is not None:
-            into.bias += gradient.sum(0)
+            into.bias.add(gradient.sum(0))
         if into.weight is not None:
-            _add_product(into.weight, gradient, hidden)
+            into.weight.add_product(gradient, hidden)
 
 
 class _Made:
@@ -178,17 +252,6 @@ class _Made:
             return torch.mul(gradient, factors, out=self._logits)
         gradient = gradient.mul_(factors).to(self.outputs.dtype)
         return torch.autograd.grad(self.outputs, self._source, gradient)[0]
-
-
-def _add_product(into: Tensor, gradient: Tensor, hidden: Tensor) -> None:
-    """Add `gradient`.T @ `hidden` to the weight's gradient, without a whole one in between."""
-    if into.dtype == gradient.dtype:
-        into.addmm_(gradient.t(), hidden)
-        return
-    # A product in the compute dtype is no larger than the chunk's logits.
-    tile = max(1, gradient.numel() // hidden.shape[1])
-    for part, columns in zip(into.split(tile), gradient.split(tile, dim=1)):
-        part += columns.t() @ hidden
 
 
 class Payment:
@@ -228,23 +291,23 @@ class ChunkedLoss(torch.autograd.Function):
         bias: Tensor | None,
         problem: Callable[[Tensor, Tensor, Tensor | None], LinearCrossEntropy],
         upstream: Tensor | None,
-        in_place: bool,
+        sum_of: SumOf | None,
     ) -> Tensor:
         """
         Args:
             problem: makes it from the three tensors.
             upstream: what the gradient of the loss will be, so that all gradients are made now;
                 None if that is not known.
-            in_place: add to the parameters' `grad`, which they have, instead of handing gradients
-                to autograd.
+            sum_of: gives what a parameter's gradient is added to; None: gradients are handed to
+                autograd.
         """
         stated = problem(hidden.detach(), weight.detach(), None if bias is None else bias.detach())
-        ctx.problem, ctx.in_place, ctx.payment = problem, in_place, None
+        ctx.problem, ctx.sum_of, ctx.payment = problem, sum_of, None
         ctx.save_for_backward(hidden, weight, bias)
         if upstream is None:
             return stated.value()
-        assert in_place, "gradients made beforehand go into buffers"
-        gradients = _buffers(ctx.needs_input_grad, hidden, weight, bias, in_place=True)
+        assert sum_of is not None, "gradients made beforehand go into buffers"
+        gradients = _buffers(ctx.needs_input_grad, hidden, weight, bias, sum_of)
         loss = stated.run(upstream, gradients)
         ctx.payment = Payment(stated, upstream, gradients)
         return loss
@@ -256,24 +319,26 @@ class ChunkedLoss(torch.autograd.Function):
         if payment is not None and payment.confirmed:
             return payment.gradients.hidden, None, None, None, None, None
         hidden, weight, bias = ctx.saved_tensors
-        into = _buffers(ctx.needs_input_grad, hidden, weight, bias, in_place=ctx.in_place)
+        into = _buffers(ctx.needs_input_grad, hidden, weight, bias, ctx.sum_of or _sum_apart)
         ctx.problem(hidden, weight, bias).run(upstream, into)
-        if ctx.in_place:
+        if ctx.sum_of is not None:
             return into.hidden, None, None, None, None, None
-        of_weight = None if into.weight is None else into.weight.to(weight.dtype)
-        of_bias = None if into.bias is None else into.bias.to(bias.dtype)
+        of_weight = None if into.weight is None else into.weight.tensor.to(weight.dtype)
+        of_bias = None if into.bias is None else into.bias.tensor.to(bias.dtype)
         return into.hidden, of_weight, of_bias, None, None, None
 
 
+def _sum_apart(parameter: Tensor) -> Sum:
+    """In memory of its own."""
+    dtype = torch.promote_types(parameter.dtype, torch.float)
+    return Sum(torch.empty_like(parameter, dtype=dtype), empty=True)
+
+
 def _buffers(
-    wanted: Sequence[bool], hidden: Tensor, weight: Tensor, bias: Tensor | None, *, in_place: bool
+    wanted: Sequence[bool], hidden: Tensor, weight: Tensor, bias: Tensor | None, sum_of: SumOf
 ) -> Gradients:
-    def of(parameter: Tensor | None, is_wanted: bool) -> Tensor | None:
-        if parameter is None or not is_wanted:
-            return None
-        if in_place:
-            return parameter.grad
-        return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float))
+    def of(parameter: Tensor | None, is_wanted: bool) -> Sum | None:
+        return sum_of(parameter) if parameter is not None and is_wanted else None
 
     into = torch.empty_like(hidden) if wanted[0] else None
     return Gradients(into, of(weight, wanted[1]), of(bias, wanted[2]))

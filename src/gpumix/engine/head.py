@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpumix.engine.chunked_loss import ChunkedLoss, Payment
+from gpumix.engine.chunked_loss import ChunkedLoss, Payment, Sum
 from gpumix.engine.lazy_logits import Family, LazyLogits
-from gpumix.engine.shards import FlatGroup
+from gpumix.engine.shards import FlatGroup, OwnGradient
 
 
 class Expected:
@@ -85,6 +85,7 @@ class HeadInChunks:
         self._scale: Tensor | None = None
         self._families: list[Family] | None = None
         self._wanted_whole = False
+        self._gradients: dict[int, OwnGradient] = {}  # by the parameter's id
         layer = None if whole_because else output_layer(model, units)
         # The layer holds its forward, and so this: not the other way round too.
         self._layer = None if layer is None else weakref.ref(layer)
@@ -96,8 +97,8 @@ class HeadInChunks:
     def add_to_gradients_of(self, groups: Iterable[FlatGroup]) -> None:
         """Where the layer's parameters are: it adds to their gradients by itself."""
         if self.layer is not None:
-            for group in groups:
-                group.others_add(self.layer)
+            found = [own for group in groups for own in group.gradients_of(self.layer)]
+            self._gradients |= {id(own.view): own for own in found}
 
     @property
     def supported(self) -> bool:
@@ -120,8 +121,9 @@ class HeadInChunks:
 
         Args:
             scale: what summed losses are multiplied with before backward; the weight's and bias's
-                gradients are then added to their `grad`, which they must have if they want any.
-                None: gradients are autograd's matter, if there are any.
+                gradients are then added to their `grad`, or are the first in there where the
+                parameter is one of `add_to_gradients_of`. None: gradients are autograd's matter, if
+                there are any.
         """
         self._scale, self._families = scale, []
         try:
@@ -162,17 +164,35 @@ class HeadInChunks:
         self.chunked_losses += 1
         expected = _expected.get()
         trained = [p for p in (weight, bias) if p is not None and p.requires_grad]
-        in_place = self._scale is not None and all(_adds_to_grad(p) for p in trained)
+        in_place = self._scale is not None and all(map(self._adds_to_grad, trained))
         upstream = None
         if in_place and self._scale is not None and expected and torch.is_grad_enabled():
             upstream = expected.upstream * self._scale
         rows = hidden.reshape(-1, hidden.shape[-1])
         problem = partial(problem, fused=self.fused)
-        loss: Tensor = ChunkedLoss.apply(rows, weight, bias, problem, upstream, in_place)  # type: ignore[no-untyped-call]
+        loss: Tensor = ChunkedLoss.apply(  # type: ignore[no-untyped-call]
+            rows, weight, bias, problem, upstream, self._sum_of if in_place else None
+        )
         payment = getattr(loss.grad_fn, "payment", None)
         if expected is not None and payment is not None:
             expected.payments.append(payment)
         return loss
+
+    def _adds_to_grad(self, parameter: Tensor) -> bool:
+        """Whether adding to `grad` is all that autograd would do with a gradient."""
+        own = self._gradients.get(id(parameter))
+        if parameter._backward_hooks or not parameter.is_leaf:
+            return False
+        if own is not None:
+            return not own.has_other_hooks
+        return parameter.grad is not None and not parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+
+    def _sum_of(self, parameter: Tensor) -> Sum:
+        """What the gradient of a parameter for which `_adds_to_grad` is true is added to."""
+        if parameter.grad is not None:
+            return Sum(parameter.grad)
+        parameter.grad = self._gradients[id(parameter)].place
+        return Sum(parameter.grad, empty=True)
 
 
 def output_layer(model: nn.Module, units: Iterable[nn.Module] = ()) -> nn.Linear | None:
@@ -186,12 +206,6 @@ def output_layer(model: nn.Module, units: Iterable[nn.Module] = ()) -> nn.Linear
     linear = [m for m in model.modules() if type(m) is nn.Linear and id(m) not in inside]
     widening = [layer for layer in linear if layer.out_features > layer.in_features]
     return max(widening, key=lambda layer: layer.out_features, default=None)
-
-
-def _adds_to_grad(parameter: Tensor) -> bool:
-    """Whether adding to `grad` is all that autograd would do with a gradient."""
-    hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-    return parameter.is_leaf and parameter.grad is not None and not hooks
 
 
 def _unchanged(loss: Tensor) -> list[Payment]:

@@ -110,13 +110,21 @@ class Alike:
 
 
 @dataclass
-class _Gradient:
-    """Where the gradient of a parameter is summed, and the hook that copies the first one there;
-    None where somebody else than autograd adds to it."""
+class OwnGradient:
+    """Where the gradient of a parameter is summed, and the hook that copies the first one there.
+
+    Until the first one comes the parameter's `grad` is None, and what is in `place` means nothing.
+    """
 
     view: nn.Parameter
     place: torch.Tensor
-    put: RemovableHandle | None
+    put: RemovableHandle
+
+    @property
+    def has_other_hooks(self) -> bool:
+        """Whether somebody else wants to see when autograd has added to the gradient."""
+        hooks = self.view._post_accumulate_grad_hooks or ()
+        return any(number != self.put.id for number in hooks)
 
 
 class FlatGroup:
@@ -169,7 +177,7 @@ class FlatGroup:
         ]
         self._install(alike)
         self._parts = _Parts(self.views, alike) if in_parts else None
-        self._gradients: list[_Gradient] = []
+        self._gradients: list[OwnGradient] = []
         if self.trainable:
             self._point_gradients(alike.numels)
 
@@ -211,7 +219,7 @@ class FlatGroup:
             place = gradient.view(view.shape)
             view.grad = place
             put = view.register_post_accumulate_grad_hook(partial(_put, place))
-            self._gradients.append(_Gradient(view, place, put))
+            self._gradients.append(OwnGradient(view, place, put))
 
     def names_by_parameter(self) -> Iterator[tuple[nn.Parameter, str]]:
         """What the modules may hold in the places of parameters, with the name of the piece."""
@@ -273,7 +281,7 @@ class FlatGroup:
         for shard in self.shards:
             shard.begin_gradient()
         for gradient in self._gradients:
-            gradient.view.grad = gradient.place.zero_() if gradient.put is None else None
+            gradient.view.grad = None
 
     def end_gradient(self) -> None:
         """What got no gradient has one of zero."""
@@ -281,13 +289,10 @@ class FlatGroup:
             if gradient.view.grad is None:
                 gradient.view.grad = gradient.place.zero_()
 
-    def others_add(self, module: nn.Module) -> None:
-        """`module` adds to the gradients of its own parameters by itself: they begin with zero."""
-        added = {id(v) for held, _, v, _ in self._places if held is module._parameters}
-        for gradient in self._gradients:
-            if id(gradient.view) in added and gradient.put is not None:
-                gradient.put.remove()
-                gradient.put = None
+    def gradients_of(self, module: nn.Module) -> list[OwnGradient]:
+        """Those of a module's own parameters, for who adds to them by itself."""
+        own = {id(v) for held, _, v, _ in self._places if held is module._parameters}
+        return [gradient for gradient in self._gradients if id(gradient.view) in own]
 
     def reduce(self, scale: Scale | None) -> Iterator[list[Pending]]:
         """Sum the gradient over ranks; collectives begin when the next value is asked for.

@@ -308,6 +308,7 @@ class Decoder:
                 vocabulary=self.vocabulary,
                 width=self.hidden,
                 compute_bytes=element_bytes,
+                on_gpu=True,
             )
             for size in sizes
         )

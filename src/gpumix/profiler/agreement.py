@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from gpumix.cost.head import LEAST_ROWS, rows_per_chunk
+from gpumix.cost.head import GPU_MOST_ROWS, LEAST_ROWS, rows_per_chunk
 from gpumix.engine.chunked_loss import Gradients, LinearCrossEntropy
 from gpumix.engine.efficient import make_efficient
 from gpumix.engine.head import output_layer
@@ -30,6 +30,7 @@ from gpumix.engine.units import dissect
 from gpumix.hardware.device import DeviceRuntime
 from gpumix.hardware.efficiency import Chosen
 from gpumix.hardware.memory import is_out_of_memory
+from gpumix.hardware.runtime import is_gpu
 from gpumix.profiler.compute import Progress, on_device
 from gpumix.profiler.kinds import tell_apart
 from gpumix.profiler.specimen import Outputs, Specimens
@@ -318,8 +319,10 @@ def compare_losses(
     width: int, classes: int, runtime: DeviceRuntime, dtype: torch.dtype
 ) -> tuple[float, float]:
     """How far the fused kernel is off torch's way, of a chunk of a head, and how much faster."""
-    rows = rows_per_chunk(LEAST_ROWS, vocabulary=classes, width=width)
     generator, device = torch.Generator().manual_seed(0), runtime.torch_device
+    on_gpu = is_gpu(runtime.torch_device)
+    most = GPU_MOST_ROWS if on_gpu else LEAST_ROWS
+    rows = rows_per_chunk(most, vocabulary=classes, width=width, on_gpu=on_gpu)
     problem = LinearCrossEntropy(
         hidden=torch.randn(rows, width, generator=generator).to(device, dtype),
         weight=(torch.randn(classes, width, generator=generator) / width**0.5).to(device, dtype),

@@ -29,7 +29,11 @@ SMALLEST_BYTES = 64 * 1024
 SMALL_PER_STEP = 2
 # Of a message between each two devices: enough to tell bandwidths apart.
 PAIR_BYTES, PAIR_REPEATS = 8 * 1024**2, 3
-PRODUCT = 192  # rows of the matrices that are multiplied while a collective runs
+# Rows of the square matrices that are multiplied while a collective runs, at least and at most, and
+# how long a product takes at least: a GPU spends more time on starting a small one than on
+# computing it, and computes it on a few of its cores, beside which a collective loses nothing.
+LEAST_PRODUCT, MOST_PRODUCT = 192, 4096
+PRODUCT_S = 2e-4
 
 
 def measure_links(
@@ -145,7 +149,8 @@ def _contention(comm: Communicator, size: int, synchronize: Callable[[], None]) 
     numel, offsets = _layout(comm, size, even=False)
     full = torch.zeros(numel, device=comm.device)
     shard = torch.zeros(offsets[comm.rank + 1] - offsets[comm.rank], device=comm.device)
-    square = torch.zeros(PRODUCT, PRODUCT, device=comm.device)
+    rows = product_rows(lambda rows: _product_s(comm.device, rows))
+    square = torch.zeros(rows, rows, device=comm.device)
 
     def compute(times: int) -> None:
         for _ in range(times):
@@ -167,6 +172,30 @@ def _contention(comm: Communicator, size: int, synchronize: Callable[[], None]) 
     both = _agreed_s(comm, lambda: at_once(times))
     lost = (both - max(moved, computed)) / min(moved, computed)
     return min(1.0, max(0.0, lost))
+
+
+def product_rows(time_product: Callable[[int], float]) -> int:
+    """Rows of square matrices whose product keeps a device busy for `PRODUCT_S`; ranks may differ.
+
+    Args:
+        time_product: seconds of a product of matrices of so many rows.
+    """
+    rows = LEAST_PRODUCT
+    while rows < MOST_PRODUCT and time_product(rows) < PRODUCT_S:
+        rows = min(2 * rows, MOST_PRODUCT)
+    return rows
+
+
+def _product_s(device: torch.device, rows: int) -> float:
+    """Seconds of a product of square matrices of so many rows, the shortest of some."""
+    square, seconds = torch.zeros(rows, rows, device=device), []
+    for _ in range(REPEATS):
+        synchronize(device)
+        begun = time.perf_counter()
+        torch.mm(square, square)
+        synchronize(device)
+        seconds.append(time.perf_counter() - begun)
+    return min(seconds)
 
 
 def _between_groups(
