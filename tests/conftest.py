@@ -1,6 +1,7 @@
 """Where tests run, and how property tests draw.
 
-All tests run on the CPU, but those that `pytest -m gpu` chooses. Properties are tried on the same
+All tests run on the CPU, but those that `pytest -m gpu` chooses; without a GPU they run on the CUDA
+device for tests: `python tests/cuda_device -- pytest -m gpu`. Properties are tried on the same
 examples every time, so that a failure is no matter of luck; `--hypothesis-profile=explore` draws
 new and many more.
 
@@ -19,6 +20,7 @@ import tqdm
 from hypothesis import HealthCheck, settings
 
 import rank_server
+from cuda_device.environ import is_here
 from draws import USUAL
 
 # The code of tests' own jobs.
@@ -50,7 +52,7 @@ settings.load_profile("ci")
 
 def pytest_configure(config):
     wanted = config.option.markexpr
-    if "gpu" not in wanted or "not gpu" in wanted:
+    if ("gpu" not in wanted or "not gpu" in wanted) and not is_here():
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before anything looks; ranks inherit it
 
 

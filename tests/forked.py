@@ -39,7 +39,9 @@ with suppress(ImportError):  # tests of what is not installed are skipped
 def _without_values() -> None:
     """Shapes are found by tables of PyTorch's that take it 0.3 s to fill."""
     gpt2 = ARCHITECTURES["gpt2"]
-    with torch.random.fork_rng(), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+    # The generators of GPUs stay closed: a process that is forked after that can use none.
+    random = torch.random.fork_rng(devices=[])
+    with random, torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
         gpt2.factory()(**gpt2.batch(2, torch.Generator().manual_seed(0)))
 
 
