@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from gpumix.engine.comm import Communicator
+from gpumix.spec.cut import Intervals
 from harness import run_ranks
 
 RANKS, NUMEL = 3, 12
@@ -21,8 +22,8 @@ def _sent() -> dict[str, int]:
     pair = comm.among((0, 2))
     full = torch.ones(NUMEL)
     own = full[OFFSETS[rank] : OFFSETS[rank + 1]].clone()
-    comm.gather(full, own, OFFSETS, "gather").wait()
-    comm.reduce(full, OFFSETS, "reduction", lambda rows: None).wait()
+    comm.gather(full, own, Intervals(OFFSETS), "gather").wait()
+    comm.reduce(full, Intervals(OFFSETS), "reduction", lambda rows: None).wait()
     comm.all_reduce(full, "all-reduce")
     comm.exchange(full, "rows")[1].wait()
     if pair is not None:

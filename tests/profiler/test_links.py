@@ -44,13 +44,13 @@ class Recorded(Communicator):
 
     log: list[tuple[str, tuple[int, ...]]]
 
-    def gather(self, full, shard, offsets, label):
-        self.log.append(("gather", tuple(offsets)))
-        return super().gather(full, shard, offsets, label)
+    def gather(self, full, shard, intervals, label):
+        self.log.append(("gather", intervals.offsets))
+        return super().gather(full, shard, intervals, label)
 
-    def reduce(self, full, offsets, label, deliver):
-        self.log.append(("reduce", tuple(offsets)))
-        return super().reduce(full, offsets, label, deliver)
+    def reduce(self, full, intervals, label, deliver):
+        self.log.append(("reduce", intervals.offsets))
+        return super().reduce(full, intervals, label, deliver)
 
 
 def measured(largest_bytes):

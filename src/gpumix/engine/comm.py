@@ -2,7 +2,9 @@
 
 Backends disagree about uneven sizes: some refuse, gloo accepts a message of the wrong length and
 leaves stale data behind, or aborts the process. So nothing else in gpumix calls a collective on
-the data group, and sizes and dtypes are checked here before every call.
+the data group, and sizes and dtypes are checked here before every call. All that depends on the
+number of ranks is in `Intervals`, which a buffer has for good: a collective takes no longer to
+prepare among more ranks, unless its form itself names a part for each of them.
 
 Forms of a gather: `native` (equal shares only), `broadcast` (one per owner into views of the
 buffer: nothing is copied), `list` (the backend's uneven list form; NCCL), `padded` (the native one
@@ -18,7 +20,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from math import ceil
 from weakref import WeakSet
 
@@ -31,6 +32,7 @@ from gpumix.engine.record import SILENT, Record
 from gpumix.engine.stands import begins, doing
 from gpumix.hardware import runtime
 from gpumix.hardware.memory import is_out_of_memory
+from gpumix.spec.cut import Intervals
 from gpumix.spec.errors import first_line
 from gpumix.spec.plan import Collectives
 
@@ -202,16 +204,15 @@ class Communicator:
         self._record = record
 
     def gather(
-        self, full: torch.Tensor, shard: torch.Tensor, offsets: Sequence[int], label: str
+        self, full: torch.Tensor, shard: torch.Tensor, intervals: Intervals, label: str
     ) -> Pending:
         """Fill the 1-D buffer `full` from every rank's interval of it.
 
         Args:
-            full: the whole buffer; interval r is [offsets[r], offsets[r + 1]).
+            full: the whole buffer.
             shard: this rank's interval, of any floating dtype; it is cast to that of `full`.
         """
-        parts = self._parts(full, offsets)
-        mine = parts[self.rank]
+        mine = self._own_part(full, intervals)
         if shard.shape != mine.shape:
             raise AssertionError(f"{label}: shard {shard.shape} for interval {mine.shape}")
         self._count("gather", full)
@@ -219,19 +220,21 @@ class Communicator:
         if self.world == 1:
             return Pending((), label, self)
         with reported(label):
-            if self.forms.gather == "padded" and not _equal(parts):
-                return self._start_padded_gather(full, parts, label)
-            return Pending(self._start_gather(full, parts), label, self)
+            if self.forms.gather == "padded" and not intervals.equal:
+                return self._start_padded_gather(full, mine, intervals, label)
+            return Pending(self._start_gather(full, mine, intervals), label, self)
 
-    def _start_gather(self, full: torch.Tensor, parts: list[torch.Tensor]) -> list[dist.Work]:
-        form = "native" if _equal(parts) else self.forms.gather
-        mine = parts[self.rank]
+    def _start_gather(
+        self, full: torch.Tensor, mine: torch.Tensor, intervals: Intervals
+    ) -> list[dist.Work]:
+        form = "native" if intervals.equal else self.forms.gather
         if form == "native" and self.on_gloo:
             form = "broadcast"  # gloo's own gather makes a temporary of the whole: twice as slow
         if form == "native":
             return [_all_gather_single(full, mine, self.group)]
+        parts = full.split(intervals.sizes)
         if form == "list":
-            return [dist.all_gather(parts, mine, group=self.group, async_op=True)]
+            return [dist.all_gather(list(parts), mine, group=self.group, async_op=True)]
         return [
             dist.broadcast(part, group_src=owner, group=self.group, async_op=True)
             for owner, part in enumerate(parts)
@@ -239,31 +242,31 @@ class Communicator:
         ]
 
     def _start_padded_gather(
-        self, full: torch.Tensor, parts: list[torch.Tensor], label: str
+        self, full: torch.Tensor, mine: torch.Tensor, intervals: Intervals, label: str
     ) -> Pending:
-        room = self.borrow("gather", full, self.world, self._padded_length(parts))
+        room = self.borrow("gather", full, self.world, self._padded_length(intervals))
         rows = room.tensor
-        mine = rows[self.rank].clone() if self.on_gloo else rows[self.rank]  # NCCL gathers in place
-        mine[: len(parts[self.rank])] = parts[self.rank]
-        work = _all_gather_single(rows.view(-1), mine, self.group)
+        row = rows[self.rank].clone() if self.on_gloo else rows[self.rank]  # NCCL gathers in place
+        row[: len(mine)] = mine
+        work = _all_gather_single(rows.view(-1), row, self.group)
 
         def finish() -> None:
-            for owner, part in enumerate(parts):
+            for owner, part in enumerate(full.split(intervals.sizes)):
                 if owner != self.rank:
                     part.copy_(rows[owner, : len(part)])
             room.give_back()
 
         return Pending([work], label, self, finish)
 
-    def _padded_length(self, parts: Sequence[torch.Tensor]) -> int:
+    def _padded_length(self, intervals: Intervals) -> int:
         """Elements of every interval, once it is filled up; a cut may round one up."""
-        numel = sum(map(len, parts))
-        return max(ceil(numel * self.forms.padding / self.world), *map(len, parts))
+        equal = ceil(intervals.numel * self.forms.padding / self.world)
+        return max(equal, intervals.longest)
 
     def reduce(
         self,
         full: torch.Tensor,
-        offsets: Sequence[int],
+        intervals: Intervals,
         label: str,
         deliver: Callable[[torch.Tensor], None],
     ) -> Pending:
@@ -273,29 +276,28 @@ class Communicator:
         over the first dimension is the result; it must not keep them. Until then `full` must stay
         as it is.
         """
-        parts = self._parts(full, offsets)
+        mine = self._own_part(full, intervals)
         self._count("reduce", full)
         if self.world == 1:
             return Pending((), label, self, lambda: deliver(full[None]))
         with reported(label):
-            return self._start_reduce(full, parts, label, deliver)
+            return self._start_reduce(full, mine, intervals, label, deliver)
 
     def _start_reduce(
         self,
         full: torch.Tensor,
-        parts: list[torch.Tensor],
+        mine: torch.Tensor,
+        intervals: Intervals,
         label: str,
         deliver: Callable[[torch.Tensor], None],
     ) -> Pending:
-        mine = parts[self.rank]
-        form = self._reduce_form(parts)
+        form = self._reduce_form(intervals)
         if form == "all_to_all":
             room = self.borrow("reduce", full, self.world, mine.numel())
             work = dist.all_to_all_single(
                 room.tensor.view(-1),
                 full,
-                output_split_sizes=[mine.numel()] * self.world,
-                input_split_sizes=[p.numel() for p in parts],
+                input_split_sizes=intervals.sizes,  # what arrives is equally long from each
                 group=self.group,
                 async_op=True,
             )
@@ -307,49 +309,50 @@ class Communicator:
             return Pending([work], label, self, finish)
         # In place: the sum lands in this rank's own interval of the gradient buffer.
         if form == "padded":
-            return self._start_padded_reduce(full, parts, label, deliver)
+            return self._start_padded_reduce(full, intervals, label, deliver)
         if form == "native":
             work = _reduce_scatter_single(mine, full, self.group)
         else:
+            parts = list(full.split(intervals.sizes))
             work = dist.reduce_scatter(mine, parts, group=self.group, async_op=True)
         return Pending([work], label, self, lambda: deliver(mine[None]))
 
     def _start_padded_reduce(
         self,
         full: torch.Tensor,
-        parts: list[torch.Tensor],
+        intervals: Intervals,
         label: str,
         deliver: Callable[[torch.Tensor], None],
     ) -> Pending:
-        length = self._padded_length(parts)
+        length = self._padded_length(intervals)
         room = self.borrow("reduce", full, self.world + 1, length)
         rows, mine = room.tensor[:-1], room.tensor[-1]
-        for owner, part in enumerate(parts):
-            rows[owner, : len(part)] = part
+        for row, part in zip(rows, full.split(intervals.sizes)):
+            row[: len(part)] = part
         work = _reduce_scatter_single(mine, rows.view(-1), self.group)
 
         def finish() -> None:
-            deliver(mine[None, : len(parts[self.rank])])
+            deliver(mine[None, : intervals.sizes[self.rank]])
             room.give_back()
 
         return Pending([work], label, self, finish)
 
-    def _reduce_form(self, parts: Sequence[torch.Tensor]) -> str:
-        form = "native" if _equal(parts) else self.forms.reduce
+    def _reduce_form(self, intervals: Intervals) -> str:
+        form = "native" if intervals.equal else self.forms.reduce
         return "all_to_all" if form == "native" and self.on_gloo else form
 
-    def expect_reduce(self, full: torch.Tensor, offsets: Sequence[int]) -> None:
+    def expect_reduce(self, full: torch.Tensor, intervals: Intervals) -> None:
         """`full` is the largest buffer that is reduced: have in the pool what that borrows, for
         a pool that grows later holds, for a moment, what it had as well."""
-        parts = self._parts(full, offsets)
+        mine = self._own_part(full, intervals)
         if self.world == 1:
             return
-        form = self._reduce_form(parts)
+        form = self._reduce_form(intervals)
         if form == "all_to_all":
-            self.borrow("reduce", full, self.world, parts[self.rank].numel()).give_back()
+            self.borrow("reduce", full, self.world, mine.numel()).give_back()
         elif form == "padded":
             rows = self.world + 1
-            self.borrow("reduce", full, rows, self._padded_length(parts)).give_back()
+            self.borrow("reduce", full, rows, self._padded_length(intervals)).give_back()
 
     def borrow(self, purpose: str, like: torch.Tensor, rows: int, length: int) -> Borrowed:
         """A [rows, length] tensor of the dtype of `like`, uninitialised, from the pool of what is
@@ -490,10 +493,13 @@ class Communicator:
                 )
             value.copy_(sent.view(value.dtype).view(value.shape))
 
-    def _parts(self, full: torch.Tensor, offsets: Sequence[int]) -> list[torch.Tensor]:
-        if full.dim() != 1 or len(offsets) != self.world + 1 or offsets[-1] != full.numel():
-            raise AssertionError(f"offsets {offsets} do not cut a buffer of shape {full.shape}")
-        return [full[a:b] for a, b in pairwise(offsets)]
+    def _own_part(self, full: torch.Tensor, intervals: Intervals) -> torch.Tensor:
+        """This rank's interval of a buffer."""
+        ranks = len(intervals.offsets) - 1
+        if full.dim() != 1 or ranks != self.world or intervals.numel != full.numel():
+            raise AssertionError(f"{intervals} do not cut a buffer of shape {full.shape}")
+        begin, end = intervals.of(self.rank)
+        return full[begin:end]
 
     def _count(self, operation: str, tensor: torch.Tensor) -> None:
         if self.group is not None:
@@ -513,10 +519,6 @@ def _sent_bytes(operation: str, size: int, world: int) -> int:
     if operation == "exchange":
         return size * (world - 1)
     return (2 if operation == "all_reduce" else 1) * size * (world - 1) // world
-
-
-def _equal(parts: Sequence[torch.Tensor]) -> bool:
-    return len({p.numel() for p in parts}) == 1
 
 
 def _all_gather_single(

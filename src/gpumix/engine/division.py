@@ -10,13 +10,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from gpumix.engine.comm import Borrowed, Communicator, Pending
-from gpumix.spec.cut import cut
+from gpumix.spec.cut import Intervals, cut
 from gpumix.spec.plan import Plan, ZeroStage
 from gpumix.spec.stage import Worker
 
@@ -93,16 +94,22 @@ class Division:
             return self.comm.rank, self.comm.world
         return 0 if self.first else 1, 1
 
-    def offsets(self, numel: int) -> tuple[int, ...]:
-        """Where each rank's interval of a flat buffer begins, and the end."""
-        return cut(numel, self.shares)
+    def intervals(self, numel: int) -> Intervals:
+        """Each rank's interval of a flat buffer of `numel` elements: one value for all buffers of
+        this length, since it has a number for each rank."""
+        if numel not in self._intervals:
+            self._intervals[numel] = Intervals(cut(numel, self.shares))
+        return self._intervals[numel]
+
+    @cached_property
+    def _intervals(self) -> dict[int, Intervals]:
+        return {}
 
     def interval(self, numel: int) -> tuple[int, int]:
-        """What this rank owns of a flat buffer."""
+        """The begin and the end of this rank's interval of a flat buffer."""
         if self.replicated:
             return 0, numel
-        offsets = self.offsets(numel)
-        return offsets[self.comm.rank], offsets[self.comm.rank + 1]
+        return self.intervals(numel).of(self.comm.rank)
 
     def by(self, plan: Plan) -> Division:
         """The same with the shares of a plan that has no others than this one's."""

@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional
 
 from gpumix.engine.comm import Communicator
+from gpumix.spec.cut import Intervals
 
 
 def enter(value: torch.Tensor, team: Communicator) -> torch.Tensor:
@@ -211,8 +212,8 @@ def _scattered_now(value: torch.Tensor, dim: int, team: Communicator, label: str
     def deliver(summands: torch.Tensor) -> None:
         torch.sum(summands[:, : found.numel()], 0, out=found.view(-1))
 
-    offsets = [number * room for number in range(team.world + 1)]
-    team.reduce(rows.view(-1), offsets, label, deliver).wait()
+    intervals = Intervals(tuple(number * room for number in range(team.world + 1)))
+    team.reduce(rows.view(-1), intervals, label, deliver).wait()
     if borrowed is not None:
         borrowed.give_back()
     return found

@@ -105,7 +105,7 @@ def move_state(buckets: Sequence[Bucket], division: Division, optimizer: Optimiz
 
 
 def _move(shard: Shard, division: Division, optimizer: Optimizer) -> None:
-    before, after = shard.offsets, division.offsets(shard.numel)
+    before, after = shard.intervals.offsets, division.intervals(shard.numel).offsets
     if before == after:
         return
     comm = division.comm

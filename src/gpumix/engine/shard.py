@@ -114,7 +114,7 @@ class Shard:
 
     def _set_division(self, division: Division) -> None:
         self._division = division
-        self.offsets = division.offsets(self.numel)
+        self.intervals = division.intervals(self.numel)
         self.start, self.end = division.interval(self.numel)
 
     def _own(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -190,7 +190,7 @@ class Shard:
         if self._division.replicated:
             into.copy_(self.master, non_blocking=True)  # it may be in pinned memory of the host
             return Pending((), label, comm)
-        return comm.gather(into, self.master, self.offsets, label)
+        return comm.gather(into, self.master, self.intervals, label)
 
     def all_masters(self) -> torch.Tensor:
         """Those of all ranks, in memory of its own. Collective."""
@@ -198,7 +198,7 @@ class Shard:
             return self.master.clone()
         buffer = torch.empty(self.numel, dtype=self.master.dtype, device=self._device)
         label = f"all-gather of the state of unit '{self.label}'"
-        self._division.comm.gather(buffer, self.master, self.offsets, label).wait()
+        self._division.comm.gather(buffer, self.master, self.intervals, label).wait()
         return buffer
 
     # -- gradients ----------------------------------------------------------------------------
@@ -218,12 +218,12 @@ class Shard:
             self._deliver(flat[None], scale)
         elif division.copies is None:
             yield division.comm.reduce(
-                flat, self.offsets, label, lambda rows: self._deliver(rows, scale)
+                flat, self.intervals, label, lambda rows: self._deliver(rows, scale)
             )
         else:
             room = division.comm.borrow("copies", flat, 1, self.end - self.start)
             part = room.tensor[0]
-            yield division.comm.reduce(flat, self.offsets, label, lambda rows: _sum(rows, part))
+            yield division.comm.reduce(flat, self.intervals, label, lambda rows: _sum(rows, part))
             yield division.copies.start_sum(part, self.numel, f"{label} over hosts")
             self._deliver(room.tensor, scale)
             room.give_back()
@@ -233,7 +233,7 @@ class Shard:
         division = self._division
         if division.replicated:
             return
-        division.comm.expect_reduce(flat, self.offsets)
+        division.comm.expect_reduce(flat, self.intervals)
         if division.copies is not None:  # one bucket is summed over hosts, the next inside them
             own = self.end - self.start
             rooms = [division.comm.borrow("copies", flat, 1, own) for _ in range(2)]

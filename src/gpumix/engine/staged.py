@@ -13,6 +13,7 @@ from functools import cached_property
 import torch
 
 from gpumix.engine.comm import Borrowed, Communicator, Pending
+from gpumix.spec.cut import Intervals
 
 
 class StagedCommunicator(Communicator):
@@ -30,10 +31,10 @@ class StagedCommunicator(Communicator):
         )
 
     def gather(
-        self, full: torch.Tensor, shard: torch.Tensor, offsets: Sequence[int], label: str
+        self, full: torch.Tensor, shard: torch.Tensor, intervals: Intervals, label: str
     ) -> Pending:
         staged = self._borrow_like(full)
-        pending = self._host.gather(staged.tensor[0], shard.to("cpu", full.dtype), offsets, label)
+        pending = self._host.gather(staged.tensor[0], shard.to("cpu", full.dtype), intervals, label)
 
         def finish() -> None:
             full.copy_(staged.tensor[0])
@@ -44,7 +45,7 @@ class StagedCommunicator(Communicator):
     def reduce(
         self,
         full: torch.Tensor,
-        offsets: Sequence[int],
+        intervals: Intervals,
         label: str,
         deliver: Callable[[torch.Tensor], None],
     ) -> Pending:
@@ -54,11 +55,11 @@ class StagedCommunicator(Communicator):
         def arrived(rows: torch.Tensor) -> None:
             deliver(rows.to(self.device))
 
-        return self._host.reduce(staged.tensor[0], offsets, label, arrived).then(staged.give_back)
+        return self._host.reduce(staged.tensor[0], intervals, label, arrived).then(staged.give_back)
 
-    def expect_reduce(self, full: torch.Tensor, offsets: Sequence[int]) -> None:
+    def expect_reduce(self, full: torch.Tensor, intervals: Intervals) -> None:
         staged = self._borrow_like(full)
-        self._host.expect_reduce(staged.tensor[0], offsets)
+        self._host.expect_reduce(staged.tensor[0], intervals)
         staged.give_back()
 
     def start_all_reduce(self, value: torch.Tensor, label: str) -> Pending:

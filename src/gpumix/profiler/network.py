@@ -14,7 +14,7 @@ from gpumix.engine.comm import Communicator, Pending
 from gpumix.hardware.runtime import synchronize
 from gpumix.spec.cluster import Device, ranked
 from gpumix.spec.curve import Curve
-from gpumix.spec.cut import cut
+from gpumix.spec.cut import Intervals, cut
 from gpumix.spec.islands import MOST_DEVICES, MOST_HOSTS, PairTimes, placed
 from gpumix.spec.measurements import LinkMeasurement
 from gpumix.spec.plan import Collectives, GatherForm, ReduceForm
@@ -119,36 +119,36 @@ def _sizes(largest_bytes: int) -> list[int]:
 def _gather_s(
     comm: Communicator, form: GatherForm, size: int, agree: Communicator | None = None
 ) -> float:
-    numel, offsets = _layout(comm, size, even=form == "native")
-    full = torch.zeros(numel, device=comm.device)
-    shard = torch.zeros(offsets[comm.rank + 1] - offsets[comm.rank], device=comm.device)
+    intervals = _layout(comm, size, even=form == "native")
+    full = torch.zeros(intervals.numel, device=comm.device)
+    shard = torch.zeros(intervals.sizes[comm.rank], device=comm.device)
     trial = _with_forms(comm, Collectives(gather=form))
     return _agreed_s(
-        agree or comm, lambda: trial.gather(full, shard, offsets, "trial gather").wait()
+        agree or comm, lambda: trial.gather(full, shard, intervals, "trial gather").wait()
     )
 
 
 def _reduce_s(
     comm: Communicator, form: ReduceForm, size: int, agree: Communicator | None = None
 ) -> float:
-    numel, offsets = _layout(comm, size, even=form == "native")
-    full = torch.zeros(numel, device=comm.device)
-    out = torch.zeros(offsets[comm.rank + 1] - offsets[comm.rank], device=comm.device)
+    intervals = _layout(comm, size, even=form == "native")
+    full = torch.zeros(intervals.numel, device=comm.device)
+    out = torch.zeros(intervals.sizes[comm.rank], device=comm.device)
     trial = _with_forms(comm, Collectives(reduce=form))
 
     def deliver(rows: torch.Tensor) -> None:
         torch.sum(rows, 0, out=out)
 
     return _agreed_s(
-        agree or comm, lambda: trial.reduce(full, offsets, "trial reduction", deliver).wait()
+        agree or comm, lambda: trial.reduce(full, intervals, "trial reduction", deliver).wait()
     )
 
 
 def _contention(comm: Communicator, size: int, synchronize: Callable[[], None]) -> float:
     """How much of the shorter one a gather and a matrix product lose when they run at once."""
-    numel, offsets = _layout(comm, size, even=False)
-    full = torch.zeros(numel, device=comm.device)
-    shard = torch.zeros(offsets[comm.rank + 1] - offsets[comm.rank], device=comm.device)
+    intervals = _layout(comm, size, even=False)
+    full = torch.zeros(intervals.numel, device=comm.device)
+    shard = torch.zeros(intervals.sizes[comm.rank], device=comm.device)
     rows = product_rows(lambda rows: _product_s(comm.device, rows))
     square = torch.zeros(rows, rows, device=comm.device)
 
@@ -158,7 +158,7 @@ def _contention(comm: Communicator, size: int, synchronize: Callable[[], None]) 
         synchronize()
 
     def gather() -> Pending:
-        return comm.gather(full, shard, offsets, "trial gather")
+        return comm.gather(full, shard, intervals, "trial gather")
 
     def at_once(times: int) -> None:
         under_way = gather()
@@ -386,14 +386,14 @@ def _team_gather_s(comm: Communicator, size: int, *, agree: Communicator) -> flo
 def _team_reduce_s(comm: Communicator, size: int, *, agree: Communicator) -> float:
     part = max(1, size // 4 // comm.world)
     full = torch.zeros(part * comm.world, device=comm.device)
-    offsets = [part * rank for rank in range(comm.world + 1)]
+    intervals = Intervals(tuple(part * rank for rank in range(comm.world + 1)))
 
     own = torch.empty(part, device=comm.device)
 
     def add_up(rows: torch.Tensor) -> None:
         torch.sum(rows, 0, out=own)
 
-    return _agreed_s(agree, lambda: comm.reduce(full, offsets, "trial reduction", add_up).wait())
+    return _agreed_s(agree, lambda: comm.reduce(full, intervals, "trial reduction", add_up).wait())
 
 
 TeamTrial = Literal["sum", "team_gather", "team_reduce"]
@@ -409,14 +409,14 @@ def _small_s(comm: Communicator) -> float:
     return _agreed_s(comm, lambda: comm.all_reduce(value, "trial all-reduce"))
 
 
-def _layout(comm: Communicator, size: int, *, even: bool) -> tuple[int, tuple[int, ...]]:
-    """Elements of the buffer, and its cuts: equal ones, or one element off."""
+def _layout(comm: Communicator, size: int, *, even: bool) -> Intervals:
+    """The ranks' intervals of a buffer: equal ones, or one element off."""
     part = -(-size // 4 // comm.world)
     numel = part * comm.world
     offsets = list(cut(numel, (1.0 / comm.world,) * comm.world))
     if not even and comm.world > 1:
         offsets[1] += 1
-    return numel, tuple(offsets)
+    return Intervals(tuple(offsets))
 
 
 def _with_forms(comm: Communicator, forms: Collectives) -> Communicator:

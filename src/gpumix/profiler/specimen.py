@@ -32,6 +32,7 @@ from gpumix.engine.shards import Dtypes, FlatGroup
 from gpumix.engine.units import Anatomy, Unit
 from gpumix.hardware.memory import host_memory
 from gpumix.profiler.order import OneOrder
+from gpumix.spec.cut import Intervals
 from gpumix.spec.profile import TeamOperation
 
 # Small and not zero: like trained weights for the clock, and no loss overflows.
@@ -326,12 +327,12 @@ class MadeUpTeam(Communicator):
     def reduce(
         self,
         full: torch.Tensor,
-        offsets: Sequence[int],
+        intervals: Intervals,
         label: str,
         deliver: Callable[[torch.Tensor], None],
     ) -> Pending:
         self._note("reduce", full)
-        return Pending((), label, self, lambda: deliver(full[None, : offsets[1]]))
+        return Pending((), label, self, lambda: deliver(full[None, : intervals.sizes[0]]))
 
     def _note(self, operation: TeamOperation, value: torch.Tensor) -> None:
         self.told.append((operation, value.nbytes))

@@ -39,6 +39,21 @@ class Value(BaseModel):
         frozen=True, extra="forbid", allow_inf_nan=False, ser_json_inf_nan="strings"
     )
 
+    def __copy__(self) -> Self:
+        """A copy that has its fields only: `model_copy` may give it others, for which a cached
+        property of this value would be wrong."""
+        copied = super().__copy__()
+        vars(copied).clear()
+        vars(copied).update(self._fields_only())
+        return copied
+
+    def __getstate__(self) -> dict[Any, Any]:
+        """What is pickled: the fields, without cached properties."""
+        return super().__getstate__() | {"__dict__": self._fields_only()}
+
+    def _fields_only(self) -> dict[str, Any]:
+        return {name: vars(self)[name] for name in type(self).model_fields if name in vars(self)}
+
     def digest(self) -> str:
         """Twelve hex digits that change when any field changes."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:12]

@@ -7,9 +7,10 @@ parallelism is one stage with many workers. Compute (`samples`, `micro_batch`) a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from math import inf
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -17,7 +18,7 @@ from gpumix.spec.base import Document, Value, refuse_twins
 from gpumix.spec.errors import InputError
 from gpumix.spec.peak import Peak
 from gpumix.spec.reasons import Reasons
-from gpumix.spec.stage import ComputeDtype, Stage, Worker
+from gpumix.spec.stage import ComputeDtype, Stage, Turn, Worker
 from gpumix.spec.units import LARGEST_BATCH, LARGEST_LENGTH
 
 GatherForm = Literal["native", "padded", "broadcast", "list"]
@@ -47,6 +48,18 @@ class Collectives(Value):
     gather: GatherForm = "broadcast"
     reduce: ReduceForm = "all_to_all"
     padding: float = Field(default=1.0, ge=1, description="no share is larger, times the ranks")
+
+
+class Taker(NamedTuple):
+    """A worker that takes parts of the batch.
+
+    Attributes:
+        parts: their numbers, in its order.
+        speed: how much it does in a second, relative to the others.
+    """
+
+    parts: tuple[int, ...]
+    speed: float
 
 
 class WorkerPrediction(Value):
@@ -254,7 +267,7 @@ class Plan(Document):
         for host, total in sums.items():
             yield f"host '{host}'", total
 
-    @property
+    @cached_property
     def workers(self) -> tuple[Worker, ...]:
         """A worker of each rank, in rank order: of a rank with several stages that of the first."""
         first: dict[str, Worker] = {}
@@ -312,13 +325,18 @@ class Plan(Document):
     def expected_of(self, rank: int) -> WorkerPrediction | None:
         """What is predicted of a rank. The prediction has the order of the ranks for which it was
         made: by it alone devices of other ranks would be taken for this one."""
-        device = self.workers[rank].device
+        return self.expected_by_device.get(self.workers[rank].device)
+
+    @cached_property
+    def expected_by_device(self) -> Mapping[str, WorkerPrediction]:
+        """What is predicted of each device; nothing without a prediction."""
         told = self.prediction.workers if self.prediction is not None else ()
-        return next((expected for expected in told if expected.device == device), None)
+        return {expected.device: expected for expected in told}
 
     def team_of(self, rank: int, stage: int) -> tuple[int, ...]:
         """The ranks that compute a stage's units together with this one, in their order."""
-        return next(team for team in self.teams_of(stage) if rank in team)
+        seats = self._turns_of(rank, stage)[0].seats
+        return self.ranks_of(stage)[seats.start : seats.stop]
 
     def teams_of(self, stage: int) -> tuple[tuple[int, ...], ...]:
         """The ranks of each team of a stage, in its order."""
@@ -352,34 +370,93 @@ class Plan(Document):
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Numbers of the stages that a rank computes."""
-        device = self.workers[rank].device
-        return tuple(
-            number
-            for number, stage in enumerate(self.stages)
-            if any(w.device == device for w in stage.workers)
-        )
+        return tuple(number for number, seats in enumerate(self._seats) if rank in seats)
 
     def ranks_of(self, stage: int) -> tuple[int, ...]:
         """The ranks of a stage, in its order."""
-        numbers = {worker.device: rank for rank, worker in enumerate(self.workers)}
-        return tuple(numbers[worker.device] for worker in self.stages[stage].workers)
+        return self._ranks[stage]
 
     def worker_of(self, rank: int, stage: int) -> Worker:
         """A rank's part of a stage that it computes."""
-        return self.stages[stage].workers[self.ranks_of(stage).index(rank)]
+        return self.stages[stage].workers[self._seats[stage][rank]]
+
+    @cached_property
+    def _ranks(self) -> tuple[tuple[int, ...], ...]:
+        """By stage, the ranks of its workers."""
+        numbers = {worker.device: rank for rank, worker in enumerate(self.workers)}
+        return tuple(tuple(numbers[w.device] for w in stage.workers) for stage in self.stages)
+
+    @cached_property
+    def _seats(self) -> tuple[Mapping[int, int], ...]:
+        """By stage: of each of its ranks the place among the stage's workers."""
+        return tuple({rank: seat for seat, rank in enumerate(ranks)} for ranks in self._ranks)
 
     def rows_of(self, rank: int) -> tuple[range, ...]:
         """Which samples of the global batch a rank computes: those of each of its micro-batches,
         in order. Where it has several stages, they are the same for all."""
-        stage = self.stages_of(rank)[0]
-        parts = self.stages[stage].micro_batches(self.waves)
-        return tuple(parts[number].rows for number in self.numbers_of(rank, stage))
+        number = self.stages_of(rank)[0]
+        stage, turns = self.stages[number], self._turns_of(rank, number)
+        return tuple(rows for turn in turns for rows in stage.rows_in(turn, self.waves))
 
     def numbers_of(self, rank: int, stage: int) -> tuple[int, ...]:
         """The numbers of the micro-batches that a rank computes in a stage."""
-        worker = self.ranks_of(stage).index(self.team_of(rank, stage)[0])
-        parts = self.stages[stage].micro_batches(self.waves)
-        return tuple(number for number, one in enumerate(parts) if one.worker == worker)
+        return tuple(
+            turn.first + place
+            for turn in self._turns_of(rank, stage)
+            for place in range(len(self.stages[stage].rows_in(turn, self.waves)))
+        )
+
+    def _turns_of(self, rank: int, stage: int) -> Sequence[Turn]:
+        """Where the micro-batches of a rank in a stage lie: in each wave."""
+        return self._turns[stage][self._seats[stage][rank]]
+
+    @cached_property
+    def _turns(self) -> tuple[Mapping[int, Sequence[Turn]], ...]:
+        """By stage: of each seat the turns of its team."""
+        found: list[dict[int, list[Turn]]] = []
+        for stage in self.stages:
+            of_seat: dict[int, list[Turn]] = {}
+            for turn in stage.turns(self.waves):
+                of_team = of_seat.setdefault(turn.seats.start, [])
+                of_team.append(turn)
+                of_seat.update(dict.fromkeys(turn.seats, of_team))
+            found.append(of_seat)
+        return tuple(found)
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Samples of each of the parts into which the global batch is cut for those that read it:
+        one for each worker, or, where several read the same samples, one for each micro-batch."""
+        if self._is_read_once:
+            return tuple(worker.samples for worker in self.workers)
+        return tuple(len(one.rows) for one in self.stages[0].micro_batches(self.waves))
+
+    @cached_property
+    def takers(self) -> tuple[Taker, ...]:
+        """Who takes the parts of the batch, in the first stage, in its order. Without a prediction
+        a worker is as fast as it has samples."""
+        if self._is_read_once:
+            return tuple(Taker((n,), self._speed(w)) for n, w in enumerate(self.workers))
+        stage, ranks = self.stages[0], self.ranks_of(0)
+        return tuple(
+            Taker(self.numbers_of(ranks[seats.start], 0), self._speed(stage.workers[seats.start]))
+            for seats in stage.seats
+        )
+
+    def parts_read_by(self, rank: int) -> tuple[int, ...]:
+        """The numbers of the parts of the batch that a rank reads, among `sizes`."""
+        return (rank,) if self._is_read_once else self.numbers_of(rank, self.stages_of(rank)[0])
+
+    @property
+    def _is_read_once(self) -> bool:
+        """Whether each sample is read by a single rank."""
+        return len(self.stages) == 1 and not self.in_teams
+
+    def _speed(self, worker: Worker) -> float:
+        """Samples a second while it computes; without a prediction its samples a step."""
+        predicted = self.expected_by_device.get(worker.device)
+        computes_s = 0.0 if predicted is None else predicted.busy_s - predicted.optimizer_s
+        return worker.samples / computes_s if computes_s > 0 else float(worker.samples)
 
     def first_call(self, stage: int) -> int:
         """Number of a stage's first unit call, counted over all stages."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from numbers import Integral
 
-from gpumix.spec.cut import cut, cut_rows
+from gpumix.spec.cut import cut_rows, scaled
 from gpumix.spec.errors import InputError
-from gpumix.spec.plan import Plan
-from gpumix.spec.stage import Worker
+from gpumix.spec.plan import Plan, Taker
 
 Shares = Sequence[int] | Plan
 """Samples of each global batch per rank, in rank order; or the plan that says so."""
@@ -35,7 +35,11 @@ class Share:
     @property
     def total(self) -> int:
         """Samples of the global batch."""
-        return sum(self.sizes)
+        return self._offsets[-1]
+
+    @cached_property
+    def _offsets(self) -> tuple[int, ...]:
+        return (0, *accumulate(self.sizes))
 
     def rows(self, total: int | None = None) -> tuple[range, ...]:
         """The rank's rows of the batch; of one of only `total` samples, if that is given, which is
@@ -43,24 +47,11 @@ class Share:
 
         No part gets more than in a full batch, so what fits in memory there fits here.
         """
-        if total is None or total >= self.total:
-            offsets = (0, *accumulate(self.sizes))
-        else:
-            offsets = cut(total, tuple(float(size) for size in self.sizes))
-        return tuple(range(offsets[n], offsets[n + 1]) for n in self.own)
-
-
-@dataclass(frozen=True)
-class Taker:
-    """A worker that takes parts of the batch.
-
-    Attributes:
-        parts: numbers of those, in its order.
-        speed: how much it does in a second, relative to the others.
-    """
-
-    parts: tuple[int, ...]
-    speed: float
+        whole = self.total
+        rows = [self._offsets[n : n + 2] for n in self.own]
+        if total is None or total >= whole:
+            return tuple(range(*ends) for ends in rows)
+        return tuple(range(*(scaled(total, end, whole) for end in ends)) for ends in rows)
 
 
 def workers_of(shares: Shares) -> tuple[Taker, ...]:
@@ -73,27 +64,7 @@ def workers_of(shares: Shares) -> tuple[Taker, ...]:
     """
     if not isinstance(shares, Plan):
         return tuple(Taker((n,), float(size)) for n, size in enumerate(_checked(shares)))
-    stage = shares.stages[0]
-    alone = len(shares.stages) == 1 and not shares.in_teams
-    if alone:
-        return tuple(Taker((n,), _speed(shares, w)) for n, w in enumerate(shares.workers))
-    parts = stage.micro_batches(shares.waves)
-    return tuple(
-        Taker(
-            tuple(n for n, part in enumerate(parts) if part.worker == number),
-            _speed(shares, stage.workers[number]),
-        )
-        for number in (seats.start for seats in stage.seats)
-    )
-
-
-def _speed(plan: Plan, worker: Worker) -> float:
-    """Samples a second while it computes; without a prediction its samples a step."""
-    for predicted in plan.prediction.workers if plan.prediction else ():
-        computes_s = predicted.busy_s - predicted.optimizer_s
-        if predicted.device == worker.device and computes_s > 0:
-            return worker.samples / computes_s
-    return float(worker.samples)
+    return shares.takers
 
 
 def share_of(shares: Shares, rank: int) -> Share:
@@ -105,9 +76,7 @@ def share_of(shares: Shares, rank: int) -> Share:
     if isinstance(shares, Plan):
         if not 0 <= rank < len(shares.workers):
             raise InputError(f"there is no rank {rank} in a plan for {len(shares.workers)}")
-        if len(shares.stages) > 1 or shares.in_teams:
-            return _of_micro_batches(shares, rank)
-        shares = [worker.samples for worker in shares.workers]
+        return Share(shares.sizes, shares.parts_read_by(rank))
     sizes = _checked(shares)
     if not 0 <= rank < len(sizes):
         raise InputError(f"there is no rank {rank} among {len(sizes)} shares of the batch")
@@ -135,12 +104,6 @@ def rows_of(plan: Plan, rank: int, samples: int) -> tuple[range, ...]:
     if plan.in_teams:
         return tuple(filter(None, rows))
     return cut_rows(rows[0], plan.workers[rank].micro_batch)
-
-
-def _of_micro_batches(plan: Plan, rank: int) -> Share:
-    stage = plan.stages_of(rank)[0]
-    parts = plan.stages[stage].micro_batches(plan.waves)
-    return Share(tuple(len(one.rows) for one in parts), plan.numbers_of(rank, stage))
 
 
 def _checked(given: Sequence[int]) -> tuple[int, ...]:

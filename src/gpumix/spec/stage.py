@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Self
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Literal, NamedTuple, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -107,6 +109,16 @@ class Taken(Value):
     call: int = Field(ge=0, description="number of the call, counted over all stages")
     output: int = Field(ge=0, description="number of the tensor's place in what the call returns")
     differentiable: bool = Field(default=True, description="whether its gradient goes back")
+
+
+class Turn(NamedTuple):
+    """A team's part of a wave: its seats, and where its micro-batches of the wave begin among those
+    of the stage, and among the rows of the global batch."""
+
+    seats: range
+    wave: int
+    first: int
+    row: int
 
 
 @dataclass(frozen=True)
@@ -223,12 +235,12 @@ class Stage(Value):
     def shares(self) -> tuple[float, ...]:
         return tuple(w.state_share for w in self.workers)
 
-    @property
+    @cached_property
     def teams(self) -> tuple[tuple[Worker, ...], ...]:
         """The workers that compute together; of one each without tensor parallelism."""
         return tuple(self.workers[seats.start : seats.stop] for seats in self.seats)
 
-    @property
+    @cached_property
     def seats(self) -> Sequence[range]:
         """The places of each team's workers among those of the stage."""
         if self.tensor == 1:
@@ -264,16 +276,32 @@ class Stage(Value):
     def micro_batches(self, waves: int) -> tuple[MicroBatchOf, ...]:
         """Those of the global batch, in the order of its samples: wave after wave, and of each
         wave worker after worker."""
-        found: list[MicroBatchOf] = []
-        begin, seats_of_teams = 0, self.seats
+        return tuple(
+            MicroBatchOf(turn.seats, turn.wave, rows)
+            for turn in self.turns(waves)
+            for rows in self.rows_in(turn, waves)
+        )
+
+    def turns(self, waves: int) -> Iterator[Turn]:
+        """Who computes the micro-batches, in the order of these."""
+        first = row = 0
         for wave in range(waves):
-            for seats in seats_of_teams:
-                sizes = self.workers[seats.start].micro_batches
-                first, last = (len(sizes) * w // waves for w in (wave, wave + 1))
-                for size in sizes[first:last]:
-                    found.append(MicroBatchOf(seats, wave, range(begin, begin + size)))
-                    begin += size
-        return tuple(found)
+            for seats in self.seats:
+                sizes = self._sizes_in(wave, waves, seats)
+                yield Turn(seats, wave, first, row)
+                first += len(sizes)
+                row += sum(sizes)
+
+    def rows_in(self, turn: Turn, waves: int) -> list[range]:
+        """The rows of each micro-batch of a turn."""
+        sizes = self._sizes_in(turn.wave, waves, turn.seats)
+        ends = list(accumulate(sizes, initial=turn.row))
+        return [range(begin, end) for begin, end in pairwise(ends)]
+
+    def _sizes_in(self, wave: int, waves: int, seats: range) -> tuple[int, ...]:
+        """Samples in each of a team's micro-batches of a wave."""
+        sizes = self.workers[seats.start].micro_batches
+        return sizes[len(sizes) * wave // waves : len(sizes) * (wave + 1) // waves]
 
 
 def between_teams(givers: Sequence[int], takers: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -1,0 +1,87 @@
+"""Among many ranks a rank does no more by itself than among few: neither before a collective, nor
+to find its part of a plan. Work is counted, not timed."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from functools import partial
+
+import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from absent_group import LOOK_UPS, backend_absent, plan_of, preparations
+
+FEW, MANY = 8, 1024
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations on tensors inside, views among them."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.counts[str(function)] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def instructions_of(function):
+    """How many instructions of Python `function` executes, in all that it calls."""
+    count = 0
+
+    def trace(frame, event, _):
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def work_of_preparations(world):
+    found = {}
+    with backend_absent():
+        for name, start in preparations(world).items():
+            start().wait()  # memory that is borrowed is there from now on
+            instructions = instructions_of(start)
+            with Operations() as operations:
+                pending = start()
+            pending.wait()
+            found[name] = (instructions, operations.counts)
+    return found
+
+
+def test_a_collective_is_prepared_among_many_ranks_as_among_few():
+    few, many = work_of_preparations(FEW), work_of_preparations(MANY)
+    assert many == few
+    for _, operations in few.values():
+        assert 0 < operations.total() < 20
+
+
+def test_buffers_of_one_length_share_what_has_a_number_for_each_rank():
+    with backend_absent():
+        shard = preparations(FEW)["gather, equal shares"].func.__self__
+    division = shard._division
+    assert division.intervals(shard.numel) is shard.intervals
+    assert division.intervals(shard.numel + 1) is not shard.intervals
+
+
+@pytest.mark.parametrize("tensor", [1, 4])
+def test_a_rank_finds_its_part_of_a_plan_for_many_as_of_one_for_few(tensor):
+    work = {}
+    for world in (FEW, MANY):
+        plan = plan_of(world, tensor=tensor)
+        for name, look_up in LOOK_UPS.items():
+            look_up(plan, 0)
+            work[name, world] = instructions_of(partial(look_up, plan, world - 1))
+    assert {name: work[name, MANY] for name in LOOK_UPS} == {
+        name: work[name, FEW] for name in LOOK_UPS
+    }
