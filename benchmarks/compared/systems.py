@@ -90,7 +90,8 @@ class Fsdp:
     def name(self) -> str:
         kept = [] if self.reshard else ["parameters"]
         kept += ["gradients"] if self.whole_gradients else []
-        return f"FSDP2{', whole ' if kept else ''}{' and '.join(kept)}"
+        late = "" if self.ahead else ", gathers at use"
+        return f"FSDP2{', whole ' if kept else ''}{' and '.join(kept)}{late}"
 
     def make(self, setting: Setting, device: torch.device) -> System:
         return self.wrap(setting.model.build().to(device), setting, device)
