@@ -148,14 +148,14 @@ def _training(
     with joined(seat, task) as context:
         trainer = Trainer(context, plan.for_devices([d.id for d in devices]), profile)
         timeline = context.runtime._pacer.timeline  # type: ignore[attr-defined]
-        usual, step = timeline.flops_per_s, trainer.train_step
+        usual, step = timeline.flops_per_s, trainer.give_step
 
-        def train_step(*arguments: Any) -> Any:
+        def give_step(*arguments: Any) -> Any:
             slow = SLOW_FROM <= trainer.step < SLOW_UNTIL and seat.rank == DEVICES - 1
             timeline.flops_per_s = usual / factor if slow else usual
             return step(*arguments)
 
-        trainer.train_step = train_step  # type: ignore[method-assign]
+        trainer.give_step = give_step  # type: ignore[method-assign]
         summary = trainer.run()
         return {
             "times": trainer.taken.times_s,

@@ -68,7 +68,7 @@ class Traps:
     def ended_step(self, trainer: Trainer) -> None:
         told = {
             "start": self._start,
-            "step": trainer.step,
+            "step": trainer.steps.given,
             "rank": self._rank,
             "at": time.time(),
             "samples": trainer.loader.last_indices.tolist(),
@@ -119,15 +119,15 @@ def _set(traps: Traps) -> None:
             traps.passes("forward")
 
     register_module_forward_pre_hook(goes_forward)
-    step = Trainer.train_step
+    step = Trainer.give_step
 
-    def train_step(self: Trainer, *arguments: Any) -> Any:
+    def give_step(self: Trainer, *arguments: Any) -> Any:
         traps.begins_step()
         done = step(self, *arguments)
         traps.ended_step(self)
         return done
 
-    Trainer.train_step = train_step  # type: ignore[method-assign]
+    Trainer.give_step = give_step  # type: ignore[method-assign]
     for name in ("reduce", "start_all_reduce"):  # where gradients are divided, and where not
         _before(traps, Communicator, name, "reduction")
     _before(traps, torch.autograd, "backward", "backward")

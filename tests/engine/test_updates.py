@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 import torch
 
+from gpumix.engine.guard import Guard
 from gpumix.hardware.memory import limit_memory
 from gpumix.spec.errors import InputError
 from gpumix.spec.stage import Mode
@@ -67,6 +68,25 @@ def _train_each():
         shares = [Share(3, 2, 1), Share(2, 1, 2, INLINE if stage < 2 else Mode())]
         found[stage, on_host, early] = _train(shares, on_host, early, {"zero_stage": stage})
     return found
+
+
+def test_a_loss_that_is_not_finite_holds_back_the_updates_of_its_step():
+    """Also those that are made before the step ends, and all that follow."""
+    engine = engine_alone(GPT2.factory, 2, 1)
+    optimizer = torch.optim.AdamW(engine.parameters(), lr=0.1, fused=True)
+    good, bad = batches(GPT2, 2, 2)
+    engine.guard = Guard(engine.device)
+    engine.step(good, optimizer)
+    before = {name: p.detach().clone() for name, p in engine.named_parameters()}
+    bad["labels"] = torch.full_like(bad["labels"], -100)  # a mean of no labels
+    assert engine.step(bad, optimizer).isnan()
+    engine.step(good, optimizer)
+    assert all(torch.equal(p, before[name]) for name, p in engine.named_parameters())
+    counted, steps = engine.losses_counted, engine.steps
+    for _ in range(2):
+        engine.take_back_step()
+    assert engine.steps == steps - 2
+    assert engine.losses_counted == counted
 
 
 def test_all_parameters_have_been_updated_when_a_step_ends():

@@ -68,6 +68,13 @@ class Pending:
             act()
 
 
+@dataclass
+class Mark:
+    """A place in a device's waits; `seconds` of all before it, None until the device was there."""
+
+    seconds: float | None = None
+
+
 class WaitClock:
     """Adds up the time that a device waits: for communication, or for copies.
 
@@ -80,7 +87,7 @@ class WaitClock:
         self._on_stream = runtime.is_gpu(device)
         self._entered = 0.0
         self._seconds = 0.0
-        self._events: deque[tuple[runtime.Event, runtime.Event]] = deque()
+        self._events: deque[tuple[runtime.Event, runtime.Event] | Mark] = deque()
 
     def __enter__(self) -> None:
         if self._on_stream:
@@ -92,21 +99,43 @@ class WaitClock:
 
     def __exit__(self, *_: object) -> None:
         if self._on_stream:
-            self._events[-1][1].record(runtime.current_stream(self._device))
+            ended = self._events[-1]
+            assert not isinstance(ended, Mark), "no mark is set inside of a wait"
+            ended[1].record(runtime.current_stream(self._device))
         else:
             self._seconds += time.perf_counter() - self._entered
 
+    def mark(self) -> Mark:
+        """This place in the waits, which `at_s` tells the seconds of; nothing is waited for."""
+        mark = Mark(None if self._on_stream else self._seconds)
+        if self._on_stream:
+            self._events.append(mark)
+        return mark
+
+    def at_s(self, mark: Mark) -> float:
+        """Seconds of all waits before `mark`; synchronises with the last of these."""
+        self._add_up_finished()
+        while mark.seconds is None:
+            first = self._events[0]
+            assert not isinstance(first, Mark), "marks at the front have their seconds"
+            first[1].synchronize()
+            self._add_up_finished()
+        return mark.seconds
+
     def total_s(self) -> float:
         """Seconds so far; on CUDA this synchronises with the last wait."""
-        if self._events:
-            self._events[-1][1].synchronize()
-        self._add_up_finished()
-        return self._seconds
+        return self.at_s(self.mark())
 
     def _add_up_finished(self) -> None:
-        while self._events and self._events[0][1].query():
-            begun, ended = self._events.popleft()
-            self._seconds += begun.elapsed_time(ended) / 1e3
+        while self._events:
+            first = self._events[0]
+            if isinstance(first, Mark):
+                first.seconds = self._seconds
+            elif first[1].query():
+                self._seconds += first[0].elapsed_time(first[1]) / 1e3
+            else:
+                return
+            self._events.popleft()
 
 
 @contextlib.contextmanager

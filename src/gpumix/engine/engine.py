@@ -11,7 +11,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from gpumix.engine.comm import Communicator, WaitClock
 from gpumix.engine.coroutine import Calls
 from gpumix.engine.efficient import channels_last
 from gpumix.engine.exchanged import Exchanged, scale_of
+from gpumix.engine.guard import Guard
 from gpumix.engine.host import HostStore
 from gpumix.engine.inventory import Inventory
 from gpumix.engine.micro_batch import Loss, MicroBatch, closing, kept_by
@@ -59,10 +60,19 @@ from gpumix.spec.stage import Worker
 
 Function = Callable[[nn.Module, Any], Any]
 
+MOST_TAKEN_BACK = 2  # steps: one that was bad, and the one that was given before that was known
 _OF_A_STEP = (  # what a step leaves in the engine, beside buffers and gradients
     "_rows", "_own_norm", "scaler", "steps", "losses_counted", "exchanged", "overflowed",
-    "computed",
+    "computed", "guard", "_to_take_back",
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Before:
+    """What a step changes, as it was before: copies of the buffers, and `Engine.losses_counted`."""
+
+    buffers: BufferCopies
+    losses_counted: torch.Tensor
 
 
 class Engine(ShardedModel):
@@ -116,7 +126,8 @@ class Engine(ShardedModel):
         tokens = float(plan.global_batch * plan.sequence_length)
         self.losses_counted = torch.full((), tokens, dtype=torch.float64, device=comm.device)
         self._keepers = buffers.keepers(model)
-        self._buffers_before = BufferCopies([])
+        self._to_take_back: tuple[_Before, ...] = ()
+        self.guard: Guard | None = None
         self._failed = ""
         self._updates: Updates | None = None
         self.computed: list[tuple[int, int | None]] = []
@@ -161,7 +172,7 @@ class Engine(ShardedModel):
             self.computed = [(len(of_one), one.width) for of_one, one in zip(rows, cut)]
             if self._tells_samples:  # first: others could be as long as no rank waits for
                 self._compare_samples(batch, rows)
-            self._buffers_before = BufferCopies(self._keepers)
+            before = _Before(BufferCopies(self._keepers), self.losses_counted)
             with untouched(self.device), torch.enable_grad():
                 if self._places:
                     table = self._step_in_stages(cut, rows, scale, updates)
@@ -174,7 +185,8 @@ class Engine(ShardedModel):
             if self._parts.division.on_host and runtime.is_gpu(self.device):
                 runtime.current_stream(self.device).synchronize()  # gradients are there
             self._leave()
-            self._buffers_before.keep_changed()
+            before.buffers.keep_changed()
+            self._to_take_back = (*self._to_take_back, before)[-MOST_TAKEN_BACK:]
             self.steps += 1
             self.exchanged = Exchanged(table)
             counted = table[:, 1].sum()
@@ -223,6 +235,7 @@ class Engine(ShardedModel):
         if self._updates is None or self._updates.optimizer is not optimizer:
             on_host = self.state_on_host
             self._updates = Updates(optimizer, self._buckets, self.device, on_host=on_host)
+        self._updates.guard = self.guard
         return self._updates
 
     def _reductions(
@@ -343,9 +356,13 @@ class Engine(ShardedModel):
 
     def take_back_step(self) -> None:
         """Undo what the last step changed, its gradients aside: the buffers and the count of steps.
-        For a step whose gradients are not used; the next one draws the same dropout again."""
+        For a step whose gradients are not used; the next one draws the same dropout again. The step
+        before may be taken back next, and no more."""
+        *earlier, before = self._to_take_back
+        self._to_take_back = tuple(earlier)
         self.steps -= 1
-        self._buffers_before.restore()
+        self.losses_counted = before.losses_counted
+        before.buffers.restore()
 
     def evaluate(self, batch: Any, samples: int | None = None) -> torch.Tensor:
         """The loss of one global batch without gradients and without dropout; see `step`.
@@ -472,7 +489,7 @@ class Engine(ShardedModel):
             batch = repeated(batch, times)
         else:
             self._rows = (range(samples_in(batch)),) if batch is not None else ()
-        self._own_norm, self.scaler = OwnNorm(self.device), copy(self.scaler)
+        self._own_norm, self.scaler, self.guard = OwnNorm(self.device), copy(self.scaler), None
         self._see_by(see)
         try:
             with evaluating(self.model):
@@ -588,7 +605,15 @@ class Engine(ShardedModel):
             row[0] += loss
             row[1] += count
         table, exchanged = self.comm.exchange(row, "exchange of losses")
-        return table, functools.cache(lambda: scale_of(table, exchanged, scale))
+
+        @functools.cache
+        def gradient_scale() -> torch.Tensor:
+            made = scale_of(table, exchanged, scale)
+            if in_step and self.guard is not None:
+                self.guard.see(table[:, 0].sum() / table[:, 1].sum())
+            return made
+
+        return table, gradient_scale
 
     def _check_overflow(self) -> None:
         """fp16: drop gradients that overflowed anywhere; optimizers pass over absent ones."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch.optim.optimizer import (
 )
 
 from gpumix.engine.buckets import Bucket
+from gpumix.engine.guard import Guard
 from gpumix.engine.optimizers.check import holds_any
 from gpumix.hardware import runtime
 from gpumix.hardware.memory import host_memory
@@ -63,6 +64,9 @@ class StepsOnHost:
 class Updates:
     """Steps `optimizer` for one bucket after the other.
 
+    Attributes:
+        guard: holds the steps back, if there is one.
+
     Args:
         on_host: whether the state is there.
     """
@@ -76,6 +80,7 @@ class Updates:
         on_host: bool,
     ) -> None:
         self.optimizer = optimizer
+        self.guard: Guard | None = None
         self._device = device
         self._thread = ThreadPoolExecutor(1, "gpumix-update") if on_host else None
         self._under_way: list[Future[None]] = []
@@ -115,7 +120,8 @@ class Updates:
         for group, some in zip(groups, members):
             group["params"] = some
         try:
-            self.optimizer.step()
+            with self.guard.over(self.optimizer) if self.guard is not None else nullcontext():
+                self.optimizer.step()
         finally:
             for group, params in zip(groups, whole):
                 group["params"] = params

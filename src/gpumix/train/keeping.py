@@ -193,9 +193,13 @@ class Keeping:
         told = self._context.ranks.gather("held in memory", memory_folder.to_text(held))
         return [memory_folder.from_text(text) for text in told]
 
+    def remembers(self, step: int) -> bool:
+        """Whether it is the turn of the state after `step` to be copied. Not collective."""
+        return self._memory is not None and step % self._every_steps == 0
+
     def remember(self, step: int) -> None:
         """Copy the state after `step` beside the next one, if it is its turn."""
-        if self._memory is None or step % self._every_steps:
+        if self._memory is None or not self.remembers(step):
             return
         begun = time.perf_counter()
         self._memory.begin(step, self._engine, self._optimizer, self._loader.state_dict())

@@ -52,6 +52,7 @@ class Moment:
         asked_at: when that was; after `grace_s` more it is ended.
         began_at: when the step under way began; one usually takes `step_s`, 0 if that is unknown.
         tells: whether with that step all ranks hear of it, not only with the next.
+        behind: how many steps later they have heard of it.
         save_s: what the last checkpoint took, if there was one.
         writing_since: when the one was begun that is being written, if one is: no other one can be
             begun before it is whole.
@@ -64,6 +65,7 @@ class Moment:
     tells: bool
     save_s: float | None
     writing_since: float | None = None
+    behind: int = 0
 
     @property
     def deadline(self) -> float:
@@ -73,8 +75,7 @@ class Moment:
     def too_late(self, now: float) -> bool:
         """Whether a checkpoint that is begun after the step may not be whole in time."""
         step_left_s = max(0.0, self.began_at + self.step_s - now)
-        if not self.tells:
-            step_left_s += self.step_s
+        step_left_s += self.step_s * (self.behind + (not self.tells))
         wait_s = max(step_left_s, self._write_left_s(now))
         return now + wait_s + self.needs_s(now) > self.deadline
 
@@ -107,6 +108,7 @@ class LastMinute:
         self._steps = context.job.steps
         self._grace_s = context.job.grace or grace_of_launcher() or GRACE_S
         self._began_at, self._step_s, self._tells = time.monotonic(), 0.0, False
+        self._behind = 0
         self._closed, self._over = threading.Event(), threading.Event()
         self._over.set()
         self._watching: int | None = None  # the thread
@@ -126,9 +128,9 @@ class LastMinute:
             stop.wake()
             leave_together([thread])
 
-    def step_begins(self, before: Sequence[float], *, tells: bool) -> None:
-        """After steps that took `before`; `tells`: see `Moment`."""
-        self._step_s, self._tells = typical_s(before[-WINDOW:]), tells
+    def step_begins(self, before: Sequence[float], *, tells: bool, behind: int = 0) -> None:
+        """After steps that took `before`; `tells` and `behind`: see `Moment`."""
+        self._step_s, self._tells, self._behind = typical_s(before[-WINDOW:]), tells, behind
         self._began_at = time.monotonic()
 
     def leave_to_me(self) -> None:
@@ -182,6 +184,7 @@ class LastMinute:
             self._tells,
             self._keeping.save_s,
             self._keeping.checkpointer.writing_since,
+            self._behind,
         )
 
     def _saved(self, left_s: float) -> Interrupted | None:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
-from itertools import accumulate
+from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
 from gpumix.data.course import ByLength
 from gpumix.data.loader import Loader, evaluation_batches
+from gpumix.engine.exchanged import Exchanged
 from gpumix.engine.prepare import prepare
 from gpumix.engine.record import SILENT, Recorder
 from gpumix.engine.replan import may_move
@@ -23,7 +25,7 @@ from gpumix.engine.updates import updates_elements
 from gpumix.engine.weights import unused
 from gpumix.spec.errors import Interrupted
 from gpumix.spec.plan import Plan
-from gpumix.spec.profile import ROOT, Profile
+from gpumix.spec.profile import Profile
 from gpumix.train.balancing import Balancing
 from gpumix.train.checkpoint import Saved
 from gpumix.train.checkpoint_file import number_of_job
@@ -33,20 +35,19 @@ from gpumix.train.goes_on import check_goes_on
 from gpumix.train.interlude import Interlude, seconds_of
 from gpumix.train.keeping import MEASURED_STEPS, Keeping
 from gpumix.train.last_minute import LastMinute
-from gpumix.train.metrics import WARM_UP_STEPS, Part, StepRecord, typical_s
+from gpumix.train.metrics import WARM_UP_STEPS, StepRecord, Told, typical_s
 from gpumix.train.models import attention_cost, model_of
 from gpumix.train.not_finite import overflowed, spoilt, without_labels
-from gpumix.train.optimizer import learning_rate, optimizer_for, set_learning_rates
+from gpumix.train.optimizer import optimizer_for
 from gpumix.train.outcome import Summary, Trial
 from gpumix.train.plan_change import in_force
 from gpumix.train.recovery import Restart
 from gpumix.train.soundness import Soundness
-from gpumix.train.steps_taken import StepsTaken
+from gpumix.train.steps import BadStep, ReadStep, Steps
 from gpumix.train.stop import StopRequest
 from gpumix.train.syncs import syncs_of
 from gpumix.train.tables import stderr
 from gpumix.train.telling import Telling
-from gpumix.train.watch import Watch, stamps_of
 from gpumix.train.watcher import Watcher
 
 # Notices of the engine's, the larger one first.
@@ -115,7 +116,10 @@ class Trainer:
                 stderr().print(warning)
         self.keeping = Keeping(context, plan, self.engine, self.optimizer, self.loader)
         self._last_minute = LastMinute(context, self.keeping, lambda: self.step)
-        self.step = 0
+        self.step = 0  # the last one that was read
+        self._at_once_until = 0
+        self._stopping = False
+        self._found: list[Told] = []  # of a change of the plan that is to come
         self._nothing_left: Path | None = None  # the checkpoint of the last step
         self._put_off = False  # a checkpoint that is due
         self._restart = restart
@@ -125,11 +129,17 @@ class Trainer:
         if resume or restart is not None:
             self._take_up(needed=restart is None)
         self._begun_at = self.step
-        self._tokens = self._tokens_at(0, self.loader.cursor.position)
         context.runtime.reset_peak()
-        self.taken = StepsTaken(context.runtime)
-        stamps = stamps_of(self.engine.device)
-        self.watch = Watch(stamps, self.engine.comm.clock, self.engine.copies)
+        self.steps = Steps(
+            context,
+            self.engine,
+            self.optimizer,
+            self.loader,
+            self.keeping,
+            done=self.step,
+            not_finite=self._not_finite,
+        )
+        self.taken, self.watch = self.steps.taken, self.steps.watch
         self._telling = Telling(
             context,
             self.engine,
@@ -168,35 +178,45 @@ class Trainer:
             stack.enter_context(self.loader)
             stop = stack.enter_context(StopRequest())
             self._telling.open(stack)
+            stack.push(self._tell_of_what_is_there)
             self._telling.start(self._plan_before, self._restart)
             self._telling.copies(self.keeping.open_memory())
             stack.enter_context(self._last_minute.beside(stop))
             if self._soundness.why_not:
                 self._telling.say(f"no batch is replayed: {self._soundness.why_not}")
-            while self.step < self.job.steps:
-                traced = self.step + 1 == self.job.trace_step
-                step = self._traced_step if traced else self.train_step
-                self._tell(step(stop))
-                if self._due(self.job.evaluation.every_steps):
-                    sent_bytes = self.engine.comm.sent.total()
-                    self._evaluate()
-                    self._telling.not_of_steps(self.engine.comm.sent.total() - sent_bytes)
-                if self.step == self.job.steps:
-                    break
-                notices = self.engine.exchanged.notices
-                # An error is raised when all ranks know of it, in the same step.
-                if self.keeping.checkpointer.written or UNSAVED in notices:
-                    self._finish_save()
-                if STOP in notices:
-                    self._stop()
-                self._save_if_due(writing=WRITING in notices)
-                self._remember()
-                self._rebalance()
-                self._look_for_wrong_results()
+            while self.steps.given < self.job.steps:
+                traced = self.steps.given + 1 == self.job.trace_step
+                step = self._traced_step if traced else self.give_step
+                step(stop)
+                while self.steps.unread > self._most_pending():
+                    done = self._read()
+                    self._tell(done)
+                    self._after(done.exchanged)
             self._tell_of_last_split()
             path = self.save()
             self.keeping.forget()
             return self._summary(path)
+
+    def _after(self, exchanged: Exchanged) -> None:
+        """What follows from a step that was read, and in which all ranks told this."""
+        if self._due(self.job.evaluation.every_steps):
+            sent_bytes = self.engine.comm.sent.total()
+            self._evaluate()
+            self._telling.not_of_steps(self.engine.comm.sent.total() - sent_bytes)
+        if self.step == self.job.steps:
+            return
+        # An error is raised when all ranks know of it, in the same step.
+        if self.keeping.checkpointer.written or UNSAVED in exchanged.notices:
+            self._finish_save()
+        self._stopping |= STOP in exchanged.notices
+        if self._stopping:
+            if not self.steps.unread:
+                self._stop()
+            return
+        self._save_if_due(writing=WRITING in exchanged.notices)
+        self._remember()
+        self._rebalance(exchanged.reports)
+        self._look_for_wrong_results(exchanged)
 
     def try_out(self, steps: int, *, beside: bool = False, watcher: Watcher | None = None) -> Trial:
         """Train `steps` steps after those of the warm-up; nothing is written.
@@ -210,15 +230,18 @@ class Trainer:
         with self.loader, StopRequest() as stop:
             for _ in range(WARM_UP_STEPS):
                 self.train_step(stop)
-            self._telling.exchange(self.step)
+            self._telling.exchange(self.step, **self._so_far())
             waited_s = self.engine.comm.clock.total_s()
             records, tokens, padded = [], 0, 0
             if watcher is not None:
                 watcher.begins()
             for _ in range(steps):
-                records.append(self.train_step(stop))
-                for lengths in self._lengths():
+                self.give_step(stop)
+                while self.steps.unread > int(self.steps.late):
+                    records.append(self._read().record)
+                for lengths in self.steps.lengths():
                     tokens, padded = tokens + sum(lengths), padded + len(lengths) * max(lengths)
+            records += [self._read().record for _ in range(self.steps.unread)]
             if watcher is not None:
                 watcher.ends()
             tokens_a_step = fmean(self.taken.tokens[-steps:])
@@ -271,6 +294,11 @@ class Trainer:
             told=json.loads(told),
         )
 
+    def _so_far(self) -> dict[str, float]:
+        """What `Telling.exchange` takes, of all that was given."""
+        comm = self.engine.comm
+        return {"waited_s": comm.clock.total_s(), "sent_bytes": comm.sent.total()}
+
     def _save_beside(self, stop: StopRequest, steps: int, usual_s: float) -> Interlude:
         """Save once, beside some steps that take `usual_s` each with nothing beside them."""
         still_s = seconds_of(self._begin_save)
@@ -283,72 +311,53 @@ class Trainer:
         mine = min(MOST_STEPS_BESIDE, math.ceil(first.beside_s / usual_s))
         return max(map(int, self.context.ranks.gather("steps beside", str(mine))))
 
-    def _lengths(self) -> list[list[int]]:
-        """Tokens of the samples of the last batch, by micro-batch; none where they are alike."""
-        known = self.context.train_data.lengths
-        if known is None:
-            return []
-        sizes = [len(rows) for rows in self.plan.rows_of(self.context.ranks.rank)]
-        lengths = known[self.loader.last_indices].tolist()
-        ends = list(accumulate(sizes))
-        return [lengths[end - n : end] for n, end in zip(sizes, ends) if n]
-
     def train_step(self, stop: StopRequest | None = None) -> StepRecord:
-        """One step: fetch, forward and backward, check, clip, update."""
-        record, watch = self.engine.comm.record, self.watch
-        begun = record.begin()
-        watch.begin()
-        cursor, begin = self.loader.state_dict(), self.loader.cursor.position
-        batch = watch.next_of(self.loader)
-        self.context.runtime.idle()
-        rate = learning_rate(self.job, self.step)
-        set_learning_rates(self.optimizer, self.job, self.step)
-        asked = stop is not None and stop.requested
-        self._last_minute.step_begins(self.taken.times_s, tells=asked)
-        self.engine.notice = self._notice(asked=asked)
-        self.engine.report = watch.computed_s if self.taken.times_s else 0.0
-        clip_norm = self.job.optimizer.clip_norm
-        # Without clipping nothing must be known of all gradients before the first is used.
-        early = clip_norm is None and self.engine.may_update_early(self.optimizer)
-        if early:
-            self.keeping.settle(self.step + 1)
-        watch.computes()
-        loss = self.engine.step(batch, self.optimizer if early else None).item()
-        # Before the ranks agree on the norm: see `memory_checkpoint`.
-        self.keeping.settle(self.step + 1)
-        if clip_norm is None:
-            norm = self.engine.gradient_norm().item()
-        else:
-            norm = self.engine.clip_grad_norm_(clip_norm).item()
-        for what, value in (("loss", loss), ("gradient norm", norm)):
-            if not math.isfinite(value):
-                self._not_finite(what, value, cursor)
-        record.computes("optimizer", ROOT)
-        if not early:
-            self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.context.runtime.synchronize()
-        watch.end()
-        self.step += 1
-        step_s = record.end() - begun
-        tokens = self._tokens_at(begin, self.loader.cursor.position)
-        self._tokens += tokens
-        worker = self.plan.workers[self.context.ranks.rank]
-        part = Part.of(self.engine.computed, worker.samples, self.plan.sequence_length)
-        self.taken.add(step_s, loss, tokens, self._tokens_of_own(), part)
-        return StepRecord(
-            step=self.step,
-            loss=loss,
-            learning_rate=rate,
-            gradient_norm=norm,
-            step_s=step_s,
-            tokens_per_s=tokens / step_s,
-            tokens=self._tokens,
-            shares=watch.last() if self.context.first else None,
-            samples=self.plan.global_batch,
+        """One step, which is read at once."""
+        self.give_step(stop)
+        return [self._read() for _ in range(self.steps.unread)][-1].record
+
+    def give_step(self, stop: StopRequest | None = None) -> None:
+        """Give the device one step; `_read` tells what comes of it."""
+        self.steps.give(partial(self._begins, stop))
+
+    def _read(self) -> ReadStep:
+        """The oldest step that was not read yet."""
+        read = self.steps.read()
+        self.step = read.record.step
+        return read
+
+    def _most_pending(self) -> int:
+        """How many steps may be left unread before the next one is given."""
+        changes = self._balancing is not None and self._balancing.plan is not self.plan
+        outdated = self._balancing is not None and self._balancing.outdated is not None
+        at_once = self._stopping or changes or outdated or self._looks_at(self.steps.given)
+        return int(self.steps.late and not at_once)
+
+    def _looks_at(self, step: int) -> bool:
+        """Whether more may follow from `step` than that it is told of: the next one then begins
+        behind that."""
+        job = self.job
+        return (
+            step == job.steps
+            or step <= self._at_once_until
+            or self._put_off
+            or step - self._begun_at == MEASURED_STEPS
+            or self.keeping.remembers(step)
+            or job.trace_step in (step, step + 1)
+            or any(_is_due(step, of.every_steps) for of in (job.evaluation, job.checkpoint))
         )
 
-    def _notice(self, *, asked: bool) -> float:
+    def _tell_of_what_is_there(self, kind: type[BaseException] | None, *_: object) -> None:
+        """The run ends by an error: the log has the steps that were done before, without a wait for
+        a device that may never come to them."""
+        with suppress(Exception):
+            while kind is not None and self.steps.next_is_there:
+                self._telling.step(self._read().record)
+
+    def _begins(self, stop: StopRequest | None) -> float:
+        """A step has its batch: what this rank tells all others in it."""
+        asked, behind = stop is not None and stop.requested, int(self.steps.late)
+        self._last_minute.step_begins(self.taken.times_s, tells=asked, behind=behind)
         saving = self.keeping.checkpointer
         if saving.failed:
             return UNSAVED
@@ -356,32 +365,21 @@ class Trainer:
             return STOP
         return 0.0 if saving.writing_since is None else WRITING
 
-    def _tokens_at(self, start: int, stop: int) -> int:
-        """Tokens of the samples at these positions of the order, without padding where it is known
-        what that is."""
-        counted = self.loader.course.tokens(start, stop)
-        return (stop - start) * self.plan.sequence_length if counted is None else counted
-
-    def _tokens_of_own(self) -> int:
-        """As `_tokens_at`, of the samples that this rank had in the last step."""
-        if self.context.train_data.lengths is not None:
-            return sum(map(sum, self._lengths()))
-        return self.plan.workers[self.context.ranks.rank].samples * self.plan.sequence_length
-
-    def _traced_step(self, stop: StopRequest | None = None) -> StepRecord:
-        """As `train_step`; what every rank did goes into the run's folder."""
+    def _traced_step(self, stop: StopRequest | None = None) -> None:
+        """As `give_step`; what every rank did goes into the run's folder."""
         comm = self.engine.comm
         comm.record = recorder = Recorder(comm, self.plan.workers[comm.rank])
-        done = self.train_step(stop)
+        self.give_step(stop)
         comm.record = SILENT
         told = self.context.ranks.collect("recordings", recorder.recording().to_json())
-        self._telling.trace(self.step, told)
-        return done
+        self._telling.trace(self.steps.given, told)
 
-    def _tell(self, record: StepRecord) -> None:
+    def _tell(self, step: ReadStep) -> None:
         if self._due(self.job.log_every_steps) or self.step == self.job.steps:
-            self._telling.exchange(self.step)
-        self._telling.step(record)
+            waited_s = self.engine.comm.clock.at_s(step.given.ticks.communicated[1])
+            sent_bytes = step.given.sent_bytes
+            self._telling.exchange(self.step, waited_s=waited_s, sent_bytes=sent_bytes)
+        self._telling.step(step.record)
         restart, self._restart = self._restart, None
         if restart is not None:
             self._telling.restart(self.step, restart, self._kept_in)
@@ -402,7 +400,7 @@ class Trainer:
         self._telling.evaluation(self.step, losses)
 
     def _due(self, every_steps: int) -> bool:
-        return every_steps > 0 and self.step % every_steps == 0
+        return _is_due(self.step, every_steps)
 
     # -- state -------------------------------------------------------------------------------------
 
@@ -446,28 +444,36 @@ class Trainer:
             self._telling.tell(self.step, told)
         self.keeping.remember(self.step)
 
-    def _rebalance(self) -> None:
-        """Split the samples anew, if that is worth it by the last steps."""
+    def _rebalance(self, reports: Sequence[float]) -> None:
+        """Split the samples anew, if that is worth it by the last steps, in which ranks told these
+        `reports`."""
         if self._balancing is None or self.step == self.job.trace_step:
             return
-        told = self._balancing.after_step(self.taken.times_s, self.engine.exchanged.reports)
-        if self._balancing.plan is not self.plan:
-            self.plan = self._balancing.plan
+        if not self._found:
+            self._found = self._balancing.after_step(self.taken.times_s, reports)
+        changes, outdated = self._balancing.plan is not self.plan, self._balancing.outdated
+        if self.steps.unread and (changes or outdated is not None):
+            return  # the step that was given by the old plan is read first
+        if changes:
+            self.plan = self.steps.plan = self._balancing.plan
             self.keeping.settle(self.step)  # what is copied may move
             self.engine.replan(self.plan, self.optimizer)
             self.loader.replan(self.plan)
-        self._telling.tell(self.step, told)
-        if self._balancing.outdated is not None:
+            # The report of the step after the next one is then of the new plan already.
+            self._at_once_until = self.step + 1
+        found, self._found = self._found, []
+        self._telling.tell(self.step, found)
+        if outdated is not None:
             if not self.keeping.keep(self.step):
                 self.save()
-            raise self._balancing.outdated
+            raise outdated
 
     def _tell_of_last_split(self) -> None:
         if self._balancing is not None:
             self._telling.tell(self.step, self._balancing.effect(self.taken.times_s))
 
-    def _look_for_wrong_results(self) -> None:
-        self._telling.tell(self.step, self._soundness.after_step(self.step))
+    def _look_for_wrong_results(self, exchanged: Exchanged) -> None:
+        self._telling.tell(self.step, self._soundness.after_step(self.step, exchanged))
 
     def _take_up(self, *, needed: bool) -> None:
         state = self.keeping.take_up(needed=needed)
@@ -505,20 +511,19 @@ class Trainer:
             fix="go on with the same command and --resume",
         )
 
-    def _not_finite(self, what: str, value: float, cursor: dict[str, Any]) -> None:
+    def _not_finite(self, bad: BadStep) -> NoReturn:
         """The weights are still those of before the step; so is what is saved, unless they are
         spoilt already."""
-        self.engine.take_back_step()
         ranks = self.context.ranks
-        who = " and ".join(ranks.names[r] for r in self.engine.exchanged.bad_losses)
-        wrong = f"the {what} of step {self.step + 1} is {value}"
+        who = " and ".join(ranks.names[r] for r in bad.exchanged.bad_losses)
+        wrong = f"the {bad.what} of step {self.step + 1} is {bad.value}"
         if not self.engine.finite():
             raise spoilt(wrong, who)
-        path = self.save(cursor)
+        path = self.save(bad.cursor)
         self.keeping.forget()
-        if math.isnan(value) and what == "loss" and not who:  # all losses are good: 0 of 0 tokens
-            some = self.loader.last_indices[:8].tolist()
-            raise without_labels(self.step + 1, ranks.names[ranks.rank], some, path)
+        # All losses are good: 0 of 0 tokens.
+        if math.isnan(bad.value) and bad.what == "loss" and not who:
+            raise without_labels(self.step + 1, ranks.names[ranks.rank], bad.samples, path)
         raise overflowed(wrong, who, path)
 
     def _summary(self, path: Path) -> Summary:
@@ -540,6 +545,10 @@ class Trainer:
             losses=losses,
             checkpoint=str(path),
         )
+
+
+def _is_due(step: int, every_steps: int) -> bool:
+    return every_steps > 0 and step % every_steps == 0
 
 
 def _tell_of_unused(names: list[str]) -> None:

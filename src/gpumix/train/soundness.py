@@ -11,6 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from gpumix.engine.engine import Engine
+from gpumix.engine.exchanged import Exchanged
 from gpumix.engine.own_gradients import Fingerprints
 from gpumix.spec.plan import Plan
 from gpumix.train.context import Context
@@ -38,9 +39,9 @@ class Soundness:
         if self._every_steps and (reason := not_replayed(plan)):
             self._every_steps, self.why_not = 0, reason
 
-    def after_step(self, step: int) -> list[Told]:
-        """What there is to be said after `step`. Collective where a batch is replayed."""
-        exchanged = self._engine.exchanged
+    def after_step(self, step: int, exchanged: Exchanged) -> list[Told]:
+        """What there is to be said after `step`, in which all ranks told this. Collective where a
+        batch is replayed."""
         spikes: list[Spike] = []
         if self._counts is not None:
             spikes = self._spikes.after_step(exchanged.own_norms, self._counts)

@@ -77,7 +77,7 @@ class Telling:
         self._spent = Account.of(0, 0.0, 0.0, 0.0, 0.0, 0.0)
         self._waited_s, self._since = 0.0, time.perf_counter()
         self._begun_at = self._steps_before = begun_at
-        self._sent_before = engine.comm.sent.total()
+        self._sent_before = float(engine.comm.sent.total())
         self._fullest = fullest_by_class(engine.plan)  # of all plans since, as measured peaks are
 
     # -- of the run, by the first rank -------------------------------------------------------------
@@ -169,10 +169,10 @@ class Telling:
 
     # -- of each rank, by all ----------------------------------------------------------------------
 
-    def exchange(self, step: int) -> None:
-        """Collective: how every rank did since the last time."""
-        now, comm = time.perf_counter(), self._engine.comm
-        waited_s, sent_bytes = comm.clock.total_s(), comm.sent.total()
+    def exchange(self, step: int, *, waited_s: float, sent_bytes: float) -> None:
+        """Collective: how every rank did since the last time. Until `step` was done this rank had
+        waited for others for so long, and sent so much, since it began."""
+        now = time.perf_counter()
         busy = 1.0 - (waited_s - self._waited_s) / (now - self._since)
         sent_each = (sent_bytes - self._sent_before) / max(1, step - self._steps_before)
         self._waited_s, self._since = waited_s, now

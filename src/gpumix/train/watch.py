@@ -5,7 +5,8 @@ that the device stands idle, for the loader (*input*) or for the host (*other*);
 for other ranks (*communication*), for *copies*, or computes. Stamps on CUDA are events on the
 stream: one that is recorded before the last step's work is done fires when it is, so what is
 measured is the device's own gap. The host's wait would say more than is lost wherever the host runs
-ahead. Nothing is synchronised for it; a step is read when its loop has waited for the device.
+ahead. Nothing is synchronised for it; a step is read when the device is done with it, which on CUDA
+may be while the next one computes.
 
 What runs once a step finds its code and data gone from the caches, and takes ten times as long as
 in a loop of its own: so it does little, and makes no objects.
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -31,7 +32,13 @@ T = TypeVar("T")
 class Clock(Protocol):
     """Adds up what a device waits for."""
 
-    def total_s(self) -> float: ...
+    def mark(self) -> Any:
+        """This place in the waits; nothing is waited for."""
+        ...
+
+    def at_s(self, mark: Any) -> float:
+        """Seconds of all waits before it."""
+        ...
 
 
 class Stamps(Protocol):
@@ -66,7 +73,7 @@ class StreamStamps:
         return runtime.recorded_event(self._device, timing=True)
 
     def between(self, one: runtime.Event, other: runtime.Event) -> float:
-        other.synchronize()  # the loop has waited for all that comes before it
+        other.synchronize()
         return one.elapsed_time(other) / 1e3
 
 
@@ -74,10 +81,22 @@ def stamps_of(device: torch.device) -> Stamps:
     return StreamStamps(device) if runtime.is_gpu(device) else HostStamps()
 
 
+class Ticks(NamedTuple):
+    """A step that was given to the device, by stamps and by marks of the clocks: `begun`, its first
+    `work`, `ended`. The host `waited_s` for its batch."""
+
+    begun: Any
+    work: Any
+    ended: Any
+    waited_s: float
+    communicated: tuple[Any, Any]
+    copied: tuple[Any, Any]
+
+
 class Watch:
     """Tells a rank's steps apart. Each step is `begin`, `next_of` the loader, which may be asked
-    several times, `computes` when its first work is given to the device, and `end` when the device
-    is done.
+    several times, `computes` when its first work is given to the device, and `given` when its last
+    is. What it was spent on is known when it is `read`.
 
     Args:
         stamps: the device's time; see `stamps_of`.
@@ -94,18 +113,18 @@ class Watch:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._now, self._between, self._clock = stamps.now, stamps.between, clock
-        self._communication_s, self._copies_s = communication.total_s, copies.total_s
-        self._communicated_s = self._copied_s = 0.0
+        self._communication, self._copies = communication, copies
+        self._communicated, self._copied = communication.mark(), copies.mark()
         self._begun = self._work = stamps.now()
         self._waited_s = 0.0
-        # Of the last step, as `Account.of` has it.
+        # Of the last step that was read, as `Account.of` has it.
         self._last = (0.0, 0.0, 0.0, 0.0, 0.0)
         self._steps = 0
         self._gap_s = self._starved_s = self._busy_s = self._waits_s = self._copying_s = 0.0
         self.starvation = Starvation()
 
     def begin(self) -> None:
-        self._communicated_s, self._copied_s = self._communication_s(), self._copies_s()
+        self._communicated, self._copied = self._communication.mark(), self._copies.mark()
         self._waited_s = 0.0
         self._begun = self._now()
 
@@ -119,12 +138,26 @@ class Watch:
     def computes(self) -> None:
         self._work = self._now()
 
+    def given(self) -> Ticks:
+        """The step, to be read when the device is done with it."""
+        return Ticks(
+            self._begun,
+            self._work,
+            self._now(),
+            self._waited_s,
+            (self._communicated, self._communication.mark()),
+            (self._copied, self._copies.mark()),
+        )
+
     def end(self) -> None:
-        ended = self._now()
-        gap, busy = self._between(self._begun, self._work), self._between(self._work, ended)
-        starved = self._waited_s if self._waited_s < gap else gap
-        waits = self._communication_s() - self._communicated_s
-        copying = self._copies_s() - self._copied_s
+        """The device is done with the step: it is read at once."""
+        self.read(self.given())
+
+    def read(self, step: Ticks) -> None:
+        """Take in what a step was spent on; waits for the device to be done with it."""
+        gap, busy = self._between(step.begun, step.work), self._between(step.work, step.ended)
+        starved = step.waited_s if step.waited_s < gap else gap
+        waits, copying = self._of_clocks(step)
         if waits + copying > busy:  # a copy that a collective waits for is in both clocks
             waits = waits if waits < busy else busy
             copying = busy - waits
@@ -136,6 +169,17 @@ class Watch:
         self._waits_s += waits
         self._copying_s += copying
         self.starvation.add(gap + busy, starved)
+
+    def _of_clocks(self, step: Ticks) -> tuple[float, float]:
+        """Seconds for which the device waited for communication and for copies."""
+        begun, ended = map(self._communication.at_s, step.communicated)
+        copies_begun, copies_ended = map(self._copies.at_s, step.copied)
+        return ended - begun, copies_ended - copies_begun
+
+    @property
+    def step_s(self) -> float:
+        """How long the device took for the last step, its gap included."""
+        return self._last[0] + self._last[2]
 
     @property
     def computed_s(self) -> float:

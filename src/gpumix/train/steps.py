@@ -1,0 +1,313 @@
+"""The steps of one rank: given to its device one after the other, and read when there is time.
+
+Reading the loss at once would leave a GPU without work until the host has told everybody of it and
+has brought the next step. So on a GPU the host gives it the next step first. A bad step changes
+nothing meanwhile (`engine.guard`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NoReturn
+
+import torch
+from torch.optim import Optimizer
+
+from gpumix.data.loader import Loader
+from gpumix.engine.engine import Engine
+from gpumix.engine.exchanged import Exchanged
+from gpumix.engine.guard import Guard, makes_momentum, takes_guard
+from gpumix.engine.reading import Reading
+from gpumix.engine.record import SILENT
+from gpumix.hardware import runtime
+from gpumix.spec.profile import ROOT
+from gpumix.spec.stage import Worker
+from gpumix.train.context import Context
+from gpumix.train.keeping import Keeping
+from gpumix.train.metrics import Part, StepRecord
+from gpumix.train.optimizer import learning_rate, set_learning_rates
+from gpumix.train.steps_taken import StepsTaken
+from gpumix.train.watch import Ticks, Watch, stamps_of
+
+SOME = 8  # samples are told of a bad step
+
+
+class Results:
+    """What a step came to, on its way to the host.
+
+    Args:
+        exchanged: what all ranks told in the step.
+        loss, norm: the step's, on the device.
+    """
+
+    def __init__(self, exchanged: Exchanged, loss: torch.Tensor, norm: torch.Tensor) -> None:
+        self._reading = Reading([exchanged.table, loss, norm])
+
+    @property
+    def are_there(self) -> bool:
+        """Whether `read` waits for nothing."""
+        return self._reading.is_there
+
+    def read(self) -> tuple[Exchanged, float, float]:
+        """What all ranks told, the loss and the gradient norm; waits for the device."""
+        table, loss, norm = self._reading.tensors()
+        return Exchanged(table), loss.item(), norm.item()
+
+
+@dataclass(frozen=True)
+class GivenStep:
+    """What is known of a step when the device has got all of it.
+
+    Attributes:
+        number: counted from 1.
+        results: what it comes to.
+        cursor: where the data was before it; `samples` are some that this rank had.
+        learning_rate: of the first group.
+        tokens: of all ranks in it, `own_tokens` of this one, `all_tokens` of the run up to it.
+        part: what this rank computed of its plan.
+        samples_of_batch: of all ranks.
+        ticks: what the device's clock tells of it.
+        host_s: what it took by the host's clock, where that counts; else None.
+        sent_bytes: what this rank had sent when it had given it, since the run began.
+    """
+
+    number: int
+    results: Results
+    cursor: dict[str, Any]
+    samples: Sequence[int]
+    learning_rate: float
+    tokens: int
+    own_tokens: int
+    all_tokens: int
+    part: Part
+    samples_of_batch: int
+    ticks: Ticks
+    host_s: float | None
+    sent_bytes: float
+
+
+@dataclass(frozen=True)
+class ReadStep:
+    """A step whose results are known: what is told of it, and what all ranks told in it."""
+
+    given: GivenStep
+    record: StepRecord
+    exchanged: Exchanged
+
+
+@dataclass(frozen=True)
+class BadStep:
+    """One whose loss or gradient norm, `what`, is not finite: it changed no weights, and what else
+    it had changed in the engine is taken back. `cursor` and `samples` are as in `GivenStep`."""
+
+    what: str
+    value: float
+    exchanged: Exchanged
+    cursor: dict[str, Any]
+    samples: Sequence[int]
+
+
+class Steps:
+    """Gives steps to a rank's device, and reads what they came to.
+
+    Attributes:
+        given: how many steps were, of those of the run.
+        plan: by which the next one goes.
+        taken: those that were read.
+        late: whether results may be read when the next step was given; else each step must be read
+            before the next one.
+
+    Args:
+        keeping: its state may change when it is settled.
+        done: how many steps the run has behind it.
+        not_finite: is called with a bad step, and raises.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        engine: Engine,
+        optimizer: Optimizer,
+        loader: Loader,
+        keeping: Keeping,
+        *,
+        done: int,
+        not_finite: Callable[[BadStep], NoReturn],
+    ) -> None:
+        self._context, self._job, self._rank = context, context.job, context.ranks.rank
+        self._engine, self._optimizer, self._loader = engine, optimizer, loader
+        self._keeping, self._not_finite = keeping, not_finite
+        self.plan = engine.plan
+        self.taken = StepsTaken(context.runtime)
+        self.watch = Watch(stamps_of(engine.device), engine.comm.clock, engine.copies)
+        self.given = self._begun_at = done
+        self._tokens = self._tokens_at(0, loader.cursor.position)
+        self._pending: deque[GivenStep] = deque()  # oldest first
+        self._guard = _guard_of(engine, optimizer)
+        self.late = self._guard is not None
+
+    @property
+    def unread(self) -> int:
+        """How many steps were given and not read."""
+        return len(self._pending)
+
+    @property
+    def next_is_there(self) -> bool:
+        """Whether there is a step that `read` waits for no device for."""
+        return bool(self._pending) and self._pending[0].results.are_there
+
+    def give(self, begins: Callable[[], float]) -> None:
+        """Give the device one step: fetch, forward and backward, clip, update.
+
+        Args:
+            begins: is called when the batch is there; what it returns is told to all ranks in the
+                step: `Engine.notice`.
+        """
+        engine, watch = self._engine, self.watch
+        record = engine.comm.record
+        begun = record.begin()
+        watch.begin()
+        cursor, begin = self._loader.state_dict(), self._loader.cursor.position
+        batch = watch.next_of(self._loader)
+        self._context.runtime.idle()
+        rate = learning_rate(self._job, self.given)
+        set_learning_rates(self._optimizer, self._job, self.given)
+        engine.notice = begins()
+        engine.report = watch.computed_s if self.taken.times_s else 0.0
+        results = self._compute(batch, cursor)
+        ticks = watch.given()
+        host_s = record.end() - begun
+        tokens = self._tokens_at(begin, self._loader.cursor.position)
+        self._tokens += tokens
+        self.given += 1
+        self._pending.append(
+            GivenStep(
+                number=self.given,
+                results=results,
+                cursor=cursor,
+                samples=self._some_samples(),
+                learning_rate=rate,
+                tokens=tokens,
+                own_tokens=self._tokens_of_own(),
+                all_tokens=self._tokens,
+                part=Part.of(engine.computed, self._own.samples, self.plan.sequence_length),
+                samples_of_batch=self.plan.global_batch,
+                ticks=ticks,
+                # A recorder waits for the device, and has this step's time from that.
+                host_s=None if self.late and record is SILENT else host_s,
+                sent_bytes=engine.comm.sent.total(),
+            )
+        )
+
+    def _compute(self, batch: Any, cursor: dict[str, Any]) -> Results:
+        """Forward and backward of a batch whose data begins at `cursor`, and the update."""
+        engine, optimizer, clip_norm = self._engine, self._optimizer, self._job.optimizer.clip_norm
+        # Without clipping nothing must be known of all gradients before the first is used.
+        early = clip_norm is None and engine.may_update_early(optimizer)
+        if early:
+            self._keeping.settle(self.given + 1)
+            engine.guard = self._guard_now()
+        self.watch.computes()
+        loss = engine.step(batch, optimizer if early else None)
+        # Before the ranks agree on the norm: see `memory_checkpoint`.
+        self._keeping.settle(self.given + 1)
+        norm = engine.gradient_norm() if clip_norm is None else engine.clip_grad_norm_(clip_norm)
+        results, guard = Results(engine.exchanged, loss, norm), self._guard_now()
+        if guard is None:
+            self._finite(results, cursor, self._some_samples())
+        else:
+            guard.see(loss, norm)
+        engine.comm.record.computes("optimizer", ROOT)
+        if not early:
+            with nullcontext() if guard is None else guard.over(optimizer):
+                optimizer.step()
+        optimizer.zero_grad()
+        if not self.late:
+            self._context.runtime.synchronize()
+        return results
+
+    def _guard_now(self) -> Guard | None:
+        """What holds back the update of the step under way, so that nobody need look at it
+        first."""
+        first = self.given == self._begun_at
+        return None if first or makes_momentum(self._optimizer) else self._guard
+
+    def read(self) -> ReadStep:
+        """The oldest step that was not read yet; waits until the device is done with it.
+
+        Raises:
+            TrainingError: its loss, or gradient norm, is not finite.
+        """
+        given = self._pending.popleft()
+        exchanged, loss, norm = self._finite(given.results, given.cursor, given.samples)
+        self.watch.read(given.ticks)
+        step_s = self.watch.step_s if given.host_s is None else given.host_s
+        self.taken.add(step_s, loss, given.tokens, given.own_tokens, given.part)
+        record = StepRecord(
+            step=given.number,
+            loss=loss,
+            learning_rate=given.learning_rate,
+            gradient_norm=norm,
+            step_s=step_s,
+            tokens_per_s=given.tokens / step_s,
+            tokens=given.all_tokens,
+            shares=self.watch.last() if self._context.first else None,
+            samples=given.samples_of_batch,
+        )
+        return ReadStep(given, record, exchanged)
+
+    def _finite(
+        self, results: Results, cursor: dict[str, Any], samples: Sequence[int]
+    ) -> tuple[Exchanged, float, float]:
+        """What a step came to, whose data began at `cursor`; of `samples` this rank had some."""
+        exchanged, loss, norm = results.read()
+        for what, value in (("loss", loss), ("gradient norm", norm)):
+            if not math.isfinite(value):
+                for _ in (*self._pending, "the bad one"):
+                    self._engine.take_back_step()
+                self._pending.clear()
+                self._not_finite(BadStep(what, value, exchanged, cursor, samples))
+        return exchanged, loss, norm
+
+    @property
+    def _own(self) -> Worker:
+        return self.plan.workers[self._rank]
+
+    def _some_samples(self) -> Sequence[int]:
+        some: list[int] = self._loader.last_indices[:SOME].tolist()
+        return some
+
+    def lengths(self) -> list[list[int]]:
+        """Tokens of the samples of the last batch, by micro-batch; none where they are alike."""
+        known = self._context.train_data.lengths
+        if known is None:
+            return []
+        sizes = [len(rows) for rows in self.plan.rows_of(self._rank)]
+        lengths = known[self._loader.last_indices].tolist()
+        ends = list(accumulate(sizes))
+        return [lengths[end - n : end] for n, end in zip(sizes, ends) if n]
+
+    def _tokens_at(self, start: int, stop: int) -> int:
+        """Tokens of the samples at these positions of the order, without padding where it is known
+        what that is."""
+        counted = self._loader.course.tokens(start, stop)
+        return (stop - start) * self.plan.sequence_length if counted is None else counted
+
+    def _tokens_of_own(self) -> int:
+        """As `_tokens_at`, of the samples that this rank had in the last step."""
+        if self._context.train_data.lengths is not None:
+            return sum(map(sum, self.lengths()))
+        return self._own.samples * self.plan.sequence_length
+
+
+def _guard_of(engine: Engine, optimizer: Optimizer) -> Guard | None:
+    """What lets the host read the results of steps late; None where it must look at each step
+    before its update: the device is the host, or the update is made there, or needs it."""
+    late = runtime.is_gpu(engine.device) and not engine.state_on_host
+    late &= takes_guard(optimizer) and not engine.scaler.active
+    return Guard(engine.device) if late else None

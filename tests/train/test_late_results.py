@@ -1,0 +1,85 @@
+"""A step's results that are read when the next step was given: the run tells, and keeps, the same
+as one that reads each at once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import late_runs
+import pytest
+from jobs import PAIR, metrics, plan_for, write_job
+
+from gpumix.spec.errors import TrainingError
+from gpumix.spec.read import read_job
+from gpumix.train.context import Task
+from gpumix.train.launch import launch
+
+NOT_OF_A_CLOCK = ("event", "step", "loss", "gradient_norm", "learning_rate", "tokens", "samples")
+
+
+def run(
+    folder: Path,
+    *,
+    late: bool,
+    bad_step: int | None = None,
+    resume: bool = False,
+    **changes: Any,
+) -> list[float]:
+    """The losses of a run of two ranks."""
+    changes = {"optimizer": {"lr": 1e-2, "clip_norm": 1.0}} | changes
+    job_file = write_job(folder, cluster=PAIR, steps=9, **changes)
+    job = read_job(job_file)
+    plan = plan_for(job_file, samples=(5, 3), shares=(0.5, 0.5))
+    devices = tuple(job.cluster.in_rank_order())
+    task = Task(job, job.cluster, folder)
+    return launch(late_runs.train, devices, task, plan, devices, late, bad_step, resume)[0]
+
+
+def told(folder: Path) -> list[dict[str, Any]]:
+    """What of a run's record is no time, in its order. Checkpoints are whole when they are."""
+    lines = (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    found = [json.loads(line) for line in lines]
+    return [
+        {key: one[key] for key in NOT_OF_A_CLOCK if key in one}
+        for one in found
+        if one["event"] in ("step", "evaluation", "classes", "ranks")
+    ]
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {"lr": 1e-2, "clip_norm": 1.0},
+        {"lr": 1e-2, "clip_norm": None},  # steps while gradients are computed
+        {"name": "sgd", "momentum": 0.9, "lr": 1e-2},
+    ],
+    ids=["clipped", "early", "sgd"],
+)
+def test_a_run_tells_the_same(tmp_path, optimizer):
+    changes = {
+        "optimizer": optimizer,
+        "evaluation": {"every_steps": 4},
+        "checkpoint": {"every_steps": 3, "memory_every_steps": 0},
+        "log_every_steps": 2,
+    }
+    losses = run(tmp_path / "late", late=True, **changes)
+    assert losses == run(tmp_path / "at once", late=False, **changes)
+    assert told(tmp_path / "late") == told(tmp_path / "at once")
+    saved = [one["step"] for one in metrics(tmp_path / "late" / "run", "checkpoint")]
+    assert saved == [3, 6, 9]
+
+
+def test_a_bad_step_leaves_the_state_before_it(tmp_path):
+    """The step that was given before the bad one was known changed nothing either, and its samples
+    come again."""
+    kept = {"checkpoint": {"memory_every_steps": 0}}
+    resumed = []
+    for name, late in (("late", True), ("at once", False)):
+        with pytest.raises(TrainingError, match="the gradient norm of step 5 is") as error:
+            run(tmp_path / name, late=late, bad_step=5, **kept)
+        assert "step-00000004" in str(error.value)
+        assert [one["step"] for one in metrics(tmp_path / name / "run")] == [1, 2, 3, 4]
+        resumed.append(run(tmp_path / name, late=late, resume=True, **kept))
+    assert resumed[0] == resumed[1] == run(tmp_path / "whole", late=True, **kept)[4:]
