@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from gpumix.hardware import runtime
 from gpumix.hardware.device import open_device
+from gpumix.hardware.environment import ALLOCATORS
 from gpumix.spec.cluster import DeviceClass
 from gpumix.spec.errors import MachineError
 
 GIB = 2**30
 TOTAL = 24 * GIB
 CONTEXT = GIB // 2
+WORKSPACES = 64 * 2**20  # of two threads, as on Hopper
 PRODUCTS = ["NVIDIA H100 PCIe", "NVIDIA GeForce RTX 3090"]
 
 
@@ -23,7 +27,8 @@ class FakeCuda:
     def __init__(self, monkeypatch):
         self.fraction = None
         self.current = None
-        self.reserved = 0
+        self.reserved = WORKSPACES
+        self.allocated = WORKSPACES
         replaced = {
             "is_available": lambda: True,
             "device_count": lambda: 2,
@@ -39,11 +44,18 @@ class FakeCuda:
             "set_device_index": lambda ordinal: setattr(self, "current", ordinal),
             "get_memory_info": lambda device: (TOTAL - CONTEXT - self.reserved, TOTAL),
             "memory_reserved": lambda device: self.reserved,
+            "memory_allocated": lambda device: self.allocated,
+            "max_memory_allocated": lambda device: self.allocated + GIB,
+            "max_memory_reserved": lambda device: self.reserved + 2 * GIB,
             "synchronize": lambda device: None,
             "empty_cache": lambda: None,
         }
         for name, function in of_any_maker.items():
             monkeypatch.setattr(torch.accelerator, name, function)
+        monkeypatch.setattr(runtime, "load_products", lambda device: WORKSPACES)
+        for name in (*ALLOCATORS, "PYTORCH_NVML_BASED_CUDA_CHECK"):
+            monkeypatch.setenv(name, "")  # taken back at the end
+            monkeypatch.delenv(name)
 
     def set_fraction(self, fraction, device):
         self.fraction = fraction
@@ -63,22 +75,36 @@ def test_a_whole_card_is_not_limited(cuda):
         assert device.torch_device == torch.device("cuda", 1)
         assert cuda.current == 1
         assert cuda.fraction is None
-        assert device.framework_bytes() == CONTEXT
+        assert device.framework_bytes() == CONTEXT + WORKSPACES
         cuda.reserved = 3 * GIB
-        assert device.framework_bytes() == CONTEXT, "torch's own memory is for tensors"
+        assert device.framework_bytes() == CONTEXT + WORKSPACES, "torch's memory is for tensors"
+
+
+def test_workspaces_of_products_are_no_tensors(cuda):
+    """They lie in torch's allocator, which counts them with tensors."""
+    with open_device(gpu_class(), 1) as device:
+        assert device.current_bytes() == 0
+        cuda.allocated += 3 * GIB
+        assert device.current_bytes() == 3 * GIB
+        assert device.peak_bytes() == 4 * GIB
+        cuda.reserved = 4 * GIB
+        assert device.peak_reserved_bytes() == 6 * GIB
 
 
 def test_a_class_with_less_memory_is_enforced_context_included(cuda):
     with open_device(gpu_class(memory_bytes=8 * GIB), 0) as device:
         assert device.memory_limit_bytes == 8 * GIB
         assert cuda.fraction * TOTAL == pytest.approx(8 * GIB - CONTEXT)
+        assert device.memory_limit_bytes - device.framework_bytes() == pytest.approx(
+            cuda.fraction * TOTAL - WORKSPACES
+        )
     assert cuda.fraction == 1.0
 
 
 def test_what_the_driver_keeps_of_the_nominal_memory_is_not_for_tensors(cuda):
     nominal = TOTAL + GIB // 4
     with open_device(gpu_class(memory_bytes=nominal), 0) as device:
-        assert nominal - device.framework_bytes() == TOTAL - CONTEXT
+        assert nominal - device.framework_bytes() == TOTAL - CONTEXT - WORKSPACES
 
 
 def test_a_uuid_finds_the_gpu_whatever_its_number(cuda):
@@ -99,3 +125,18 @@ def test_a_discovered_class_must_be_what_is_there(cuda):
     with pytest.raises(MachineError, match=r"GPU 0 is a NVIDIA H100 PCIe \(9\.0\)") as raised:
         open_device(rtx, 0)
     assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in raised.value.fix
+
+
+def test_its_allocator_grows_segments_unless_the_user_chose(cuda, monkeypatch):
+    with open_device(gpu_class(), 0):
+        assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+        assert os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
+    for name in ALLOCATORS:
+        monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+        monkeypatch.setenv(name, "max_split_size_mb:128")
+        with open_device(gpu_class(), 0):
+            assert [one for one in ALLOCATORS if one in os.environ] == [name]
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "0")
+    with open_device(gpu_class(), 0):
+        assert os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] == "0"

@@ -116,6 +116,17 @@ def test_peaks_are_the_highest():
     assert fast.peak_bytes == 7
 
 
+def test_retries_of_allocators_are_those_of_all_starts():
+    """Each start counts from 0; the memory that an allocator held is the most of all."""
+    lines = [
+        window(n, retries=told, reserved_bytes=held)
+        for n, told, held in ((10, 1, 7), (20, 3, 9), (30, 2, 8), (40, 2, None))
+    ]
+    (fast, *_) = read_history(lines).over_all()
+    assert fast.retries == 3 + 2
+    assert fast.reserved_bytes == 9
+
+
 def test_overruns_are_told_since_the_last_start():
     """So many by then: 1, 3, and after another start 2, 2."""
     lines = [window(n, overruns=told) for n, told in ((10, 1), (20, 3), (30, 2), (40, 2))]

@@ -21,7 +21,7 @@ from gpumix.spec.plan import Plan, Prediction, WorkerPrediction
 from gpumix.spec.stage import Stage, Worker
 from gpumix.train import progress as progress_file
 from gpumix.train.account import Shares
-from gpumix.train.display import Display
+from gpumix.train.display import Display, classes_table
 from gpumix.train.metrics import (
     ClassRecord,
     Part,
@@ -101,6 +101,21 @@ def test_measured_memory_is_that_of_the_fullest_device():
         "slow": {"laid out": 2 * MIB, "samples": MIB},
         "idle": {},
     }
+
+
+def test_of_allocators_the_fullest_is_told_and_retries_are_counted():
+    records = [
+        replace(one, reserved_bytes=held, retries=retries)
+        for one, held, retries in zip(RECORDS, (6 * MIB, 4 * MIB, 5 * MIB, None), (0, 1, 2, 0))
+    ]
+    found = {c.device_class: (c.reserved_bytes, c.retries) for c in by_class(plan(), records)}
+    assert found == {"fast": (6 * MIB, 0), "slow": (5 * MIB, 3), "idle": (None, 0)}
+    told = classes_table([asdict(one) for one in by_class(plan(), records)])
+    console = Console(width=150, record=True, file=io.StringIO())
+    console.print(told)
+    text = console.export_text()
+    assert "allocator" in text
+    assert "allocator of slow: gave memory back 3 times" in text
 
 
 def test_what_is_predicted_of_a_device_stays_its_own_in_any_order_of_ranks():

@@ -30,6 +30,7 @@ from gpumix.cli import (
     whatif,
 )
 from gpumix.cli.common import print_json
+from gpumix.hardware.environment import count_gpus_by_nvml
 from gpumix.spec.errors import InputError
 
 _GIVEN = "gpumix.given"
@@ -104,4 +105,5 @@ for verb in (
 
 def main() -> None:
     """The entry point of the `gpumix` command."""
+    count_gpus_by_nvml()
     app()

@@ -16,6 +16,7 @@ from gpumix.hardware import runtime
 from gpumix.hardware.cpu import threads_of
 from gpumix.hardware.discover import product_slug
 from gpumix.hardware.emulation import EmulatedDevice
+from gpumix.hardware.environment import count_gpus_by_nvml, prefer_expandable_segments
 from gpumix.hardware.memory import limit_memory
 from gpumix.spec.cluster import DeviceClass
 from gpumix.spec.errors import DeviceMissing, InputError, MachineError
@@ -55,12 +56,18 @@ class DeviceRuntime(ABC):
     def peak_bytes(self) -> int | None:
         """The most bytes of tensors since `reset_peak`, or None if unknown."""
 
+    def peak_reserved_bytes(self) -> int | None:
+        """The most bytes that the allocator held since `reset_peak`, for tensors and for reuse;
+        None where it holds none in reserve."""
+        return None
+
     @abstractmethod
     def reset_peak(self) -> None:
-        """Start a new peak at the bytes in use now."""
+        """Start new peaks at the bytes in use now."""
 
     def framework_bytes(self) -> int:
-        """What of the limit is not for tensors: the context, libraries, other processes."""
+        """What of the limit is not for tensors: the context, libraries with their workspaces, other
+        processes."""
         return 0
 
     @property
@@ -140,6 +147,8 @@ def _opened(device_class: DeviceClass, ordinal: int, device_id: str) -> DeviceRu
         return _EmulatedRuntime(device_class)
     if device_class.accelerator == "cpu":
         return _CpuRuntime(device_class)
+    prefer_expandable_segments()
+    count_gpus_by_nvml()
     if not runtime.is_available():
         raise DeviceMissing(
             f"torch sees no GPU, but device class '{device_class.name}' wants one",
@@ -220,26 +229,33 @@ class _GpuRuntime(DeviceRuntime):
         self.torch_device = torch.device(runtime.kind(), ordinal)
         self.memory_limit_bytes = device_class.memory_bytes
         _, total = runtime.free_and_total_bytes(self.torch_device)  # makes the context
+        # In torch's allocator, beside tensors.
+        self._workspaces_bytes = runtime.load_products(self.torch_device)
         if device_class.memory_bytes < total:
             for_tensors = max(0, device_class.memory_bytes - self.framework_bytes())
-            runtime.limit_memory(for_tensors / total, self.torch_device)
+            share = (for_tensors + self._workspaces_bytes) / total
+            runtime.limit_memory(share, self.torch_device)
 
     def synchronize(self) -> None:
         runtime.synchronize(self.torch_device)
 
     def current_bytes(self) -> int:
-        return runtime.allocated_bytes(self.torch_device)
+        return runtime.allocated_bytes(self.torch_device) - self._workspaces_bytes
 
     def peak_bytes(self) -> int:
-        return runtime.peak_allocated_bytes(self.torch_device)
+        return runtime.peak_allocated_bytes(self.torch_device) - self._workspaces_bytes
+
+    def peak_reserved_bytes(self) -> int:
+        return runtime.peak_reserved_bytes(self.torch_device)
 
     def reset_peak(self) -> None:
         runtime.reset_peak(self.torch_device)
 
     def framework_bytes(self) -> int:
-        """All but what torch holds or could still get; NVML's total exceeds CUDA's a little."""
+        """All but what torch holds or could still get for tensors; NVML's total exceeds CUDA's a
+        little."""
         free, total = runtime.free_and_total_bytes(self.torch_device)
-        obtainable = free + runtime.reserved_bytes(self.torch_device)
+        obtainable = free + runtime.reserved_bytes(self.torch_device) - self._workspaces_bytes
         return max(total, self.memory_limit_bytes) - obtainable
 
     @property

@@ -37,6 +37,9 @@ NICENESS = 10
 LOOPBACKS = ("lo", "lo0")
 Launcher = Literal["gpumix launch", "torchrun", "Ray"]
 COMPILERS = ("g++", "c++", "clang++")
+# Settings of torch's allocator: since 2.9 by the first name, in all versions by the last, which
+# counts where both are set.
+ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 # Libraries of trackers tell their makers how they are used, unless they are told not to.
 UNTOLD = {
     "DO_NOT_TRACK": "true",
@@ -79,7 +82,21 @@ def hide_gpus() -> None:
 
 def use_expandable_segments() -> None:
     """Let torch's allocator of this process, which has used no GPU yet, grow its segments."""
-    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    os.environ[ALLOCATORS[-1]] = "expandable_segments:True"
+
+
+def prefer_expandable_segments() -> None:
+    """As `use_expandable_segments`, unless the user has set something of the allocator: memory that
+    lies in pieces ends runs whose plans fill the device."""
+    if not any(name in os.environ for name in ALLOCATORS):
+        os.environ[ALLOCATORS[0]] = "expandable_segments:True"
+
+
+def count_gpus_by_nvml() -> None:
+    """Let torch in this process, and in those that it starts, find out by NVML whether there are
+    NVIDIA GPUs. Its other way makes a CUDA context, and a process that has one cannot fork ranks.
+    What the user has set stays."""
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
 def chosen_compiler() -> str | None:

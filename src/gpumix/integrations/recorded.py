@@ -178,6 +178,8 @@ class Recorded:
             busy_share=max(0.0, 1.0 - shares.communication),
             peak_bytes=None if runtime is None else runtime.peak_bytes(),
             overruns=0 if runtime is None else runtime.overruns,
+            reserved_bytes=None if runtime is None else runtime.peak_reserved_bytes(),
+            retries=0 if runtime is None else runtime.allocator_retries,
             sent_bytes=self._sent_bytes / max(1, len(self._times)),
             shares=shares,
             starved_share=self._watch.starvation.share,

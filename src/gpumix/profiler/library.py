@@ -31,6 +31,7 @@ from gpumix.hardware.efficiency import choose
 from gpumix.hardware.environment import (
     CLUSTER,
     cluster_file,
+    count_gpus_by_nvml,
     has_cpp_compiler,
     installed,
     torchrun_place,
@@ -232,6 +233,7 @@ def on_gpus() -> bool:
 
 def _join(cluster: Cluster | None) -> bool:
     """The other ranks, if the program has not; whether ranks compute on GPUs."""
+    count_gpus_by_nvml()
     found = _has_gpus(cluster)
     join_launched(on_gpus=found)
     return found

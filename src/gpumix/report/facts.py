@@ -64,6 +64,8 @@ class ClassFacts:
     host_bytes: int
     peak_bytes: int | None
     measured_memory: dict[str, int]
+    reserved_bytes: int | None
+    retries: int
     planned_busy_share: float | None
     busy_share: float | None
     planned_mfu: float | None
@@ -239,6 +241,8 @@ def _class(
         host_bytes=0 if fullest is None else fullest.host_bytes,
         peak_bytes=None if seen is None else seen.peak_bytes,
         measured_memory={} if seen is None else seen.measured_memory,
+        reserved_bytes=None if seen is None else seen.reserved_bytes,
+        retries=0 if seen is None else seen.retries,
         planned_busy_share=_mean([one.busy_s / step_s for one in planned if step_s]),
         busy_share=None if seen is None else seen.busy_share,
         planned_mfu=_mean([mfu for mfu, _ in used]),

@@ -20,6 +20,7 @@ from gpumix.train.metrics import WARM_UP_STEPS, ClassRecord, RankRecord, StepRec
 
 # Lines that are numbers, not events.
 NUMBERS = ("step", "evaluation", "classes", "ranks")
+COUNTED = ("overruns", "retries")  # since a start
 
 T = TypeVar("T")
 
@@ -120,7 +121,7 @@ class History:
         return tuple(self._over_all(last) for last in self.classes)
 
     def _over_all(self, last: ClassRecord) -> ClassRecord:
-        before = overruns = counted = 0
+        before, counts, counted = 0, dict.fromkeys(COUNTED, 0), dict.fromkeys(COUNTED, 0)
         told, another_plan = [], self.another_plan
         for window in self.windows:
             steps, before = max(1, window.step - before), window.step
@@ -128,9 +129,10 @@ class History:
                 if one.device_class == last.device_class:
                     if window.step > another_plan:
                         told.append((steps, one))
-                    # Each start counts from 0.
-                    overruns += one.overruns - (counted if one.overruns >= counted else 0)
-                    counted = one.overruns
+                    for name in COUNTED:
+                        now, last_time = getattr(one, name), counted[name]
+                        counts[name] += now - (last_time if now >= last_time else 0)
+                        counted[name] = now
         told = told or [(1, last)]
         return replace(
             last,
@@ -138,10 +140,17 @@ class History:
             tokens_per_s=_mean([(n, c.tokens_per_s) for n, c in told]) or 0.0,
             mfu=_mean([(n, c.mfu) for n, c in told]),
             hfu=_mean([(n, c.hfu) for n, c in told]),
-            peak_bytes=max((p for _, c in told if (p := c.peak_bytes) is not None), default=None),
-            overruns=overruns,
+            peak_bytes=_most([one.peak_bytes for _, one in told]),
+            reserved_bytes=_most([one.reserved_bytes for _, one in told]),
+            overruns=counts["overruns"],
+            retries=counts["retries"],
             shares=_mean_shares([(n, c.shares) for n, c in told]),
         )
+
+
+def _most(values: Iterable[int | None]) -> int | None:
+    """Of those that are known."""
+    return max((value for value in values if value is not None), default=None)
 
 
 def _mean(weighed: Sequence[tuple[int, float | None]]) -> float | None:
@@ -230,8 +239,12 @@ READ = {
 NUMERIC = {
     "busy_share", "peak_bytes", "planned_peak_bytes", "laid_out_bytes", "overruns", "devices",
     "samples", "tokens_per_s", "mfu", "hfu", "sent_bytes", "starved_share", "skipped",
+    "reserved_bytes", "retries",
 }  # fmt: skip
-OPTIONAL = {"peak_bytes", "planned_peak_bytes", "laid_out_bytes", "mfu", "hfu", "starved_share"}
+OPTIONAL = {
+    "peak_bytes", "planned_peak_bytes", "laid_out_bytes", "reserved_bytes", "mfu", "hfu",
+    "starved_share",
+}  # fmt: skip
 
 
 def _record(cls: type[T], told: Any) -> T:

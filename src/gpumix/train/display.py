@@ -20,6 +20,12 @@ from gpumix.train.tables import EMULATED, new_table, stderr
 
 ROWS = 8
 SHARES = ("compute", "input", "communication", "copies", "other")
+# Rows of memory; the allocator's own is what it held for tensors and for reuse.
+MEMORY = (
+    ("memory", "peak_bytes"),
+    ("planned", "planned_peak_bytes"),
+    ("allocator", "reserved_bytes"),
+)
 
 
 class Display:
@@ -127,7 +133,9 @@ def classes_table(classes: Sequence[Mapping[str, Any]]) -> RenderableType:
         table.add_row(name, *(part(of_class.get(name)) for of_class in shares))
     for name in ("mfu", "hfu"):
         table.add_row(name.upper(), *(part(one[name]) for one in classes))
-    for name, key in (("memory", "peak_bytes"), ("planned", "planned_peak_bytes")):
+    for name, key in MEMORY:
+        if key == "reserved_bytes" and all(one.get(key) is None for one in classes):
+            continue  # of devices that hold nothing in reserve
         table.add_row(name, *(_bytes(one[key]) for one in classes))
     notes = [Text(line, style="dim") for line in _notes(classes)]
     return Group(table, *notes)
@@ -148,6 +156,11 @@ def _notes(classes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             yield f"memory of {one['device_class']}: {', '.join(found)}"
         causes = sorted(one["planned_memory"].items(), key=lambda item: -item[1])
         told = (f"{cause} {show_bytes(size)}" for cause, size in causes if size)
+        if one.get("retries"):
+            yield (
+                f"allocator of {one['device_class']}: gave memory back {one['retries']} times to "
+                "get some, which stops the device; a smaller `memory` of the class leaves room"
+            )
         if causes:
             yield f"planned memory of {one['device_class']}: {', '.join(told)}"
 

@@ -31,7 +31,7 @@ from typing import Any
 from gpumix.data.reading import NO_SAMPLE, NOTHING_READ, tell_into, told_in
 from gpumix.engine.heartbeat import LOOK_S, STOPPED_S, Pulse, stand_in
 from gpumix.engine.held_up import held_up_by, known
-from gpumix.hardware.environment import is_stopped
+from gpumix.hardware.environment import count_gpus_by_nvml, is_stopped
 from gpumix.spec.cluster import Device
 from gpumix.spec.errors import DeviceFailure, GpumixError, Interrupted, RankInterrupted, RankLost
 from gpumix.train.failures import in_words
@@ -83,6 +83,7 @@ Work = Callable[..., Any]
 def warm_up(imports: Sequence[str] = (), *, preload: Sequence[str] = PRELOAD) -> None:
     """Start the server of ranks, which imports torch, and `imports`, while this process does
     something else. One that runs already is left as it is."""
+    count_gpus_by_nvml()
     modules = [*preload, *imports, "gpumix.train.frozen"]
     multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
     with _interrupts_ignored():

@@ -70,6 +70,8 @@ class RankRecord:
     """How one rank did since the last record; bytes are those that it sent in a step.
 
     `laid_out_bytes` lie on its device between steps; what `peak_bytes` are more is for samples.
+    `reserved_bytes` are the most that its allocator held, and `retries` count how often that had to
+    give memory back to the driver to get some; both since the run began.
     `shares` say what its steps were spent on, and `starved_share` is set once its device was found
     to stand idle for its data; `input_limit` is what holds that data back, as its loader sees it.
     `skipped` counts the samples that it could not read so far, in training each time and in
@@ -86,6 +88,8 @@ class RankRecord:
     peak_bytes: int | None
     overruns: int
     laid_out_bytes: int | None = None
+    reserved_bytes: int | None = None
+    retries: int = 0
     sent_bytes: float = 0.0
     shares: Shares | None = None
     starved_share: float | None = None
@@ -193,7 +197,8 @@ class ClassRecord:
 
     `planned_memory` is what the plan expects of the fullest of them, by cause, `measured_memory`
     what was found on the fullest one, by `cost.parts.PARTS`; both are of the run since its start,
-    so of a plan that was split anew since it is the fullest split that counts. `peak_source` says
+    so of a plan that was split anew since it is the fullest split that counts. `reserved_bytes` are
+    the most of a device, `retries` those of all; see `RankRecord`. `peak_source` says
     where the peak comes from that MFU and HFU are parts of.
     """
 
@@ -206,6 +211,8 @@ class ClassRecord:
     overruns: int
     planned_memory: dict[str, int] = field(default_factory=dict)
     measured_memory: dict[str, int] = field(default_factory=dict)
+    reserved_bytes: int | None = None
+    retries: int = 0
     shares: Shares | None = None
     tokens_per_s: float = 0.0  # of one device
     mfu: float | None = None
@@ -258,11 +265,13 @@ def _class_record(
         devices=len(ranks),
         samples=sum(plan.workers[rank].samples for rank in ranks),
         busy_share=fmean(one.busy_share for one in told),
-        peak_bytes=max((n for one in told if (n := one.peak_bytes) is not None), default=None),
+        peak_bytes=_most([one.peak_bytes for one in told]),
         planned_peak_bytes=None if fullest is None else fullest.peak_bytes,
         overruns=sum(one.overruns for one in told),
         planned_memory={} if fullest is None else fullest.memory_bytes,
         measured_memory=_measured_memory(told),
+        reserved_bytes=_most([one.reserved_bytes for one in told]),
+        retries=sum(one.retries for one in told),
         shares=_mean_shares([one.shares for one in told]),
         tokens_per_s=fmean(one.tokens_per_s for one in told),
         mfu=_mean([one.mfu for one in told]),
@@ -282,6 +291,11 @@ def _measured_memory(told: Sequence[RankRecord]) -> dict[str, int]:
         return {}
     peak, laid_out = max(known)
     return dict(zip(PARTS, (laid_out, peak - laid_out)))
+
+
+def _most(values: Sequence[int | None]) -> int | None:
+    """Of those that are known."""
+    return max((value for value in values if value is not None), default=None)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

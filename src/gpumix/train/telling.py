@@ -187,6 +187,8 @@ class Telling:
             peak_bytes=runtime.peak_bytes(),
             overruns=self._taken.overruns,
             laid_out_bytes=runtime.current_bytes(),
+            reserved_bytes=runtime.peak_reserved_bytes(),
+            retries=runtime.allocator_retries,
             sent_bytes=sent_each,
             shares=watched.shares(),
             starved_share=self._watch.starvation.share,

@@ -76,7 +76,7 @@ def test_what_is_not_known_is_left_out():
     unknown = asdict(RANK) | {"mfu": None, "hfu": None, "peak_bytes": None, "shares": None}
     found = only(told(line("ranks", ranks=[unknown]))).by_name()
     assert set(found) == {
-        f"device/fast/0/{what}" for what in ("busy", "tokens_per_s", "sent_bytes")
+        f"device/fast/0/{what}" for what in ("busy", "tokens_per_s", "retries", "sent_bytes")
     }
 
 

@@ -30,6 +30,8 @@ OF_CLASS = {
     "hfu": "hfu",
     "tokens_per_s": "tokens_per_s",
     "peak_bytes": "peak_bytes",
+    "reserved_bytes": "reserved_bytes",
+    "retries": "retries",
     "planned_peak_bytes": "planned_peak_bytes",
     "samples": "samples",
 }
@@ -39,6 +41,8 @@ OF_DEVICE = {
     "hfu": "hfu",
     "tokens_per_s": "tokens_per_s",
     "peak_bytes": "peak_bytes",
+    "reserved_bytes": "reserved_bytes",
+    "retries": "retries",
     "sent_bytes": "sent_bytes",
 }
 OF_CHECKPOINT = {"seconds": "seconds", "stalled_s": "stalled_s"}

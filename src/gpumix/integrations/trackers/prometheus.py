@@ -26,6 +26,8 @@ NAMES = {
     "mfu": "mfu_ratio",
     "hfu": "hfu_ratio",
     "peak_bytes": "peak_memory_bytes",
+    "reserved_bytes": "peak_reserved_memory_bytes",
+    "retries": "allocator_retries",
     "planned_peak_bytes": "planned_peak_memory_bytes",
     "sent_bytes": "sent_per_step_bytes",
     "stalled_s": "stalled_seconds",

@@ -90,6 +90,11 @@ def _table(known: list[ClassFacts], causes: list[str]) -> Markup:
         rows.append([f"{part}, predicted", *map(words.size, planned)])
         rows.append([f"{part}, measured", *map(words.size, measured)])
     rows.append(["measured peak", *(words.size(one.peak_bytes) for one in known)])
+    if any(one.reserved_bytes is not None for one in known):
+        held = [words.size(one.reserved_bytes) for one in known]
+        rows.append(["measured peak of the allocator", *held])
+        retries = [words.count(one.retries) for one in known]
+        rows.append(["times that it gave memory back to get some", *retries])
     rows.append(["limit", *(words.size(one.memory_limit_bytes) for one in known)])
     rows.append(["on the host", *(words.size(one.host_bytes) for one in known)])
     head = ["cause", *(one.device_class for one in known)]
