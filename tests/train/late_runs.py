@@ -22,10 +22,10 @@ def train(
     devices: tuple[Device, ...],
     *settings: Any,
 ) -> list[float]:
-    """The losses of a run, in one rank; `settings`: as `_late` and `_bad_in` take them, and whether
-    the run goes on from a checkpoint."""
+    """The losses of a run, in one rank; `settings`: the ranks whose results are late, the number of
+    the step that is bad, and whether the run goes on from a checkpoint."""
     late, bad_step, resume = settings
-    _late(late)
+    _late(seat.rank in late)
     _bad_in(bad_step)
     return work.train(seat, task, plan, None, devices, resume).losses
 

@@ -16,18 +16,19 @@ from gpumix.spec.read import read_job
 from gpumix.train.context import Task
 from gpumix.train.launch import launch
 
+BOTH = (0, 1)
 NOT_OF_A_CLOCK = ("event", "step", "loss", "gradient_norm", "learning_rate", "tokens", "samples")
 
 
 def run(
     folder: Path,
     *,
-    late: bool,
+    late: tuple[int, ...],
     bad_step: int | None = None,
     resume: bool = False,
     **changes: Any,
 ) -> list[float]:
-    """The losses of a run of two ranks."""
+    """The losses of a run of two ranks; those are `late` whose results can be."""
     changes = {"optimizer": {"lr": 1e-2, "clip_norm": 1.0}} | changes
     job_file = write_job(folder, cluster=PAIR, steps=9, **changes)
     job = read_job(job_file)
@@ -64,11 +65,18 @@ def test_a_run_tells_the_same(tmp_path, optimizer):
         "checkpoint": {"every_steps": 3, "memory_every_steps": 0},
         "log_every_steps": 2,
     }
-    losses = run(tmp_path / "late", late=True, **changes)
-    assert losses == run(tmp_path / "at once", late=False, **changes)
+    losses = run(tmp_path / "late", late=BOTH, **changes)
+    assert losses == run(tmp_path / "at once", late=(), **changes)
     assert told(tmp_path / "late") == told(tmp_path / "at once")
     saved = [one["step"] for one in metrics(tmp_path / "late" / "run", "checkpoint")]
     assert saved == [3, 6, 9]
+
+
+def test_ranks_read_alike_where_one_must_read_at_once(tmp_path):
+    """An optimizer on the host, say, waits for each step: so do the others."""
+    changes = {"evaluation": {"every_steps": 2}, "log_every_steps": 1, "rebalance": True}
+    assert run(tmp_path / "one", late=(1,), **changes)
+    assert [one["step"] for one in metrics(tmp_path / "one" / "run")] == list(range(1, 10))
 
 
 def test_a_bad_step_leaves_the_state_before_it(tmp_path):
@@ -76,10 +84,10 @@ def test_a_bad_step_leaves_the_state_before_it(tmp_path):
     come again."""
     kept = {"checkpoint": {"memory_every_steps": 0}}
     resumed = []
-    for name, late in (("late", True), ("at once", False)):
+    for name, late in (("late", BOTH), ("at once", ())):
         with pytest.raises(TrainingError, match="the gradient norm of step 5 is") as error:
             run(tmp_path / name, late=late, bad_step=5, **kept)
         assert "step-00000004" in str(error.value)
         assert [one["step"] for one in metrics(tmp_path / name / "run")] == [1, 2, 3, 4]
         resumed.append(run(tmp_path / name, late=late, resume=True, **kept))
-    assert resumed[0] == resumed[1] == run(tmp_path / "whole", late=True, **kept)[4:]
+    assert resumed[0] == resumed[1] == run(tmp_path / "whole", late=BOTH, **kept)[4:]

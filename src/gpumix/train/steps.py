@@ -119,13 +119,15 @@ class Steps:
         given: how many steps were, of those of the run.
         plan: by which the next one goes.
         taken: those that were read.
-        late: whether results may be read when the next step was given; else each step must be read
-            before the next one.
+        late: whether results may be read when the next step was given, on all ranks; else each
+            step must be read before the next one.
 
     Args:
         keeping: its state may change when it is settled.
         done: how many steps the run has behind it.
         not_finite: is called with a bad step, and raises.
+
+    Made on all ranks together.
     """
 
     def __init__(
@@ -148,8 +150,11 @@ class Steps:
         self.given = self._begun_at = done
         self._tokens = self._tokens_at(0, loader.cursor.position)
         self._pending: deque[GivenStep] = deque()  # oldest first
-        self._guard = _guard_of(engine, optimizer)
-        self.late = self._guard is not None
+        guard = _guard_of(engine, optimizer)
+        # All ranks, or none: what follows from a step they do together.
+        told = context.ranks.gather("results", "" if guard is None else "late")
+        self.late = all(told)
+        self._guard = guard if self.late else None
 
     @property
     def unread(self) -> int:
