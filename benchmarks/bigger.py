@@ -2,180 +2,130 @@
 
 Four emulated devices of unequal memory; a GPT-2 of 12.1 M parameters, whose training state divided
 by four is more than the smallest device has. gpumix trains it by its own plan; its own `even` plan
-must be refused before anything is allocated; FSDP2 is started all the same, as sparing as it can be
-(micro-batches of one sample, recompute, no prefetch, the whole model in host memory that nobody
-counts). Limits are those of a real allocator, to the byte.
+must be refused before anything is allocated. FSDP2 is tried all the same, with an even split of the
+batch and with one in proportion to speed: first as sparing as it can be (most micro-batches,
+recompute, no gathers ahead, the whole model in host memory that nobody counts), and if that fits in
+all its other settings and DDP's, for the fastest. Limits are those of a real allocator, to the
+byte. Each device alone, with memory without end and in its best setting, is the bound of the fleet.
 
-    python benchmarks/bigger.py [--json] [--steps 4]
+    python benchmarks/bigger.py [--json] [--steps 4] [--quick]
 
 Figures: `fits` (gpumix did all steps on all devices), `worst_memory_fraction` (its highest measured
-peak over its device's limit), `even_fails_with` (what FSDP2 died of), `even_plan_refused`.
+peak over its device's limit), `even_fails_with` and `proportional_fails_with` (the error of the
+thriftiest setting; empty if one fits), `even_plan_refused`; `fleet_efficiency` and, null where no
+setting fits, `speedup_vs_best_even` and `speedup_vs_best_proportional`. `overruns`: 0, or these
+three mean nothing. A fleet efficiency above 1 ends the script with exit code 1.
+
+`--quick`: a quarter of the work, to try the script.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 
 import gpumix
-from emulated import systems
-from emulated.results import aligned, plan_line
-from emulated.rounds import joined, profile_of
-from emulated.setting import SEED, Setting, cluster_of
-from emulated.systems import System
-from gpumix.hardware.device import open_device
+from common import print_figures
+from compared.search import Found
+from emulated.attempts import Attempt, attempts
+from emulated.contest import (
+    EVEN,
+    GPUMIX,
+    PROPORTIONAL,
+    Contest,
+    Size,
+    figures_of,
+    hold,
+    refuse_impossible,
+)
+from emulated.contestants import ByPlan
+from emulated.results import aligned
+from emulated.setting import Setting, cluster_of
+from emulated.ways import Way
 from gpumix.spec.errors import NoFeasiblePlanError
-from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 from gpumix.spec.units import show_bytes
-from gpumix.train.launch import Seat, launch
 
-SETTING = Setting(
-    cluster_of(
-        ("large", 1, "40 GFLOP/s", "256 MiB"),
-        ("medium", 1, "20 GFLOP/s", "128 MiB"),
-        ("small", 2, "10 GFLOP/s", "40 MiB"),
-    ),
-    width=288,
-    layers=12,
-    heads=6,
-    global_batch=16,
+CLUSTER = cluster_of(
+    ("large", 1, "12 GFLOP/s", "256 MiB"),
+    ("medium", 1, "6 GFLOP/s", "128 MiB"),
+    ("small", 2, "3 GFLOP/s", "40 MiB"),
 )
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """What became of one rank: its part of each step's loss, its peak, and the error if any."""
-
-    losses: tuple[float, ...]
-    peak_bytes: int
-    error: str = ""
-    message: str = ""
+WIDTH, LAYERS, HEADS, BATCH = 288, 12, 6, 16
+SEQUENCE, QUICK_SEQUENCE = 128, 32
 
 
 def main() -> None:
     arguments = _arguments()
     begun = time.perf_counter()
-    profile: Profile = launch(profiled, SETTING.devices)[0]
-    plan = gpumix.plan(profile, SETTING.global_batch)
-    refused = _refusal(profile)
-    ours: list[Attempt] = launch(by_gpumix, SETTING.devices, plan, arguments.steps)
-    others: list[Attempt] = launch(by_fsdp, SETTING.devices, arguments.steps)
-    _show(profile, plan, refused, ours, others)
+    sequence = QUICK_SEQUENCE if arguments.quick else SEQUENCE
+    setting = Setting(CLUSTER, WIDTH, LAYERS, HEADS, BATCH, sequence)
+    contest = hold(setting, Size(rounds=1, steps=1 if arguments.quick else 2), doubtful=True)
+    ours = attempts(contest.fleet, ByPlan(GPUMIX, contest.plan, deferred=True), arguments.steps)
+    refused = _refusal(contest.profile, setting)
+    _show(contest, ours, refused)
     figures = {
         "fits": all(len(a.losses) == arguments.steps for a in ours),
-        "worst_memory_fraction": round(max(_fractions(ours)), 4),
-        "even_fails_with": _cause(others),
+        "worst_memory_fraction": max(_fractions(contest.fleet, ours)),
+        "even_fails_with": _error(contest.found[EVEN]),
+        "proportional_fails_with": _error(contest.found[PROPORTIONAL]),
         "even_plan_refused": bool(refused),
-        "seconds": round(time.perf_counter() - begun, 1),
+        **figures_of([contest]),
+        "overruns": contest.overruns,
+        "seconds": time.perf_counter() - begun,
     }
-    print("\n" + ", ".join(f"{name} {value}" for name, value in figures.items()))
-    if arguments.json:
-        print(json.dumps(figures))
+    rounded = {n: round(v, 4) if isinstance(v, float) else v for n, v in figures.items()}
+    print_figures(rounded, as_json=arguments.json)
+    sys.exit(refuse_impossible([contest]))
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=4, help="of gpumix, whose memory is counted")
+    parser.add_argument("--quick", action="store_true", help="a quarter of the work")
     return parser.parse_args()
 
 
-def profiled(seat: Seat) -> Profile:
-    with joined(seat):
-        return profile_of(SETTING)
-
-
-def by_gpumix(seat: Seat, plan: Plan, steps: int) -> Attempt:
-    """Train by `plan` on this rank's device."""
-    model = gpumix.build(SETTING.build, SEED)
-    return _attempt(seat, lambda: systems.Gpumix(model, plan), steps)
-
-
-def by_fsdp(seat: Seat, steps: int) -> Attempt:
-    """Train by FSDP2 with equal shares on this rank's device."""
-    model = SETTING.build()  # before the device is opened: not in its memory
-    even = SETTING.even()
-    system = partial(systems.fsdp, model, SETTING, even, micro_batch=1, prefetch=False)
-    return _attempt(seat, system, steps)
-
-
-def _attempt(seat: Seat, system_of: Callable[[], System], steps: int) -> Attempt:
-    """Train until the end, or until this rank or a peer dies."""
-    losses: list[float] = []
-    with open_device(SETTING.class_of(seat.rank), 0) as runtime:
-        runtime.reset_peak()
-        try:
-            with joined(seat):
-                system = system_of()
-                for step in range(steps):
-                    batch = SETTING.batch(step, system.samples, seat.rank)
-                    losses.append(system.step(batch).item())
-        except Exception as error:  # the edge of this process: whatever it died of is the result
-            lines = str(error).strip().splitlines() or [""]
-            return Attempt(tuple(losses), runtime.peak_bytes() or 0, type(error).__name__, lines[0])
-        return Attempt(tuple(losses), runtime.peak_bytes() or 0)
-
-
-def _refusal(profile: Profile) -> str:
+def _refusal(profile: Profile, setting: Setting) -> str:
     """Why the planner refuses the even plan; empty if it does not."""
     try:
-        gpumix.plan(profile, SETTING.global_batch, strategy="even")
+        gpumix.plan(profile, setting.global_batch, strategy="even")
     except NoFeasiblePlanError as error:
         return str(error)
     return ""
 
 
-def _cause(attempts: list[Attempt]) -> str:
-    """The class of the error that explains the others: running out of memory before lost peers."""
-    errors = [a.error for a in attempts if a.error]
-    return min(errors, key=lambda name: name != "OutOfMemoryError", default="")
+def _error(found: Found[Way]) -> str:
+    return "" if found.best is not None else found.error
 
 
-def _fractions(attempts: list[Attempt]) -> list[float]:
+def _fractions(setting: Setting, ours: list[Attempt]) -> list[float]:
     """Peak over limit by rank."""
-    limits = [SETTING.class_of(rank).memory_bytes for rank in range(len(attempts))]
-    return [a.peak_bytes / limit for a, limit in zip(attempts, limits)]
+    limits = [setting.class_of(rank).memory_bytes for rank in range(len(ours))]
+    return [attempt.peak_bytes / limit for attempt, limit in zip(ours, limits)]
 
 
-def _show(
-    profile: Profile, plan: Plan, refused: str, ours: list[Attempt], others: list[Attempt]
-) -> None:
+def _show(contest: Contest, ours: list[Attempt], refused: str) -> None:
+    fleet, profile = contest.fleet, contest.profile
     parameters = profile.model.parameters
     state = parameters * (8 + profile.optimizer_bytes_per_element)
     print(
         f"emulated devices; {parameters / 1e6:.1f} M parameters, {show_bytes(state)} of state, "
-        f"{show_bytes(state / len(SETTING.devices))} for each device if it is divided evenly\n"
+        f"{show_bytes(state / len(fleet.devices))} for each device if it is divided evenly\n"
     )
-    rows = [("device", "limit", "gpumix", "peak", "FSDP2 even", "peak")]
-    for rank, (our, other) in enumerate(zip(ours, others)):
-        rows.append(
-            (
-                SETTING.devices[rank].id,
-                show_bytes(SETTING.class_of(rank).memory_bytes),
-                _fate(our),
-                show_bytes(our.peak_bytes),
-                _fate(other),
-                show_bytes(other.peak_bytes),
-            )
-        )
+    rows = [("device", "limit", "gpumix", "peak")]
+    for rank, attempt in enumerate(ours):
+        done = f"{len(attempt.losses)} steps"
+        limit = show_bytes(fleet.class_of(rank).memory_bytes)
+        fate = f"{attempt.error} after {done}" if attempt.error else done
+        rows.append((fleet.devices[rank].id, limit, fate, show_bytes(attempt.peak_bytes)))
     print(aligned(rows))
-    print(plan_line(plan))
     losses = [sum(parts) for parts in zip(*(a.losses for a in ours))]
     print(f"gpumix's losses: {', '.join(f'{loss:.3f}' for loss in losses)}")
     print(f"gpumix's even plan: {refused or 'was NOT refused'}")
-    for rank, attempt in enumerate(others):
-        if attempt.error:
-            print(f"FSDP2 on {SETTING.devices[rank].id}: {attempt.error}: {attempt.message[:150]}")
-
-
-def _fate(attempt: Attempt) -> str:
-    done = f"{len(attempt.losses)} steps"
-    return f"{attempt.error} after {done}" if attempt.error else done
+    print(contest, end="\n\n")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ if str(TESTS) not in sys.path:
 TEXT = Path(sysconfig.get_path("stdlib")) / "asyncio"  # real text that every Python has
 TRAIN = (sys.executable, "-m", "gpumix", "train", "job.yaml")
 
-Figures = dict[str, int | float | str | bool]
+Figures = dict[str, int | float | str | bool | None]
 
 
 def print_figures(figures: Figures, *, as_json: bool) -> None:

@@ -8,6 +8,10 @@ ratio is the median over rounds of one turn by another. Then one rank against a 
     python benchmarks/engine_equal.py [--json] [--rounds 20] [--steps 1] [--ranks 2 4]
         [--clock auto]
 
+Baselines in their fastest setting for what they keep: DDP exchanges gradients in the last
+micro-batch alone, FSDP2 in each or in the last one, weights resharded after forward or kept in the
+step, the root's always kept between forward and backward, gathers ahead of use.
+
 Each stage is compared with DDP and with that form of FSDP2 which keeps as much: stage 3 with all
 sharded, 2 with the parameters kept during a step, 1 and 0 with whole gradients too. Where a stage
 has two orders, the faster one counts: a plan chooses. On one rank stages mean nothing, and the

@@ -1,11 +1,13 @@
 """How much memory a plan takes beside the least that it could, and the largest model that fits.
 
 First, plans on 2 and 3 ranks: each rank's peak, counted to the byte, over an analytic minimum of
-the same plan (`compared/least_memory.py` derives it); beside it FSDP2, all sharded, with the same
-samples and micro-batches, over the same minimum. Second, a fixed mixture of four devices of unequal
-memory: the deepest model that trains under an even plan, under FSDP2 as sparing as it can be, and
-under the planner's plan with one technique more at a time. Even plan and FSDP2 are tried for real
-until one more layer fails; ours is searched by predicted memory, and the result trained.
+the same plan (`compared/least_memory.py` derives it); next to it FSDP2 in its thriftiest form (all
+sharded, no gathers ahead) with the same samples and micro-batches, over the same minimum. Second, a
+fixed mixture of four devices of unequal memory: the deepest model that trains under an even plan,
+under FSDP2 in that form with recompute and micro-batches of one sample, and under the planner's
+plan with one technique more at a time. FSDP2 can keep its state on the host too, but not where the
+device is a CPU: compare it with `recompute`. Even plan and FSDP2 are tried for real until one more
+layer fails; ours is searched by predicted memory, and the result trained.
 
     python benchmarks/engine_memory.py [--json] [--layers 6] [--part minimum largest]
 
@@ -280,7 +282,7 @@ def _even_trains(profile: Profile, layers: int) -> bool:
 
 
 def _fsdp_trains(layers: int) -> bool:
-    return fits(fsdp_attempt(MIXTURE, _even_setting(layers), sparing=True))
+    return fits(fsdp_attempt(MIXTURE, _even_setting(layers)))
 
 
 def _even_setting(layers: int) -> Setting:

@@ -1,36 +1,36 @@
 """How much faster gpumix is than DDP and FSDP2 on a mixture of emulated devices.
 
-Four emulated devices of speeds 4 : 2 : 1 : 1 and unequal memory train a GPT-2 of 2.7 M parameters
-in alternating rounds: DDP and FSDP2 with equal batches, FSDP2 with batches in proportion to speed,
-and gpumix by its own plan. Same devices, weights, samples, optimizer and FLOPs: all compute blocks
-again in backward, the others by `torch.utils.checkpoint`. The memory limits let the others run
-their part of the batch in a single pass; gpumix may choose otherwise. Then each device trains
-alone, without communication: the sum of their speeds is what the fleet could reach. Last, equal
-devices, gpumix against FSDP2; there also without recompute, for which they have the memory.
+Four emulated devices of speeds 4 : 2 : 1 : 1 and unequal memory train a GPT-2 of 2.7 M parameters.
+gpumix, by its own plan, takes turns with the best that DDP or FSDP2 reach with an even split of the
+batch, and with a split in proportion to speed. Best: all their settings that fit the devices'
+memory are tried (which system; recompute or graphs kept; micro-batches, with gradients exchanged in
+each or once a step; weights resharded or kept; gathers ahead), and the fastest takes part. Then
+each device trains alone in its best setting: the sum of these speeds is what the fleet could reach.
+Last, equal devices, gpumix against the best of DDP and FSDP2. Same devices, weights, samples and
+optimizer for all.
 
-    python benchmarks/mixed_cpu.py [--json] [--rounds 3] [--steps 2]
+    python benchmarks/mixed_cpu.py [--json] [--rounds 3] [--steps 2] [--quick] [--every]
 
-Speeds are medians over rounds of medians over steps. A run in which an emulated device fell behind
-its speed is repeated, up to three times in all, and left out if the other rounds have clean ones;
-`overruns` are those in the runs that counted (0, or the figures mean nothing).
-`worst_loss_difference` is relative, over all systems and steps.
+Figures: `speedup_vs_best_even` (ideal 2.0), `speedup_vs_best_proportional` (1.0: where the state
+fits evenly, that split leaves nothing to gain but in overheads), `fleet_efficiency`,
+`equal_devices_vs_best`. Speeds are medians over rounds of medians over steps. A run in which an
+emulated device fell behind its speed is repeated, up to three times in all, and left out if the
+other rounds have clean ones; `overruns` are those in the runs that counted (0, or the figures mean
+nothing). `worst_loss_difference` is relative, over all systems and steps. A fleet efficiency above
+1 ends the script with exit code 1.
+
+`--quick`: a quarter of the work and one round, to try the script. `--every`: try all settings, also
+those in which another that fits does no more work and no more communication.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import sys
 import time
 
-from emulated.results import Results, plan_line
-from emulated.rounds import (
-    DDP_EVEN,
-    FSDP_EVEN,
-    FSDP_KEEPS,
-    FSDP_PROPORTIONAL,
-    GPUMIX,
-    Study,
-)
+from common import Figures, print_figures
+from emulated.contest import EVEN, Contest, Size, figures_of, hold, refuse_impossible
 from emulated.setting import Setting, cluster_of
 
 WIDTH, LAYERS, HEADS = 192, 6, 6
@@ -46,68 +46,42 @@ EQUAL = cluster_of(("equal", 4, "6 GFLOP/s", "384 MiB"))
 def main() -> None:
     arguments = _arguments()
     begun = time.perf_counter()
-    mixed = Results.of(
-        Study(
-            Setting(MIXED, WIDTH, LAYERS, HEADS),
-            (DDP_EVEN, FSDP_EVEN, FSDP_PROPORTIONAL, GPUMIX),
-            rounds=arguments.rounds,
-            steps=arguments.steps,
-            alone=True,
-        )
-    )
-    equal = Results.of(
-        Study(
-            Setting(EQUAL, WIDTH, LAYERS, HEADS),
-            (FSDP_EVEN, GPUMIX, FSDP_KEEPS),
-            rounds=arguments.rounds,
-            steps=arguments.steps,
-        )
-    )
-    figures = _figures(mixed, equal) | {"seconds": time.perf_counter() - begun}
-    _show(mixed, equal, figures)
-    if arguments.json:
-        print(json.dumps({name: float(f"{value:.6g}") for name, value in figures.items()}))
+    sizes = {"global_batch": 16, "sequence": 64} if arguments.quick else {}
+    rounds, steps = (1, 1) if arguments.quick else (arguments.rounds, arguments.steps)
+    size = Size(rounds, steps, arguments.every)
+    mixed = hold(Setting(MIXED, WIDTH, LAYERS, HEADS, **sizes), size)
+    equal = hold(Setting(EQUAL, WIDTH, LAYERS, HEADS, **sizes), size, splits=(EVEN,))
+    figures = _figures(mixed, equal) | {"seconds": round(time.perf_counter() - begun, 1)}
+    print("emulated devices: times are of the emulation, not of any real card\n")
+    print(f"{mixed}\n\nfour equal devices\n{equal}\n")
+    print_figures(figures, as_json=arguments.json)
+    sys.exit(refuse_impossible([mixed, equal]))
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2, help="measured steps per system and round")
+    parser.add_argument("--quick", action="store_true", help="a quarter of the work, one round")
+    parser.add_argument("--every", action="store_true", help="try covered settings too")
     return parser.parse_args()
 
 
-def _figures(mixed: Results, equal: Results) -> dict[str, float]:
-    ours, ours_equal = mixed.tokens_per_s(GPUMIX), equal.tokens_per_s(GPUMIX)
-    prediction = mixed.plan.prediction
-    assert prediction is not None
-    return {
-        "tokens_per_s": ours,
-        "speedup_vs_ddp_even": ours / mixed.tokens_per_s(DDP_EVEN),
-        "speedup_vs_fsdp2_even": ours / mixed.tokens_per_s(FSDP_EVEN),
-        "speedup_vs_fsdp2_proportional": ours / mixed.tokens_per_s(FSDP_PROPORTIONAL),
-        "fleet_efficiency": ours / sum(mixed.alone_tokens_per_s()),
-        "equal_devices_vs_fsdp2": ours_equal / equal.tokens_per_s(FSDP_EVEN),
-        "equal_devices_vs_fsdp2_no_recompute": ours_equal / equal.tokens_per_s(FSDP_KEEPS),
-        "prediction_error": prediction.tokens_per_s / ours - 1,
+def _figures(mixed: Contest, equal: Contest) -> Figures:
+    results = (mixed.results, equal.results)
+    figures = figures_of([mixed]) | {
+        "ideal_speedup": mixed.ideal_speedup,
+        "equal_devices_vs_best": equal.speedup(EVEN),
+        "equal_devices_fleet_efficiency": equal.efficiency,
+        "tokens_per_s": mixed.tokens_per_s,
+        "prediction_error": 1 / mixed.vs_prediction - 1,
         "overruns": mixed.overruns + equal.overruns,
-        "runs_spoiled": mixed.spoiled + equal.spoiled,
-        "worst_loss_difference": max(mixed.worst_loss_difference, equal.worst_loss_difference),
-        "busiest_cpu_share": max(mixed.busiest_cpu(), equal.busiest_cpu()),
+        "runs_spoiled": sum(r.spoiled for r in results),
+        "worst_loss_difference": max(r.worst_loss_difference for r in results),
+        "busiest_cpu_share": max(r.busiest_cpu() for r in results),
     }
-
-
-def _show(mixed: Results, equal: Results, figures: dict[str, float]) -> None:
-    alone = mixed.alone_tokens_per_s()
-    print("emulated devices: times are of the emulation, not of any real card\n")
-    print(mixed.table(GPUMIX))
-    print(plan_line(mixed.plan))
-    print(f"each device alone: {' + '.join(f'{a:.1f}' for a in alone)} = {sum(alone):.1f} tokens/s")
-    print("\nfour equal devices")
-    print(equal.table(GPUMIX))
-    print(plan_line(equal.plan), end="\n\n")
-    for name, value in figures.items():
-        print(f"{name} {value:.4g}")
+    return {n: float(f"{v:.6g}") if isinstance(v, float) else v for n, v in figures.items()}
 
 
 if __name__ == "__main__":

@@ -53,9 +53,9 @@ def engine_attempt(cluster: Cluster, model: Model, plan: Plan) -> list[Attempt]:
     return launch(_by_engine, cluster.in_rank_order(), cluster, model, plan)
 
 
-def fsdp_attempt(cluster: Cluster, setting: Setting, *, sparing: bool = False) -> list[Attempt]:
-    """Train by FSDP2, all sharded; `sparing`: without gathers ahead of use. By rank."""
-    return launch(_by_fsdp, cluster.in_rank_order(), cluster, setting, sparing)
+def fsdp_attempt(cluster: Cluster, setting: Setting) -> list[Attempt]:
+    """Train by FSDP2 in its thriftiest form: all sharded, without gathers ahead of use. By rank."""
+    return launch(_by_fsdp, cluster.in_rank_order(), cluster, setting)
 
 
 def fits(attempts: list[Attempt]) -> bool:
@@ -77,9 +77,9 @@ def _by_engine(seat: Seat, cluster: Cluster, model: Model, plan: Plan) -> Attemp
     return _attempt(seat, cluster, system, batch)
 
 
-def _by_fsdp(seat: Seat, cluster: Cluster, setting: Setting, sparing: bool) -> Attempt:
+def _by_fsdp(seat: Seat, cluster: Cluster, setting: Setting) -> Attempt:
     """Its whole model is made before the device is opened: not in its memory."""
-    entrant = Fsdp(reshard=True, ahead=not sparing)
+    entrant = Fsdp(reshard=True, ahead=False)
     whole = setting.model.build()
 
     def system() -> System:

@@ -30,6 +30,10 @@ from gpumix.engine.record import SILENT, Recorder, Recording
 from gpumix.engine.units import dissect
 from gpumix.spec.plan import ZeroStage
 from gpumix.spec.profile import ROOT
+from gpumix.spec.stage import ComputeDtype
+
+Exchanging = Callable[[bool], AbstractContextManager[None]]
+"""Called before each micro-batch with whether it is the step's last one; entered around it."""
 
 
 class System(Protocol):
@@ -61,13 +65,21 @@ class Ddp:
         model = setting.model.build().to(device)
         if setting.recompute:
             recomputing(model)
+        replicas, exchanging = self.distribute(model, device)
+        return Loop(replicas, setting, exchanging, autocast=True)
+
+    def distribute(
+        self, model: nn.Module, device: torch.device, dtype: ComputeDtype = "fp32"
+    ) -> tuple[nn.Module, Exchanging]:
+        """Replicate a model; gradients are averaged in the step's last micro-batch alone. It
+        computes in the model's own dtype, whatever `dtype` is."""
         ids = [device] if device.type == "cuda" else None
         replicas = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
 
         def exchanging(last: bool) -> AbstractContextManager[None]:
             return nullcontext() if last else replicas.no_sync()
 
-        return Loop(replicas, setting, exchanging, autocast=True)
+        return replicas, exchanging
 
 
 @dataclass(frozen=True)
@@ -79,7 +91,8 @@ class Fsdp:
             last one.
         whole_gradients: micro-batches add up whole gradients, which are exchanged once a step;
             else each micro-batch's are exchanged, and only shards are kept.
-        ahead: units are gathered ahead of use, which is faster and takes more memory.
+        ahead: units are gathered ahead of use, and the root's stay gathered between forward and
+            backward, as torch does by itself; faster, and takes more memory.
     """
 
     reshard: bool
@@ -98,10 +111,16 @@ class Fsdp:
 
     def wrap(self, model: Any, setting: Setting, device: torch.device) -> System:
         """Shard a model that is there."""
-        blocks = [unit.module for unit in dissect(model).units]
         if setting.recompute:
             recomputing(model)
-        self._shard(model, blocks, setting, device)
+        sharded, exchanging = self.distribute(model, device, setting.dtype)
+        return Loop(sharded, setting, exchanging)
+
+    def distribute(
+        self, model: Any, device: torch.device, dtype: ComputeDtype = "fp32"
+    ) -> tuple[nn.Module, Exchanging]:
+        """Shard a model over all ranks, to compute in `dtype`; gradients are averaged."""
+        self._shard(model, [unit.module for unit in dissect(model).units], device, dtype)
 
         def exchanging(last: bool) -> AbstractContextManager[None]:
             if self.whole_gradients:
@@ -111,15 +130,17 @@ class Fsdp:
             model.set_is_last_backward(last)
             return nullcontext()
 
-        return Loop(model, setting, exchanging)
+        return model, exchanging
 
     def _shard(
-        self, model: Any, blocks: Sequence[nn.Module], setting: Setting, device: torch.device
+        self, model: Any, blocks: Sequence[nn.Module], device: torch.device, dtype: ComputeDtype
     ) -> None:
-        mesh = dist.init_device_mesh(device.type, (setting.world,))
-        dtype = TORCH_DTYPE[setting.dtype]
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-        options = {"mesh": mesh, "reshard_after_forward": self.reshard, "mp_policy": policy}
+        mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
+        policy = MixedPrecisionPolicy(param_dtype=TORCH_DTYPE[dtype], reduce_dtype=torch.float32)
+        # None: all but the root, which backward wants at once; it is the default for that reason.
+        sharded = None if self.ahead else True
+        reshard = sharded if self.reshard else False
+        options = {"mesh": mesh, "reshard_after_forward": reshard, "mp_policy": policy}
         for block in blocks:
             fully_shard(block, **options)
         fully_shard(model, **options)
@@ -155,7 +176,7 @@ class Loop:
     """An ordinary training loop around a model that may be wrapped.
 
     Args:
-        exchanging: called before each micro-batch with whether it is the step's last one.
+        exchanging: what goes around each micro-batch.
         autocast: compute in the setting's precision by `torch.autocast`; the model does not itself.
     """
 
@@ -163,7 +184,7 @@ class Loop:
         self,
         model: nn.Module,
         setting: Setting,
-        exchanging: Callable[[bool], AbstractContextManager[None]] = lambda last: nullcontext(),
+        exchanging: Exchanging = lambda last: nullcontext(),
         *,
         autocast: bool = False,
     ) -> None:

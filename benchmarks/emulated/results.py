@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from emulated.rounds import ALONE, Outcome, Run, Study, work
+from emulated.rounds import Outcome, Run, Study, work
+from gpumix.engine.record import Recording
 from gpumix.spec.plan import Plan
 from gpumix.spec.units import show_bytes
 from gpumix.train.launch import launch
@@ -24,10 +25,6 @@ class Results:
         """Run the study, one process per device."""
         return cls(study, tuple(launch(work, study.setting.devices, study)))
 
-    @property
-    def plan(self) -> Plan:
-        return self.outcomes[0].plan
-
     def of_system(self, name: str) -> list[tuple[Run, ...]]:
         """For each round the runs of all ranks."""
         by_rank = ([run for run in o.runs if run.system == name] for o in self.outcomes)
@@ -43,15 +40,6 @@ class Results:
         steps = [median(run.step_s) for run in self.counted(name)]
         return self.study.setting.tokens / median(steps)
 
-    def alone_tokens_per_s(self) -> list[float]:
-        """By rank: its part of the batch over its own median step, with nobody to wait for."""
-        setting = self.study.setting
-        (runs,) = self.of_system(ALONE)
-        return [
-            samples * setting.sequence / median(run.step_s)
-            for samples, run in zip(setting.proportional(), runs)
-        ]
-
     @property
     def overruns(self) -> int:
         """In the runs that count; not 0 only where a system had some in all rounds and tries."""
@@ -66,9 +54,13 @@ class Results:
     @property
     def worst_loss_difference(self) -> float:
         """Relative, over all steps of all systems, to the first round of the first system."""
-        wanted = self.of_system(self.study.systems[0])[0][0].losses
-        found = [run.losses for run in self.outcomes[0].runs if run.system != ALONE]
+        wanted = self.of_system(self.study.contestants[0].name)[0][0].losses
+        found = [run.losses for run in self.outcomes[0].runs]
         return max(abs(a / b - 1) for losses in found for a, b in zip(losses, wanted))
+
+    def recordings(self, name: str) -> list[Recording]:
+        """One step in detail, by rank."""
+        return [outcome.recordings[name] for outcome in self.outcomes]
 
     def busiest_cpu(self) -> float:
         """The largest share of a core that any rank used."""
@@ -89,7 +81,7 @@ class Results:
         """One row per system: tokens/s, how much faster `ours` is, the rounds (* with overruns),
         the highest peak of memory."""
         rows = [("system", "tokens/s", f"{ours} is", "by round, tokens/s", "memory")]
-        for name in self.study.systems:
+        for name in (contestant.name for contestant in self.study.contestants):
             speed = self.tokens_per_s(name)
             runs = [ranks[0] for ranks in self.of_system(name)]
             rounds = [

@@ -1,4 +1,4 @@
-"""Runs systems in alternating rounds on one rank's emulated device, and times their steps.
+"""Runs contestants in alternating rounds on one rank's emulated device, and times their steps.
 
 A step ends when every device is done: a barrier separates steps, for all systems alike. A run
 during which any device fell behind its speed is thrown away and repeated.
@@ -9,30 +9,24 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from statistics import median
 
 import torch
 import torch.distributed as dist
 
 import gpumix
-from emulated import systems
+from emulated.contestants import ByPlan, Contestant
 from emulated.setting import Setting
-from emulated.systems import System
+from emulated.systems import Gpumix, System
+from gpumix.engine.record import Recording
 from gpumix.hardware.device import DeviceRuntime, open_device
-from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 from gpumix.train.launch import Seat
-
-GPUMIX = "gpumix"
-ALONE = "alone"
-DDP_EVEN = "DDP even"
-FSDP_EVEN = "FSDP2 even"
-FSDP_PROPORTIONAL = "FSDP2 proportional"
-FSDP_KEEPS = "FSDP2 even, no recompute"
 
 WARM_UP_STEPS = 1
 TRIES = 3
@@ -64,36 +58,41 @@ class Run:
 
 @dataclass(frozen=True)
 class Study:
-    """What is measured: systems by name in every round, each device alone once."""
+    """What is measured: each contestant in every round. `recorded`: of those by a plan, one step
+    more in detail."""
 
     setting: Setting
-    systems: tuple[str, ...]
+    contestants: tuple[Contestant, ...]
     rounds: int
     steps: int
-    alone: bool = False
+    recorded: bool = False
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank brings home."""
+    """What one rank brings home; `recordings` by contestant."""
 
     runs: tuple[Run, ...]
-    profile: Profile
-    plan: Plan
+    recordings: dict[str, Recording]
 
 
 def work(seat: Seat, study: Study) -> Outcome:
-    """One rank's part: profile once, plan, then all systems in every round."""
+    """One rank's part: all contestants in every round."""
     with joined(seat):
-        profile = profile_of(study.setting)
-        plan = gpumix.plan(profile, study.setting.global_batch)
-        bench = Bench(seat.rank, study, plan)
-        runs = [bench.repeated(ALONE, 0)] if study.alone else []
+        bench = Bench(seat.rank, study.setting, study.steps)
+        runs = []
         for number in range(study.rounds):
-            shift = number % len(study.systems)
-            for name in (*study.systems[shift:], *study.systems[:shift]):
-                runs.append(bench.repeated(name, number))
-        return Outcome(tuple(runs), profile, plan)
+            shift = number % len(study.contestants)
+            for contestant in (*study.contestants[shift:], *study.contestants[:shift]):
+                runs.append(bench.repeated(contestant, number))
+        planned = [c for c in study.contestants if isinstance(c, ByPlan)] if study.recorded else []
+        return Outcome(tuple(runs), {c.name: bench.recording(c) for c in planned})
+
+
+def profiled(seat: Seat, setting: Setting) -> Profile:
+    """One rank's part of measuring the model on these devices."""
+    with joined(seat):
+        return profile_of(setting)
 
 
 @contextmanager
@@ -130,37 +129,51 @@ def profile_of(setting: Setting) -> Profile:
 class Bench:
     """One rank's device and what runs on it."""
 
-    def __init__(self, rank: int, study: Study, plan: Plan) -> None:
+    def __init__(self, rank: int, setting: Setting, steps: int) -> None:
         self.rank = rank
-        self.study = study
-        self.plan = plan
+        self.setting = setting
+        self.steps = steps
 
-    def repeated(self, name: str, number: int) -> Run:
+    def repeated(self, contestant: Contestant, number: int) -> Run:
         """The first run without overruns; where all had some, the one with the fewest."""
         tried: list[Run] = []
         while not tried or (tried[-1].overruns and len(tried) < TRIES):
-            tried.append(self._run(name, number))
+            tried.append(self._run(contestant, number))
             self._tell(tried[-1])
         best = min(tried, key=lambda run: run.overruns)
         return replace(best, spoiled=len(tried) - 1)
 
-    def _run(self, name: str, number: int) -> Run:
-        device_class = self.study.setting.class_of(self.rank)
+    def recording(self, contestant: ByPlan) -> Recording:
+        """One step in detail."""
+        start = contestant.start(self.setting)
+        with open_device(self.setting.class_of(self.rank), 0) as runtime:
+            system = start(runtime)
+            assert isinstance(system, Gpumix)
+            for step in range(2):  # the first one allocates
+                runtime.idle()
+                batch = self.setting.batch(step, contestant.samples, self.rank)
+                recording = system.recorded_step(batch)
+            del system
+        return recording
+
+    def _run(self, contestant: Contestant, number: int) -> Run:
         gc.collect()
-        with open_device(device_class, 0) as runtime:
+        start = contestant.start(self.setting)
+        with open_device(self.setting.class_of(self.rank), 0) as runtime:
             runtime.reset_peak()
-            system = self._system(name, runtime)
-            barrier = _nothing if name == ALONE else dist.barrier
-            warm = [self._step(system, s, runtime, barrier) for s in range(WARM_UP_STEPS)]
+            system = start(runtime)
+            del start  # it holds a model that is sharded now
+            step = partial(one_step, system, contestant, self.setting, self.rank, runtime)
+            warm = [step(number) for number in range(WARM_UP_STEPS)]
             before, cpu, wall = runtime.overruns, time.process_time(), time.perf_counter()
-            last = WARM_UP_STEPS + self.study.steps
-            timed = [self._step(system, s, runtime, barrier) for s in range(WARM_UP_STEPS, last)]
+            last = WARM_UP_STEPS + self.steps
+            timed = [step(number) for number in range(WARM_UP_STEPS, last)]
             cpu_share = (time.process_time() - cpu) / (time.perf_counter() - wall)
             overruns, peak = runtime.overruns - before, runtime.peak_bytes()
-            del system
+            del system, step
         dist.barrier()
         return Run(
-            system=name,
+            system=contestant.name,
             round=number,
             step_s=tuple(seconds for seconds, _ in timed),
             losses=tuple(_summed([loss for _, loss in (*warm, *timed)])),
@@ -168,30 +181,6 @@ class Bench:
             peak_bytes=peak,
             cpu_share=cpu_share,
         )
-
-    def _step(
-        self, system: System, step: int, runtime: DeviceRuntime, barrier: Callable[[], object]
-    ) -> tuple[float, float]:
-        """Seconds until every device is done, and this rank's part of the loss."""
-        batch = self.study.setting.batch(step, system.samples, self.rank)
-        barrier()
-        runtime.idle()
-        begun = time.perf_counter()
-        loss = system.step(batch).item()
-        runtime.synchronize()
-        barrier()
-        return time.perf_counter() - begun, loss
-
-    def _system(self, name: str, runtime: DeviceRuntime) -> System:
-        setting = self.study.setting
-        if name == GPUMIX:
-            return systems.Gpumix(setting.build(), self.plan)
-        if name == ALONE:
-            return systems.alone(setting)
-        if name == DDP_EVEN:
-            return systems.ddp(setting, runtime)
-        samples = setting.proportional() if name == FSDP_PROPORTIONAL else setting.even()
-        return systems.fsdp(setting.build(), setting, samples, recompute=name != FSDP_KEEPS)
 
     def _tell(self, run: Run) -> None:
         if self.rank == 0:
@@ -201,8 +190,23 @@ class Bench:
             print(line, file=sys.stderr, flush=True)
 
 
-def _nothing() -> None:
-    return None
+def one_step(
+    system: System,
+    contestant: Contestant,
+    setting: Setting,
+    rank: int,
+    runtime: DeviceRuntime,
+    step: int,
+) -> tuple[float, float]:
+    """Seconds until every device is done, and this rank's part of the loss. Collective."""
+    batch = setting.batch(step, contestant.samples, rank)
+    dist.barrier()
+    runtime.idle()
+    begun = time.perf_counter()
+    loss = system.step(batch).item()
+    runtime.synchronize()
+    dist.barrier()
+    return time.perf_counter() - begun, loss
 
 
 def _summed(values: Sequence[float]) -> list[float]:

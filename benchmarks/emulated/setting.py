@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -52,20 +53,29 @@ class Setting:
         return samples * (self.sequence - 1)
 
     def even(self) -> tuple[int, ...]:
-        """Samples by rank, the same for all."""
+        """Samples by rank, the same for all; a remainder goes to the first ranks, one for each."""
         each, rest = divmod(self.global_batch, len(self.devices))
-        if rest:
-            raise ValueError(f"{self.global_batch} samples cannot be split evenly")
-        return (each,) * len(self.devices)
+        return tuple(each + (rank < rest) for rank in self._ranks)
 
     def proportional(self) -> tuple[int, ...]:
-        """Samples by rank in proportion to the devices' speed, which must divide the batch."""
-        ranks = range(len(self.devices))
-        rates = [self.class_of(rank).emulate_flops_per_s or 0.0 for rank in ranks]
-        samples = [self.global_batch * rate / sum(rates) for rate in rates]
-        if any(n != int(n) for n in samples):
-            raise ValueError(f"speeds {rates} do not divide {self.global_batch} samples")
-        return tuple(int(n) for n in samples)
+        """Samples by rank in proportion to the devices' speed, rounded so that the last device is
+        done as early as possible; each has at least one."""
+        rates = [self.class_of(rank).emulate_flops_per_s or 0.0 for rank in self._ranks]
+        samples = [1 for _ in rates]
+        for _ in range(self.global_batch - len(rates)):
+            done_first = min(self._ranks, key=lambda rank: (samples[rank] + 1) / rates[rank])
+            samples[done_first] += 1
+        return tuple(samples)
+
+    def of_devices(self, ids: Iterable[str]) -> Setting:
+        """The same on some of the devices."""
+        wanted = set(ids)
+        devices = tuple(device for device in self.devices if device.id in wanted)
+        return replace(self, cluster=self.cluster.model_copy(update={"devices": devices}))
+
+    @property
+    def _ranks(self) -> range:
+        return range(len(self.devices))
 
     def build(self) -> nn.Module:
         """The model; its initial weights are the same wherever it is built."""

@@ -46,6 +46,8 @@ def test_a_demo_trains_and_compares_itself_with_an_even_split(first, folder):
     assert Plan.load(folder / "mine" / "plan.json").emulated
     assert summary["speedup_vs_even"] > 0
     (even,) = metrics(folder / "mine", "compared")
+    assert 1 <= even["tried"] <= 3
+    assert f"{even['setting']})" in first.err.splitlines()[-1]
     speed = summary["speedup_vs_even"] * even["tokens_per_s"]
     assert (even["strategy"], speed) == ("even", pytest.approx(summary["tokens_per_s"]))
     last = first.err.splitlines()[-1]

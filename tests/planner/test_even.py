@@ -10,7 +10,7 @@ from profiles import GIB, Card, block, line, profile, steady
 
 from draws import examples
 from gpumix.planner.base import PlanRequest
-from gpumix.planner.even import even
+from gpumix.planner.even import even, even_plans
 from gpumix.planner.optimal import optimal
 from gpumix.spec.errors import InputError, NoFeasiblePlanError
 from gpumix.spec.space import Space
@@ -77,3 +77,15 @@ def test_an_even_plan_fits_and_is_never_faster_than_the_optimal_one(profile, bat
 
 def nearly_full(plan):
     return any(p.memory_limit_bytes - p.peak_bytes < 2000 for p in plan.prediction.workers)
+
+
+def test_all_settings_that_fit_are_planned_and_the_fastest_comes_first():
+    cards = [Card("fast", 1, GIB, steady(4.0)), Card("slow", 1, GIB, steady(1.0))]
+    measured, request = profile(cards), PlanRequest(global_batch=8)
+    plans = list(even_plans(measured, request))
+    times = [plan.prediction.step_s for plan in plans]
+    assert times == sorted(times)
+    settings = [(plan.zero_stage, plan.workers[0].mode) for plan in plans]
+    assert len(set(settings)) == len(settings)
+    assert {stage for stage, _ in settings} == {0, 1, 2, 3}
+    assert plans[0] == even(measured, request)

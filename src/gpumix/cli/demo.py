@@ -15,11 +15,11 @@ from gpumix.spec.errors import InputError
 from gpumix.train import run_files
 
 if TYPE_CHECKING:
+    from gpumix.train.even_split import EvenSplit
     from gpumix.train.metrics import Told
-    from gpumix.train.outcome import Trial
 
 JOB_FILE = "demo.yaml"
-EVEN_STEPS = 5
+EVEN_STEPS = 4
 # Neither a part of the library itself, nor in every installation.
 NOT_TEXT = {"site-packages", "test", "idlelib", "__pycache__", "lib2to3"}
 
@@ -63,6 +63,7 @@ def demo(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
+    from gpumix.train.even_split import best_even_split
     from gpumix.train.metrics import tell_afterwards
     from gpumix.train.pipeline import Pipeline, too_busy
 
@@ -70,34 +71,37 @@ def demo(
     pipeline = Pipeline.of_file(_write_job(output, steps), overrides, debug=debug)
     _clear(output)
     summary = pipeline.train(None, resume=False)
-    pipeline.show(f"now {EVEN_STEPS} steps with an even split, on the same devices")
-    even = pipeline.try_out(pipeline.plan(pipeline.profile(), "even"), EVEN_STEPS)
+    pipeline.show(f"now an even split on the same devices, {EVEN_STEPS} steps in each setting")
+    even = best_even_split(pipeline, pipeline.profile(), EVEN_STEPS)
     overruns = summary.overruns + even.overruns
     if overruns:
         pipeline.show(too_busy(overruns))
-    speedup = summary.tokens_per_s / even.tokens_per_s
+    speedup = summary.tokens_per_s / even.trial.tokens_per_s
     error = summary.prediction_error or 0.0
     tell_afterwards(pipeline.job.output, summary.steps, _even_told(even))
     from rich.text import Text
 
     answer = (
         f"{summary.tokens_per_s:.0f} tokens/s, {speedup:.2f} times an even split "
-        f"({even.tokens_per_s:.0f} tokens/s); the prediction was off by {error:+.1%}"
+        f"in its best setting ({even.trial.tokens_per_s:.0f} tokens/s: {even.setting}); "
+        f"the prediction was off by {error:+.1%}"
     )
     pipeline.show(Text(answer, style="bold"))
     if as_json:
         print_json({**asdict(summary), "speedup_vs_even": speedup, "all_overruns": overruns})
 
 
-def _even_told(even: Trial) -> Told:
+def _even_told(even: EvenSplit) -> Told:
     """How fast the even split was, for the run's report."""
     from gpumix.train.metrics import Told
 
     fields = {
         "strategy": "even",
         "steps": EVEN_STEPS,
-        "step_s": even.step_s,
-        "tokens_per_s": even.tokens_per_s,
+        "setting": even.setting,
+        "tried": even.tried,
+        "step_s": even.trial.step_s,
+        "tokens_per_s": even.trial.tokens_per_s,
         "overruns": even.overruns,
     }
     return Told("compared", fields, "")

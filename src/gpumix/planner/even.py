@@ -7,7 +7,7 @@ devices.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,6 +33,15 @@ def even(profile: Profile, request: PlanRequest) -> Plan:
         InputError: there are fewer samples than devices, or the profile lacks a device.
         NoFeasiblePlanError: a device cannot hold its part even at micro-batches of one sample.
     """
+    return next(even_plans(profile, request))
+
+
+def even_plans(profile: Profile, request: PlanRequest) -> Iterator[Plan]:
+    """The even plan in each ZeRO stage and mode that fits, the fastest one first by prediction.
+
+    Raises:
+        InputError, NoFeasiblePlanError: as `even`.
+    """
     devices = ranked_devices(profile, request)
     ranks, batch = len(devices), request.global_batch
     if batch < ranks:
@@ -48,17 +57,17 @@ def even(profile: Profile, request: PlanRequest) -> Plan:
     fitting = [way for way in tried if way.micro_batch is not None]
     if not fitting:
         raise too_large("an even plan", ((way.setting, way.excess) for way in tried))
-    best = min(fitting, key=lambda way: way.step_s)
-    assert best.micro_batch is not None
-    return assemble(
-        best.setting,
-        strategy="even",
-        global_batch=batch,
-        parts={
-            device.id: Part(count, min(best.micro_batch, count), 1.0 / ranks, best.mode)
-            for device, count in zip(devices, samples)
-        },
-    )
+    for way in sorted(fitting, key=lambda way: way.step_s):
+        assert way.micro_batch is not None
+        yield assemble(
+            way.setting,
+            strategy="even",
+            global_batch=batch,
+            parts={
+                device.id: Part(count, min(way.micro_batch, count), 1.0 / ranks, way.mode)
+                for device, count in zip(devices, samples)
+            },
+        )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,73 @@
+"""The even split in its best setting: the baseline that a run's speed is compared with.
+
+Its speed depends on the ZeRO stage and on whether graphs are kept. Predictions are off by a few per
+cent, so each setting that may be the fastest within that is tried.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gpumix.planner.base import PlanRequest, predicted
+
+if TYPE_CHECKING:
+    from gpumix.spec.job import Job
+    from gpumix.spec.plan import Plan
+    from gpumix.spec.profile import Profile
+    from gpumix.train.outcome import Trial
+    from gpumix.train.pipeline import Pipeline
+
+# A plan whose predicted step is longer than the shortest one by more than this is not the fastest.
+DOUBT = 0.05
+MOST_TRIED = 3
+
+
+@dataclass(frozen=True)
+class EvenSplit:
+    """The fastest even plan, its trial, and how many plans were tried; `overruns` of all trials."""
+
+    plan: Plan
+    trial: Trial
+    tried: int
+    overruns: int
+
+    @property
+    def setting(self) -> str:
+        """The fastest plan's setting, in a few words."""
+        modes = {worker.mode.recompute for worker in self.plan.workers}
+        kept = "recompute" if modes == {True} else "graphs kept"
+        micro_batch = max(worker.micro_batch for worker in self.plan.workers)
+        return f"ZeRO stage {self.plan.zero_stage}, {kept}, micro-batches of {micro_batch}"
+
+
+def best_even_split(pipeline: Pipeline, profile: Profile, steps: int) -> EvenSplit:
+    """Try even plans for `steps` steps each, the fastest ones by prediction.
+
+    Raises:
+        NoFeasiblePlanError: no even split fits.
+    """
+    plans = even_plans(pipeline.job, profile)
+    trials = [pipeline.try_out(plan, steps) for plan in plans]
+    plan, trial = min(zip(plans, trials, strict=True), key=lambda tried: tried[1].step_s)
+    return EvenSplit(plan, trial, len(plans), sum(trial.overruns for trial in trials))
+
+
+def even_plans(job: Job, profile: Profile) -> list[Plan]:
+    """The even plans that may be the fastest, those first that are predicted to be: at most one of
+    a ZeRO stage with graphs kept, and one with recompute.
+
+    Raises:
+        NoFeasiblePlanError: no even split fits.
+    """
+    from gpumix.planner import even
+
+    space = job.techniques.with_all_devices()
+    request = PlanRequest(global_batch=job.global_batch, space=space)
+    found: dict[tuple[int, bool], Plan] = {}
+    for plan in even.even_plans(profile, request):
+        first = next(iter(found.values()), plan)
+        if predicted(plan).step_s > (1 + DOUBT) * predicted(first).step_s:
+            break
+        found.setdefault((plan.zero_stage, plan.workers[0].mode.recompute), plan)
+    return list(found.values())[:MOST_TRIED]
