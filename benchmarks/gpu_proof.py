@@ -38,10 +38,20 @@ from proof.stages import STAGES  # noqa: E402
 from proof.starter import Starter  # noqa: E402
 
 BUDGET_S = 420.0
+# Of all processes, unless somebody has set it: the driver is asked by NVML, which makes no context
+# that forks would inherit; and nothing looks for a network.
+ENVIRONMENT = {
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONUNBUFFERED": "1",
+}
 
 
 def main() -> int:
     arguments = _arguments()
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     if arguments.task:
         run(pickle.loads(base64.b64decode(arguments.task)))
     place = _place(arguments)

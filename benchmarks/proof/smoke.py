@@ -11,6 +11,7 @@ import torch
 
 from compared.setting import Order, Setting
 from compared.systems import System
+from gpumix.engine.engine import Engine
 from gpumix.spec.efficiency import Efficiency
 from gpumix.spec.plan import ZeroStage
 from gpumix.spec.stage import ComputeDtype
@@ -134,7 +135,7 @@ class _Smoke:
             mode=variant.mode,
             worker=worker,
         )
-        trained = self._train(trainer, trainer.engine.state_dict)
+        trained = self._train(trainer, lambda: self._pieces_of(trainer.engine))
         with waits.watched(self.bench) as seen:
             trainer.engine.step(self._batches[-1])
         waits.tell(seen)
@@ -176,10 +177,14 @@ class _Smoke:
         """The norm of the difference to the plain loop's weights, relative to how far those have
         come from their beginning."""
         truth = self.plains[dtype].weights
-        off = sum((trained.weights[n] - w).square().sum().item() for n, w in truth.items())
-        moved = sum((self._begin[n] - w).square().sum().item() for n, w in truth.items())
-        return float((off / moved) ** 0.5)
+        off = torch.stack([(trained.weights[n] - w).norm() for n, w in truth.items()]).norm()
+        moved = torch.stack([(self._begin[n] - w).norm() for n, w in truth.items()]).norm()
+        return (off / moved).item()
 
     @staticmethod
     def _weights_of(model: torch.nn.Module) -> Weights:
-        return {name: p.detach().to("cpu", copy=True) for name, p in model.named_parameters()}
+        return {name: p.detach().flatten().clone() for name, p in model.named_parameters()}
+
+    def _pieces_of(self, engine: Engine) -> Weights:
+        """Of one rank a piece is a whole parameter."""
+        return {n: p.detach().to(self.bench.device) for n, p in engine.named_parameters()}

@@ -48,7 +48,8 @@ def peak_flops(bench: Bench) -> float | None:
 
 def run(bench: Bench) -> Outcome:
     study = _Study(bench)
-    with systems.group_of_one(bench), systems.without_search_for_packs():
+    systems.join_alone(bench)
+    with systems.without_search_for_packs():
         study.eager()
         study.in_micro_batches()
         study.again_after_drift()

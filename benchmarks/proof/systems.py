@@ -92,15 +92,11 @@ def without_search_for_packs() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def group_of_one(bench: Bench) -> Iterator[None]:
-    """The default process group, which FSDP2 needs: of this process alone."""
+def join_alone(bench: Bench) -> None:
+    """Make the default process group, which FSDP2 needs, of this process alone. It lasts as long
+    as the process: to leave it is one more thing that could hang."""
     backend = "nccl" if bench.on_cuda else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def _compile_blocks(model: nn.Module, bench: Bench) -> None:
