@@ -52,6 +52,10 @@ def main() -> int:
     arguments = _arguments()
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    if arguments.rank:
+        from proof.rank import main as serve
+
+        serve()
     if arguments.task:
         run(pickle.loads(base64.b64decode(arguments.task)))
     place = _place(arguments)
@@ -83,6 +87,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--commit", default="", help="of the code; default: what git says")
     parser.add_argument("--exec", action="store_true", help="start each stage, instead of forking")
     parser.add_argument("--task", help=argparse.SUPPRESS)
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 

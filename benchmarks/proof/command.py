@@ -28,6 +28,7 @@ from proof.lines import (
     last_lines,
     read,
 )
+from proof.service import quit_service
 from proof.stages import Stage
 from proof.starter import Starter, processes_on_gpu
 
@@ -117,6 +118,8 @@ class Proof:
                 s=round(took_s, 2),
                 error=f"{error or 'it ended without a line'}\n{told}",
             )
+        if stage.name == "unequal":
+            quit_service()  # of a stage that could not do so itself
         if left := processes_on_gpu(self.wanted.place):
             self._say(f"{stage.name}: these processes are left on the GPU: {left}")
         self._say(f"{stage.name}: {took_s:.1f} s{f', {error}' if error else ''}")

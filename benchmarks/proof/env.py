@@ -19,12 +19,12 @@ from proof.bench import Bench
 from proof.entry import STARTED_BY
 from proof.lines import Bar, is_true
 from proof.outcome import Outcome
+from proof.service import mps_control
 
 LAG_CYCLES = 2_000_000  # a millisecond of a GPU's time
 COPIES = 100
 LOSSES = 50
 IMPORTED = ("torch._dynamo", "transformers.modeling_utils", "gpumix.train.work", "proof.preload")
-MPS_FOLDERS = ("/usr/local/nvidia/bin", "/usr/bin", "/usr/local/cuda/bin")
 
 
 def run(bench: Bench) -> Outcome:
@@ -169,12 +169,6 @@ def _machine(bench: Bench) -> dict[str, Any]:
         "mps_control": mps_control() or "",
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if bench.place == "gpu" else "",
     }
-
-
-def mps_control() -> str | None:
-    """The program that starts and ends NVIDIA's multi-process service, where it is installed."""
-    folders = os.pathsep.join([os.environ.get("PATH", ""), *MPS_FOLDERS])
-    return shutil.which("nvidia-cuda-mps-control", path=folders)
 
 
 def _said(*command: str) -> str:

@@ -20,15 +20,19 @@ class Llama(Model):
     mlp: int = 2048
     kv_heads: int = 12
 
-    def build_on(self, device: torch.device) -> nn.Module:
-        """The model in fp32, in training mode: the same values at each call on one device."""
+    def build_on(self, device: torch.device, *, keep_dtype: bool = False) -> nn.Module:
+        """The model in training mode: the same values at each call on one device.
+
+        Args:
+            keep_dtype: it stays in the default dtype; else it is in fp32.
+        """
         import transformers
 
         transformers.logging.set_verbosity_error()
         torch.manual_seed(SEED)
         with torch.device(device):
             model = transformers.LlamaForCausalLM(self._llama())
-        return model.float().train()
+        return model.train() if keep_dtype else model.float().train()
 
     @property
     def configuration(self) -> dict[str, Any]:
@@ -60,4 +64,4 @@ class Llama(Model):
 SMALL = Llama(width=768, layers=12, vocabulary=32_000, sequence=1024, mlp=2048, kv_heads=12)
 TINY_LLAMA = Llama(width=2048, layers=22, vocabulary=32_000, sequence=2048, mlp=5632, kv_heads=4)
 MIDDLE = Llama(width=1024, layers=24, vocabulary=32_000, sequence=1024, mlp=2816, kv_heads=4)
-REHEARSED = Llama(width=128, layers=2, vocabulary=256, sequence=32, mlp=256, kv_heads=1)
+REHEARSED = Llama(width=128, layers=2, vocabulary=264, sequence=32, mlp=256, kv_heads=1)

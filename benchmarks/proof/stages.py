@@ -27,4 +27,13 @@ STAGES = (
     Stage("env", 15, 5),
     Stage("smoke", 40, 20),
     Stage("speed", 110, 45),
+    Stage("predict", 65, 40, commands=True),
+    Stage("unequal", 65, 30, commands=True),
+    Stage("oom", 40, 20, commands=True),
+    Stage("resume", 35, 20, commands=True),
+    Stage("cli", 25, 15, commands=True),
+    Stage("doctor_check", 20, 15, commands=True),
+    # With what the others leave of the budget.
+    Stage("adapters", None, 30),
+    Stage("leftover", None, 60),
 )
