@@ -6,6 +6,9 @@ import sys
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 
+from gpumix.hardware import discover
+from gpumix.hardware.cards import Card
+from gpumix.hardware.torch_build import TorchBuild
 from gpumix.spec.cluster import DeviceClass
 
 
@@ -31,6 +34,7 @@ class FakeNvml:
     cards: list[FakeCard] = field(default_factory=list)
     init_error: str = ""
     shutdowns: int = 0
+    cuda: int = 13000  # the newest that the driver knows
 
     def module(self) -> ModuleType:
         nvml = ModuleType("pynvml")
@@ -59,6 +63,7 @@ class FakeNvml:
         nvml.nvmlInit = init
         nvml.nvmlShutdown = shutdown
         nvml.nvmlSystemGetDriverVersion = lambda: "580.65.06"
+        nvml.nvmlSystemGetCudaDriverVersion_v2 = lambda: self.cuda
         nvml.nvmlDeviceGetCount = lambda: len(self.cards)
         nvml.nvmlDeviceGetHandleByIndex = handle
         nvml.nvmlDeviceGetName = lambda card: card.product.encode()
@@ -70,6 +75,30 @@ class FakeNvml:
 
     def install(self, monkeypatch) -> FakeNvml:
         monkeypatch.setitem(sys.modules, "pynvml", self.module())
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+        for name in CHOICES:
+            monkeypatch.delenv(name, raising=False)
+        built_for(monkeypatch, "CUDA", "13.0")
+        plugged_in(monkeypatch)
         return self
+
+
+CHOICES = (
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_DEVICE_ORDER",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "ZE_AFFINITY_MASK",
+)
+
+
+def built_for(monkeypatch, toolkit: str, version: str) -> TorchBuild:
+    """What discovery takes the installed torch for."""
+    build = TorchBuild(f"2.13.0+{toolkit.lower() or 'cpu'}", toolkit, version)
+    monkeypatch.setattr(discover, "torch_build", lambda: build)
+    return build
+
+
+def plugged_in(monkeypatch, *makers: str) -> None:
+    """What is on the bus of this host."""
+    cards = tuple(Card(maker, f"0000:{n + 1:02}:00.0") for n, maker in enumerate(makers))
+    monkeypatch.setattr(discover, "cards_on_bus", lambda: cards)

@@ -181,7 +181,7 @@ def test_a_cluster_survives_json(read):
         (LONG.replace("my-slow-one", "slow-1"), 7, "",
          "device id 'slow-1' is given twice (first at [6])\n  fix: give each an id of its own"),
         (LONG.replace("id: my-slow-one", "ordinal: 1"), 7, "",
-         "'ordinal' has no effect: class 'slow' is not cuda\n  fix: leave it out"),
+         "'ordinal' has no effect: class 'slow' is not of GPUs\n  fix: leave it out"),
         (LONG.replace(", emulate: 2 GFLOP/s", ""), 3, "",
          "class 'slow' is real, 'fast' is emulated; a cluster is all one or all the other "
          "(first at [2])\n  fix: give 'emulate' to every class or to none"),
@@ -191,7 +191,7 @@ def test_a_cluster_survives_json(read):
          "unknown key '{}'\n  fix: did you mean 'class'?"),
         (SHORT + "- fast\n", 3, "[2]", "'{}' must be a mapping, it is 'fast'"),
         (REAL.replace("ordinal: 1", "ordinal: 0"), 6, "",
-         "two devices are cuda device 0 of host 'a' (first at [5])\n"
+         "two devices are GPU 0 of host 'a' (first at [5])\n"
          "  fix: give each its 'ordinal'"),
         (REAL.replace("GPU-2", "GPU-1"), 6, "", "device id 'GPU-1' is given twice (first at [5])"),
         (LONG + "network: {between: 0 GB/s}\n", 8, "network.between",
@@ -255,7 +255,7 @@ def test_one_error_for_a_row_that_clashes_often(tmp_path):
     )
     with pytest.raises(InputError) as caught:
         read_cluster(path)
-    assert str(caught.value).count("cuda device") == 1
+    assert str(caught.value).count("are GPU") == 1
 
 
 @pytest.mark.parametrize("amount", [".inf", "-.inf", ".nan", "true", "null", "[1 GiB]", "-1"])

@@ -14,12 +14,15 @@ from gpumix.spec.network import Network
 
 
 class Software(Value):
-    """Versions; `arches` is what the wheel has kernels for, as torch says it: sm_80, compute_90."""
+    """Versions; `arches` is what the wheel has kernels for, as torch says it: sm_80, compute_90;
+    `rocm` and `xpu` are of builds for AMD's and Intel's GPUs."""
 
     gpumix: str
     torch: str
     python: str
     cuda: str = ""
+    rocm: str = ""
+    xpu: str = ""
     nccl: str = ""
     transformers: str = ""
     driver: str = ""
@@ -124,6 +127,10 @@ class RankFacts(Value):
     health: GpuHealth | None = None
     speed: Speed | None = None
 
+    @property
+    def on_gpu(self) -> bool:
+        return self.accelerator not in ("", "cpu")
+
 
 class PairFacts(Value):
     """Two ranks that were to exchange tensors.
@@ -215,7 +222,7 @@ class Survey(Value):
 
     @property
     def gpus(self) -> tuple[RankFacts, ...]:
-        return tuple(rank for rank in self.ranks if rank.accelerator == "cuda")
+        return tuple(rank for rank in self.ranks if rank.on_gpu)
 
     @property
     def emulated(self) -> tuple[RankFacts, ...]:

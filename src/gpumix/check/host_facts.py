@@ -62,6 +62,8 @@ def software() -> Software:
         torch=torch.__version__,
         python=platform.python_version(),
         cuda=torch.version.cuda or "",
+        rocm=torch.version.hip or "",
+        xpu=getattr(torch.version, "xpu", None) or "",
         nccl=nccl,
         transformers=_version("transformers"),
         driver=driver,

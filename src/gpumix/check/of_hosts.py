@@ -288,7 +288,7 @@ Hinders = Callable[[Survey, str, HostFacts], bool]
 
 
 def _has_gpus(survey: Survey, host: str) -> bool:
-    return any(rank.accelerator == "cuda" for rank in survey.on(host))
+    return any(rank.on_gpu for rank in survey.on(host))
 
 
 def _several_gpus(survey: Survey, host: str, facts: HostFacts) -> bool:

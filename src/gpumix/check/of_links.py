@@ -73,7 +73,7 @@ def _pair_fails(one: RankFacts, other: RankFacts, pair: PairFacts) -> Finding:
     else:
         said = f"they do not reach each other ({pair.trouble})"
     apart = one.host != other.host
-    gpus = one.accelerator == "cuda"
+    gpus = one.on_gpu
     # Checkpoints go over gloo, whatever training takes.
     names = "NCCL_SOCKET_IFNAME=eth0 GLOO_SOCKET_IFNAME=eth0" if gpus else "GLOO_SOCKET_IFNAME=eth0"
     inside = "NCCL_P2P_DISABLE=1 tells whether it is the link between the cards: export it, and "
@@ -105,7 +105,7 @@ def _slow(survey: Survey, pair: PairFacts, ranks: dict[int, RankFacts]) -> Itera
         if p is not pair and p.bytes_per_s and _kind(ranks, p) == _kind(ranks, pair)
     ]
     # What processes of one CPU move varies with what else runs there.
-    real = one.accelerator == "cuda" or one.host != other.host
+    real = one.on_gpu or one.host != other.host
     if not found and real and not one.emulated and len(like) > 1 and rate < OF_LIKE * median(like):
         found = f"pairs of the same classes {_rate(median(like))}"
     if found:

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 
 from gpumix.check.facts import HostFacts, RankFacts, Survey
 from gpumix.check.finding import Finding, Severity
+from gpumix.hardware.torch_build import PAGE as WHEELS
+from gpumix.hardware.torch_build import runs_on
 from gpumix.spec.units import plural
-
-WHEELS = "https://pytorch.org/get-started/locally"
-_ARCH = re.compile(r"^(sm|compute)_(\d+)(\d)([a-z]?)$")
 
 
 def ranks(survey: Survey) -> Iterator[Finding]:
@@ -110,7 +109,7 @@ def _drivers(survey: Survey) -> Iterator[Finding]:
     named = survey.job is not None and survey.job.named_cluster
     for host, facts in survey.hosts.items():
         driver = facts.software.driver
-        products = {rank.product for rank in survey.on(host) if rank.accelerator == "cuda"}
+        products = {rank.product for rank in survey.on(host) if rank.on_gpu}
         for product in sorted(products):
             first, known = by_product.setdefault(product, (host, driver))
             if driver != known:
@@ -136,6 +135,8 @@ def driver(survey: Survey) -> Iterator[Finding]:
     """The driver runs what the wheel of torch was built for."""
     for host, facts in _with_gpus(survey):
         wheel, known = facts.software.cuda, facts.software.driver_cuda
+        if facts.software.rocm or facts.software.xpu:  # CUDA is not wanted there
+            continue
         if not wheel:
             yield Finding(
                 check="driver",
@@ -191,30 +192,6 @@ def kernels_fine(survey: Survey) -> str:
     if not capabilities or not told:
         return ""
     return f"torch has its own for compute capability {', '.join(capabilities)}"
-
-
-def runs_on(arches: tuple[str, ...], capability: str) -> str:
-    """ "own": there are kernels for it; "made": they can be made from PTX; "none".
-
-    Kernels run on the same major version from their minor on, PTX on all that is newer; those with
-    a letter on just that capability, or on none but their family.
-    """
-    wanted = _numbers(capability)
-    from_ptx = False
-    for arch in arches:
-        found = _ARCH.match(arch)
-        if found is None:
-            continue
-        kind, letter = found[1], found[4]
-        there = (int(found[2]), int(found[3]))
-        if there == wanted and kind == "sm":
-            return "own"
-        if letter:
-            continue
-        if kind == "sm" and there[0] == wanted[0] and there[1] < wanted[1]:
-            return "own"
-        from_ptx |= kind == "compute" and there <= wanted
-    return "made" if from_ptx else "none"
 
 
 def _numbers(version: str) -> tuple[int, int]:

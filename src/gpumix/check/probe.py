@@ -22,6 +22,7 @@ from gpumix.check.host_facts import host_facts, nearest
 from gpumix.check.job_facts import checkpoint_bytes, job_on_host, saved_bytes
 from gpumix.engine.comm import leave_groups
 from gpumix.engine.groups import all_ranks
+from gpumix.hardware.amd_health import amd_driver, amd_handle_of, amd_health
 from gpumix.hardware.device import DeviceRuntime, open_device
 from gpumix.hardware.discover import discover
 from gpumix.hardware.environment import cache_folder, hide_gpus
@@ -99,12 +100,13 @@ class Probe:
             folders = {"output": job.output} if job is not None else {}
             found["host"] = host_facts(folders | {"cache": cache_folder()}).model_dump()
         if self._on_gpu:
-            found["health"] = self._health().model_dump()
+            told = self._health()
+            found |= {} if told is None else {"health": told.model_dump()}
         return found
 
     @property
     def _on_gpu(self) -> bool:
-        return self.setting.device_class.accelerator == "cuda"
+        return self.setting.device_class.is_gpu
 
     @property
     def _device(self) -> torch.device:
@@ -133,7 +135,18 @@ class Probe:
             )
         return there[device.ordinal].id
 
-    def _health(self) -> GpuHealth:
+    def _health(self) -> GpuHealth | None:
+        """What the driver of the GPU's maker says; None where nothing of ours asks it."""
+        maker, device = self.setting.device_class.maker, self.seat.device
+        if maker == "NVIDIA":
+            return self._nvidia_health()
+        if maker == "AMD":
+            with amd_driver() as smi:
+                handle = None if smi is None else amd_handle_of(smi, device.id, device.ordinal)
+                return None if handle is None else amd_health(smi, handle, device.ordinal)
+        return None
+
+    def _nvidia_health(self) -> GpuHealth:
         with driver() as nvml:
             if nvml is None:
                 raise MachineError(

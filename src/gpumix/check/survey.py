@@ -142,7 +142,7 @@ class Surveyor:
         return found
 
     def _speeds(self) -> None:
-        gpus = [rank.rank for rank in self._well() if rank.accelerator == "cuda"]
+        gpus = [rank.rank for rank in self._well() if rank.on_gpu]
         for rank, answer in self._crew.ask("speed", _nothing(gpus), SPEED_S).items():
             if answer.error:
                 self._trouble(rank, answer)

@@ -60,7 +60,7 @@ class Owned:
 
 def usable_bytes(device_class: DeviceClass) -> int:
     """What a plan may fill of a device's memory, the framework's own bytes included."""
-    reserve = CUDA_RESERVE if device_class.accelerator == "cuda" else CPU_RESERVE
+    reserve = CUDA_RESERVE if device_class.is_gpu else CPU_RESERVE
     return int(device_class.memory_bytes * (1.0 - reserve))
 
 

@@ -98,7 +98,7 @@ class JobPatient:
         inside = Inside(
             {key: value for key, value in self.changes.items() if key in CODE},
             log=self.folder / "printed.log",
-            gpu=bool(self._real("cuda")),
+            gpu=bool(self._real(gpus=True)),
             looks=looks,
             attention=self.job.compile is False,
         )
@@ -123,10 +123,10 @@ class JobPatient:
         seconds *= (self.tokens or _tokens(trial)) / _tokens(trial)
         return Window(seconds, took_s, max(trial.input_shares))
 
-    def _real(self, accelerator: str) -> tuple[str, ...]:
-        """Names of the classes of such devices that are not emulated."""
+    def _real(self, *, gpus: bool) -> tuple[str, ...]:
+        """Names of the classes of GPUs, or of CPUs that are not emulated."""
         classes = self.pipeline.cluster.classes
-        return tuple(c.name for c in classes if c.accelerator == accelerator and not c.emulated)
+        return tuple(c.name for c in classes if c.is_gpu == gpus and not c.emulated)
 
     @property
     def _part_of_batch(self) -> float:
@@ -153,7 +153,7 @@ class JobPatient:
 
     def _evidence(self) -> Evidence:
         trial, plan = self.trials[-1], self.plan
-        classes, cpus = self.pipeline.cluster.classes, self._real("cpu")
+        classes, cpus = self.pipeline.cluster.classes, self._real(gpus=False)
         return Evidence(
             job=self.job,
             plan=plan,
@@ -166,7 +166,7 @@ class JobPatient:
             steps=self.steps,
             retries=sum(trial.retries),
             kernels_share=self.kernels_share,
-            compilers=bool(self._real("cuda")),
+            compilers=bool(self._real(gpus=True)),
             cpu_compilers=bool(cpus) and has_cpp_compiler(),
             cpu_bf16=cpus if cpu_has_bf16() else (),
             other_dtypes=compute_dtypes(self.job.precision, self.pipeline.cluster)

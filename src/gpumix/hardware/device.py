@@ -14,12 +14,14 @@ import torch
 
 from gpumix.hardware import runtime
 from gpumix.hardware.cpu import threads_of
-from gpumix.hardware.discover import product_slug
 from gpumix.hardware.emulation import EmulatedDevice
 from gpumix.hardware.environment import count_gpus_by_nvml, prefer_expandable_segments
 from gpumix.hardware.memory import limit_memory
+from gpumix.hardware.torch_build import runs_on, torch_build, wheel_of
+from gpumix.hardware.visible import product_slug
 from gpumix.spec.cluster import DeviceClass
 from gpumix.spec.errors import DeviceMissing, InputError, MachineError
+from gpumix.spec.units import show_bytes
 
 
 class DeviceRuntime(ABC):
@@ -149,11 +151,13 @@ def _opened(device_class: DeviceClass, ordinal: int, device_id: str) -> DeviceRu
         return _CpuRuntime(device_class)
     prefer_expandable_segments()
     count_gpus_by_nvml()
-    if not runtime.is_available():
+    if not runtime.is_available() or runtime.kind() != device_class.accelerator:
         raise DeviceMissing(
-            f"torch sees no GPU, but device class '{device_class.name}' wants one",
-            why=f"torch {torch.__version__}, CUDA {torch.version.cuda or 'not built in'}",
-            fix="run `nvidia-smi`, and install a torch built for its CUDA version",
+            f"torch sees no GPU, but device class '{device_class.name}' wants one of "
+            f"{device_class.maker}",
+            why="; ".join(filter(None, (str(torch_build() or ""), runtime.why_none()))),
+            fix=wheel_of(device_class.maker) + ", or make the driver work: nvidia-smi, rocm-smi or "
+            "xpu-smi shows whether it does",
             device=device_id,
         )
     return _GpuRuntime(device_class, _ordinal_here(ordinal, device_id))
@@ -223,18 +227,31 @@ class _GpuRuntime(DeviceRuntime):
 
     def __init__(self, device_class: DeviceClass, ordinal: int) -> None:
         _check_product(device_class, ordinal)
+        _check_kernels(ordinal)
         runtime.set_device(ordinal)
         # What runs on the host, initial values above all, shares it with the other GPUs' ranks.
         torch.set_num_threads(threads_of(runtime.device_count()))
         self.torch_device = torch.device(runtime.kind(), ordinal)
         self.memory_limit_bytes = device_class.memory_bytes
-        _, total = runtime.free_and_total_bytes(self.torch_device)  # makes the context
+        free, total = runtime.free_and_total_bytes(self.torch_device)  # makes the context
+        self._refuse_full(free)
         # In torch's allocator, beside tensors.
         self._workspaces_bytes = runtime.load_products(self.torch_device)
         if device_class.memory_bytes < total:
             for_tensors = max(0, device_class.memory_bytes - self.framework_bytes())
             share = (for_tensors + self._workspaces_bytes) / total
             runtime.limit_memory(share, self.torch_device)
+
+    def _refuse_full(self, free: int) -> None:
+        """Of a card of which other processes leave less than half of what the class promises."""
+        left = free + runtime.reserved_bytes(self.torch_device)
+        if 2 * left < self.memory_limit_bytes:
+            raise MachineError(
+                f"other programs fill GPU {self.torch_device.index}: {show_bytes(left)} are left "
+                f"of the {show_bytes(self.memory_limit_bytes)} that are to be used",
+                fix="nvidia-smi or rocm-smi shows who uses it: end it, or hide the GPU "
+                "(CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES with the others)",
+            )
 
     def synchronize(self) -> None:
         runtime.synchronize(self.torch_device)
@@ -295,16 +312,31 @@ def _ordinal_here(ordinal: int, device_id: str) -> int:
 
 def _check_product(device_class: DeviceClass, ordinal: int) -> None:
     """A discovered class names product and compute capability; the GPU must be of that kind."""
-    if not device_class.compute_capability:
+    wanted = device_class.gfx_target or device_class.compute_capability
+    if not wanted:
         return
     product = runtime.device_name(ordinal)
-    capability = "{}.{}".format(*runtime.capability(ordinal))
+    found = runtime.gfx_target(ordinal) or "{}.{}".format(*runtime.capability(ordinal))
     same_product = product_slug(product) == product_slug(device_class.product)
-    if same_product and capability == device_class.compute_capability:
+    if same_product and found == wanted:
         return
     raise MachineError(
-        f"GPU {ordinal} is a {product} ({capability}), but class '{device_class.name}' is "
-        f"{device_class.product} ({device_class.compute_capability})",
+        f"GPU {ordinal} is a {product} ({found}), but class '{device_class.name}' is "
+        f"{device_class.product} ({wanted})",
         why="CUDA numbers GPUs by speed unless it is told to go by PCI bus",
         fix="`export CUDA_DEVICE_ORDER=PCI_BUS_ID`, or discover the cluster again",
+    )
+
+
+def _check_kernels(ordinal: int) -> None:
+    """Without kernels for the card the first product of matrices would fail."""
+    arches = runtime.built_architectures()
+    major, minor = runtime.capability(ordinal)
+    if not runtime.is_nvidia() or not arches or runs_on(arches, f"{major}.{minor}") != "none":
+        return
+    raise MachineError(
+        f"this torch has no kernels for GPU {ordinal}, a {runtime.device_name(ordinal)} (compute "
+        f"capability {major}.{minor})",
+        why=f"{torch_build()}; it has {' '.join(arches)}",
+        fix=wheel_of("NVIDIA", (major, minor)),
     )

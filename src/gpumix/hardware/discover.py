@@ -1,12 +1,13 @@
-"""What this host has, for `cluster: auto`: its NVIDIA GPUs, or its CPU where there is no driver.
+"""What this host has, for `cluster: auto`: its GPUs, or its CPU where there are none.
 
-Asks NVML, so neither torch nor a CUDA context is needed. Says what is unclear instead of guessing:
-see `visible.py` for `CUDA_VISIBLE_DEVICES` and for GPUs that are cut into MIG instances.
+Asks NVML for NVIDIA's, so neither torch nor a CUDA context is needed, and torch for other makers'
+(`torch_gpus.py`). Says what is unclear instead of guessing: see `visible.py` for
+`CUDA_VISIBLE_DEVICES` and for GPUs that are cut into MIG instances, `unusable.py` for GPUs that
+torch cannot use.
 """
 
 from __future__ import annotations
 
-import re
 import socket
 from collections import Counter
 from collections.abc import Iterator
@@ -14,37 +15,64 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
+from gpumix.hardware.cards import cards_on_bus
 from gpumix.hardware.control_groups import let_have_bytes
-from gpumix.hardware.visible import Gpu, visible_gpus
+from gpumix.hardware.environment import hiding_variable
+from gpumix.hardware.gpu_health import newest_cuda
+from gpumix.hardware.torch_build import torch_build
+from gpumix.hardware.torch_gpus import gpus_by_torch
+from gpumix.hardware.unusable import refuse_build, refuse_cards
+from gpumix.hardware.visible import Gpu, product_slug, visible_gpus
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
 from gpumix.spec.errors import MachineError
 from gpumix.spec.units import show_bytes
 
 CPU_MEMORY_SHARE = 0.8  # of all; the rest is for the system and the page cache
-_BRAND_WORDS = {"nvidia", "geforce", "tesla"}
 _MEMINFO = Path("/proc/meminfo")
 
 
 def discover() -> Cluster:
-    """The devices of this host that CUDA would show to a program started now.
+    """The devices of this host that a program started now would see.
 
-    GPUs of one product, memory and driver are one class, named after the product. Without an
-    NVIDIA driver, or with all GPUs hidden, it is one CPU of class 'cpu' with 80 % of the memory
-    of the host, or of that of a container.
+    GPUs of one product, memory and driver are one class, named after the product. Without a GPU, or
+    with all of them hidden, it is one CPU of class 'cpu' with 80 % of the memory of the host, or of
+    that of a container; `why_cpu` says which.
 
     Raises:
         MachineError: the driver answers with an error, `CUDA_VISIBLE_DEVICES` does not say which
-            GPUs are meant, a GPU is cut into MIG instances, or the memory is unknown.
+            GPUs are meant, a GPU is cut into MIG instances, torch cannot use a GPU that is there,
+            or the memory is unknown.
     """
     host = socket.gethostname()
-    gpus = visible_gpus(_gpus(host), host=host)
+    gpus = _usable_gpus(host)
     return _gpu_cluster(gpus, host=host) if gpus else _cpu_cluster(host)
 
 
-def product_slug(product: str) -> str:
-    """A class name for a product: 'NVIDIA GeForce RTX 3090' is 'rtx-3090'."""
-    words = re.findall(r"[a-z0-9.]+", product.lower())
-    return "-".join(w for w in words if w not in _BRAND_WORDS) or "gpu"
+def why_cpu() -> str:
+    """Why discovery finds no GPU: which variable hides them, or that there are none."""
+    hiding = hiding_variable()
+    return f"{hiding} hides the GPUs of this host" if hiding else "this host has no GPU"
+
+
+def _usable_gpus(host: str) -> tuple[Gpu, ...]:
+    """The GPUs that torch can use here; none if they are hidden, or there are none."""
+    build = torch_build()
+    torch_says = ""
+    if build is not None and build.toolkit in ("ROCm", "XPU"):
+        gpus, torch_says = gpus_by_torch(host, build.toolkit)
+        if gpus:
+            return gpus
+    nvidia = visible_gpus(_gpus(host), host=host)
+    if nvidia:
+        refuse_build(build, driver=nvidia[0].driver, driver_cuda=nvidia[0].driver_cuda, host=host)
+        return nvidia
+    cards = () if hiding_variable() else cards_on_bus()
+    if build is not None and build.toolkit == "CUDA" and any(c.maker == "NVIDIA" for c in cards):
+        gpus, torch_says = gpus_by_torch(host, build.toolkit)  # a host without NVML
+        if gpus:
+            return gpus
+    refuse_cards(cards, build, host=host, torch_says=torch_says)
+    return ()
 
 
 def _gpus(host: str) -> tuple[Gpu, ...]:
@@ -64,14 +92,14 @@ def _gpus(host: str) -> tuple[Gpu, ...]:
         ) from error
     try:
         with _explained(pynvml, where=host):
-            driver = _text(pynvml.nvmlSystemGetDriverVersion())
+            driver = _text(pynvml.nvmlSystemGetDriverVersion()), newest_cuda(pynvml)
             count = pynvml.nvmlDeviceGetCount()
             return tuple(_gpu(pynvml, index, driver=driver, host=host) for index in range(count))
     finally:
         pynvml.nvmlShutdown()
 
 
-def _gpu(nvml: ModuleType, index: int, *, driver: str, host: str) -> Gpu:
+def _gpu(nvml: ModuleType, index: int, *, driver: tuple[str, str], host: str) -> Gpu:
     with _explained(nvml, where=f"{host}, GPU {index}"):
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
         mig = _is_mig(nvml, handle)  # such a GPU does not always tell its memory
@@ -81,7 +109,8 @@ def _gpu(nvml: ModuleType, index: int, *, driver: str, host: str) -> Gpu:
             uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
             product=_text(nvml.nvmlDeviceGetName(handle)),
             memory_bytes=0 if mig else int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
-            driver=driver,
+            driver=driver[0],
+            driver_cuda=driver[1],
             compute_capability=f"{major}.{minor}",
             mig=mig,
         )
@@ -114,23 +143,15 @@ def _text(value: str | bytes) -> str:
 
 
 def _gpu_cluster(gpus: tuple[Gpu, ...], *, host: str) -> Cluster:
-    kinds = list(dict.fromkeys(gpu.kind for gpu in gpus))
-    names = dict(zip(kinds, _class_names([(product, memory) for product, memory, *_ in kinds])))
-    classes = tuple(
-        DeviceClass(
-            name=names[kind],
-            accelerator="cuda",
-            memory_bytes=kind[1],
-            product=kind[0],
-            driver=kind[2],
-            compute_capability=kind[3],
-        )
-        for kind in kinds
-    )
+    kinds = {gpu.kind: gpu for gpu in reversed(gpus)}  # of each the first
+    firsts = [gpu for gpu in gpus if kinds[gpu.kind] is gpu]
+    spelled = _class_names([(gpu.product, gpu.memory_bytes) for gpu in firsts])
+    names = {gpu.kind: name for gpu, name in zip(firsts, spelled)}
     devices = tuple(
         Device(id=gpu.uuid, device_class=names[gpu.kind], host=host, ordinal=ordinal)
         for ordinal, gpu in enumerate(gpus)
     )
+    classes = tuple(gpu.device_class(names[gpu.kind]) for gpu in firsts)
     return Cluster(classes=classes, devices=devices)
 
 
@@ -165,7 +186,7 @@ def _memory(host: str) -> int:
         if line.startswith("MemTotal:"):
             return let_have_bytes(int(line.split()[1]) * 1024)
     raise MachineError(
-        "there is no NVIDIA GPU, and how much memory the CPU may use is unknown",
+        "there is no GPU, and how much memory the CPU may use is unknown",
         where=host,
         why="this system has no /proc/meminfo",
         fix="name the device and its memory under `cluster:` in the job",

@@ -1,7 +1,8 @@
 """The environment variables that this package reads or sets, all of them, in one place; and what
 the system says of the host.
 
-`CUDA_VISIBLE_DEVICES` and `CUDA_DEVICE_ORDER` are CUDA's own; `CXX` and `XDG_CACHE_HOME` have
+`CUDA_VISIBLE_DEVICES` and `CUDA_DEVICE_ORDER` are CUDA's own, `HIP_VISIBLE_DEVICES` and
+`ROCR_VISIBLE_DEVICES` AMD's, `ZE_AFFINITY_MASK` Intel's; `CXX` and `XDG_CACHE_HOME` have
 their usual meaning; torchrun sets the others. Nothing here imports torch.
 """
 
@@ -33,6 +34,11 @@ ALLOW = "GPUMIX_ALLOW"  # as --allow, for all commands of a shell
 CLUSTER = "GPUMIX_CLUSTER"  # the devices of programs that name none: a cluster file
 OWN_RUN = "gpumix"  # the name of runs that `gpumix launch` starts
 STDERR = 2
+_CHOICES = {
+    "CUDA": ("CUDA_VISIBLE_DEVICES",),
+    "ROCm": ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
+    "XPU": ("ZE_AFFINITY_MASK",),
+}
 NICENESS = 10
 LOOPBACKS = ("lo", "lo0")
 Launcher = Literal["gpumix launch", "torchrun", "Ray"]
@@ -67,6 +73,52 @@ def visible_cuda_devices() -> tuple[str, ...] | None:
     if text is None:
         return None
     return tuple(entry.strip() for entry in text.split(",") if entry.strip())
+
+
+@dataclass(frozen=True)
+class DeviceChoice:
+    """A variable of a maker's driver that says which GPUs programs see.
+
+    Attributes:
+        entries: the GPUs it names; empty: none.
+        numbers_all: whether no other variable takes of what it leaves, so that programs see as many
+            GPUs as it names.
+    """
+
+    name: str
+    entries: tuple[str, ...]
+    numbers_all: bool
+
+    @property
+    def hides_all(self) -> bool:
+        return not self.entries or self.entries[0] == "-1"
+
+
+def device_choices(toolkit: str) -> tuple[DeviceChoice, ...]:
+    """The variables that are set, of those that "CUDA", "ROCm" or "XPU" reads. Of AMD's,
+    ROCR_VISIBLE_DEVICES is read first, and HIP_VISIBLE_DEVICES (or CUDA_VISIBLE_DEVICES, which HIP
+    reads too) numbers what it leaves. Parts of Intel's GPUs are left to the driver."""
+    found = []
+    for name in _CHOICES.get(toolkit, ()):
+        text = os.environ.get(name)
+        if text is None:
+            continue
+        entries = tuple(entry.strip() for entry in text.split(",") if entry.strip())
+        if any("." in entry for entry in entries):
+            continue
+        last = name != "ROCR_VISIBLE_DEVICES" or not {
+            "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
+        } & set(os.environ)  # fmt: skip
+        found.append(DeviceChoice(name, entries, last))
+    return tuple(found)
+
+
+def hiding_variable() -> str:
+    """The variable that hides all GPUs from this process, such as "CUDA_VISIBLE_DEVICES="; empty:
+    none does."""
+    choices = (one for toolkit in _CHOICES for one in device_choices(toolkit))
+    hiding = (one for one in choices if one.hides_all)
+    return next((f"{one.name}={','.join(one.entries)}" for one in hiding), "")
 
 
 def cuda_counts_by_bus() -> bool:

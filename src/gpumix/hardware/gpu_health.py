@@ -92,9 +92,13 @@ def driver_versions() -> tuple[str, str]:
         if nvml is None:
             return "", ""
         version = _told(nvml, nvml.nvmlSystemGetDriverVersion) or ""
-        cuda = _told(nvml, nvml.nvmlSystemGetCudaDriverVersion_v2) or 0
-        named = version.decode() if isinstance(version, bytes) else str(version)
-        return named, f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else ""
+        return version.decode() if isinstance(version, bytes) else str(version), newest_cuda(nvml)
+
+
+def newest_cuda(nvml: ModuleType | Any) -> str:
+    """The newest CUDA that the driver knows, such as "12.4"; empty if it does not say."""
+    cuda = _told(nvml, nvml.nvmlSystemGetCudaDriverVersion_v2) or 0
+    return f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else ""
 
 
 def handle_of(nvml: ModuleType | Any, uuid: str, index: int) -> Any:

@@ -22,7 +22,7 @@ def stated_peak(
         return Peak(flops_per_s=device_class.emulate_flops_per_s, source="emulated")
     if device_class.peak_flops_per_s is not None:
         return Peak(flops_per_s=device_class.peak_flops_per_s, source="stated")
-    if device_class.accelerator != "cuda" or not device_class.product:
+    if not device_class.is_gpu or not device_class.product:
         return None
     try:
         card = find(device_class.product)

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
+
+from gpumix.spec.errors import first_line
 
 Stream: TypeAlias = torch.Stream
 Event: TypeAlias = torch.Event
@@ -85,6 +88,52 @@ def is_nvidia() -> bool:
     return kind() == "cuda" and torch.version.hip is None
 
 
+@dataclass(frozen=True)
+class Properties:
+    """One GPU as torch describes it.
+
+    Attributes:
+        kind: 'cuda' (NVIDIA's and AMD's) or 'xpu' (Intel's).
+        uuid: in hexadecimal; empty where the driver tells none.
+        driver: what torch knows of the driver's version; empty for NVIDIA's.
+        compute_capability: of NVIDIA's, such as "9.0".
+        gfx_target: of AMD's, such as "gfx942".
+    """
+
+    kind: str
+    product: str
+    memory_bytes: int
+    uuid: str
+    driver: str
+    compute_capability: str
+    gfx_target: str
+
+
+def properties(ordinal: int) -> Properties:
+    """What GPU number `ordinal` is. Makes a context on it."""
+    found = _module(ordinal).get_device_properties(ordinal)
+    return Properties(
+        kind=kind(),
+        product=str(found.name),
+        memory_bytes=int(found.total_memory),
+        uuid=str(getattr(found, "uuid", "")),
+        driver=str(getattr(found, "driver_version", "") or torch.version.hip or ""),
+        compute_capability="{}.{}".format(*capability(ordinal)) if is_nvidia() else "",
+        gfx_target=gfx_target(ordinal),
+    )
+
+
+def why_none() -> str:
+    """Why torch shows no GPU, in torch's words."""
+    if not kind():
+        return "this torch is built for CPUs only"
+    try:
+        torch.get_device_module(kind()).init()
+    except Exception as error:  # torch raises what its drivers say
+        return first_line(error)
+    return ""
+
+
 def device_name(device: torch.device | int) -> str:
     """The product, such as 'NVIDIA H100 PCIe'."""
     return str(_module(device).get_device_name(device))
@@ -102,6 +151,13 @@ def capability(device: torch.device | int | None = None) -> tuple[int, int]:
         return (0, 0)
     major, minor = torch.cuda.get_device_capability(device)
     return major, minor
+
+
+def gfx_target(device: torch.device | int) -> str:
+    """The architecture of AMD's GPU, such as "gfx942"; empty for other makers'."""
+    if torch.version.hip is None:
+        return ""
+    return str(_module(device).get_device_properties(device).gcnArchName.partition(":")[0])
 
 
 def built_architectures() -> tuple[str, ...]:

@@ -10,15 +10,21 @@ talk to each other through NCCL, so a plan over them would not run.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from typing import Literal
 
 from gpumix.hardware.environment import cuda_counts_by_bus, visible_cuda_devices
+from gpumix.spec.cluster import DeviceClass
 from gpumix.spec.errors import MachineError
+
+_BRAND_WORDS = {"nvidia", "geforce", "tesla", "amd", "radeon", "instinct", "intel", "r", "graphics"}
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU as the driver describes it; `index` is its place by PCI bus, as `nvidia-smi` has."""
+    """One GPU as its driver or torch describes it; `index` is its place by PCI bus, as `nvidia-smi`
+    has, or in torch's order."""
 
     index: int
     uuid: str
@@ -27,11 +33,33 @@ class Gpu:
     driver: str
     compute_capability: str
     mig: bool = False
+    gfx_target: str = ""
+    accelerator: Literal["cuda", "xpu"] = "cuda"
+    driver_cuda: str = ""  # the newest CUDA that its driver knows
 
     @property
-    def kind(self) -> tuple[str, int, str, str]:
+    def kind(self) -> tuple[object, ...]:
         """What GPUs of one class have in common."""
-        return self.product, self.memory_bytes, self.driver, self.compute_capability
+        told = (self.product, self.memory_bytes, self.driver, self.compute_capability)
+        return *told, self.gfx_target, self.accelerator
+
+    def device_class(self, name: str) -> DeviceClass:
+        """The class of GPUs like this one."""
+        return DeviceClass(
+            name=name,
+            accelerator=self.accelerator,
+            memory_bytes=self.memory_bytes,
+            product=self.product,
+            driver=self.driver,
+            compute_capability=self.compute_capability,
+            gfx_target=self.gfx_target,
+        )
+
+
+def product_slug(product: str) -> str:
+    """A class name for a product: 'NVIDIA GeForce RTX 3090' is 'rtx-3090'."""
+    words = re.findall(r"[a-z0-9.]+", product.lower())
+    return "-".join(w for w in words if w not in _BRAND_WORDS) or "gpu"
 
 
 def visible_gpus(gpus: tuple[Gpu, ...], *, host: str) -> tuple[Gpu, ...]:

@@ -75,7 +75,7 @@ def _of_cluster(hosts: Sequence[Host], cluster: Cluster) -> tuple[Component, ...
             devices=sum(count for _, count in held),
             held=held,
             product=cluster.class_named(held[0][0]).product if len(held) == 1 else "",
-            gpus=cluster.class_named(held[0][0]).accelerator == "cuda",
+            gpus=cluster.class_named(held[0][0]).is_gpu,
             hosts=tuple(names) if hosts else (),
         )
         for (held, names), name in zip(alike.items(), _names(alike))

@@ -65,7 +65,7 @@ def asked_of(asked: Asked, *, scheduled: bool) -> Asked:
     """
     job = asked.program.kind == "job"
     classes = asked.cluster.classes if asked.cluster is not None else ()
-    if scheduled and any(one.accelerator == "cuda" for one in classes):
+    if scheduled and any(one.is_gpu for one in classes):
         auto = asked.program.with_arguments("--set", "cluster=auto")
         return replace(asked, program=auto if job else asked.program, cluster_file=None)
     if asked.cluster_file is None:

@@ -240,7 +240,7 @@ def _join(cluster: Cluster | None) -> bool:
 
 
 def _has_gpus(cluster: Cluster | None) -> bool:
-    named = cluster is None or any(one.accelerator == "cuda" for one in cluster.classes)
+    named = cluster is None or any(one.is_gpu for one in cluster.classes)
     return named and is_available()
 
 
@@ -288,7 +288,10 @@ def _own_device() -> tuple[DeviceClass, Device]:
     here = discover()
     device = here.devices[0]
     if is_available():
-        device = here.device(f"GPU-{device_uuid(current_device())}")
+        current = current_device()
+        device = here.devices[current.index]
+        if device.id.startswith("GPU-"):
+            device = here.device(f"GPU-{device_uuid(current)}")
     return here.class_named(device.device_class), device
 
 

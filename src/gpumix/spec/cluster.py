@@ -23,13 +23,14 @@ class DeviceClass(Value):
     """Devices that are interchangeable: same model, memory and host link.
 
     `emulate_flops_per_s` makes an emulated device of a CPU process: its compute takes FLOPs / rate.
+    `accelerator` is the type of its tensors: "cuda" for NVIDIA's and AMD's GPUs, "xpu" for Intel's.
     `driver` and `compute_capability` are empty for CPUs, `gfx_target` for all but AMD's GPUs.
     `peak_flops_per_s` is what the datasheet says for the dtype that it computes in; only policies
     that go by peaks need it.
     """
 
     name: str = Field(pattern=CLASS_NAME)
-    accelerator: Literal["cuda", "cpu"]
+    accelerator: Literal["cuda", "xpu", "cpu"]
     memory_bytes: Bytes = Field(gt=0)
     emulate_flops_per_s: FlopRate | None = None
     product: str = ""
@@ -41,6 +42,15 @@ class DeviceClass(Value):
     @property
     def emulated(self) -> bool:
         return self.emulate_flops_per_s is not None
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.accelerator != "cpu"
+
+    @property
+    def maker(self) -> str:
+        """Of a GPU; only those of one maker form a group that exchanges tensors."""
+        return "AMD" if self.gfx_target else {"cuda": "NVIDIA", "xpu": "Intel"}[self.accelerator]
 
     def describe(self) -> str:
         """One phrase for tables: what it is and whether it is emulated."""
@@ -91,11 +101,16 @@ class Cluster(Value):
             if name not in known:
                 raise ValueError(f"the network names class '{name}', which is not defined")
         used = {d.device_class for d in self.devices}
-        kinds = {c.accelerator: c.name for c in self.classes if c.name in used}
-        if len(kinds) > 1:
+        makers = {
+            (f"GPUs of {c.maker}" if c.is_gpu else "CPUs"): c.name
+            for c in self.classes
+            if c.name in used
+        }
+        if len(makers) > 1:
+            (kind, name), (other_kind, other) = sorted(makers.items(), reverse=True)[:2]
             raise ValueError(
-                f"class '{kinds['cuda']}' is of GPUs and class '{kinds['cpu']}' of CPUs, which do "
-                "not train together"
+                f"class '{name}' is of {kind} and class '{other}' of {other_kind}, which do not "
+                "train together"
             )
         return self
 

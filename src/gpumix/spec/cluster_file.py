@@ -35,14 +35,17 @@ class ClassForm(Value):
     emulate: FlopRate | None = Field(
         default=None, description="makes an emulated device of a CPU process, of this speed"
     )
-    accelerator: Literal["cuda", "cpu"] | None = Field(
-        default=None, description="default: `cpu` for an emulated class, `cuda` for others"
+    accelerator: Literal["cuda", "xpu", "cpu"] | None = Field(
+        default=None,
+        description="`cuda` for GPUs of NVIDIA and AMD, `xpu` for Intel's; default: `cpu` for an "
+        "emulated class, `cuda` for others",
     )
     product: str = Field(
         default="", description="as the driver names it; with `compute_capability` it is checked"
     )
     driver: str = Field(default="", description="a measurement is made again when it changes")
-    compute_capability: str = Field(default="", description="as `8.6`")
+    compute_capability: str = Field(default="", description="of NVIDIA's GPUs, as `8.6`")
+    gfx_target: str = Field(default="", description="of AMD's GPUs, as `gfx942`")
     peak_flops: FlopRate | None = Field(
         default=None,
         description="of the datasheet, at the job's precision; `strategy: proportional` goes by it",
@@ -67,8 +70,10 @@ class ClassForm(Value):
 
     @model_validator(mode="after")
     def _emulated_on_cpu(self) -> Self:
-        if self.emulate is not None and self.accelerator == "cuda":
-            raise ValueError("'emulate' makes a device of a CPU process, not of a cuda device")
+        if self.emulate is not None and self.accelerator in ("cuda", "xpu"):
+            raise ValueError(
+                f"'emulate' makes a device of a CPU process, not of a {self.accelerator} device"
+            )
         return self
 
     def named(self, name: str) -> DeviceClass:
@@ -81,6 +86,7 @@ class ClassForm(Value):
             product=self.product,
             driver=self.driver,
             compute_capability=self.compute_capability,
+            gfx_target=self.gfx_target,
             peak_flops_per_s=self.peak_flops,
         )
 
@@ -185,16 +191,17 @@ def _class_form(one: DeviceClass) -> dict[str, Any]:
         "product": one.product,
         "driver": one.driver,
         "compute_capability": one.compute_capability,
+        "gfx_target": one.gfx_target,
         "peak_flops": one.peak_flops_per_s,
     }
     return {key: value for key, value in keys.items() if value not in (None, "")}
 
 
 def _row_form(device: Device, cluster: Cluster) -> dict[str, Any]:
-    cuda = cluster.class_named(device.device_class).accelerator == "cuda"
+    gpu = cluster.class_named(device.device_class).is_gpu
     row: dict[str, Any] = {"class": device.device_class, "id": device.id, "host": device.host}
     places = {key: name for key in ("island", "rack") if (name := getattr(device, key))}
-    return row | places | ({"ordinal": device.ordinal} if cuda else {})
+    return row | places | ({"ordinal": device.ordinal} if gpu else {})
 
 
 def _long(written: object, keys: Keys) -> tuple[_Parts | None, list[Problem]]:
@@ -249,8 +256,8 @@ def _row_problems(parts: _Parts) -> Iterator[Problem]:
             what = f"class '{row.device_class}' is not defined"
             fix = suggest(nearest(row.device_class, known), known, "classes")
             yield Problem((*keys, "class"), what, fix)
-        elif row.ordinal is not None and device_class.accelerator != "cuda":
-            what = f"'ordinal' has no effect: class '{row.device_class}' is not cuda"
+        elif row.ordinal is not None and not device_class.is_gpu:
+            what = f"'ordinal' has no effect: class '{row.device_class}' is not of GPUs"
             yield Problem((*keys, "ordinal"), what, "leave it out")
 
 
@@ -284,7 +291,7 @@ def _place_problems(parts: _Parts, keys: Keys) -> Iterator[Problem]:
 
 def _devices(parts: _Parts) -> tuple[tuple[Device, ...], list[Problem]]:
     """Every device, and the rows that clash with an earlier one by id or by place in a host."""
-    cuda = {c.name for _, c in parts.classes if c.accelerator == "cuda"}
+    gpus = {c.name for _, c in parts.classes if c.is_gpu}
     devices: list[Device] = []
     problems: dict[Keys, Problem] = {}
     ids: dict[str, Keys] = {}
@@ -293,19 +300,19 @@ def _devices(parts: _Parts) -> tuple[tuple[Device, ...], list[Problem]]:
         devices.append(device)
         by_id = ids.setdefault(device.id, keys)
         slot = (device.host, device.ordinal)
-        by_slot = slots.setdefault(slot, keys) if device.device_class in cuda else keys
+        by_slot = slots.setdefault(slot, keys) if device.device_class in gpus else keys
         if by_id != keys:
             what, fix = f"device id '{device.id}' is given twice", "give each an id of its own"
             problems.setdefault(keys, Problem(keys, what, fix, by_id))
         elif by_slot != keys:
-            what = f"two devices are cuda device {device.ordinal} of host '{device.host}'"
+            what = f"two devices are GPU {device.ordinal} of host '{device.host}'"
             problems.setdefault(keys, Problem(keys, what, "give each its 'ordinal'", by_slot))
     return tuple(devices), list(problems.values())
 
 
 def _expanded(parts: _Parts) -> Iterator[tuple[Keys, Device]]:
     """One device at a time; those without an id are numbered per class."""
-    cuda = {c.name for _, c in parts.classes if c.accelerator == "cuda"}
+    gpus = {c.name for _, c in parts.classes if c.is_gpu}
     numbers: dict[str, int] = {}
     for keys, row in parts.rows:
         for offset in range(row.count):
@@ -314,6 +321,6 @@ def _expanded(parts: _Parts) -> Iterator[tuple[Keys, Device]]:
                 number = numbers.get(row.device_class, 0)
                 numbers[row.device_class] = number + 1
                 name = f"{row.device_class}-{number}"
-            ordinal = (row.ordinal or 0) + (offset if row.device_class in cuda else 0)
+            ordinal = (row.ordinal or 0) + (offset if row.device_class in gpus else 0)
             places = {"host": row.host, "island": row.island, "rack": row.rack}
             yield keys, Device(id=name, device_class=row.device_class, ordinal=ordinal, **places)

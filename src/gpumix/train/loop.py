@@ -258,7 +258,7 @@ class Trainer:
                     save = self._save_beside(stop, lasts, usual_s)
             with syncs_of(self.engine.device if beside else None) as syncs:
                 classes = self.context.task.cluster.classes  # all ranks step, or none
-                if beside and any(one.accelerator == "cuda" for one in classes):
+                if beside and any(one.is_gpu for one in classes):
                     self.train_step(stop)
             if watcher is not None and watcher.looks:
                 with watcher.looking():

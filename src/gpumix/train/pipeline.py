@@ -14,7 +14,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gpumix.hardware.discover import why_cpu
 from gpumix.hardware.environment import shared_memory_folder
+from gpumix.hardware.occupied import leave_taken, occupied
 from gpumix.planner.explain import plan as make_plan
 from gpumix.planner.no_stages import refuse_wanted, wants_stages
 from gpumix.profiler.cache import MeasurementCache, reading_as
@@ -86,6 +88,8 @@ class Pipeline:
         self._console = stderr()
         self.cluster: Cluster = runs.cluster(None if job.cluster == "auto" else job.cluster)
         self._devices = self.cluster  # with those that are left out for a while
+        if job.cluster == "auto" and not self.cluster.classes[0].is_gpu:
+            self.show(f"{why_cpu()}: this run computes on the CPU")
 
     @classmethod
     def of_file(
@@ -125,10 +129,13 @@ class Pipeline:
             fresh: the cache does not count.
             resume: for a run that goes on, which is refused first if it cannot.
         """
+        taken = occupied(self.cluster) if self._runs.decides_alone else ()
+        for one in taken:
+            self.show(f"{one}: so much less is planned for {one.device.device_class}")
         if self._runs.decides_alone and not fresh:
             cached = MeasurementCache(self.job, self.cluster, self.folder).load()
             if cached is not None:
-                return cached
+                return leave_taken(cached, taken)
         self._refuse_at_once()
         self._runs.warm_up()
         devices = self._runs.devices(self.cluster)

@@ -1,0 +1,67 @@
+"""The GPUs that are plugged in, whether or not any driver or torch can use them.
+
+Read from the PCI bus, as Linux shows it under `/sys`, in containers too. Only cards that compute
+are meant: what is part of a CPU (Intel's at bus 0, AMD's with little memory of its own) and what a
+virtual machine was given (`vfio-pci`) is left out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Maker = Literal["NVIDIA", "AMD", "Intel"]
+
+_BUS = Path("/sys/bus/pci/devices")
+_MAKERS: dict[str, Maker] = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x8086": "Intel"}
+_SHOWS_PICTURES = "0x0300"  # the class of cards that can drive a screen; others only compute
+_COMPUTES = {"0x0302", "0x0380", "0x1200"}  # 3D, other display, processing accelerator
+_LEAST_OWN_BYTES = 4 * 2**30  # AMD's GPUs inside of CPUs are given less
+
+
+@dataclass(frozen=True)
+class Card:
+    """One GPU on the bus, at an address such as "0000:65:00.0"."""
+
+    maker: Maker
+    address: str
+
+
+def cards_on_bus() -> tuple[Card, ...]:
+    """By address; empty where there are none, and on systems without `/sys`."""
+    folders = sorted(_BUS.iterdir()) if _BUS.is_dir() else []
+    found = (_card(folder) for folder in folders)
+    return tuple(card for card in found if card is not None)
+
+
+def count(cards: tuple[Card, ...]) -> str:
+    """Such as "2 NVIDIA GPUs and 1 AMD GPU"."""
+    numbers = Counter(card.maker for card in cards)
+    told = [f"{n} {maker} GPU{'s' if n > 1 else ''}" for maker, n in numbers.items()]
+    return " and ".join(told)
+
+
+def _card(folder: Path) -> Card | None:
+    maker = _MAKERS.get(_text(folder / "vendor"))
+    kind = _text(folder / "class")[:6]
+    if maker is None or (kind != _SHOWS_PICTURES and kind not in _COMPUTES):
+        return None
+    driver = folder / "driver"
+    if driver.exists() and driver.resolve().name == "vfio-pci":
+        return None
+    inside_cpu = {
+        "NVIDIA": False,
+        "Intel": folder.name.split(":")[1:2] == ["00"],
+        "AMD": kind == _SHOWS_PICTURES
+        and int(_text(folder / "mem_info_vram_total") or 0) < _LEAST_OWN_BYTES,
+    }[maker]
+    return None if inside_cpu else Card(maker, folder.name)
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,124 @@
+"""GPUs of this host that programs of others fill: what each holds, as the driver says.
+
+Asked by the process that starts ranks, which uses no GPU itself, before anything is measured. A
+plan must leave what others hold; where that is most of a card, the run is refused.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpumix.hardware.amd_health import amd_driver, amd_handle_of, amd_health
+from gpumix.hardware.environment import visible_cuda_devices
+from gpumix.hardware.gpu_health import GpuHealth, driver, handle_of, health
+from gpumix.spec.cluster import Cluster, Device
+from gpumix.spec.errors import MachineError
+from gpumix.spec.profile import Profile
+from gpumix.spec.units import show_bytes
+
+LEAST_BYTES = 2**30  # a desktop takes less, and so does a driver
+MOST_PART = 0.5  # more of a card than this, and the rest is not worth a rank
+
+
+@dataclass(frozen=True)
+class Occupied:
+    """A GPU of which others hold a good part.
+
+    Attributes:
+        taken_bytes: what they hold.
+        holders: the processes, such as "4711 (python)", with the bytes that the driver tells of.
+    """
+
+    device: Device
+    memory_bytes: int
+    taken_bytes: int
+    holders: tuple[str, ...]
+
+    def __str__(self) -> str:
+        by = f" by process {', '.join(self.holders)}" if self.holders else ""
+        return (
+            f"{show_bytes(self.taken_bytes)} of the {show_bytes(self.memory_bytes)} of "
+            f"{self.device.device_class} {self.device.ordinal} are taken{by}"
+        )
+
+
+def occupied(cluster: Cluster) -> tuple[Occupied, ...]:
+    """The GPUs of this host in the cluster of which others hold at least a GiB.
+
+    Raises:
+        MachineError: they hold most of one.
+    """
+    here = {socket.gethostname(), "localhost"}
+    gpus = [
+        device
+        for device in cluster.devices
+        if device.host in here and cluster.class_named(device.device_class).is_gpu
+    ]
+    found = tuple(
+        Occupied(
+            device,
+            told.memory_bytes,
+            told.used_bytes,
+            tuple(_named(pid, held) for pid, held in told.others),
+        )
+        for device, told in _told(cluster, gpus)
+        if told.used_bytes >= LEAST_BYTES
+    )
+    full = next((one for one in found if one.taken_bytes > MOST_PART * one.memory_bytes), None)
+    if full is not None:
+        pids = " ".join(name.partition(" ")[0] for name in full.holders)
+        raise MachineError(
+            f"another program fills a GPU of this run: {full}",
+            where=full.device.host,
+            fix=(f"end it (kill {pids})" if pids else "nvidia-smi or rocm-smi shows who uses it")
+            + ", or hide the GPU: CUDA_VISIBLE_DEVICES (HIP_VISIBLE_DEVICES) with the others",
+        )
+    return found
+
+
+def leave_taken(profile: Profile, taken: Sequence[Occupied]) -> Profile:
+    """The profile, for a plan that leaves what others hold. One that was measured beside them
+    counts it already."""
+    most = {one.device.device_class: 0 for one in taken}
+    for one in taken:
+        most[one.device.device_class] = max(most[one.device.device_class], one.taken_bytes)
+    classes = tuple(
+        one.model_copy(update={"framework_bytes": one.framework_bytes + held})
+        if (held := most.get(one.device_class, 0)) > one.framework_bytes
+        else one
+        for one in profile.classes
+    )
+    return profile.model_copy(update={"classes": classes}) if taken else profile
+
+
+def _told(cluster: Cluster, gpus: list[Device]) -> Iterator[tuple[Device, GpuHealth]]:
+    makers = {device.id: cluster.class_named(device.device_class).maker for device in gpus}
+    nvidia = [device for device in gpus if makers[device.id] == "NVIDIA"]
+    if nvidia:
+        with driver() as nvml:
+            for device in nvidia if nvml is not None else ():
+                if not device.id.startswith("GPU-") and visible_cuda_devices() is not None:
+                    continue  # its number is not NVML's
+                try:
+                    yield device, health(nvml, handle_of(nvml, device.id, device.ordinal))
+                except nvml.NVMLError:  # type: ignore[union-attr]  # whoever opens it is told
+                    continue
+    amd = [device for device in gpus if makers[device.id] == "AMD"]
+    if amd:
+        with amd_driver() as smi:
+            for device in amd if smi is not None else ():
+                handle = amd_handle_of(smi, device.id, device.ordinal)
+                if handle is not None:
+                    yield device, amd_health(smi, handle, device.ordinal)
+
+
+def _named(pid: int, held_bytes: int) -> str:
+    """Such as "4711 (python, 9.2 GiB)"; a process of another container has no name here."""
+    try:
+        name = Path(f"/proc/{pid}/comm").read_text(encoding="utf-8").strip()
+    except OSError:
+        name = "of another container"
+    return f"{pid} ({name}, {show_bytes(held_bytes)})" if held_bytes else f"{pid} ({name})"

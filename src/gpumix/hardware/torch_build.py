@@ -1,0 +1,118 @@
+"""For which makers' GPUs the installed torch was built, read from its files: to import it takes
+seconds, and would be done by all that ask which devices there are."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+Toolkit = Literal["CUDA", "ROCm", "XPU", ""]
+PAGE = "https://pytorch.org/get-started/locally"
+_ARCH = re.compile(r"^(sm|compute)_(\d+)(\d)([a-z]?)$")
+_INDEX = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/"
+_NAMES: tuple[tuple[str, Toolkit], ...] = (("hip", "ROCm"), ("xpu", "XPU"), ("cuda", "CUDA"))
+
+
+TOOLKITS: dict[str, Toolkit] = {"NVIDIA": "CUDA", "AMD": "ROCm", "Intel": "XPU"}  # by maker
+
+
+@dataclass(frozen=True)
+class TorchBuild:
+    """What the installed torch was built for.
+
+    Attributes:
+        version: such as "2.13.0+cu130".
+        toolkit: for NVIDIA's GPUs "CUDA", AMD's "ROCm", Intel's "XPU"; empty: for CPUs only.
+        toolkit_version: such as "13.0".
+    """
+
+    version: str
+    toolkit: Toolkit = ""
+    toolkit_version: str = ""
+
+    def __str__(self) -> str:
+        built = f"{self.toolkit} {self.toolkit_version}" if self.toolkit else "CPUs only"
+        return f"torch {self.version}, built for {built}"
+
+
+@cache
+def torch_build() -> TorchBuild | None:
+    """The one in this environment; None where there is none, or its file is unlike torch's own."""
+    spec = find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    file = Path(spec.submodule_search_locations[0], "version.py")
+    return build_of(file.read_text(encoding="utf-8")) if file.exists() else None
+
+
+def build_of(source: str) -> TorchBuild | None:
+    """The build by the text of its `torch/version.py`."""
+    values: dict[str, str] = {}
+    for node in ast.parse(source).body:
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        if isinstance(node, ast.AnnAssign):
+            targets = [node.target]
+        value = getattr(node, "value", None)
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            values |= {one.id: value.value for one in targets if isinstance(one, ast.Name)}
+    if "__version__" not in values:
+        return None
+    for name, toolkit in _NAMES:
+        if name in values:
+            return TorchBuild(values["__version__"], toolkit, values[name])
+    return TorchBuild(values["__version__"])
+
+
+def cuda_wheel(driver_cuda: str) -> str:
+    """The command that installs a torch for a driver that knows CUDA up to this version ("12.4"):
+    all drivers of one major version run the wheels of that version."""
+    major = driver_cuda.partition(".")[0]
+    return _INDEX + ("cu126" if major == "12" else "cu130")
+
+
+def wheel_for(toolkit: Toolkit) -> str:
+    """The command that installs a torch for the GPUs of a maker."""
+    index = {"CUDA": "cu130", "XPU": "xpu"}.get(toolkit, "rocmX.Y")
+    return _INDEX + index + (f" (X.Y as {PAGE} has it)" if toolkit == "ROCm" else "")
+
+
+def wheel_of(maker: str, capability: tuple[int, int] = (0, 0)) -> str:
+    """The command that installs a torch for the GPUs of a maker, such as "AMD"; for NVIDIA's of a
+    compute capability that has kernels for it: CUDA 13 has dropped Pascal and Volta."""
+    if maker == "NVIDIA" and (0, 0) < capability < (7, 5):
+        return _INDEX + "cu126"
+    return wheel_for(TOOLKITS[maker])
+
+
+def runs_on(arches: tuple[str, ...], capability: str) -> str:
+    """ "own": there are kernels for it; "made": they can be made from PTX; "none".
+
+    Kernels run on the same major version from their minor on, PTX on all that is newer; those with
+    a letter on just that capability, or on none but their family.
+    """
+    wanted = _numbers(capability)
+    from_ptx = False
+    for arch in arches:
+        found = _ARCH.match(arch)
+        if found is None:
+            continue
+        kind, letter = found[1], found[4]
+        there = (int(found[2]), int(found[3]))
+        if there == wanted and kind == "sm":
+            return "own"
+        if letter:
+            continue
+        if kind == "sm" and there[0] == wanted[0] and there[1] < wanted[1]:
+            return "own"
+        from_ptx |= kind == "compute" and there <= wanted
+    return "made" if from_ptx else "none"
+
+
+def _numbers(version: str) -> tuple[int, int]:
+    parts = [int(part) for part in re.findall(r"\d+", version)[:2]]
+    return parts[0], parts[1] if len(parts) > 1 else 0

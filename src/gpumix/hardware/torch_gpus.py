@@ -1,0 +1,121 @@
+"""The GPUs that torch shows: AMD's and Intel's, and NVIDIA's where NVML is missing.
+
+Asked in a process of its own: it makes a context on a GPU, which the process that discovers would
+hold as long as ranks train.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import uuid
+from dataclasses import asdict
+from typing import Any
+
+from gpumix.hardware.environment import DeviceChoice, device_choices
+from gpumix.hardware.visible import Gpu
+from gpumix.spec.errors import MachineError
+
+_PATIENCE_S = 180.0
+
+
+def gpus_by_torch(host: str, toolkit: str) -> tuple[tuple[Gpu, ...], str]:
+    """The GPUs in torch's order, and why there are none. `toolkit` is what torch was built for.
+
+    Raises:
+        MachineError: torch fails where it is asked, or a variable names GPUs that are not there.
+    """
+    told = told_by_torch(host) if _in_use() else _ask(host)
+    gpus = tuple(Gpu(**one) for one in told["gpus"])
+    _refuse_dropped(device_choices(toolkit), len(gpus), host)
+    return gpus, str(told["why"])
+
+
+def told_by_torch(host: str) -> dict[str, Any]:
+    """What torch shows to this process: `gpus`, as fields of `Gpu`, and `why` there are none."""
+    from gpumix.hardware import runtime
+
+    count = runtime.device_count()
+    gpus = [_gpu(runtime.properties(index), index, host) for index in range(count)]
+    return {"gpus": [asdict(one) for one in gpus], "why": "" if gpus else runtime.why_none()}
+
+
+def _gpu(found: Any, index: int, host: str) -> Gpu:
+    return Gpu(
+        index=index,
+        uuid=f"GPU-{found.uuid}" if _is_uuid(found.uuid) else f"{host}-gpu-{index}",
+        product=found.product,
+        memory_bytes=found.memory_bytes,
+        driver=found.driver,
+        compute_capability=found.compute_capability,
+        gfx_target=found.gfx_target,
+        accelerator=found.kind,
+    )
+
+
+def _in_use() -> bool:
+    """Whether this process has a context on a GPU already."""
+    if "torch" not in sys.modules:
+        return False
+    from gpumix.hardware import runtime
+
+    return runtime.is_initialized()
+
+
+def _is_uuid(text: str) -> bool:
+    """Whether it tells one GPU from others: some drivers say zeros, or nothing."""
+    try:
+        return uuid.UUID(text).int != 0
+    except ValueError:
+        return False
+
+
+def _ask(host: str) -> dict[str, Any]:
+    command = [sys.executable, "-P", "-m", __name__, host]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=_PATIENCE_S
+        )
+    except subprocess.TimeoutExpired as error:
+        raise MachineError(
+            f"torch does not say within {_PATIENCE_S:.0f} s which GPUs there are",
+            where=host,
+            fix="run rocm-smi, xpu-smi or nvidia-smi; a driver that hangs needs a restart",
+        ) from error
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        raise MachineError(
+            "torch fails where it is asked which GPUs there are",
+            where=host,
+            why=lines[-1] if lines else f"exit code {done.returncode}",
+            fix=f"see {' '.join(command[:1])} -c 'import torch; print(torch.accelerator."
+            "device_count())'",
+        )
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _refuse_dropped(choices: tuple[DeviceChoice, ...], seen: int, host: str) -> None:
+    """Drivers leave out, without a word, an entry that names no GPU and all that follow it."""
+    values = {choice.entries for choice in choices if choice.numbers_all}
+    if len(values) > 1:
+        named = " and ".join(f"{c.name}={','.join(c.entries)}" for c in choices if c.numbers_all)
+        raise MachineError(
+            f"{named} disagree", where=host, fix="set one of them, and unset the other"
+        )
+    for choice in choices:
+        if choice.hides_all or not choice.entries:
+            continue
+        if len(choice.entries) < seen or (choice.numbers_all and len(choice.entries) > seen):
+            raise MachineError(
+                f"{choice.name} names {len(choice.entries)} GPUs, and torch shows {seen}",
+                where=host,
+                why=f"{choice.name}={','.join(choice.entries)}",
+                fix="name GPUs that rocm-smi (AMD), xpu-smi (Intel) or nvidia-smi -L shows, each "
+                "once, or unset it",
+            )
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(told_by_torch(sys.argv[1])) + "\n")

@@ -1,0 +1,61 @@
+"""What torch was built for is read from its files; which wheel fits is told by command."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gpumix.hardware.torch_build import (
+    TorchBuild,
+    build_of,
+    cuda_wheel,
+    torch_build,
+    wheel_of,
+)
+
+VERSION_FILE = """
+from typing import Optional
+__all__ = ['__version__', 'cuda', 'hip', 'xpu']
+__version__ = '2.13.0+{name}'
+debug = False
+cuda: Optional[str] = {cuda}
+git_version = 'cf30'
+hip: Optional[str] = {hip}
+xpu: Optional[str] = {xpu}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "toolkit", "version"),
+    [("cu130", "CUDA", "13.0"), ("rocm7.1", "ROCm", "7.1.5"), ("xpu", "XPU", "20250301"),
+     ("cpu", "", "")],
+)  # fmt: skip
+def test_a_build_is_read_from_its_version_file(name, toolkit, version):
+    values = dict.fromkeys(("cuda", "hip", "xpu"), "None")
+    values |= {{"CUDA": "cuda", "ROCm": "hip", "XPU": "xpu"}.get(toolkit, "none"): repr(version)}
+    found = build_of(
+        VERSION_FILE.format(name=name, **{k: values[k] for k in ("cuda", "hip", "xpu")})
+    )
+    assert found == TorchBuild(f"2.13.0+{name}", toolkit, version)
+
+
+def test_a_file_that_is_not_torchs_tells_nothing():
+    assert build_of("# made by hand") is None
+
+
+def test_the_build_that_is_here():
+    found = torch_build()
+    assert found.version == torch.__version__
+    assert bool(found.toolkit) == any((torch.version.cuda, torch.version.hip, torch.version.xpu))
+
+
+@pytest.mark.parametrize(("driver", "index"), [("12.4", "cu126"), ("13.0", "cu130"), ("", "cu130")])
+def test_a_wheel_for_a_driver(driver, index):
+    assert cuda_wheel(driver).endswith(f"--index-url https://download.pytorch.org/whl/{index}")
+
+
+def test_a_wheel_for_a_card():
+    assert wheel_of("NVIDIA", (7, 0)).endswith("cu126"), "CUDA 13 has no kernels for Volta"
+    assert wheel_of("NVIDIA", (9, 0)).endswith("cu130")
+    assert wheel_of("Intel").endswith("/xpu")
+    assert "rocmX.Y" in wheel_of("AMD")
