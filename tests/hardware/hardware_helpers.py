@@ -79,6 +79,7 @@ class FakeNvml:
             monkeypatch.delenv(name, raising=False)
         built_for(monkeypatch, "CUDA", "13.0")
         plugged_in(monkeypatch)
+        monkeypatch.setattr(discover, "shows_gpus", lambda: False)
         return self
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -43,8 +45,10 @@ def test_a_file_that_is_not_torchs_tells_nothing():
     assert build_of("# made by hand") is None
 
 
-def test_the_build_that_is_here():
+def test_the_build_that_is_here(monkeypatch):
     found = torch_build()
+    monkeypatch.delitem(sys.modules, "torch.version")
+    assert torch_build() == found, "the same from its file, before it is imported"
     assert found.version == torch.__version__
     assert bool(found.toolkit) == any((torch.version.cuda, torch.version.hip, torch.version.xpu))
 

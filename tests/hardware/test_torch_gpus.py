@@ -8,9 +8,11 @@ import pytest
 import torch
 from hardware_helpers import FakeNvml, built_for
 
+from gpumix.hardware import discover as discovery
 from gpumix.hardware import runtime, torch_gpus
 from gpumix.hardware.discover import discover
-from gpumix.hardware.torch_gpus import gpus_by_torch, told_by_torch
+from gpumix.hardware.torch_gpus import gpus_by_torch, shows_gpus, told_by_torch
+from gpumix.hardware.visible import Gpu
 from gpumix.spec.errors import MachineError
 
 GIB = 2**30
@@ -114,6 +116,24 @@ def test_intels_variable(machine, monkeypatch, mask, wrong):
             discover()
     else:
         assert len(discover().devices) == 1
+
+
+def test_nvidias_without_nvml(monkeypatch):
+    """On a Jetson the bus has no card either; a node of the driver is the sign."""
+    FakeNvml(init_error="LibraryNotFound").install(monkeypatch)
+    gpu = Gpu(0, "GPU-1", "Orin", 8 * GIB, "", "8.7")
+    monkeypatch.setattr(discovery, "gpus_by_torch", lambda host, toolkit: ((gpu,), ""))
+    assert discover().classes[0].accelerator == "cpu"
+    monkeypatch.setattr(discovery, "shows_gpus", lambda: True)
+    assert discover().classes[0].product == "Orin"
+
+
+def test_the_signs_of_a_gpu(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch_gpus, "_NODES", (tmp_path / "nvidiactl",))
+    monkeypatch.setattr(runtime, "is_available", lambda: False)
+    assert not shows_gpus()
+    (tmp_path / "nvidiactl").touch()
+    assert shows_gpus()
 
 
 def test_amds_that_are_hidden(machine, monkeypatch):

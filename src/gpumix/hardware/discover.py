@@ -20,7 +20,7 @@ from gpumix.hardware.control_groups import let_have_bytes
 from gpumix.hardware.environment import hiding_variable
 from gpumix.hardware.gpu_health import newest_cuda
 from gpumix.hardware.torch_build import torch_build
-from gpumix.hardware.torch_gpus import gpus_by_torch
+from gpumix.hardware.torch_gpus import gpus_by_torch, shows_gpus
 from gpumix.hardware.unusable import refuse_build, refuse_cards
 from gpumix.hardware.visible import Gpu, product_slug, visible_gpus
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
@@ -67,8 +67,9 @@ def _usable_gpus(host: str) -> tuple[Gpu, ...]:
         refuse_build(build, driver=nvidia[0].driver, driver_cuda=nvidia[0].driver_cuda, host=host)
         return nvidia
     cards = () if hiding_variable() else cards_on_bus()
-    if build is not None and build.toolkit == "CUDA" and any(c.maker == "NVIDIA" for c in cards):
-        gpus, torch_says = gpus_by_torch(host, build.toolkit)  # a host without NVML
+    signs = any(card.maker == "NVIDIA" for card in cards) or shows_gpus()
+    if build is not None and build.toolkit == "CUDA" and signs:  # a host without NVML
+        gpus, torch_says = gpus_by_torch(host, build.toolkit)
         if gpus:
             return gpus
     refuse_cards(cards, build, host=host, torch_says=torch_says)

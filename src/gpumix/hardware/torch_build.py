@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -40,9 +41,11 @@ class TorchBuild:
         return f"torch {self.version}, built for {built}"
 
 
-@cache
 def torch_build() -> TorchBuild | None:
     """The one in this environment; None where there is none, or its file is unlike torch's own."""
+    loaded = sys.modules.get("torch.version")
+    if loaded is not None:
+        return _build({k: v for k, v in vars(loaded).items() if isinstance(v, str)})
     spec = find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -60,6 +63,10 @@ def build_of(source: str) -> TorchBuild | None:
         value = getattr(node, "value", None)
         if isinstance(value, ast.Constant) and isinstance(value.value, str):
             values |= {one.id: value.value for one in targets if isinstance(one, ast.Name)}
+    return _build(values)
+
+
+def _build(values: Mapping[str, str]) -> TorchBuild | None:
     if "__version__" not in values:
         return None
     for name, toolkit in _NAMES:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import uuid
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from gpumix.hardware.environment import DeviceChoice, device_choices
@@ -18,6 +19,7 @@ from gpumix.hardware.visible import Gpu
 from gpumix.spec.errors import MachineError
 
 _PATIENCE_S = 180.0
+_NODES = (Path("/dev/nvidiactl"), Path("/dev/nvhost-gpu"), Path("/dev/dxg"))
 
 
 def gpus_by_torch(host: str, toolkit: str) -> tuple[tuple[Gpu, ...], str]:
@@ -26,7 +28,7 @@ def gpus_by_torch(host: str, toolkit: str) -> tuple[tuple[Gpu, ...], str]:
     Raises:
         MachineError: torch fails where it is asked, or a variable names GPUs that are not there.
     """
-    told = told_by_torch(host) if _in_use() else _ask(host)
+    told = told_by_torch(host) if _uses_gpus() else _ask(host)
     gpus = tuple(Gpu(**one) for one in told["gpus"])
     _refuse_dropped(device_choices(toolkit), len(gpus), host)
     return gpus, str(told["why"])
@@ -54,7 +56,20 @@ def _gpu(found: Any, index: int, host: str) -> Gpu:
     )
 
 
-def _in_use() -> bool:
+def shows_gpus() -> bool:
+    """Whether there is a sign, short of asking in a process of its own, that torch shows GPUs: the
+    driver's node where NVML is missing and no card is on the bus (Jetson, WSL), or a torch that is
+    imported already."""
+    if any(node.exists() for node in _NODES):
+        return True
+    if "torch" not in sys.modules:
+        return False
+    from gpumix.hardware import runtime
+
+    return runtime.is_available()
+
+
+def _uses_gpus() -> bool:
     """Whether this process has a context on a GPU already."""
     if "torch" not in sys.modules:
         return False
