@@ -19,6 +19,7 @@ from cuda_device.stream_classes import EventBase, StreamBase, stream_data
 LAGS = {"": (0, 0), "side-late": (0, 2), "side-early": (2, 0), "random": (1, 1)}
 LONGEST_US = 2000
 VERSION = "13.0"
+NCCL_VERSION = 2 << 32 | 27 << 16 | 7
 _CALLBACKS: list[Any] = []  # must outlive the library
 _VISIBLE: list[environ.Device] = []
 
@@ -28,6 +29,7 @@ def prepare() -> None:
     names = {f"_cuda_{name}": function for name, function in _functions().items()}
     names |= {"_CudaStreamBase": StreamBase, "_CudaEventBase": EventBase, "_cudart": _cudart()}
     names |= {"_CudaDeviceProperties": environ.Device, "_has_cuda": True}
+    names |= {"_nccl_version": lambda: NCCL_VERSION, "_nccl_version_suffix": lambda: b"-gloo"}
     for name in ("_CUDAGraph", "_graph_pool_handle"):  # there are none
         names[name] = _dummy_type(name)
     for name, value in names.items():

@@ -56,4 +56,14 @@ class _Cuda(SourceFileLoader):
         bindings.complete(module)
 
 
-_LOADERS = {"torch": _Torch, "torch.cuda": _Cuda}
+class _Distributed(SourceFileLoader):
+    """Adds a backend of the name of NCCL."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        from cuda_device import collectives
+
+        collectives.install()
+
+
+_LOADERS = {"torch": _Torch, "torch.cuda": _Cuda, "torch.distributed": _Distributed}

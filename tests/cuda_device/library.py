@@ -12,6 +12,7 @@ from typing import Any
 I64, INT, SIZE, POINTER = ctypes.c_int64, ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p
 CONFIGURE = ctypes.CFUNCTYPE(None)
 TELL = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
+CALL = ctypes.CFUNCTYPE(None, ctypes.c_int64)
 SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "set_callbacks": (None, [CONFIGURE, TELL]),
     "set_count": (None, [INT]),
@@ -30,6 +31,7 @@ SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "set_lag": (None, [INT, INT, ctypes.c_uint, INT, INT]),
     "hold": (None, [INT, I64, INT]),
     "sleep": (None, [INT, I64]),
+    "call": (None, [INT, I64, CALL, I64]),
     "set_fraction": (None, [INT, ctypes.c_double]),
     "fraction": (ctypes.c_double, [INT]),
     "free_bytes": (SIZE, [INT]),

@@ -3,6 +3,8 @@
 
 #include <c10/util/Exception.h>
 
+#include <dlfcn.h>
+
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
@@ -113,6 +115,23 @@ uint64_t push(Queue& q, Work work) {
   return seq;
 }
 
+// Work may need Python's lock, so whoever waits for work does not hold it.
+class WithoutPython {
+ public:
+  WithoutPython() {
+    static const auto is_held = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "PyGILState_Check"));
+    static const auto save = reinterpret_cast<void* (*)()>(dlsym(RTLD_DEFAULT, "PyEval_SaveThread"));
+    if (is_held != nullptr && is_held()) thread_ = save();
+  }
+  ~WithoutPython() {
+    static const auto restore = reinterpret_cast<void (*)(void*)>(dlsym(RTLD_DEFAULT, "PyEval_RestoreThread"));
+    if (thread_ != nullptr) restore(thread_);
+  }
+
+ private:
+  void* thread_ = nullptr;
+};
+
 void wait_locked(Queue& q, uint64_t seq, std::unique_lock<std::mutex>& lock) {
   demand(q, seq);
   state().progress.wait(lock, [&] { return q.completed >= seq; });
@@ -171,11 +190,13 @@ bool poll(const Mark& mark) {
 }
 
 void wait(const Mark& mark) {
+  const WithoutPython without;
   std::unique_lock<std::mutex> lock(state().mutex);
   wait_locked(queue(mark.device, mark.stream), mark.seq, lock);
 }
 
 void wait_device(int device) {
+  const WithoutPython without;
   for (int64_t id = 0; id < STREAMS; ++id) {
     std::unique_lock<std::mutex> lock(state().mutex);
     Queue* const q = state().queues[device][id];
@@ -216,6 +237,7 @@ Mark enqueue(const c10::Stream& stream, Work work) {
 }
 
 void run_here(const c10::Stream& stream, const Work& work) {
+  const WithoutPython without;
   std::unique_lock<std::mutex> lock(state().mutex);
   Queue& q = queue(stream.device_index(), stream.id());
   const uint64_t seq = ++q.submitted;
@@ -256,6 +278,11 @@ void cuda_device_sleep(int device, int64_t nanoseconds) {
   enqueue(current_stream(device), [nanoseconds] {
     std::this_thread::sleep_for(std::chrono::nanoseconds(nanoseconds));
   });
+}
+
+// The stream calls the function with the number when it comes there; it may need Python's lock.
+void cuda_device_call(int device, int64_t stream, void (*function)(int64_t), int64_t number) {
+  enqueue(stream_of(device, stream), [function, number] { function(number); });
 }
 
 }  // extern "C"
