@@ -29,7 +29,7 @@ def reset_host_waits() -> None:
 
 def tell(_why: bytes) -> None:
     """The host is about to wait, in this thread."""
-    frame = _outside(sys._getframe(1)) or _outside(_of_main())
+    frame = _outside(sys._getframe().f_back) or _outside(_of_main())
     place = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "?"
     with _LOCK:
         _WAITS[place] += 1
