@@ -58,7 +58,8 @@ class Loop:
     def step(self, *, updates: float) -> None:
         self.now += updates
         self.steps += 1
-        self.record.step(self.steps, loss=1.0, learning_rate=0.1, norm=1.0)
+        loss = torch.tensor(float(self.steps))
+        self.record.step(self.steps, loss=loss, learning_rate=0.1, norm=1.0)
 
     def shares(self) -> list[Shares | None]:
         """Of the steps, and of each class in the end."""
@@ -70,6 +71,31 @@ class Loop:
 @pytest.fixture
 def loop(tmp_path, monkeypatch) -> Loop:
     return Loop(tmp_path, monkeypatch)
+
+
+def test_a_step_is_told_when_the_next_one_was_given(loop):
+    """On GPUs: what a loss belongs to stays right, and nothing is left out at the end."""
+    loop.record._late = True
+    for number in range(1, 4):
+        loop.batch(waits=1.0, idles=0.0, computes=float(number))
+        loop.step(updates=0.0)
+        told = read_run(loop.folder).history.steps
+        assert [one.step for one in told] == list(range(1, number))
+    loop.record.evaluation(3, 0.5)
+    steps = read_run(loop.folder).history.steps
+    assert [(one.step, one.loss, one.step_s) for one in steps] == [
+        (1, 1.0, 2.0), (2, 2.0, 3.0), (3, 3.0, 4.0),
+    ]  # fmt: skip
+    assert [one.tokens for one in steps] == [48 * n for n in (1, 2, 3)]
+
+
+def test_a_loop_that_fails_has_told_of_its_last_steps(loop):
+    loop.record._late = True
+    for _ in range(2):
+        loop.batch(waits=1.0, idles=0.0, computes=1.0)
+        loop.step(updates=0.0)
+    loop.record.fail(ValueError("of the program"))
+    assert [one.step for one in read_run(loop.folder).history.steps] == [1, 2]
 
 
 def test_batches_of_one_step_wait_one_by_one(loop):

@@ -36,7 +36,7 @@ class LoopRecord(Record):
         self._engine: Engine | None = engine
         self._plans = plans
         self._losses: list[tuple[Tensor, int | None]] = []  # of the step under way
-        self._norm = 0.0
+        self._norm: Tensor | None = None
 
     def computes(self) -> None:
         """A batch is about to be computed. Collective, the first time: the record begins."""
@@ -69,28 +69,30 @@ class LoopRecord(Record):
 
     def clipped(self, norm: Tensor) -> None:
         if self._recorded is not None:
-            self._norm = float(norm)
+            self._norm = norm
 
     def stepped(self, rate: float) -> None:
         """The optimizer made a step. Collective, where there is a record."""
         self.done += 1
         if self._recorded is None or not self._losses:
             return
-        loss = sum(self._whole(*one) for one in self._losses) / len(self._losses)
+        loss = torch.stack([self._whole(*one) for one in self._losses]).mean()
         self._recorded.step(self.done, loss=loss, learning_rate=rate, norm=self._norm)
-        self._losses, self._norm = [], 0.0
+        self._losses, self._norm = [], None
 
     def _taken(self) -> Recorded | None:
         # What has ended does not begin again, and is known to the interpreter until that ends.
         self._folder = self._engine = None
         return super()._taken()
 
-    def _whole(self, loss: Tensor, rows: int | None) -> float:
-        """The loss of all ranks' samples."""
+    def _whole(self, loss: Tensor, rows: int | None) -> Tensor:
+        """The loss of all ranks' samples, float64; nothing waits for it."""
         if rows is None:
-            return loss.item()
+            return loss.double()
         assert self._engine is not None, "there is a record"
-        own = loss.item() * rows if rows else 0.0
-        sums = torch.tensor([own, rows], dtype=torch.float64, device=self._engine.device)
-        total, samples = self._engine.comm.all_reduce(sums, "loss of a record").tolist()
-        return float(total / samples)
+        device = self._engine.device
+        count = torch.full((), rows, dtype=torch.float64, device=device)
+        own = loss.to(device).double() * count if rows else torch.zeros_like(count)
+        sums = torch.stack([own, count])
+        total, samples = self._engine.comm.all_reduce(sums, "loss of a record").unbind()
+        return total / samples

@@ -36,7 +36,7 @@ def objective(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     outputs = model(*batch[ARGS], **given)
     pairs = zip(_differentiable(outputs), batch[GRADIENTS], strict=True)
     sums = [(made.float() * wanted).sum() for made, wanted in pairs]
-    rows = torch.tensor(_rows(batch), device=sums[0].device)
+    rows = torch.full((), _rows(batch), device=sums[0].device)
     return torch.stack(sums).sum(), rows
 
 

@@ -36,5 +36,5 @@ class Recording(Record):
 
     def step(self, number: int, *, learning_rate: float, norm: Tensor | float) -> None:
         if self._recorded is not None and self._loss is not None:
-            loss, self._loss = self._loss.item(), None
-            self._recorded.step(number, loss=loss, learning_rate=learning_rate, norm=float(norm))
+            loss, self._loss = self._loss, None
+            self._recorded.step(number, loss=loss, learning_rate=learning_rate, norm=norm)

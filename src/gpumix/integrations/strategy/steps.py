@@ -158,7 +158,7 @@ class Steps:
 def _samples(batch: Any) -> Tensor:
     tensors = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
     device = next((tensor.device for tensor in tensors), None)
-    return torch.tensor(samples_in(batch), device=device)
+    return torch.full((), samples_in(batch), device=device)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> Tensor:

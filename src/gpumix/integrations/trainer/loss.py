@@ -78,7 +78,7 @@ def _counts(trainer: Any, model: nn.Module, batch: Mapping[str, Any]) -> tuple[T
         all_told = trainer.model_accepts_loss_kwargs and not trainer._loss_shifts_labels
         return own, _counted(labels) if all_told else own
     tensors = [value for value in batch.values() if isinstance(value, Tensor)]
-    samples = torch.tensor(len(tensors[0]), device=tensors[0].device)
+    samples = torch.full((), len(tensors[0]), device=tensors[0].device)
     return samples, samples
 
 

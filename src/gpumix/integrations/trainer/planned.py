@@ -23,7 +23,7 @@ from transformers.utils import is_datasets_available
 
 from gpumix.engine.engine import Engine
 from gpumix.hardware.environment import ranks_here
-from gpumix.hardware.runtime import is_available
+from gpumix.hardware.runtime import is_available, is_gpu
 from gpumix.integrations.batching import Batching
 from gpumix.integrations.fields import Fields
 from gpumix.integrations.hosted import Training, host, plan_of, refuse_gpu, world
@@ -124,13 +124,16 @@ class Planned:
         self._engine: Engine | None = None
         self._recorded: Recorded | None = None
         self._stepped: Tensor | None = None  # the loss of a step that is not recorded yet
+        self._filters_itself = False  # bad losses are taken out of what is logged
         refuse_not_called(self, Planned)
         super().__init__(*args, **kwargs)
         for name in LOADERS:
             if overrides(self, name, Planned):
                 setattr(self, name, partial(self._loaded, getattr(self, name), name))
+        step = self.training_step
         if overrides(self, "training_step", Planned):
-            self.training_step = partial(self._checked_step, self.training_step)  # type: ignore[method-assign]
+            step = partial(self._checked_step, step)
+        self.training_step = partial(self._filtered_step, step)  # type: ignore[method-assign]
 
     # -- taken from transformers as they are set up ------------------------------------------------
 
@@ -335,6 +338,7 @@ class Planned:
                 self._recorded.finish(self.state.global_step)
             return result
         finally:
+            self._leave_filter()
             self._recorded = None
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kw: Any) -> None:
@@ -343,9 +347,9 @@ class Planned:
             loss, self._stepped = self._stepped, None
             self._recorded.step(
                 self.state.global_step,
-                loss=loss.item(),
+                loss=loss,
                 learning_rate=self._get_learning_rate(),  # type: ignore[attr-defined]
-                norm=float(grad_norm) if math.isfinite(grad_norm or 0.0) else 0.0,
+                norm=_finite(grad_norm),
             )
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kw)  # type: ignore[misc]
 
@@ -381,6 +385,24 @@ class Planned:
             raise computes_by_itself(self)
         return loss
 
+    def _filtered_step(self, step: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """A step's loss, as `logging_nan_inf_filter` has it logged. The loop's own filter would
+        hold up the host, and so a GPU, in every step: there it is made on the device, and the
+        loop's is set aside until `floating_point_ops`, which is called next."""
+        loss: Tensor = step(*args, **kwargs)
+        if self._engine is None or not is_gpu(self._engine.device) or self._filters_itself:
+            return loss
+        if self.args.logging_nan_inf_filter and is_gpu(loss.device):
+            self._filters_itself, self.args.logging_nan_inf_filter = True, False
+            since = 1 + self.state.global_step - self._globalstep_last_logged  # type: ignore[attr-defined]
+            average = self._tr_loss / since  # type: ignore[attr-defined]
+            loss = torch.where(torch.isfinite(loss), loss, average)
+        return loss
+
+    def _leave_filter(self) -> None:
+        if self._filters_itself:
+            self._filters_itself, self.args.logging_nan_inf_filter = False, True
+
     def _clip_grad_norm(self, model: Any) -> Tensor:
         assert self._engine is not None
         norm = self._engine.clip_grad_norm_(self.args.max_grad_norm)
@@ -394,6 +416,7 @@ class Planned:
 
     def floating_point_ops(self, inputs: Any) -> int:
         """By the number of parameters that the whole model has."""
+        self._leave_filter()
         tokens = self._counted(inputs).get(getattr(self.model, "main_input_name", "input_ids"))
         return self._flops_per_token * (tokens.numel() if tokens is not None else 0)
 
@@ -498,6 +521,13 @@ class Planned:
             why="each trial would need devices of its own",
             fix="start one run for each trial",
         )
+
+
+def _finite(norm: Tensor | float | None) -> Tensor | float:
+    """What is not finite is told as 0; nothing is waited for."""
+    if isinstance(norm, Tensor):
+        return torch.where(torch.isfinite(norm), norm, torch.zeros_like(norm))
+    return norm if norm is not None and math.isfinite(norm) else 0.0
 
 
 def _flops_per_token(model: Any) -> int:
