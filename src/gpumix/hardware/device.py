@@ -16,9 +16,11 @@ from gpumix.hardware import runtime
 from gpumix.hardware.cpu import threads_of
 from gpumix.hardware.emulation import EmulatedDevice
 from gpumix.hardware.environment import count_gpus_by_nvml, prefer_expandable_segments
+from gpumix.hardware.gpu_clocks import ClockReader
 from gpumix.hardware.memory import limit_memory
 from gpumix.hardware.torch_build import runs_on, torch_build, wheel_of
 from gpumix.hardware.visible import product_slug
+from gpumix.spec.clocks import Clocks
 from gpumix.spec.cluster import DeviceClass
 from gpumix.spec.errors import DeviceMissing, InputError, MachineError
 from gpumix.spec.units import show_bytes
@@ -71,6 +73,10 @@ class DeviceRuntime(ABC):
         """What of the limit is not for tensors: the context, libraries with their workspaces, other
         processes."""
         return 0
+
+    def clocks(self) -> Clocks | None:
+        """How fast it runs now, as its driver says; None where that is not told."""
+        return None
 
     @property
     def allocator_retries(self) -> int:
@@ -232,6 +238,7 @@ class _GpuRuntime(DeviceRuntime):
         # What runs on the host, initial values above all, shares it with the other GPUs' ranks.
         torch.set_num_threads(threads_of(runtime.device_count()))
         self.torch_device = torch.device(runtime.kind(), ordinal)
+        self._clock_reader: ClockReader | None = None
         self.memory_limit_bytes = device_class.memory_bytes
         free, total = runtime.free_and_total_bytes(self.torch_device)  # makes the context
         self._refuse_full(free)
@@ -275,11 +282,19 @@ class _GpuRuntime(DeviceRuntime):
         obtainable = free + runtime.reserved_bytes(self.torch_device) - self._workspaces_bytes
         return max(total, self.memory_limit_bytes) - obtainable
 
+    def clocks(self) -> Clocks | None:
+        if self._clock_reader is None and runtime.is_nvidia():
+            uuid = f"GPU-{runtime.device_uuid(self.torch_device)}"
+            self._clock_reader = ClockReader(uuid, self.torch_device.index)
+        return None if self._clock_reader is None else self._clock_reader.look()
+
     @property
     def allocator_retries(self) -> int:
         return runtime.allocator_retries(self.torch_device)
 
     def _close(self) -> None:
+        if self._clock_reader is not None:
+            self._clock_reader.close()
         # After a failed kernel nothing works any more, and collectives that lost a peer never end.
         if sys.exception() is None:
             runtime.synchronize(self.torch_device)

@@ -36,6 +36,7 @@ from gpumix.profiler.optimizer_times import (
 )
 from gpumix.profiler.peak import measured_peak
 from gpumix.profiler.specimen import MadeUpTeam, Specimens
+from gpumix.profiler.warm import warm_up
 from gpumix.spec.curve import Curve
 from gpumix.spec.errors import GpumixError, InputError, NoFeasiblePlanError, first_line
 from gpumix.spec.measurements import ClassMeasurement, TeamMeasurement
@@ -135,6 +136,7 @@ def _measured(
         chosen = chosen.because("compile", f"{chosen.why('compile')}; {found.of_code}")
     elif found.of_code:
         chosen = chosen.without("compile", f"not used: {found.of_code}")
+    clocks = warm_up(runtime, TORCH_DTYPE[subject.dtypes[device_class]])  # as in training
     optimizer = time_optimizer(runtime, subject.optimizer_of, _largest_shapes(anatomy))
     of_class = ClassProfile(
         device_class=device_class,
@@ -149,6 +151,7 @@ def _measured(
         compute_dtype=subject.dtypes[device_class],
         efficiency=chosen.efficiency,
         choices=chosen.choices,
+        clocks=clocks,
         peak=None
         if runtime.emulated
         else measured_peak(runtime, TORCH_DTYPE[subject.dtypes[device_class]]),
@@ -212,6 +215,7 @@ def _swept(
         anatomy = anatomy.of_kinds(specimens.kind_of)
     if device_class in subject.compiled and team is None:
         specimens.compile(range(1, subject.shape.global_batch + 1))
+    warm_up(runtime, TORCH_DTYPE[dtype])
     name = device_class if team is None else f"{device_class}, one of {degree}"
     name += ", positions divided" if sequence else ""
     found = sweep(

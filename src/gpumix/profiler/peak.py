@@ -16,14 +16,21 @@ REPEATS = 5
 
 def measured_peak(runtime: DeviceRuntime, dtype: torch.dtype) -> Peak:
     """The fastest of some products of square matrices."""
+    one, other, into = matrices(runtime, dtype)
+    fastest = min(_seconds(runtime, one, other, into) for _ in range(1 + REPEATS))
+    return Peak(flops_per_s=2 * len(one) ** 3 / fastest, source="measured")
+
+
+def matrices(
+    runtime: DeviceRuntime, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Two square matrices, as large as a product is fast, and room for theirs."""
     device = runtime.torch_device
-    size = LARGEST[device.type]
+    size = LARGEST.get(device.type, LARGEST["cuda"])
     while size > 64 and 3 * size**2 * dtype.itemsize > runtime.memory_limit_bytes // PART_OF_MEMORY:
         size //= 2
     one, other = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    into = torch.empty_like(one)
-    fastest = min(_seconds(runtime, one, other, into) for _ in range(1 + REPEATS))
-    return Peak(flops_per_s=2 * size**3 / fastest, source="measured")
+    return one, other, torch.empty_like(one)
 
 
 def _seconds(

@@ -137,6 +137,14 @@ def _replay(one: Happened) -> _Words:
     return who, f"{why}{where}", "trouble"
 
 
+def _clocks(one: Happened) -> _Words:
+    now, measured = one.number("sm_mhz"), one.number("measured_sm_mhz")
+    what = f"{one.text('device') or 'A device'} runs at another clock than it was measured at"
+    if now is None or measured is None:
+        return what, "", "trouble"
+    return what, f"{now:.0f} MHz, not {measured:.0f}: the prediction is off by as much", "trouble"
+
+
 def _compared(one: Happened) -> _Words:
     step_s, steps = one.number("step_s"), one.number("steps")
     took = "" if step_s is None else f"{show_seconds(step_s)} a step"
@@ -158,5 +166,6 @@ WORDS: dict[str, Callable[[Happened], _Words]] = {
     "input-bound": _starved,
     "norm-spike": _spike,
     "replay": _replay,
+    "clocks": _clocks,
     "compared": _compared,
 }

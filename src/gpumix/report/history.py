@@ -239,11 +239,11 @@ READ = {
 NUMERIC = {
     "busy_share", "peak_bytes", "planned_peak_bytes", "laid_out_bytes", "overruns", "devices",
     "samples", "tokens_per_s", "mfu", "hfu", "sent_bytes", "starved_share", "skipped",
-    "reserved_bytes", "retries",
+    "reserved_bytes", "retries", "sm_mhz",
 }  # fmt: skip
 OPTIONAL = {
     "peak_bytes", "planned_peak_bytes", "laid_out_bytes", "reserved_bytes", "mfu", "hfu",
-    "starved_share",
+    "starved_share", "sm_mhz",
 }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from gpumix.spec.base import Document, Value, refuse_twins
+from gpumix.spec.clocks import Clocks
 from gpumix.spec.cluster import Cluster
 from gpumix.spec.curve import Curve
 from gpumix.spec.efficiency import PLAIN_EFFICIENCY, Choice, Efficiency
@@ -316,6 +317,9 @@ class ClassProfile(Value):
     compiled: bool = Field(default=False, description="whether the times are of compiled units")
     compute_dtype: ComputeDtype = Field(default="fp32", description="that the times are of")
     peak: Peak | None = Field(default=None, description="in that dtype; None: not known")
+    clocks: Clocks | None = Field(
+        default=None, description="of the GPU that was measured, when it was warm; None: not told"
+    )
     efficiency: Efficiency = Field(default=PLAIN_EFFICIENCY, description="that the times are of")
     choices: tuple[Choice, ...] = Field(default=(), description="why it computes as it does")
 

@@ -29,6 +29,7 @@ from gpumix.spec.profile import Profile
 from gpumix.train.balancing import Balancing
 from gpumix.train.checkpoint import Saved
 from gpumix.train.checkpoint_file import number_of_job
+from gpumix.train.clocks import ClockWatch
 from gpumix.train.context import Context
 from gpumix.train.documents import check_documents
 from gpumix.train.goes_on import check_goes_on
@@ -153,6 +154,7 @@ class Trainer:
         step_s = restart.step_s if restart is not None else None
         balancing = Balancing(plan, profile, context, state_moves=moves, step_before_s=step_s)
         self._balancing = balancing if job.rebalance else None
+        self._clocks = ClockWatch(profile)
         self._soundness = Soundness(context, plan, self.engine)
 
     def _built(self, resume: bool) -> nn.Module:
@@ -379,6 +381,7 @@ class Trainer:
             waited_s = self.engine.comm.clock.at_s(step.given.ticks.communicated[1])
             sent_bytes = step.given.sent_bytes
             self._telling.exchange(self.step, waited_s=waited_s, sent_bytes=sent_bytes)
+            self._telling.tell(self.step, self._clocks.differ(self.plan, self._telling.records))
         self._telling.step(step.record)
         restart, self._restart = self._restart, None
         if restart is not None:

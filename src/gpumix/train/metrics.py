@@ -71,7 +71,8 @@ class RankRecord:
 
     `laid_out_bytes` lie on its device between steps; what `peak_bytes` are more is for samples.
     `reserved_bytes` are the most that its allocator held, and `retries` count how often that had to
-    give memory back to the driver to get some; both since the run began.
+    give memory back to the driver to get some; both since the run began. `sm_mhz` is the clock of
+    its multiprocessors.
     `shares` say what its steps were spent on, and `starved_share` is set once its device was found
     to stand idle for its data; `input_limit` is what holds that data back, as its loader sees it.
     `skipped` counts the samples that it could not read so far, in training each time and in
@@ -90,6 +91,7 @@ class RankRecord:
     laid_out_bytes: int | None = None
     reserved_bytes: int | None = None
     retries: int = 0
+    sm_mhz: float | None = None
     sent_bytes: float = 0.0
     shares: Shares | None = None
     starved_share: float | None = None

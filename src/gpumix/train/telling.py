@@ -180,6 +180,7 @@ class Telling:
         watched = self._watch.take()
         self._spent = self._spent.and_then(watched)
         device, runtime = self._context.device, self._context.runtime
+        clocks = runtime.clocks()
         mine = RankRecord(
             device=device.id,
             device_class=device.device_class,
@@ -189,6 +190,7 @@ class Telling:
             laid_out_bytes=runtime.current_bytes(),
             reserved_bytes=runtime.peak_reserved_bytes(),
             retries=runtime.allocator_retries,
+            sm_mhz=None if clocks is None else clocks.sm_mhz,
             sent_bytes=sent_each,
             shares=watched.shares(),
             starved_share=self._watch.starvation.share,

@@ -1,0 +1,59 @@
+"""Clocks, power and temperature of the GPU that a process computes on, as its driver says."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from types import ModuleType
+from typing import Any
+
+from gpumix.hardware.gpu_health import driver, handle_of
+from gpumix.spec.clocks import Clocks
+
+SM, CHIP = 1, 0  # NVML's numbers for the clock of multiprocessors, and the sensor of the chip
+
+
+class ClockReader:
+    """Reads one GPU's, from when it is made to `close`; a look takes well under a millisecond.
+
+    Args:
+        uuid: with its prefix.
+        ordinal: its number, where NVML does not know the UUID.
+    """
+
+    def __init__(self, uuid: str, ordinal: int) -> None:
+        self._stack = ExitStack()
+        self._nvml: ModuleType | Any = self._stack.enter_context(driver())
+        self._handle: Any = None
+        if self._nvml is not None:
+            try:
+                self._handle = handle_of(self._nvml, uuid, ordinal)
+            except self._nvml.NVMLError:
+                self._nvml = None
+
+    def look(self) -> Clocks | None:
+        """Its clocks now; None where the driver does not tell them."""
+        nvml, handle = self._nvml, self._handle
+        if nvml is None:
+            return None
+        try:
+            mhz = nvml.nvmlDeviceGetClockInfo(handle, SM)
+        except nvml.NVMLError:
+            return None
+        return Clocks(sm_mhz=mhz, **self._others()) if mhz > 0 else None
+
+    def close(self) -> None:
+        """Let go of the driver."""
+        self._nvml = None
+        self._stack.close()
+
+    def _others(self) -> dict[str, float]:
+        nvml, found = self._nvml, {}
+        for name, ask in (
+            ("power_watts", lambda: nvml.nvmlDeviceGetPowerUsage(self._handle) / 1e3),
+            ("temperature_c", lambda: nvml.nvmlDeviceGetTemperature(self._handle, CHIP)),
+        ):
+            try:
+                found[name] = float(ask())
+            except nvml.NVMLError:  # this card has no such sensor
+                continue
+        return found

@@ -1,0 +1,37 @@
+"""A GPU as it is in training: warm, and at the clock that it keeps there.
+
+A card that rests is cold and runs faster than it can for long, so that what is measured then is too
+short.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from gpumix.hardware.device import DeviceRuntime
+from gpumix.hardware.runtime import is_gpu
+from gpumix.profiler.peak import matrices
+from gpumix.spec.clocks import Clocks
+
+WARM_UP_S = 0.3
+LOOKED_AT = 2  # products during which clocks are read
+
+
+def warm_up(runtime: DeviceRuntime, dtype: torch.dtype) -> Clocks | None:
+    """Have a GPU compute large products for `WARM_UP_S`; its clocks at the end, while it computes.
+    Nothing is done on a CPU."""
+    if not is_gpu(runtime.torch_device):
+        return None
+    one, other, into = matrices(runtime, dtype)
+    runtime.synchronize()
+    begun = time.perf_counter()
+    while time.perf_counter() - begun < WARM_UP_S:
+        torch.mm(one, other, out=into)
+        runtime.synchronize()
+    for _ in range(LOOKED_AT):
+        torch.mm(one, other, out=into)
+    found = runtime.clocks()  # while these are computed
+    runtime.synchronize()
+    return found
