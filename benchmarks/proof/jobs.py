@@ -53,7 +53,7 @@ class Command:
     """`gpumix ...` under way, in a folder."""
 
     def __init__(self, bench: Bench, *words: str, allow: Sequence[str] = ()) -> None:
-        self.begun = time.time()
+        self.begun, self._words = time.time(), " ".join(words)
         self._bench = bench
         self._clock = time.monotonic()
         self._files = [bench.folder / f"said-{time.time_ns()}-{name}" for name in ("out", "err")]
@@ -72,8 +72,9 @@ class Command:
         """Wait until it has ended, or the stage is about to."""
         code = self.process.wait(max(1.0, self._bench.left_s - 1.0))
         out, err = (file.read_text(encoding="utf-8", errors="replace") for file in self._files)
-        print(err[-4000:], file=sys.stderr, flush=True)
-        return Done(code, out, err, time.monotonic() - self._clock)
+        took_s = time.monotonic() - self._clock
+        print(f"{err[-4000:]}\n{self._words}: {took_s:.1f} s", file=sys.stderr, flush=True)
+        return Done(code, out, err, took_s)
 
 
 def surroundings(bench: Bench) -> dict[str, str]:

@@ -21,7 +21,7 @@ def run(bench: Bench) -> Outcome:
     """In a rehearsal tests are only collected: CI runs them on its own device."""
     how = ["--collect-only"] if bench.rehearses else ["--timeout", "60", "-k", "not share"]
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-x", "-rA", *how, TESTS]
-    env = {**os.environ, "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     process = subprocess.Popen(
         command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

@@ -27,7 +27,7 @@ PLANNED_GIB, LEFT_GIB = 20.0, 8.0
 LEFT_OF_PLAN = 0.6
 # In a rehearsal the run itself holds what somebody else has on a GPU.
 REHEARSED_MIB, TAKEN_PART = 6.6, 0.29
-LENGTH = 32
+LENGTH, REHEARSED_BATCH = 128, 16
 
 
 def run(bench: Bench) -> Outcome:
@@ -65,7 +65,8 @@ def run(bench: Bench) -> Outcome:
 
 def _job(bench: Bench, name: str, *, disturbed: bool = False) -> Path:
     steps = 4 if bench.rehearses else STEPS
-    keys: dict[str, Any] = {"global_batch": GLOBAL_BATCH, "steps": steps}
+    batch = REHEARSED_BATCH if bench.rehearses else GLOBAL_BATCH
+    keys: dict[str, Any] = {"global_batch": batch, "steps": steps}
     keys |= {"checkpoint": {"memory_every_steps": 1}, "rebalance": False}
     if bench.place == "gpu":
         assert bench.card is not None
