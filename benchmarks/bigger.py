@@ -12,9 +12,10 @@ byte. Each device alone, with memory without end and in its best setting, is the
 
 Figures: `fits` (gpumix did all steps on all devices), `worst_memory_fraction` (its highest measured
 peak over its device's limit), `even_fails_with` and `proportional_fails_with` (the error of the
-thriftiest setting; empty if one fits), `even_plan_refused`; `fleet_efficiency` and, null where no
-setting fits, `speedup_vs_best_even` and `speedup_vs_best_proportional`. `overruns`: 0, or these
-three mean nothing. A fleet efficiency above 1 ends the script with exit code 1.
+thriftiest setting; empty if one fits), `even_plan_refused`; `fleet_efficiency`, the same if devices
+alone recompute as the plan does (`fleet_efficiency_same_mode`) and, null where no setting fits,
+`speedup_vs_best_even` and `speedup_vs_best_proportional`. `overruns`: with any, speeds mean
+nothing. Overruns, and a fleet efficiency above 1, end the script with exit code 1.
 
 `--quick`: a quarter of the work, to try the script.
 """
@@ -26,7 +27,7 @@ import sys
 import time
 
 import gpumix
-from common import print_figures
+from common import print_counted
 from compared.search import Found
 from emulated.attempts import Attempt, attempts
 from emulated.contest import (
@@ -61,7 +62,8 @@ def main() -> None:
     begun = time.perf_counter()
     sequence = QUICK_SEQUENCE if arguments.quick else SEQUENCE
     setting = Setting(CLUSTER, WIDTH, LAYERS, HEADS, BATCH, sequence)
-    contest = hold(setting, Size(rounds=1, steps=1 if arguments.quick else 2), doubtful=True)
+    size = Size(rounds=1, steps=1 if arguments.quick else 2)
+    contest = hold(setting, size, recomputing_alone=True, doubtful=True)
     ours = attempts(contest.fleet, ByPlan(GPUMIX, contest.plan, deferred=True), arguments.steps)
     refused = _refusal(contest.profile, setting)
     _show(contest, ours, refused)
@@ -72,12 +74,13 @@ def main() -> None:
         "proportional_fails_with": _error(contest.found[PROPORTIONAL]),
         "even_plan_refused": bool(refused),
         **figures_of([contest]),
+        "fleet_efficiency_same_mode": contest.efficiency_same_mode,
         "overruns": contest.overruns,
         "seconds": time.perf_counter() - begun,
     }
     rounded = {n: round(v, 4) if isinstance(v, float) else v for n, v in figures.items()}
-    print_figures(rounded, as_json=arguments.json)
-    sys.exit(refuse_impossible([contest]))
+    counted = print_counted(rounded, as_json=arguments.json)
+    sys.exit(counted or refuse_impossible([contest]))
 
 
 def _arguments() -> argparse.Namespace:

@@ -12,10 +12,10 @@ too. Where memory is scarce, plans may have to recompute, which the sum does not
 Figures: `mixtures`; the worst of all `speedup_vs_best_even`, `speedup_vs_best_proportional` and
 `fleet_efficiency`, each also by mixture; `speedup_over_ideal`, the worst of speed-ups against even
 over what the devices' FLOP/s allow; `fleet_efficiency_plenty` over mixtures in which compute binds
-(memory is plenty), `fleet_efficiency_same_mode`: these, if the devices alone recompute as the plan
-does; `worst_vs_prediction`, measured over predicted tokens/s. A speed-up is null where no setting
-of the split fits. `overruns` as in `mixed_cpu.py`: 0, or the figures mean nothing. A fleet
-efficiency above 1 ends the script with exit code 1.
+(memory is plenty), `fleet_efficiency_same_mode`: the worst of all, if devices alone recompute as
+the plan does; `worst_vs_prediction`, measured over predicted tokens/s. A speed-up is null where no
+setting of the split fits. `overruns` as in `mixed_cpu.py`. Overruns, and a fleet efficiency above
+1, end the script with exit code 1.
 
 `--quick`: a quarter of the work and one round, to try the script.
 """
@@ -28,7 +28,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common import Figures, print_figures
+from common import Figures, print_counted
 from compared.where import where_time_goes
 from emulated.contest import EVEN, GPUMIX, PROPORTIONAL, Contest, Size, hold, refuse_impossible
 from emulated.contest import figures_of as figures_of_contests
@@ -98,14 +98,6 @@ class Result:
     mixture: Mixture
     contest: Contest
 
-    @property
-    def efficiency_same_mode(self) -> float:
-        """Against devices that recompute where the plan does; it leaves out what it leaves out."""
-        contest = self.contest
-        keeps = {w.device for w in contest.plan.workers if not w.mode.recompute}
-        same = (a.best if d in keeps else a.recomputing for d, a in contest.alone.items())
-        return contest.tokens_per_s / sum(same)
-
 
 def main() -> None:
     arguments = _arguments()
@@ -120,8 +112,8 @@ def main() -> None:
             print(f"{mixture.name}: {contest.efficiency:.3f}", file=sys.stderr, flush=True)
     _show(results)
     figures = figures_of(results) | {"seconds": round(time.perf_counter() - begun, 1)}
-    print_figures(figures, as_json=arguments.json)
-    sys.exit(refuse_impossible([result.contest for result in results]))
+    counted = print_counted(figures, as_json=arguments.json)
+    sys.exit(counted or refuse_impossible([result.contest for result in results]))
 
 
 def _arguments() -> argparse.Namespace:
@@ -145,7 +137,7 @@ def figures_of(results: Sequence[Result]) -> Figures:
     )
     if plenty:
         figures["fleet_efficiency_plenty"] = min(r.contest.efficiency for r in plenty)
-        figures["fleet_efficiency_same_mode"] = min(r.efficiency_same_mode for r in plenty)
+    figures["fleet_efficiency_same_mode"] = min(c.efficiency_same_mode for c in contests)
     figures["worst_vs_prediction"] = min(c.vs_prediction for c in contests)
     figures["overruns"] = sum(c.overruns for c in contests)
     for result in results:
@@ -168,7 +160,7 @@ def _show(results: Sequence[Result]) -> None:
                 f"{contest.tokens_per_s:.1f}",
                 f"{sum(alone.best for alone in contest.alone.values()):.1f}",
                 f"{contest.efficiency:.3f}",
-                f"{result.efficiency_same_mode:.3f}",
+                f"{contest.efficiency_same_mode:.3f}",
                 _shown(contest.speedup(EVEN)),
                 f"{contest.ideal_speedup:.2f}",
                 _shown(contest.speedup(PROPORTIONAL)),

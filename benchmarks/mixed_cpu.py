@@ -15,9 +15,9 @@ Figures: `speedup_vs_best_even` (ideal 2.0), `speedup_vs_best_proportional` (1.0
 fits evenly, that split leaves nothing to gain but in overheads), `fleet_efficiency`,
 `equal_devices_vs_best`. Speeds are medians over rounds of medians over steps. A run in which an
 emulated device fell behind its speed is repeated, up to three times in all, and left out if the
-other rounds have clean ones; `overruns` are those in the runs that counted (0, or the figures mean
-nothing). `worst_loss_difference` is relative, over all systems and steps. A fleet efficiency above
-1 ends the script with exit code 1.
+other rounds have clean ones; `overruns` are those in the runs that counted: with any the figures
+mean nothing. `worst_loss_difference` is relative, over all systems and steps. Overruns, and a fleet
+efficiency above 1, end the script with exit code 1.
 
 `--quick`: a quarter of the work and one round, to try the script. `--every`: try all settings, also
 those in which another that fits does no more work and no more communication.
@@ -29,7 +29,7 @@ import argparse
 import sys
 import time
 
-from common import Figures, print_figures
+from common import Figures, print_counted
 from emulated.contest import EVEN, Contest, Size, figures_of, hold, refuse_impossible
 from emulated.setting import Setting, cluster_of
 
@@ -54,8 +54,8 @@ def main() -> None:
     figures = _figures(mixed, equal) | {"seconds": round(time.perf_counter() - begun, 1)}
     print("emulated devices: times are of the emulation, not of any real card\n")
     print(f"{mixed}\n\nfour equal devices\n{equal}\n")
-    print_figures(figures, as_json=arguments.json)
-    sys.exit(refuse_impossible([mixed, equal]))
+    counted = print_counted(figures, as_json=arguments.json)
+    sys.exit(counted or refuse_impossible([mixed, equal]))
 
 
 def _arguments() -> argparse.Namespace:

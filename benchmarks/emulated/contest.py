@@ -78,6 +78,17 @@ class Contest:
         return self.tokens_per_s / sum(alone.best for alone in self.alone.values())
 
     @property
+    def efficiency_same_mode(self) -> float:
+        """The same, where devices alone recompute if they do so in the plan."""
+        keeps = {w.device for w in self.plan.workers if not w.mode.recompute}
+        left_out = self.alone.keys() - {w.device for w in self.plan.workers}
+        same = (
+            alone.best if device in keeps | left_out else alone.recomputing
+            for device, alone in self.alone.items()
+        )
+        return self.tokens_per_s / sum(same)
+
+    @property
     def vs_prediction(self) -> float:
         assert self.plan.prediction is not None
         return self.tokens_per_s / self.plan.prediction.tokens_per_s
@@ -108,7 +119,7 @@ def hold(
     """Profile, plan, find the best of each split, and measure all in turns.
 
     Args:
-        recomputing_alone: measure devices alone with recompute too.
+        recomputing_alone: measure devices alone with recompute too, for `efficiency_same_mode`.
         recorded: one step of gpumix in detail.
         doubtful: it may be that no way of a split fits, nor the whole model on one device.
     """

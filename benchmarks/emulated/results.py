@@ -116,7 +116,8 @@ def plan_line(plan: Plan) -> str:
     """Who computes and who stores what, in one line."""
     parts = [
         f"{w.device} {w.samples} in {'+'.join(map(str, w.micro_batches)) or 'none'}, "
-        f"{w.state_share:.0%} of the state"
+        f"{w.state_share:.0%} of the state{' on the host' if w.state_on == 'host' else ''}"
+        f"{', recompute' if w.mode.recompute else ''}"
         for w in plan.workers
     ]
     return "plan: " + "; ".join(parts)

@@ -33,7 +33,6 @@ class Way:
     @property
     def name(self) -> str:
         form = "plain loop" if self.form is None else self.form.name
-        form += "" if getattr(self.form, "ahead", True) else ", no gathers ahead"
         kept = "recompute" if self.recompute else "graphs kept"
         return f"{form}, {self.micro_batches} micro-batch(es), {kept}"
 
@@ -102,7 +101,8 @@ def thriftiest(samples: Sequence[int]) -> Way:
 
 def _forms(micro_batches: int) -> Iterator[Ddp | Fsdp]:
     yield Ddp()
-    for reshard, ahead in product((False, True), (True, False)):
+    # Where weights are kept, all are gathered at once: only with shards do late gathers spare room.
+    for reshard, ahead in ((False, True), (True, True), (True, False)):
         yield Fsdp(reshard, ahead=ahead)
         if micro_batches > 1:
             yield Fsdp(reshard, whole_gradients=True, ahead=ahead)
