@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+import cuda_device
 from gpumix.engine.engine import Engine
 from gpumix.engine.guard import Guard
 from gpumix.spec.cluster import Device
@@ -13,6 +17,7 @@ from gpumix.spec.plan import Plan
 from gpumix.train import steps, work
 from gpumix.train.context import Task
 from gpumix.train.launch import Seat
+from gpumix.train.steps import Steps
 
 
 def train(
@@ -28,6 +33,29 @@ def train(
     _late(seat.rank in late)
     _bad_in(bad_step)
     return work.train(seat, task, plan, None, devices, resume).losses
+
+
+def waits(
+    seat: Seat, task: Task, plan: Plan, devices: tuple[Device, ...]
+) -> tuple[list[float], list[Counter[str]]]:
+    """The losses of a run on the device for tests, in one rank, and by step where its main thread
+    waited for the device between the batch's coming and the next one's."""
+    give, found = Steps.give, []
+
+    def counted(self: Steps, begins: Callable[[], float]) -> None:
+        cuda_device.reset_host_waits()
+        give(self, begins)
+        found.append(cuda_device.host_waits())
+
+    Steps.give = counted  # type: ignore[method-assign]
+    return work.train(seat, task, plan, None, devices, False).losses, found
+
+
+def forked(seat: Seat) -> tuple[bool, bool, str]:
+    """Of a rank that has not opened its device: whether CUDA was used before it was forked, or is
+    used now, and by what torch asks whether there are GPUs."""
+    asked = os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK", "")
+    return torch.cuda._is_in_bad_fork(), torch.cuda.is_initialized(), asked
 
 
 def _late(late: bool) -> None:

@@ -4,13 +4,17 @@ as one that reads each at once."""
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import late_runs
 import pytest
+import torch
 from jobs import PAIR, metrics, plan_for, write_job
 
+from cuda_device import is_here
+from gpumix.spec.cluster import Device
 from gpumix.spec.errors import TrainingError
 from gpumix.spec.read import read_job
 from gpumix.train.context import Task
@@ -36,6 +40,17 @@ def run(
     devices = tuple(job.cluster.in_rank_order())
     task = Task(job, job.cluster, folder)
     return launch(late_runs.train, devices, task, plan, devices, late, bad_step, resume)[0]
+
+
+def on_gpu(folder: Path, function: Callable[..., Any], *settings: Any, **changes: Any) -> list[Any]:
+    """What `function` of `late_runs` returns of a run on one GPU."""
+    gpu = [{"class": "card", "accelerator": "cuda", "memory": "1 GiB"}]
+    job_file = write_job(folder, cluster=gpu, steps=9, **changes)
+    job = read_job(job_file)
+    plan = plan_for(job_file, samples=(8,), shares=(1.0,))
+    devices = tuple(job.cluster.in_rank_order())
+    task = Task(job, job.cluster, folder)
+    return launch(function, devices, task, plan, devices, *settings)[0]
 
 
 def told(folder: Path) -> list[dict[str, Any]]:
@@ -91,3 +106,45 @@ def test_a_bad_step_leaves_the_state_before_it(tmp_path):
         assert [one["step"] for one in metrics(tmp_path / name / "run")] == [1, 2, 3, 4]
         resumed.append(run(tmp_path / name, late=late, resume=True, **kept))
     assert resumed[0] == resumed[1] == run(tmp_path / "whole", late=BOTH, **kept)[4:]
+
+
+# -- on a GPU, or the CUDA device for tests --------------------------------------------------------
+
+DEVICE_FOR_TESTS = pytest.mark.skipif(not is_here(), reason="waits are counted by the test device")
+COPIES = {"host_copy.py", "checkpoint_shards.py"}  # beside the loop, in threads of their own
+
+
+@pytest.mark.gpu
+@DEVICE_FOR_TESTS
+@pytest.mark.parametrize(
+    "optimizer", [{"lr": 1e-2, "clip_norm": 1.0}, {"lr": 1e-2, "clip_norm": None}]
+)
+def test_no_step_of_the_loop_waits_for_the_device(tmp_path, optimizer):
+    """But for the first, whose optimizer makes its state: its results are read before that."""
+    changes = {"optimizer": optimizer, "checkpoint": {"every_steps": 4}, "log_every_steps": 2}
+    losses, waits = on_gpu(tmp_path, late_runs.waits, **changes)
+    assert len(losses) == len(waits) == 9
+    files = [{Path(place.rpartition(":")[0]).name for place in one} - COPIES for one in waits]
+    assert files == [{"reading.py"}, *[set()] * 8]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_a_bad_step_leaves_the_state_before_it(tmp_path):
+    changes = {
+        "optimizer": {"lr": 1e-2, "clip_norm": 1.0},
+        "checkpoint": {"memory_every_steps": 0},
+    }
+    whole = on_gpu(tmp_path / "whole", late_runs.train, (), None, False, **changes)
+    with pytest.raises(TrainingError, match="the gradient norm of step 5 is"):
+        on_gpu(tmp_path / "bad", late_runs.train, (), 5, False, **changes)
+    steps = [one["step"] for one in metrics(tmp_path / "bad" / "run")]
+    assert steps == [1, 2, 3, 4]
+    assert on_gpu(tmp_path / "bad", late_runs.train, (), None, True, **changes) == whole[4:]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_ranks_are_forked_from_a_process_that_has_not_used_cuda():
+    device = Device(id="card0", device_class="card", host="localhost")
+    assert launch(late_runs.forked, [device, device]) == [(False, False, "1")] * 2
