@@ -140,3 +140,26 @@ def test_its_allocator_grows_segments_unless_the_user_chose(cuda, monkeypatch):
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "0")
     with open_device(gpu_class(), 0):
         assert os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] == "0"
+
+
+def test_a_driver_that_cannot_grow_segments_keeps_them_fixed(cuda, monkeypatch):
+    """As those of some virtual GPUs; where the user chose, the error stays."""
+    settings = []
+
+    def load_products(device):
+        if not settings:
+            raise RuntimeError("CUDA driver error: operation not supported")
+        return WORKSPACES
+
+    monkeypatch.setattr(runtime, "load_products", load_products)
+    monkeypatch.setattr(
+        torch._C, "_accelerator_setAllocatorSettings", settings.append, raising=False
+    )
+    with open_device(gpu_class(), 0) as device:
+        assert device.framework_bytes() == CONTEXT + WORKSPACES
+    assert settings == ["expandable_segments:False"] == [os.environ["PYTORCH_ALLOC_CONF"]]
+    settings.clear()
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    with pytest.raises(RuntimeError, match="operation not supported"):
+        open_device(gpu_class(), 0)

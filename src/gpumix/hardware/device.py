@@ -15,9 +15,13 @@ import torch
 from gpumix.hardware import runtime
 from gpumix.hardware.cpu import threads_of
 from gpumix.hardware.emulation import EmulatedDevice
-from gpumix.hardware.environment import count_gpus_by_nvml, prefer_expandable_segments
+from gpumix.hardware.environment import (
+    count_gpus_by_nvml,
+    drop_preferred_segments,
+    prefer_expandable_segments,
+)
 from gpumix.hardware.gpu_clocks import ClockReader
-from gpumix.hardware.memory import limit_memory
+from gpumix.hardware.memory import is_out_of_memory, limit_memory
 from gpumix.hardware.torch_build import runs_on, torch_build, wheel_of
 from gpumix.hardware.visible import product_slug
 from gpumix.spec.clocks import Clocks
@@ -243,11 +247,22 @@ class _GpuRuntime(DeviceRuntime):
         free, total = runtime.free_and_total_bytes(self.torch_device)  # makes the context
         self._refuse_full(free)
         # In torch's allocator, beside tensors.
-        self._workspaces_bytes = runtime.load_products(self.torch_device)
+        self._workspaces_bytes = self._load_products()
         if device_class.memory_bytes < total:
             for_tensors = max(0, device_class.memory_bytes - self.framework_bytes())
             share = (for_tensors + self._workspaces_bytes) / total
             runtime.limit_memory(share, self.torch_device)
+
+    def _load_products(self) -> int:
+        """See `runtime.load_products`: the first use of memory. Drivers of some virtual GPUs cannot
+        grow segments, and say so then."""
+        try:
+            return runtime.load_products(self.torch_device)
+        except RuntimeError as error:
+            if is_out_of_memory(error) or not drop_preferred_segments():
+                raise
+            runtime.keep_segments_fixed()
+            return runtime.load_products(self.torch_device)
 
     def _refuse_full(self, free: int) -> None:
         """Of a card of which other processes leave less than half of what the class promises."""

@@ -45,6 +45,7 @@ Launcher = Literal["gpumix launch", "torchrun", "Ray"]
 COMPILERS = ("g++", "c++", "clang++")
 # Settings of torch's allocator: since 2.9 by the first name, in all versions by the last, which
 # counts where both are set.
+PREFERRED = "expandable_segments:True"
 ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 # Libraries of trackers tell their makers how they are used, unless they are told not to.
 UNTOLD = {
@@ -141,7 +142,16 @@ def prefer_expandable_segments() -> None:
     """As `use_expandable_segments`, unless the user has set something of the allocator: memory that
     lies in pieces ends runs whose plans fill the device."""
     if not any(name in os.environ for name in ALLOCATORS):
-        os.environ[ALLOCATORS[0]] = "expandable_segments:True"
+        os.environ[ALLOCATORS[0]] = PREFERRED
+
+
+def drop_preferred_segments() -> bool:
+    """Take back what `prefer_expandable_segments` set, here and for processes that are started from
+    now on; False if the user chose."""
+    if os.environ.get(ALLOCATORS[0]) != PREFERRED:
+        return False
+    os.environ[ALLOCATORS[0]] = "expandable_segments:False"
+    return True
 
 
 def count_gpus_by_nvml() -> None:

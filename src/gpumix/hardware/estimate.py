@@ -32,8 +32,8 @@ from gpumix.spec.space import EVERYTHING
 from gpumix.spec.stage import DTYPE_BYTES, ComputeDtype
 from gpumix.spec.teams import degrees_of
 
-# CUDA's context, the kernels of torch and cuBLAS, NCCL's buffers: what a process takes on a GPU
-# before its first tensor. Round, and on the safe side.
+# CUDA's context, the kernels and workspaces of torch and cuBLAS, NCCL's buffers: what a process
+# takes on a GPU before its first tensor. Round, and on the safe side.
 FRAMEWORK_BYTES = 3 * 2**29
 
 ADAMW_STATE_BYTES = 8

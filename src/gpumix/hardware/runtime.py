@@ -288,6 +288,11 @@ def limit_memory(share: float, device: torch.device) -> None:
     _module(device).set_per_process_memory_fraction(share, device)
 
 
+def keep_segments_fixed() -> None:
+    """Let the allocator of this process, which has used GPUs already, grow no segments."""
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+
+
 def load_products(device: torch.device) -> int:
     """Load the library of matrix products in both threads that call it, the calling one and that of
     backward. Returns the bytes of the workspaces that it keeps in the allocator from then on: one
