@@ -34,7 +34,8 @@ class Loop:
 
     Args:
         labels: those of the global batch, over which each sample's losses are averaged.
-        micro_batches: their number; each rank cuts its own samples into so many.
+        micro_batches: their number; each rank cuts its own samples into so many, or into single
+            ones if it has fewer.
         ranks: over how many gradients are averaged; losses count so many times for that. So the
             gradient is that of one process, however the samples are split.
         exchanging: what goes around each micro-batch.
@@ -60,11 +61,12 @@ class Loop:
         self._optimizer = optimizer_of(model.parameters())
 
     def step(self, batch: Batch) -> torch.Tensor:
-        cut = {name: rows.tensor_split(self._micro_batches) for name, rows in batch.items()}
+        count = min(self._micro_batches, len(batch["input_ids"]))
+        cut = {name: rows.tensor_split(count) for name, rows in batch.items()}
         total = torch.zeros(())
-        for number in range(self._micro_batches):
+        for number in range(count):
             part = {name: rows[number] for name, rows in cut.items()}
-            with self._exchanging(number == self._micro_batches - 1):
+            with self._exchanging(number == count - 1):
                 loss = self._model(**part, num_items_in_batch=self._labels).loss
                 loss.backward()
             total += loss.detach()

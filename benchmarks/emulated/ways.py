@@ -24,7 +24,8 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Way:
-    """One way. `form` None: by itself, a plain loop; `micro_batches`: of each rank in a step."""
+    """One way. `form` None: by itself, a plain loop; `micro_batches`: of each rank in a
+    step; of one with fewer samples, as many as it has."""
 
     form: Ddp | Fsdp | None = None
     micro_batches: int = 1
@@ -45,6 +46,12 @@ class Way:
         gathers = 2 * self.micro_batches if self.form.reshard else 1
         reduces = 1 if self.form.whole_gradients else self.micro_batches
         return gathers, reduces, int(not self.form.ahead)
+
+    @property
+    def exchanges_once(self) -> bool:
+        """Whether a step's exchanges do not depend on the number of its micro-batches."""
+        gathers, reduces, _ = self.exchanges
+        return gathers <= 1 and reduces == 1
 
     def covers(self, other: Way) -> bool:
         """Of the same system, a way that recomputes no more, in no more micro-batches and with no
@@ -83,12 +90,15 @@ def ways_of(samples: Sequence[int]) -> list[Way]:
     """All ways to train by DDP and FSDP2, those that take much memory and little time first.
 
     Args:
-        samples: of each rank in a step; the rank with the fewest limits the micro-batches.
+        samples: of each rank in a step. Ranks that exchange something in each micro-batch run the
+            same number of them, at most as many as the rank with the fewest samples has; else a
+            rank with few samples runs fewer.
     """
     ways = [
         Way(form, count, recompute)
-        for recompute, count in product((False, True), _powers_of_two(min(samples)))
+        for recompute, count in product((False, True), _powers_of_two(max(samples)))
         for form in _forms(count)
+        if count <= min(samples) or Way(form, count).exchanges_once
     ]
     return sorted(ways, key=lambda way: (way.recompute, way.micro_batches, sum(way.exchanges)))
 
