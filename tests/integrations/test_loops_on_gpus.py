@@ -78,6 +78,25 @@ def trained(folder: Path) -> tuple[list[Counter[str]], list[int], list[float]]:
     return found, told, [one["loss"] for one in trainer.state.log_history if "loss" in one]
 
 
+def spoilt(folder: Path) -> tuple[list[float], bool]:
+    """What a `Trainer` logs whose losses are bad from the second step on, and whether its arguments
+    are in the end what they were."""
+    plan = on_the_gpu(folder)
+    from gpumix.integrations.transformers import Trainer
+
+    class Spoilt(Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(*args, **kwargs)
+            return loss * (torch.nan if self.state.global_step else 1.0)
+
+    settings = {"use_cpu": False, "eval_strategy": "no", "save_strategy": "no", "max_steps": 3}
+    args = arguments(folder / "out", BATCH, **settings)
+    trainer = Spoilt(model=model(), args=args, train_dataset=Texts(), plan=plan)
+    trainer.train()
+    losses = [one["loss"] for one in trainer.state.log_history if "loss" in one]
+    return losses, trainer.args.logging_nan_inf_filter
+
+
 def looped(folder: Path) -> tuple[list[Counter[str]], list[int], list[float]]:
     """The waits of a loop's steps with an `Accelerator`, how many it had recorded behind each, and
     its losses."""
@@ -122,3 +141,11 @@ def test_no_step_waits_for_itself(loop, behind, tmp_path):
         assert len(of_the_loop) == 2  # of what is logged, each third step
         means = [sum(one.loss for one in steps[n : n + 3]) / 3 for n in range(0, len(steps) - 2, 3)]
         assert losses == pytest.approx(means, rel=1e-4)
+
+
+def test_bad_losses_are_left_out_of_what_is_logged(tmp_path):
+    """As by the loop's own filter: in their place comes the mean since the last log, here none."""
+    losses, filters = run_ranks(spoilt, 1, tmp_path, timeout_s=120)[0]
+    assert losses[0] > 0
+    assert losses[1:] == [0.0, 0.0]
+    assert filters

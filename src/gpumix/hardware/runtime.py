@@ -301,11 +301,12 @@ def load_products(device: torch.device) -> int:
     # Those of a program that has computed before are counted too.
     getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
     before = allocated_bytes(device)
-    for dtype in (torch.float32, torch.float16):
-        one = torch.ones(16, 16, dtype=dtype, device=device, requires_grad=True)
-        torch.nn.functional.linear(one, one, one[0]).sum().backward()
-        one.grad = None
-    del one
+    with torch.inference_mode(False), torch.enable_grad():  # whoever opens the device in them
+        for dtype in (torch.float32, torch.float16):
+            one = torch.ones(16, 16, dtype=dtype, device=device, requires_grad=True)
+            torch.nn.functional.linear(one, one, one[0]).sum().backward()
+            one.grad = None
+        del one
     return max(0, allocated_bytes(device) - before)
 
 

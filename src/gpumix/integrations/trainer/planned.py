@@ -389,10 +389,9 @@ class Planned:
         """A step's loss, as `logging_nan_inf_filter` has it logged. The loop's own filter would
         hold up the host, and so a GPU, in every step: there it is made on the device, and the
         loop's is set aside until `floating_point_ops`, which is called next."""
+        self._leave_filter()
         loss: Tensor = step(*args, **kwargs)
-        if self._engine is None or not is_gpu(self._engine.device) or self._filters_itself:
-            return loss
-        if self.args.logging_nan_inf_filter and is_gpu(loss.device):
+        if self.is_in_train and self.args.logging_nan_inf_filter and is_gpu(loss.device):
             self._filters_itself, self.args.logging_nan_inf_filter = True, False
             since = 1 + self.state.global_step - self._globalstep_last_logged  # type: ignore[attr-defined]
             average = self._tr_loss / since  # type: ignore[attr-defined]
