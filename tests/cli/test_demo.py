@@ -44,6 +44,8 @@ def test_a_demo_trains_and_compares_itself_with_an_even_split(first, folder):
     assert summary["losses"][-1] < summary["losses"][0]
     assert {c["device_class"] for c in summary["classes"]} == {"fast", "medium", "slow"}
     assert Plan.load(folder / "mine" / "plan.json").emulated
+    told = " ".join(first.err.split())
+    assert "four unequal devices are emulated on its CPU" in told and "the training, and" in told
     assert summary["speedup_vs_even"] > 0
     (even,) = metrics(folder / "mine", "compared")
     assert 1 <= even["tried"] <= 3

@@ -1,4 +1,5 @@
-"""`gpumix demo`: the whole way on four emulated devices, on text that every Python brings along."""
+"""`gpumix demo`: the whole way on unlike GPUs of this host, or on four emulated devices; its text
+comes with every Python."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from gpumix.spec.errors import InputError
 from gpumix.train import run_files
 
 if TYPE_CHECKING:
+    from gpumix.cli.demo_devices import DemoDevices
     from gpumix.train.even_split import EvenSplit
     from gpumix.train.metrics import Told
 
@@ -25,28 +27,17 @@ NOT_TEXT = {"site-packages", "test", "idlelib", "__pycache__", "lib2to3"}
 
 GPT = {
     "model_type": "gpt2",
-    "n_embd": 192,
-    "n_layer": 6,
-    "n_head": 6,
-    "n_positions": 128,
     "activation_function": "gelu_pytorch_tanh",  # its own one, as one operation
     "vocab_size": 264,  # 256 bytes, the end of a text, and a round number
     "bos_token_id": 256,
     "eos_token_id": 256,
 }
 
-# Speeds 4 : 2 : 1 : 1, and the fast device is not the one with the most memory. The rates keep
-# the emulation at a fraction of two ordinary CPU cores.
-CLUSTER = [
-    {"class": "fast", "emulate": "10 GFLOP/s", "memory": "64 MiB"},
-    {"class": "medium", "emulate": "5 GFLOP/s", "memory": "128 MiB"},
-    {"class": "slow", "emulate": "2.5 GFLOP/s", "memory": "48 MiB", "count": 2},
-]
-
 
 def register(app: typer.Typer) -> None:
     app.command(
-        help="Train a small GPT on an emulated mixture of devices; takes a few minutes.\n\n"
+        help="Train a small GPT on unlike GPUs of this host, or on an emulated mixture; takes a "
+        "few minutes.\n\n"
         "Example: gpumix demo --steps 10"
     )(demo)
 
@@ -63,12 +54,15 @@ def demo(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
+    from gpumix.cli.demo_devices import demo_devices
     from gpumix.train.even_split import best_even_split
     from gpumix.train.metrics import tell_afterwards
     from gpumix.train.pipeline import Pipeline, too_busy
 
     _check_room(output)
-    pipeline = Pipeline.of_file(_write_job(output, steps), overrides, debug=debug)
+    devices = demo_devices()
+    pipeline = Pipeline.of_file(_write_job(output, steps, devices), overrides, debug=debug)
+    pipeline.show(devices.said)
     _clear(output)
     summary = pipeline.train(None, resume=False)
     pipeline.show(f"now an even split on the same devices, {EVEN_STEPS} steps in each setting")
@@ -107,19 +101,19 @@ def _even_told(even: EvenSplit) -> Told:
     return Told("compared", fields, "")
 
 
-def _write_job(folder: Path, steps: int) -> Path:
+def _write_job(folder: Path, steps: int, devices: DemoDevices) -> Path:
     """The demo's job file."""
     import yaml
 
     job = {
-        "model": {"config": GPT},
+        "model": {"config": GPT | devices.model_size},
         "data": {"text": _library_text(), "pattern": "*.py", "held_out": 0.01},
-        "sequence_length": 128,
-        "global_batch": 32,
+        "sequence_length": devices.sequence_length,
+        "global_batch": devices.global_batch,
         "steps": steps,
         "optimizer": {"lr": 1e-3},  # at twice that the loss jumps up before it falls
         "schedule": {"warmup_steps": 6},
-        "cluster": CLUSTER,
+        "cluster": devices.cluster,
         "techniques": {"leave_out": False},  # it is to show all of them
         "output": str(folder.absolute()),
         "log_every_steps": 2,

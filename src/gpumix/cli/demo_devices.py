@@ -1,0 +1,83 @@
+"""What `gpumix demo` trains on: this host's GPUs if they are unlike each other, else an emulated
+mixture; and a model that is worth their time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from gpumix.spec.cluster import Cluster
+from gpumix.spec.errors import MachineError
+from gpumix.spec.units import plural
+
+# Speeds 4 : 2 : 1 : 1, and the fast device is not the one with the most memory. The rates keep
+# the emulation at a fraction of two ordinary CPU cores.
+EMULATED = [
+    {"class": "fast", "emulate": "10 GFLOP/s", "memory": "64 MiB"},
+    {"class": "medium", "emulate": "5 GFLOP/s", "memory": "128 MiB"},
+    {"class": "slow", "emulate": "2.5 GFLOP/s", "memory": "48 MiB", "count": 2},
+]
+_WHAT_IS_REAL = (
+    "four unequal devices are emulated on its CPU: their speeds and memory are stated, and times "
+    "follow from them; the training, and what processes tell each other, is real"
+)
+_SMALL = {"n_embd": 192, "n_layer": 6, "n_head": 6, "n_positions": 128}
+_LARGE = {"n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 512}  # 86 million parameters
+
+
+@dataclass(frozen=True)
+class DemoDevices:
+    """The devices of a demo, and the size of its work.
+
+    Attributes:
+        cluster: as in a job.
+        said: what is real and what is emulated, for the user.
+    """
+
+    cluster: Any
+    said: str
+
+    @property
+    def emulated(self) -> bool:
+        return self.cluster != "auto"
+
+    @property
+    def model_size(self) -> dict[str, int]:
+        """Keys of a GPT-2 config."""
+        return _SMALL if self.emulated else _LARGE
+
+    @property
+    def sequence_length(self) -> int:
+        return self.model_size["n_positions"]
+
+    @property
+    def global_batch(self) -> int:
+        return 32 if self.emulated else 64
+
+
+def demo_devices() -> DemoDevices:
+    """The GPUs of this host, if they are of two classes or more; else an emulated mixture."""
+    from gpumix.hardware.discover import discover, why_cpu
+
+    try:
+        found = discover()
+    except MachineError as error:  # its GPUs cannot be used
+        return DemoDevices(EMULATED, f"{error}\n{_WHAT_IS_REAL}")
+    if not found.classes[0].is_gpu:
+        return DemoDevices(EMULATED, f"{why_cpu()}: {_WHAT_IS_REAL}")
+    if len(found.classes) == 1:
+        return DemoDevices(
+            EMULATED,
+            f"{_counted(found)} on this host, nothing unequal to show: {_WHAT_IS_REAL}. To train "
+            "on them: gpumix train job.yaml",
+        )
+    return DemoDevices("auto", f"on the GPUs of this host, nothing is emulated: {_counted(found)}")
+
+
+def _counted(cluster: Cluster) -> str:
+    """Such as "2 x rtx-3090 and 1 x a100-sxm4-40gb"; of one class "2 GPUs of class rtx-3090"."""
+    numbers = {one.name: len(cluster.members(one.name)) for one in cluster.classes}
+    if len(numbers) == 1:
+        ((name, number),) = numbers.items()
+        return f"{plural(number, 'GPU')} of class {name}"
+    return " and ".join(f"{number} x {name}" for name, number in numbers.items())
