@@ -9,13 +9,13 @@ from there through the code between units to the outputs of earlier units.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from gpumix.engine.buffers import BufferCopies
 from gpumix.engine.captured import Captured, Collected
@@ -28,9 +28,10 @@ from gpumix.engine.recompute import Kept, Recomputed
 from gpumix.engine.regions import own_part
 from gpumix.engine.sequence import DIM, is_divided
 from gpumix.engine.split_backward import SplitBackward
+from gpumix.engine.values import PLAIN_TYPES, Arguments, Structure, flatten, unflatten
 
 Forward = Callable[..., Any]
-Outputs = tuple[list[Any], TreeSpec]
+Outputs = tuple[list[Any], Structure]
 
 
 class Cut:
@@ -64,7 +65,7 @@ class Cut:
         self.weights: SplitBackward | None = None
         self._recompute = recompute
         self._host = host
-        self._inputs, structure = tree_flatten((call.args, call.kwargs))
+        self._inputs, structure = Arguments.of(call.args, call.kwargs)
         self._captured = Captured(call.context)
         self._gradients = call.state.gradients
         self._run = Run(
@@ -184,11 +185,11 @@ class Cut:
         self._ran = self._given = None
         return [source.grad for source in sources]
 
-    def _chosen(self, outputs: list[Any], structure: TreeSpec) -> list[torch.Tensor]:
+    def _chosen(self, outputs: list[Any], structure: Structure) -> list[torch.Tensor]:
         """The outputs that other stages take, whole; the model may write into its own."""
         if not self._sends:
             return []
-        result = tree_leaves(tree_unflatten(outputs, structure), is_leaf=is_divided)
+        result = tree_leaves(unflatten(structure, iter(outputs)), is_leaf=is_divided)
         self._sent_by_all = [place for place in self._sends if is_divided(result[place])]
         with torch.no_grad():
             return [
@@ -196,10 +197,10 @@ class Cut:
                 for place in self._sends
             ]
 
-    def _hand_over(self, outputs: list[Any], structure: TreeSpec) -> Any:
+    def _hand_over(self, outputs: list[Any], structure: Structure) -> Any:
         """The model gets what the unit returned, and what it collects beside that."""
         self._refuse_writes(f"unit '{self.unit.name}' writes into its own input")
-        result, collected = tree_unflatten(outputs, structure)
+        result, collected = unflatten(structure, iter(outputs))
         self._captured.hand_over(collected)
         return result
 
@@ -221,17 +222,19 @@ class Run:
     captured: Captured
     dtype: torch.dtype
     seed: Callable[[], None]
-    structure: TreeSpec
+    structure: Arguments
 
     def __call__(self, inputs: Sequence[Any]) -> Outputs:
         """All that the unit gives, by its result or otherwise, and its structure."""
         self.seed()
         given = [cast(value, self.dtype) for value in inputs]
         with self.state.applied():
-            args, kwargs = tree_unflatten(given, self.structure)
-            outputs = tree_flatten(self.captured.run(lambda: self.forward(*args, **kwargs)))
-        self._refuse_changes(given, (args, kwargs))
-        return outputs
+            args, kwargs = self.structure.filled(given)
+            result = self.captured.run(lambda: self.forward(*args, **kwargs))
+        outputs: list[Any] = []
+        structure = flatten(result, outputs)
+        self._refuse_changes(given, args, kwargs)
+        return outputs, structure
 
     def again(self, given: Given, buffers: BufferCopies) -> Outputs:
         """Run the unit again, as if for the first time: its inputs are fresh (a hook that it sets
@@ -239,10 +242,11 @@ class Run:
         with buffers.in_place():
             return self(given.fresh())
 
-    def _refuse_changes(self, given: list[Any], arguments: Any) -> None:
+    def _refuse_changes(
+        self, given: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         """The unit got copies of lists and dicts: what it puts there the model would not see."""
-        leaves, structure = tree_flatten(arguments)
-        if structure != self.structure or any(a is not b for a, b in zip(leaves, given)):
+        if not self.structure.still_hold(given, args, kwargs):
             raise ModelError(
                 f"unit '{self.label}' changes a list or dict that it is given",
                 why="gradients cross a unit's boundary through its arguments and its result only",
@@ -252,15 +256,18 @@ class Run:
 
 def taken(call: UnitCall, unit: ShardedUnit) -> UnitCall:
     """A call with what the unit takes of what it is given."""
+    if unit.positions is None:
+        return call
     with call.state.applied():
         args, kwargs = unit.taken(call.args, call.kwargs)
-    return replace(call, args=args, kwargs=kwargs)
+    return call._replace(args=args, kwargs=kwargs)
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
     """Floating tensors in `dtype`; anything else as it is."""
-    floating = isinstance(value, torch.Tensor) and value.is_floating_point()
-    return value.to(dtype) if floating else value
+    if not isinstance(value, torch.Tensor) or value.dtype == dtype:
+        return value
+    return value.to(dtype) if value.is_floating_point() else value
 
 
 def versions(values: Sequence[Any]) -> list[int]:
@@ -280,7 +287,7 @@ def refuse_writes(inputs: Sequence[Any], before: list[int], what: str) -> None:
 
 def refuse_inputs(unit: str, inputs: Sequence[Any]) -> None:
     """Raise a ModelError if a unit is given what its boundary cannot take."""
-    for value in inputs:
+    for value in _opaque(inputs):
         if hasattr(value, "get_seq_length") or type(value).__name__.endswith("Cache"):
             raise ModelError(
                 f"unit '{unit}' is given a {type(value).__name__}",
@@ -318,7 +325,7 @@ def _refuse_hidden(
 ) -> None:
     """Tensors inside of objects that are no pytree cross the boundary unseen, and so would not get
     their gradients."""
-    for value in values:
+    for value in _opaque(values):
         if any(isinstance(t, torch.Tensor) and matters(t) for t in _inside(value)):
             kind = type(value).__name__
             raise ModelError(
@@ -327,6 +334,11 @@ def _refuse_hidden(
                 fix=f"make it one of those, or register it: "
                 f"torch.utils._pytree.register_dataclass({kind})",
             )
+
+
+def _opaque(values: Sequence[Any]) -> list[Any]:
+    """Those of a type that may hold other values."""
+    return [value for value in values if type(value) not in PLAIN_TYPES]
 
 
 def _inside(value: Any) -> list[Any]:

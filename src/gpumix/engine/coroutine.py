@@ -11,7 +11,7 @@ import contextlib
 import contextvars
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from greenlet import greenlet
@@ -27,34 +27,46 @@ class ModelError(GpumixError):
     exit_code = 2
 
 
-# Which kernels scaled_dot_product_attention may choose: how each switch is read and set.
+# The types of devices that autocast has a switch and a dtype for.
+KINDS = ("cpu", *runtime.GPU_BACKENDS)
+# How to switch the kernels that scaled_dot_product_attention may choose, in the order of
+# `ThreadState.attention`.
 ATTENTION = (
-    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
-    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
-    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
-    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+    torch.backends.cuda.enable_flash_sdp,
+    torch.backends.cuda.enable_mem_efficient_sdp,
+    torch.backends.cuda.enable_math_sdp,
+    torch.backends.cuda.enable_cudnn_sdp,
 )
 
 
-@dataclass(frozen=True)
-class ThreadState:
+class ThreadState(NamedTuple):
     """What a model's context managers change for the whole thread or process, so that it must
-    follow the coroutine: gradient mode, autocast, the default dtype, the kernels of attention."""
+    follow the coroutine: gradient mode, autocast, the default dtype, the kernels of attention.
+
+    It is captured and compared several times at each unit call, and almost never differs.
+    """
 
     gradients: bool
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    autocast: list[tuple[bool, torch.dtype]]  # of each of `KINDS`
     default_dtype: torch.dtype
-    attention: tuple[bool, ...]
+    attention: tuple[bool, bool, bool, bool]
     function_modes: int
 
     @classmethod
     def capture(cls) -> ThreadState:
-        kinds = ("cpu", runtime.kind()) if runtime.is_initialized() else ("cpu",)
+        """The state of this thread."""
         return cls(
             torch.is_grad_enabled(),
-            tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds),
+            [(torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in KINDS],
             torch.get_default_dtype(),
-            tuple(enabled() for enabled, _ in ATTENTION),
+            # What `torch.backends.cuda.flash_sdp_enabled` and its like ask, which take as long as
+            # all four of these.
+            (
+                torch._C._get_flash_sdp_enabled(),
+                torch._C._get_mem_efficient_sdp_enabled(),
+                torch._C._get_math_sdp_enabled(),
+                torch._C._get_cudnn_sdp_enabled(),
+            ),
             torch._C._len_torch_function_stack(),
         )
 
@@ -62,7 +74,7 @@ class ThreadState:
     def applied(self) -> Iterator[None]:
         """This state inside, the state of before afterwards."""
         outside, caching = ThreadState.capture(), torch.is_autocast_cache_enabled()
-        self.restore()
+        self.replace(outside)
         # Autocast keeps its copies of weights until the model's own context ends: those that a unit
         # made without gradients, or of weights that have changed since, must not be found.
         torch.set_autocast_cache_enabled(False)
@@ -70,22 +82,25 @@ class ThreadState:
             yield
         finally:
             torch.set_autocast_cache_enabled(caching)
-            outside.restore()
+            outside.replace(ThreadState.capture())
 
-    def restore(self) -> None:
+    def replace(self, current: ThreadState) -> None:
+        """Make this the state of this thread, which is `current`."""
+        if self == current:
+            return
         torch.set_grad_enabled(self.gradients)
-        for kind, enabled, dtype in self.autocast:
-            torch.set_autocast_enabled(kind, enabled)
-            torch.set_autocast_dtype(kind, dtype)
-        if torch.get_default_dtype() != self.default_dtype:
+        for kind, wanted, found in zip(KINDS, self.autocast, current.autocast):
+            if wanted != found:
+                torch.set_autocast_enabled(kind, wanted[0])
+                torch.set_autocast_dtype(kind, wanted[1])
+        if current.default_dtype != self.default_dtype:
             torch.set_default_dtype(self.default_dtype)
-        for (is_enabled, enable), enabled in zip(ATTENTION, self.attention):
-            if is_enabled() != enabled:
+        for enable, enabled, is_enabled in zip(ATTENTION, self.attention, current.attention):
+            if is_enabled != enabled:
                 enable(enabled)
 
 
-@dataclass(frozen=True)
-class UnitCall:
+class UnitCall(NamedTuple):
     """A unit was called: by its name, with what, in which thread state and context."""
 
     unit: str
@@ -114,10 +129,15 @@ class Coroutine:
         call or the end. Exceptions of the model come out here."""
         outside = ThreadState.capture()
         try:
-            reached = self._greenlet.switch(value)
-        finally:
-            outside.restore()
-        if isinstance(reached, UnitCall) and reached.state.function_modes != outside.function_modes:
+            reached = self._greenlet.switch((value, outside))
+        except BaseException:
+            outside.replace(ThreadState.capture())
+            raise
+        if not isinstance(reached, UnitCall):
+            outside.replace(ThreadState.capture())
+            return reached
+        outside.replace(reached.state)
+        if reached.state.function_modes != outside.function_modes:
             raise ModelError(
                 f"unit '{reached.unit}' is called inside of a torch function mode",
                 why="a mode (`with torch.device(...)`, say) cannot follow one of several "
@@ -170,8 +190,8 @@ def intercept(name: str, module: nn.Module, calls: Calls) -> None:
             return calls.answer(name, args, kwargs)
         inside = ThreadState.capture()
         call = UnitCall(name, args, kwargs, inside, contextvars.copy_context())
-        outputs = current.parent.switch(call)
-        inside.restore()
+        outputs, outside = current.parent.switch(call)
+        inside.replace(outside)
         return outputs
 
     module.forward = boundary

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map
 
 from gpumix.engine import stands
 from gpumix.engine.boundary import (
@@ -38,6 +38,7 @@ from gpumix.engine.parts import Parts, ShardedUnit
 from gpumix.engine.randomness import Randomness
 from gpumix.engine.recompute import Recomputed
 from gpumix.engine.record import SILENT, Record
+from gpumix.engine.values import Arguments, unflatten
 from gpumix.spec.profile import ROOT
 
 
@@ -233,12 +234,12 @@ class _Answers:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        inputs, structure = tree_flatten((args, kwargs))
+        inputs, arguments = Arguments.of(args, kwargs)
         refuse_inputs(unit.name, inputs)
         before = versions(inputs)
         captured = Captured(contextvars.copy_context())
         state, dtype = ThreadState.capture(), self._batch.compute_dtype
-        once = Run(unit.name, unit.forward, state, captured, dtype, seed, structure)
+        once = Run(unit.name, unit.forward, state, captured, dtype, seed, arguments)
         sources = [t.detach() if isinstance(t, torch.Tensor) else t for t in inputs]
         given = Given(sources, [isinstance(t, torch.Tensor) and t.requires_grad for t in inputs])
         buffers = BufferCopies(unit.with_buffers)
@@ -254,6 +255,6 @@ class _Answers:
         buffers.keep_changed()
         refuse_writes(inputs, before, f"unit '{unit.name}' writes into its own input")
         refuse_outputs(unit, outputs)
-        result, collected = tree_unflatten(outputs, structure)
+        result, collected = unflatten(structure, iter(outputs))
         captured.hand_over(collected)
         return result

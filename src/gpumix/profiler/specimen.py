@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -164,7 +164,7 @@ class Specimens:
         likes: what the model takes from inside it is handed over by `Outputs` alone."""
         context, _ = Captured(call.context).apart()
         return Cut(
-            replace(call, context=context),
+            call._replace(context=context),
             self.of_kind[self.kind_of[call.unit]],
             compute_dtype=self.compute_dtype,
             seed=_no_seed,
