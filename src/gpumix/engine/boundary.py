@@ -27,6 +27,7 @@ from gpumix.engine.parts import ShardedUnit
 from gpumix.engine.recompute import Kept, Recomputed
 from gpumix.engine.regions import own_part
 from gpumix.engine.sequence import DIM, is_divided
+from gpumix.engine.shards import storage_of
 from gpumix.engine.split_backward import SplitBackward
 from gpumix.engine.values import PLAIN_TYPES, Arguments, Structure, flatten, unflatten
 
@@ -311,8 +312,8 @@ def refuse_outputs(unit: ShardedUnit, outputs: Sequence[Any]) -> None:
             why="its parameters get their gradients through what it returns",
             fix="return what it computes, or name other units: `model: {units: [MyBlock]}`",
         )
-    full = {_storage(group.full) for group in unit.bucket.groups}
-    if any(t.layout == torch.strided and _storage(t) in full for t in tensors):
+    full = unit.bucket.storages
+    if any(t.layout == torch.strided and storage_of(t) in full for t in tensors):
         raise ModelError(
             f"unit '{unit.name}' returns one of its own parameters",
             why="its values are here while the unit is computed only",
@@ -352,10 +353,6 @@ def _inside(value: Any) -> list[Any]:
     if isinstance(value, set | frozenset):
         held += value
     return tree_leaves(held)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _leaf_like(output: torch.Tensor) -> torch.Tensor:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 
 from gpumix.engine.arrivals import Arrivals
 from gpumix.engine.comm import Pending
 from gpumix.engine.division import Division
 from gpumix.engine.own_gradients import See
 from gpumix.engine.shard import Piece, Scale
-from gpumix.engine.shards import FlatGroup
+from gpumix.engine.shards import FlatGroup, storage_of
 
 
 class Bucket:
@@ -47,9 +48,14 @@ class Bucket:
     def pieces(self) -> list[Piece]:
         return [piece for group in self.groups for piece in group.pieces]
 
-    @property
+    @cached_property
     def trainable(self) -> list[FlatGroup]:
         return [group for group in self.groups if group.trainable]
+
+    @cached_property
+    def storages(self) -> frozenset[int]:
+        """The storages that the parameters lie in when they are gathered, by identity."""
+        return frozenset(storage_of(group.full) for group in self.groups)
 
     # -- parameters ---------------------------------------------------------------------------
 

@@ -15,10 +15,9 @@ rank order, hence bit-repeatable), `list` (NCCL), `padded`.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
 from weakref import WeakSet
@@ -59,10 +58,11 @@ class Pending:
         return self
 
     def wait(self) -> None:
-        with reported(self._label, self._wait), self.comm.clock:
-            for work in self.works:
-                self.comm.words.wait(work)
-        self.works = ()
+        if self.works:
+            with reported(self._label, self._wait), self.comm.clock:
+                for work in self.works:
+                    self.comm.words.wait(work)
+            self.works = ()
         finish, self._finish = self._finish, []
         for act in finish:
             act()
@@ -138,20 +138,27 @@ class WaitClock:
             self._events.popleft()
 
 
-@contextlib.contextmanager
-def reported(label: str, wait: Wait | None = None) -> Iterator[None]:
+class reported(doing):
     """What fails inside is the collective `label`; memory that runs out stays what it is.
 
     Args:
         wait: what is waited for.
     """
-    try:
-        with doing(f"in the {label}", wait):
-            yield
-    except RuntimeError as error:
+
+    def __init__(self, label: str, wait: Wait | None = None) -> None:
+        super().__init__(f"in the {label}", wait)
+        self._label = label
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        if not isinstance(error, RuntimeError):
+            return
         if is_out_of_memory(error) or isinstance(error, torch.AcceleratorError):
-            raise  # an error of this device's own work, which only shows here
-        raise CommunicationError(f"the {label} failed", why=first_line(error), wait=wait) from error
+            return  # an error of this device's own work, which only shows here
+        what = f"the {self._label} failed"
+        raise CommunicationError(what, why=first_line(error), wait=self.wait) from error
 
 
 _of_groups: WeakSet[Communicator] = WeakSet()  # all that there are

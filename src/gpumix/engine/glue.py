@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,8 +20,12 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 def hand(leaf: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """`values` for the model: an ordinary tensor, which it may write into, whose gradient goes to
     `leaf`."""
+    if values.requires_grad:
+        values = values.detach()
+    if torch.is_grad_enabled():
+        return _Handed.apply(leaf, values)
     with torch.enable_grad():
-        return _Handed.apply(leaf, values.detach())
+        return _Handed.apply(leaf, values)
 
 
 class _Handed(torch.autograd.Function):
@@ -39,32 +43,32 @@ class _Handed(torch.autograd.Function):
         return gradients[0], None
 
 
-@dataclass(frozen=True)
-class Link:
-    """Where the gradient of a unit's input goes: to a leaf, or on through the model's own code. It
-    does not hold the input's values."""
+class Link(NamedTuple):
+    """Where the gradient of a unit's input goes: to a leaf, or else to an edge of the graph of the
+    model's own code. It does not hold the input's values."""
 
-    edge: GradientEdge
     leaf: torch.Tensor | None
-    like: torch.Tensor  # of its shape, dtype and device, without memory of its own
+    edge: GradientEdge | None
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Link:
-        return cls(get_gradient_edge(tensor), _leaf_of(tensor), without_memory(tensor))
-
-    @property
-    def key(self) -> tuple[int, int]:
-        return id(self.edge.node), self.edge.output_nr
+        """That of an input that wants a gradient."""
+        leaf = _leaf_of(tensor)
+        edge = get_gradient_edge(tensor) if leaf is None else None
+        return cls(leaf, edge, tensor.shape, tensor.dtype, tensor.device)
 
 
 def without_memory(tensor: torch.Tensor) -> torch.Tensor:
     """Zeros of its shape that take the memory of one."""
-    return tensor.detach().new_zeros(()).expand(tensor.shape)
+    return tensor.new_zeros(()).expand(tensor.shape)
 
 
 @dataclass
 class _Root:
-    link: Link
+    edge: GradientEdge
     first_call: int
     gradient: torch.Tensor | None = None
 
@@ -85,8 +89,8 @@ class Glue:
     def used(self, call: int, inputs: Iterable[Link]) -> None:
         """Unit call number `call` takes `inputs`."""
         for link in inputs:
-            if link.leaf is None:
-                self._roots.setdefault(link.key, _Root(link, call))
+            if link.edge is not None:
+                self._roots.setdefault(_key(link.edge), _Root(link.edge, call))
 
     def backward_loss(self, loss: torch.Tensor) -> None:
         """From the loss through the head to the last units' outputs."""
@@ -97,7 +101,7 @@ class Glue:
         """There is no further call: see which graphs share a part. All nodes that are used."""
         seen: set[Node] = set()
         for call in sorted({root.first_call for root in self._roots.values()}):
-            nodes = _nodes(root.link.edge.node for root in self._of(call))
+            nodes = _nodes(root.edge.node for root in self._of(call))
             if nodes & seen:
                 self._kept.add(call)
             seen |= nodes
@@ -113,10 +117,12 @@ class Glue:
         for link, gradient in zip(inputs, gradients):
             if gradient is None:
                 continue
-            if link.leaf is None:
-                root = self._roots[link.key]
+            if link.edge is not None:
+                root = self._roots[_key(link.edge)]
                 root.gradient = gradient if root.gradient is None else root.gradient + gradient
-            elif isinstance(link.leaf, nn.Parameter):
+                continue
+            assert link.leaf is not None, "a gradient goes to a leaf or to an edge"
+            if isinstance(link.leaf, nn.Parameter):
                 torch.autograd.backward(link.leaf, gradient)
             elif link.leaf.grad is None:
                 link.leaf.grad = gradient
@@ -124,17 +130,21 @@ class Glue:
                 link.leaf.grad = link.leaf.grad + gradient
         done = self._of(call)
         for root in done:
-            del self._roots[root.link.key]
+            del self._roots[_key(root.edge)]
         done = [root for root in done if root.gradient is not None]
         if done:
             torch.autograd.backward(
-                [root.link.edge for root in done],
+                [root.edge for root in done],
                 [root.gradient for root in done],
                 retain_graph=call in self._kept,
             )
 
     def _of(self, call: int) -> list[_Root]:
         return [root for root in self._roots.values() if root.first_call == call]
+
+
+def _key(edge: GradientEdge) -> tuple[int, int]:
+    return id(edge.node), edge.output_nr
 
 
 def _leaf_of(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum, auto
 from typing import Generic, TypeVar
 
@@ -71,12 +71,9 @@ class Recomputed(Generic[T]):
             self._found.clear()
 
     def _save(self, tensor: torch.Tensor) -> int:
+        number = len(self._saved)
         self._saved.append((tensor.shape, tensor.dtype))
-        return self._keep(len(self._saved) - 1, tensor)
-
-    def _keep(self, number: int, tensor: torch.Tensor) -> int:
-        # Detached: a graph that holds its own output would never be freed.
-        self._found[number] = (tensor.detach(), tensor._version)
+        self._found[number] = (tensor, tensor._version)  # until the end of `forward`
         return number
 
     def _give(self, number: int) -> torch.Tensor:
@@ -111,7 +108,8 @@ class Recomputed(Generic[T]):
             if count < len(self._saved):
                 if self._saved[count] != (tensor.shape, tensor.dtype):
                     raise self._differs(count, tensor)
-                self._keep(count, tensor)
+                # Detached: a graph that holds its own output would never be freed.
+                self._found[count] = (tensor.detach(), tensor._version)
                 count += 1
             if count == len(self._saved):
                 raise _Enough
@@ -151,10 +149,9 @@ class Kept(Generic[T]):
         with torch.enable_grad():
             return run()
 
-    @contextmanager
-    def backward(self) -> Iterator[None]:
+    def backward(self) -> AbstractContextManager[None]:
         """Nothing is missing."""
-        yield
+        return nullcontext()
 
 
 class _Enough(BaseException):

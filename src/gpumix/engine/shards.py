@@ -232,8 +232,11 @@ class FlatGroup:
     def gather(self) -> list[Pending]:
         """Start to fill the buffer from all ranks' shards."""
         into = self.full if self._arriving is None else self._arriving
-        parts = into.split([shard.numel for shard in self.shards])
-        pending = [shard.gather(part) for shard, part in zip(self.shards, parts)]
+        if len(self.shards) == 1:
+            pending = [self.shards[0].gather(into)]
+        else:
+            parts = into.split([shard.numel for shard in self.shards])
+            pending = [shard.gather(part) for shard, part in zip(self.shards, parts)]
         if into is not self.full:
             pending[-1].then(self._take)
         return pending
@@ -343,6 +346,11 @@ class FlatGroup:
         """Nothing of this step counts."""
         for shard in self.shards:
             shard.forget_sums()
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Which storage a tensor lies in, by identity."""
+    return tensor.untyped_storage()._cdata
 
 
 def together(reductions: Sequence[Iterator[Pending]]) -> Iterator[list[Pending]]:

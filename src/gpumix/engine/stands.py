@@ -6,8 +6,7 @@ from __future__ import annotations
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from traceback import extract_stack
 
@@ -34,20 +33,26 @@ def begins(group: str, members: Sequence[int] = ()) -> Wait:
     return one
 
 
-@contextmanager
-def doing(what: str, wait: Wait | None = None) -> Iterator[None]:
+class doing:
     """So it is told where this thread stands while it is inside: "in the reduction of ...".
 
     Args:
         wait: the collective that it waits for.
     """
-    thread = threading.get_ident()
-    outer = _doing.get(thread, ("", None))
-    _doing[thread] = what, wait
-    try:
-        yield
-    finally:
-        _doing[thread] = outer
+
+    def __init__(self, what: str, wait: Wait | None = None) -> None:
+        self.what = what
+        self.wait = wait
+
+    def __enter__(self) -> None:
+        thread = threading.get_ident()
+        self._outer = _doing.get(thread, ("", None))
+        _doing[thread] = self.what, self.wait
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
+        _doing[threading.get_ident()] = self._outer
 
 
 def computes(phase: str = "", unit: str = "") -> None:

@@ -347,8 +347,7 @@ class _Bystander(Communicator):
 
 
 def _ones(links: Sequence[Link]) -> list[torch.Tensor]:
-    likes = (link.like for link in links)
-    return [torch.ones(t.shape, dtype=t.dtype, device=t.device) for t in likes]
+    return [torch.ones(one.shape, dtype=one.dtype, device=one.device) for one in links]
 
 
 def _no_values(name: str, parameter: nn.Parameter, start: int, end: int) -> torch.Tensor:
