@@ -21,7 +21,7 @@ from gpumix.engine.buffers import BufferCopies
 from gpumix.engine.captured import Captured, Collected
 from gpumix.engine.coroutine import ModelError, ThreadState, UnitCall
 from gpumix.engine.given import Given
-from gpumix.engine.glue import Link, hand, without_memory
+from gpumix.engine.glue import Link, hand, run_backward, without_memory
 from gpumix.engine.host import HostStore
 from gpumix.engine.parts import ShardedUnit
 from gpumix.engine.recompute import Kept, Recomputed
@@ -114,9 +114,11 @@ class Cut:
             self.sent = self._chosen(outputs, structure)
             return self._hand_over(outputs, structure)
         wanted = [self._gradients and _wants_gradient(t) for t in self._inputs]
-        leaves = [_leaf_like(t) if w else None for t, w in zip(inputs, wanted)]
-        self._sources = [leaf for leaf in leaves if leaf is not None]
-        handed = [t if leaf is None else hand(leaf, t) for t, leaf in zip(inputs, leaves)]
+        handed = list(inputs)
+        for place in (n for n, w in enumerate(wanted) if w):
+            leaf = _leaf_like(inputs[place])
+            self._sources.append(leaf)
+            handed[place] = hand(leaf, inputs[place])
         buffers = BufferCopies(self.unit.with_buffers)
         run = partial(self._run, handed)
         del handed
@@ -131,10 +133,17 @@ class Cut:
         buffers.keep_changed()
         refuse_outputs(self.unit, outputs)
         self.sent = self._chosen(outputs, structure)
-        self._edges = [get_gradient_edge(o) if _wants_gradient(o) else None for o in outputs]
-        self._leaves = [_leaf_like(o) if _wants_gradient(o) else None for o in outputs]
-        handed_on = [o if leaf is None else hand(leaf, o) for o, leaf in zip(outputs, self._leaves)]
-        result = self._hand_over(handed_on, structure)
+        for place, output in enumerate(outputs):
+            if not _wants_gradient(output):
+                self._edges.append(None)
+                self._leaves.append(None)
+                continue
+            leaf = _leaf_like(output)
+            self._edges.append(get_gradient_edge(output))
+            self._leaves.append(leaf)
+            outputs[place] = hand(leaf, output)
+        del output
+        result = self._hand_over(outputs, structure)
         if self._given is None:
             self._inputs = []  # autograd has what it needs of them, and sees to it
         elif self._host is not None:
@@ -182,7 +191,7 @@ class Cut:
                 self.weights = SplitBackward(edges, gradients, sources)
             else:
                 with self._ran.backward():
-                    torch.autograd.backward(edges, gradients)
+                    run_backward(edges, gradients)
         self._ran = self._given = None
         return [source.grad for source in sources]
 

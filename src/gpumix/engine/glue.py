@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, _engine_run_backward, get_gradient_edge
 
 
 def hand(leaf: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -26,6 +26,25 @@ def hand(leaf: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         return _Handed.apply(leaf, values)
     with torch.enable_grad():
         return _Handed.apply(leaf, values)
+
+
+def run_backward(
+    edges: Sequence[GradientEdge],
+    gradients: Sequence[torch.Tensor | None],
+    *,
+    retain_graph: bool = False,
+) -> None:
+    """Backward from edges of a graph, as `torch.autograd.backward`, without its checks: gradients
+    that autograd itself has made are of the right shape and dtype."""
+    _engine_run_backward(
+        tuple(edges),
+        tuple(gradients),
+        retain_graph,
+        False,  # no graph of this backward
+        (),  # for all leaves
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
 
 
 class _Handed(torch.autograd.Function):
@@ -133,7 +152,7 @@ class Glue:
             del self._roots[_key(root.edge)]
         done = [root for root in done if root.gradient is not None]
         if done:
-            torch.autograd.backward(
+            run_backward(
                 [root.edge for root in done],
                 [root.gradient for root in done],
                 retain_graph=call in self._kept,

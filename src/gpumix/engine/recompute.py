@@ -146,6 +146,8 @@ class Kept(Generic[T]):
 
     def forward(self, run: Callable[[], T]) -> T:
         """Run the unit by `run`, with gradients."""
+        if torch.is_grad_enabled():
+            return run()
         with torch.enable_grad():
             return run()
 

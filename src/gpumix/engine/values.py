@@ -7,10 +7,8 @@ here. Most calls are of tensors and of tuples of them: for these it takes a fift
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
@@ -53,8 +51,7 @@ def only_tuples(structure: Structure) -> bool:
     return structure is None or (isinstance(structure, tuple) and all(map(only_tuples, structure)))
 
 
-@dataclass(frozen=True)
-class Arguments:
+class Arguments(NamedTuple):
     """How the arguments of a call are put together."""
 
     args: tuple[Structure, ...]
@@ -72,16 +69,11 @@ class Arguments:
         rest = iter(leaves)
         return unflatten(self.args, rest), unflatten(self.kwargs, rest)
 
-    @cached_property
-    def fixed(self) -> bool:
-        """Whether a function that is called with them can change none."""
-        return only_tuples(self.args) and all(map(only_tuples, self.kwargs.values()))
-
     def still_hold(
         self, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
         """Whether arguments that were made of these leaves are what they were."""
-        if self.fixed:
-            return True
+        if only_tuples(self.args) and all(map(only_tuples, self.kwargs.values())):
+            return True  # nobody can change them
         found, structure = Arguments.of(args, kwargs)
         return structure == self and all(a is b for a, b in zip(found, leaves))
