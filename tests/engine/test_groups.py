@@ -6,10 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from gpumix.engine import groups
 from gpumix.engine.comm import Communicator
+from gpumix.engine.ranks import Ranks
 from gpumix.engine.staged import StagedCommunicator
+from gpumix.spec.errors import MachineError
 
 
 def group_of(backends: dict[str, str]) -> SimpleNamespace:
@@ -46,3 +49,11 @@ def test_gpus_without_nccl_go_through_the_host(monkeypatch, backends, device, ki
 def test_a_single_process_needs_no_group():
     comm = groups.all_ranks(torch.device("cpu"))
     assert (comm.rank, comm.world, comm.group) == (0, 1, None)
+
+
+def test_a_torch_without_the_backend_of_its_gpus_is_refused(monkeypatch):
+    monkeypatch.setattr(dist, "is_backend_available", lambda backend: False)
+    ranks = Ranks.__new__(Ranks)
+    ranks.device = torch.device("xpu", 0)
+    with pytest.raises(MachineError, match="this torch has no XCCL, by which GPUs exchange"):
+        ranks._connect(None)

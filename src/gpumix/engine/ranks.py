@@ -122,6 +122,12 @@ class Ranks:
 
     def _connect(self, store: dist.Store) -> None:
         backend = backend_of(self.device)
+        if not dist.is_backend_available(backend):
+            raise MachineError(
+                f"this torch has no {backend.upper()}, by which GPUs exchange tensors",
+                why=f"torch {torch.__version__}",
+                fix="install a build of torch that has it: https://pytorch.org/get-started/locally",
+            )
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("data", store),
