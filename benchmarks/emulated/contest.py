@@ -126,6 +126,7 @@ def hold(
     profile: Profile = launch(profiled, setting.devices, setting)[0]
     plan = gpumix.plan(profile, setting.global_batch)
     fleet = setting.of_devices(worker.device for worker in plan.workers)
+    plan = plan.for_devices([device.id for device in fleet.devices])
     alone = each_alone(setting, recomputing=recomputing_alone)
     samples = {EVEN: fleet.even(), PROPORTIONAL: fleet.proportional()}
     found = {

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 import gpumix
 from compared.systems import Fsdp
 from emulated.setting import SEED, Setting
-from emulated.systems import Gpumix, System
+from emulated.systems import Batch, Gpumix, System
 from emulated.ways import Way
 from gpumix.hardware.device import DeviceRuntime
 from gpumix.spec.plan import Plan
@@ -24,6 +26,10 @@ class OnTorch:
     name: str
     samples: tuple[int, ...]
     way: Way
+
+    def batch(self, setting: Setting, step: int, rank: int) -> Batch:
+        """The part of `rank` in a step."""
+        return setting.batch(step, self.samples, rank)
 
     def start(self, setting: Setting) -> Start:
         """FSDP2's whole model is made before the device is open, so that it is in nobody's memory:
@@ -43,9 +49,12 @@ class ByPlan:
     plan: Plan
     deferred: bool = False
 
-    @property
-    def samples(self) -> tuple[int, ...]:
-        return tuple(worker.samples for worker in self.plan.workers)
+    def batch(self, setting: Setting, step: int, rank: int) -> Batch:
+        """The part of `rank` in a step; ranks of a team, and stages, have the same samples."""
+        first = step * setting.global_batch
+        rows = self.plan.rows_of(rank) or (range(0),)
+        parts = [setting.rows(first + part.start, len(part)) for part in rows]
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def start(self, setting: Setting) -> Start:
         if self.deferred:

@@ -151,8 +151,7 @@ class Bench:
             assert isinstance(system, Gpumix)
             for step in range(2):  # the first one allocates
                 runtime.idle()
-                batch = self.setting.batch(step, contestant.samples, self.rank)
-                recording = system.recorded_step(batch)
+                recording = system.recorded_step(contestant.batch(self.setting, step, self.rank))
             del system
         return recording
 
@@ -199,7 +198,7 @@ def one_step(
     step: int,
 ) -> tuple[float, float]:
     """Seconds until every device is done, and this rank's part of the loss. Collective."""
-    batch = setting.batch(step, contestant.samples, rank)
+    batch = contestant.batch(setting, step, rank)
     dist.barrier()
     runtime.idle()
     begun = time.perf_counter()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from compared.search import Tried, fastest
 from compared.systems import Ddp, Fsdp
 from emulated.contest import Contest, refuse_impossible
+from emulated.contestants import ByPlan
 from emulated.setting import Setting, cluster_of
 from emulated.ways import Way, thriftiest, ways_of
 from harness import run_ranks
@@ -101,6 +102,16 @@ def test_splits_follow_the_devices():
     assert setting.proportional() == (9, 1, 1)
     left = setting.of_devices(["slow-0", "fast-0"])
     assert ([d.id for d in left.devices], left.proportional()) == (["fast-0", "slow-0"], (10, 1))
+
+
+def test_samples_of_a_rank_are_those_that_its_plan_says():
+    """In a plan of teams or stages ranks compute the same samples, and not those of a range."""
+    setting = Setting(cluster_of(("d", 2, "1 GFLOP/s", "1 GiB")), 32, 2, 2, 6, sequence=16)
+    plan = SimpleNamespace(rows_of=lambda rank: (range(2), range(4, 5)) if rank == 0 else ())
+    contestant = ByPlan("ours", plan)
+    whole = setting.rows(6, 6)["input_ids"]
+    assert contestant.batch(setting, 1, 0)["input_ids"].tolist() == whole[[0, 1, 4]].tolist()
+    assert contestant.batch(setting, 1, 1)["input_ids"].shape == (0, 16)
 
 
 @pytest.mark.parametrize(("efficiency", "code"), [(1.019, 0), (1.021, 1)])
