@@ -142,7 +142,8 @@ def figures_of(results: Sequence[Result]) -> Figures:
     figures["overruns"] = sum(c.overruns for c in contests)
     for result in results:
         own = figures_of_contests([result.contest])
-        figures |= {f"{name}_{result.mixture.name}": value for name, value in own.items()}
+        mixture = result.mixture.name.replace(" ", "_").replace(":", "_")
+        figures |= {f"{name}_{mixture}": value for name, value in own.items()}
     return {n: round(v, 4) if isinstance(v, float) else v for n, v in figures.items()}
 
 
