@@ -11,7 +11,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_map
 from gpumix.cost.pipeline import Pipeline
 from gpumix.engine import buffers, layered, pipelined, sequential, stands
 from gpumix.engine.buckets import Reductions
-from gpumix.engine.buffers import BufferCopies
 from gpumix.engine.comm import Communicator, WaitClock
 from gpumix.engine.coroutine import Calls
 from gpumix.engine.efficient import channels_last
@@ -42,14 +41,14 @@ from gpumix.engine.randomness import Randomness, evaluating, untouched
 from gpumix.engine.replan import move_state, moves_state
 from gpumix.engine.samples import (
     Samples,
-    digest,
+    compare_samples,
     padded_from,
     parts_of,
-    refuse_unlike,
     repeated,
     samples_in,
 )
 from gpumix.engine.sharded_model import ShardedModel
+from gpumix.engine.undo import Undo
 from gpumix.engine.updates import StepsOnHost, Updates, updates_elements
 from gpumix.hardware import runtime
 from gpumix.spec.cut import cut_rows
@@ -60,19 +59,10 @@ from gpumix.spec.stage import Worker
 
 Function = Callable[[nn.Module, Any], Any]
 
-MOST_TAKEN_BACK = 2  # steps: one that was bad, and the one that was given before that was known
 _OF_A_STEP = (  # what a step leaves in the engine, beside buffers and gradients
     "_rows", "_own_norm", "scaler", "steps", "losses_counted", "exchanged", "overflowed",
     "computed", "guard", "_to_take_back",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _Before:
-    """What a step changes, as it was before: copies of the buffers, and `Engine.losses_counted`."""
-
-    buffers: BufferCopies
-    losses_counted: torch.Tensor
 
 
 class Engine(ShardedModel):
@@ -126,7 +116,7 @@ class Engine(ShardedModel):
         tokens = float(plan.global_batch * plan.sequence_length)
         self.losses_counted = torch.full((), tokens, dtype=torch.float64, device=comm.device)
         self._keepers = buffers.keepers(model)
-        self._to_take_back: tuple[_Before, ...] = ()
+        self._to_take_back: tuple[Undo, ...] = ()
         self.guard: Guard | None = None
         self._failed = ""
         self._updates: Updates | None = None
@@ -171,8 +161,9 @@ class Engine(ShardedModel):
             cut = self._cut(batch, rows)
             self.computed = [(len(of_one), one.width) for of_one, one in zip(rows, cut)]
             if self._tells_samples:  # first: others could be as long as no rank waits for
-                self._compare_samples(batch, rows)
-            before = _Before(BufferCopies(self._keepers), self.losses_counted)
+                compare_samples(self.comm, self.plan, batch, rows)
+                self._tells_samples = False
+            undo = Undo.before(self._keepers, self.losses_counted)
             with untouched(self.device), torch.enable_grad():
                 if self._places:
                     table = self._step_in_stages(cut, rows, scale, updates)
@@ -185,14 +176,14 @@ class Engine(ShardedModel):
             if self._parts.division.on_host and runtime.is_gpu(self.device):
                 runtime.current_stream(self.device).synchronize()  # gradients are there
             self._leave()
-            before.buffers.keep_changed()
-            self._to_take_back = (*self._to_take_back, before)[-MOST_TAKEN_BACK:]
+            self._to_take_back = undo.after(self._to_take_back)
             self.steps += 1
             self.exchanged = Exchanged(table)
             counted = table[:, 1].sum()
             self.losses_counted = torch.where(counted > 0, counted, self.losses_counted)
             if self.scaler.active:
-                self._check_overflow()
+                self.overflowed = self.drop_overflowed()
+                self.scaler.update(overflow=self.overflowed)
         return table[:, 0].sum() / table[:, 1].sum()
 
     def replan(self, plan: Plan, optimizer: Optimizer | None = None) -> None:
@@ -358,11 +349,10 @@ class Engine(ShardedModel):
         """Undo what the last step changed, its gradients aside: the buffers and the count of steps.
         For a step whose gradients are not used; the next one draws the same dropout again. The step
         before may be taken back next, and no more."""
-        *earlier, before = self._to_take_back
-        self._to_take_back = tuple(earlier)
+        undo, self._to_take_back = self._to_take_back[-1], self._to_take_back[:-1]
         self.steps -= 1
-        self.losses_counted = before.losses_counted
-        before.buffers.restore()
+        self.losses_counted = undo.losses_counted
+        undo.buffers.restore()
 
     def evaluate(self, batch: Any, samples: int | None = None) -> torch.Tensor:
         """The loss of one global batch without gradients and without dropout; see `step`.
@@ -579,14 +569,6 @@ class Engine(ShardedModel):
             for of_one, part in zip(rows, parts_of(batch, rows, widths))
         ]
 
-    def _compare_samples(self, batch: Any, rows: Sequence[range]) -> None:
-        """Once, before anything is computed: ranks that are to have the same samples do."""
-        told = torch.tensor([digest(batch, rows)], device=self.device)
-        table, exchanged = self.comm.exchange(told, "comparison of samples")
-        exchanged.wait()
-        refuse_unlike(self.plan, table[:, 0].tolist())
-        self._tells_samples = False
-
     def _to_device(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
@@ -614,13 +596,3 @@ class Engine(ShardedModel):
             return made
 
         return table, gradient_scale
-
-    def _check_overflow(self) -> None:
-        """fp16: drop gradients that overflowed anywhere; optimizers pass over absent ones."""
-        finite = [torch.isfinite(shard.gradient).all() for shard in self.trained_shards()]
-        bad = (~torch.stack(finite)).sum().float().to(self.device)
-        self.overflowed = bool(self.comm.all_reduce(bad, "exchange of overflows").item())
-        self.scaler.update(overflow=self.overflowed)
-        if self.overflowed:
-            for parameter in self.parameters():
-                parameter.grad = None

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from gpumix.engine.comm import Communicator
 from gpumix.engine.micro_batch import Loss
 from gpumix.engine.objective import IGNORED_LABEL
 from gpumix.engine.randomness import Randomness
@@ -143,6 +144,15 @@ def _number(tensor: torch.Tensor) -> int:
     flat = whole.reshape(-1).to(torch.int64)
     places = torch.arange(1, 2 * flat.numel() + 1, 2, device=flat.device)
     return int((flat * places).sum().item()) & DIGITS
+
+
+def compare_samples(comm: Communicator, plan: Plan, batch: Any, rows: Sequence[range]) -> None:
+    """Raise an InputError unless ranks that are to have the same samples do; these are this rank's.
+    Collective."""
+    told = torch.tensor([digest(batch, rows)], device=comm.device)
+    table, exchanged = comm.exchange(told, "comparison of samples")
+    exchanged.wait()
+    refuse_unlike(plan, table[:, 0].tolist())
 
 
 def refuse_unlike(plan: Plan, digests: Sequence[int]) -> None:

@@ -79,6 +79,16 @@ class ShardedModel:
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
 
+    def drop_overflowed(self) -> bool:
+        """In fp16: drop all gradients if one overflowed anywhere, and say so; optimizers pass over
+        absent ones. Collective."""
+        finite = [torch.isfinite(shard.gradient).all() for shard in self.trained_shards()]
+        bad = (~torch.stack(finite)).sum().float().to(self.device)
+        overflowed = bool(self.comm.all_reduce(bad, "exchange of overflows").item())
+        for parameter in self.parameters() if overflowed else ():
+            parameter.grad = None
+        return overflowed
+
     def finite(self) -> bool:
         """Whether all trained parameters are finite. Collective."""
         masters = [shard.master for shard in self.trained_shards()]
