@@ -36,6 +36,7 @@ from compared.preparation import growths, look_ups_s
 from compared.rounds import Results, Study
 from compared.setting import Model, Setting
 from compared.systems import Entrant, Fsdp, Gpumix, Plain
+from compared.waits import waits_on_device
 from emulated.results import aligned
 
 BLOCKS = 24
@@ -62,12 +63,13 @@ def main() -> int:
     look_ups_ms = {name: round(1e3 * seconds, 4) for name, seconds in look_ups_s().items()}
     figures |= {f"look_up_ms_{name}": ms for name, ms in look_ups_ms.items()}
     figures["look_up_ms"] = max(look_ups_ms.values())
+    figures["host_waits"], figures["host_waits_reason"] = waits_on_device()
     figures["seconds"] = round(time.perf_counter() - begun, 1)
     print_figures(figures, as_json=arguments.json)
     missed = [
         f"{name} is {figures[name]}, more than {bar}"
         for name, bar in BARS.items()
-        if figures.get(name) is not None and float(figures[name]) > bar
+        if (found := figures.get(name)) is not None and float(found) > bar
     ]
     print(*missed, sep="\n", end="\n" * bool(missed), file=sys.stderr)
     return int(bool(missed))

@@ -3,6 +3,7 @@ to find its part of a plan. Work is counted, not timed."""
 
 from __future__ import annotations
 
+import pickle
 import sys
 from collections import Counter
 from functools import partial
@@ -11,6 +12,7 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from absent_group import LOOK_UPS, backend_absent, plan_of, preparations
+from gpumix.spec.plan import Plan
 
 FEW, MANY = 8, 1024
 
@@ -85,3 +87,19 @@ def test_a_rank_finds_its_part_of_a_plan_for_many_as_of_one_for_few(tensor):
     assert {name: work[name, MANY] for name in LOOK_UPS} == {
         name: work[name, FEW] for name in LOOK_UPS
     }
+
+
+def test_a_copy_of_a_plan_has_no_look_ups_of_the_other():
+    plan = plan_of(FEW)
+    before = [plan.rows_of(rank) for rank in range(FEW)]
+    (stage,) = plan.stages
+    first, second, *rest = stage.workers
+    more = first.model_copy(update={"samples": 3}), second.model_copy(update={"samples": 1})
+    other = plan.model_copy(
+        update={"stages": (stage.model_copy(update={"workers": (*more, *rest)}),)}
+    )
+    assert other.workers[0].samples == 3 and other.sizes[:2] == (3, 1)
+    assert [sum(map(len, other.rows_of(rank))) for rank in range(3)] == [3, 1, 2]
+    assert [plan.rows_of(rank) for rank in range(FEW)] == before
+    again = pickle.loads(pickle.dumps(plan))
+    assert again == plan and vars(again).keys() == Plan.model_fields.keys()
