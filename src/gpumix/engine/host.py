@@ -13,12 +13,15 @@ import torch
 
 from gpumix.hardware import runtime
 from gpumix.hardware.memory import host_memory
+from gpumix.hardware.pinned import pinned_memory
 
 
 def empty_on_host(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Uninitialised memory of the host, pinned if `device` copies to it by itself."""
+    if runtime.is_gpu(device):
+        return pinned_memory(numel * dtype.itemsize).view(dtype)
     with host_memory():
-        return torch.empty(numel, dtype=dtype, pin_memory=runtime.is_gpu(device))
+        return torch.empty(numel, dtype=dtype)
 
 
 class HostStore:

@@ -321,6 +321,12 @@ def register_pinned(address: int, size_bytes: int) -> bool:
     return False
 
 
+def unregister_pinned(address: int) -> None:
+    """Take back `register_pinned`; nothing may be copied there any more."""
+    with suppress(RuntimeError):
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
+
+
 # -- random numbers
 
 

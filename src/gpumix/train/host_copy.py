@@ -11,6 +11,7 @@ from gpumix.cost.slots import aligned
 from gpumix.hardware import runtime
 from gpumix.hardware.environment import COPIES_PART, available_host_bytes
 from gpumix.hardware.memory import host_memory
+from gpumix.hardware.pinned import pinned_memory
 from gpumix.spec.units import show_bytes
 from gpumix.train.checkpoint_shards import Boxed, Index, StoredBox, StoredTensor
 
@@ -31,9 +32,11 @@ class HostCopy:
     ) -> None:
         self._form = _form(tensors)
         self._places: list[torch.Tensor] = []
-        if memory is None:
+        if memory is None and pinned:
+            memory = pinned_memory(size_of(tensors))
+        elif memory is None:
             with host_memory():
-                memory = torch.empty(size_of(tensors), dtype=torch.uint8, pin_memory=pinned)
+                memory = torch.empty(size_of(tensors), dtype=torch.uint8)
         pieces = memory.split([aligned(view.nbytes) for view in _views(tensors)])
         self.boxed = self._in(iter(pieces), tensors)
 

@@ -20,7 +20,8 @@ import torch
 from torch.optim import Optimizer
 
 from gpumix.engine.engine import Engine
-from gpumix.hardware.runtime import Stream, register_pinned
+from gpumix.hardware.pinned import pinned_memory
+from gpumix.hardware.runtime import Stream
 from gpumix.spec.errors import GpumixError, MachineError, RankLost, first_line
 from gpumix.train import checkpoint_content as content
 from gpumix.train import memory_folder as folder
@@ -227,6 +228,4 @@ def _memory_in(file: Path, size: int, *, pinned: bool) -> torch.Tensor:
         OSError: there is no room for it.
     """
     memory = made(file, size)
-    if pinned and size:
-        register_pinned(memory.data_ptr(), size)
-    return memory
+    return pinned_memory(size, file) if pinned else memory
