@@ -6,12 +6,13 @@ import pytest
 import torch
 
 import cuda_device
+from gpumix.engine.chunked_loss import Sum
 from gpumix.engine.fused_loss import fused_losses
 from gpumix.spec.plan import Collectives
 from gpumix.spec.stage import Mode
 from harness import run_ranks
 from models import ARCHITECTURES
-from reference import Share, joined, train_alone, train_by_plan, worst_error
+from reference import Share, batches, engine_for, joined, train_alone, train_by_plan, worst_error
 from staging import rows, staged_plan, train_in_stages
 from whole_optimizers import assert_close, expected_after, train_rank
 
@@ -60,6 +61,18 @@ def test_the_fused_loss_is_that_of_pytorch(dtype):
     assert torch.allclose(losses.double(), right, rtol=1e-5)
     error = (logits.double() - leaf.grad).norm() / leaf.grad.norm()
     assert error < {4: 1e-5}.get(dtype.itemsize, 1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_product_ends_in_an_fp32_gradient(dtype):
+    """Also on a device whose library cannot do that at once, where it goes by parts."""
+    gradient, hidden = (torch.randn(64, n, device="cuda").to(dtype) for n in (96, 32))
+    total = Sum(torch.full((96, 32), torch.nan, device="cuda"), empty=True)
+    for times in (1, 2):
+        total.add_product(gradient, hidden)
+        expected = times * (gradient.double().t() @ hidden.double())
+        error = (total.tensor.double() - expected).norm() / expected.norm()
+        assert error < 1e-2
 
 
 MODES = {
@@ -167,3 +180,43 @@ def test_whole_optimizers_end_where_torch_does(kind, shares):
     expected = expected_after(kind, ARCHITECTURES["gpt2"].factory)
     tolerance = {"adafactor": 1e-4, "muon": 3e-2}[kind]
     assert_close(joined([pieces for pieces, *_ in results]), expected, tolerance)
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["at the end", "early"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_state_on_the_host(stage, early):
+    """As with state on the device: it is rounded the same way."""
+    (found,) = run_ranks(_losses_with_state_anywhere, 1, stage, early, backend="nccl")
+    for on_device, on_host in found:
+        assert on_host == pytest.approx(on_device, rel=1e-6)
+
+
+def _losses_with_state_anywhere(stage, early):
+    return [
+        [_losses_of(stage, early, on_host=place, compute_dtype=dtype) for place in ((), (0,))]
+        for dtype in ("fp32", "bf16")
+    ]
+
+
+def _losses_of(stage, early, **settings):
+    """Those of some steps, with an evaluation in between. Without early updates each other step
+    adds to the gradients of the one before."""
+    settings |= {"zero_stage": stage}
+    engine = engine_for(ARCHITECTURES["llama"].factory, [Share(4, 2, 1)], **settings)
+    optimizer = torch.optim.SGD(engine.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for number, batch in enumerate(batches(ARCHITECTURES["llama"], 4, 4)):
+        if early:
+            losses.append(engine.step(batch, optimizer))
+        else:
+            losses.append(engine.step(batch))
+            if number % 2:
+                optimizer.step()
+        if early or number % 2:
+            optimizer.zero_grad()
+        if number == 1:
+            losses.append(engine.evaluate(batch))
+            with torch.no_grad():  # anybody may, between steps
+                for parameter in engine.parameters():
+                    parameter.data.mul_(0.99)
+    return [loss.item() for loss in losses]

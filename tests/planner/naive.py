@@ -307,7 +307,8 @@ def update_seconds(profile: Profile, plan: Plan, rank: int) -> float:
     if worker.state_on == "device":
         return of.optimizer_s_per_element * elements * share
     gathers = 2 if plan.zero_stage == 3 else 1
-    copied = (1 + gathers) * seconds(of.host_copy, 4 * elements)
+    width = WIDTH[plan.communication_dtype]
+    copied = seconds(of.host_copy, 4 * elements) + gathers * seconds(of.host_copy, width * elements)
     return (of.host_optimizer_s_per_element * elements + copied) * share
 
 
@@ -485,7 +486,9 @@ def _state_on_host(profile: Profile, plan: Plan, rank: int) -> int:
         return 0
     of = buckets(profile, plan).all
     owned = [_owned_of(plan, rank, b.elements) if plan.zero_stage else b.elements for b in of]
-    return ceil(sum(owned) * (MASTER + GRADIENT + profile.optimizer_bytes_per_element))
+    width = WIDTH[plan.communication_dtype]
+    rounded = width if width < MASTER else 0
+    return ceil(sum(owned) * (MASTER + GRADIENT + profile.optimizer_bytes_per_element + rounded))
 
 
 def _moments(profile: Profile, plan: Plan, rank: int) -> Iterator[tuple[int, int]]:

@@ -268,7 +268,7 @@ class StateModel:
     @cached_property
     def on_host_bytes(self) -> int:
         """State of the whole model, as far as it would be on the host."""
-        return self._bytes_on_host(self._parameters)
+        return self._bytes_on_host(self.model.parameters)
 
     def owned_bytes_on_host(self, owned: Owned) -> int:
         """What a rank that stores `owned` keeps of it on its host."""
@@ -283,6 +283,8 @@ class StateModel:
         if self.state_on == "device":
             return 0
         per_element = MASTER_BYTES + SHARD_GRADIENT_BYTES + self.profile.optimizer_bytes_per_element
+        if self.gathered_dtype != "fp32":  # masters, rounded for the device
+            per_element += DTYPE_BYTES[self.gathered_dtype]
         return ceil(elements * per_element)
 
     @cached_property
@@ -293,7 +295,7 @@ class StateModel:
     @cached_property
     def _whole_bytes(self) -> int:
         frozen = self._frozen_bytes if self._stores_frozen else 0
-        return ceil(self._parameters * self.sharded_per_element) + frozen
+        return ceil(self.model.parameters * self.sharded_per_element) + frozen
 
     @cached_property
     def replicated_bytes(self) -> int:
@@ -312,10 +314,6 @@ class StateModel:
         width, stored = DTYPE_BYTES[self.compute_dtype], DTYPE_BYTES[self.gathered_dtype]
         widened = max(1, width // stored)
         return self.buckets.full_bytes(self.compute_dtype, self.zero_stage, widened=widened)
-
-    @cached_property
-    def _parameters(self) -> int:
-        return self.model.parameters
 
     @property
     def _stores_frozen(self) -> bool:

@@ -240,9 +240,12 @@ def links_of_plan(profile: Profile, plan: Plan) -> Links:
 
 def update_seconds(profile: Profile, plan: Plan) -> list[float]:
     """Seconds in which each worker updates what it stores; at stage 0 that is everything."""
-    stage = plan.zero_stage
+    stage, gathered = plan.zero_stage, plan.communication_dtype
     kinds = {(w.device_class, w.state_on) for w in plan.workers}
-    whole = {(name, on): optimizer_seconds(profile, name, stage, on) for name, on in kinds}
+    whole = {
+        (name, on): optimizer_seconds(profile, name, stage, on, gathered=gathered)
+        for name, on in kinds
+    }
     return [
         whole[w.device_class, w.state_on] * (w.state_share if stage else 1.0) for w in plan.workers
     ]

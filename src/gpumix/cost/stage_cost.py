@@ -163,8 +163,11 @@ class StageCost:
         return ends if beside else ends + sum(reduce_s[name] for name in buckets.kinds)
 
     def update_s(self, worker: int) -> float:
-        one, zero_stage = self.workers[worker], self.plan.zero_stage
-        whole = optimizer_seconds(self.profile, one.device_class, zero_stage, one.state_on)
+        one, plan = self.workers[worker], self.plan
+        zero_stage, gathered = plan.zero_stage, plan.communication_dtype
+        whole = optimizer_seconds(
+            self.profile, one.device_class, zero_stage, one.state_on, gathered=gathered
+        )
         return whole * (one.state_share if zero_stage else 1.0)
 
     def _state(self, worker: Worker) -> StateModel:

@@ -50,13 +50,13 @@ import numpy as np
 
 from gpumix.cost.buckets import AFTER, BEFORE, Beside, Names
 from gpumix.cost.curves import FloatArray, IntArray, MicroBatches, bytes_at, seconds_at
-from gpumix.cost.memory import MASTER_BYTES
+from gpumix.cost.memory import SHARD_GRADIENT_BYTES
 from gpumix.cost.network import Links
 from gpumix.spec.curve import Curve
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import ZeroStage
 from gpumix.spec.profile import ROOT, ClassProfile, ModelProfile, Profile
-from gpumix.spec.stage import Mode, Place
+from gpumix.spec.stage import DTYPE_BYTES, ComputeDtype, Mode, Place
 
 
 def pass_seconds(
@@ -127,18 +127,28 @@ def moved_seconds(links: Links) -> tuple[float, float]:
 
 
 def optimizer_seconds(
-    profile: Profile, device_class: str, zero_stage: ZeroStage, state_on: Place = "device"
+    profile: Profile,
+    device_class: str,
+    zero_stage: ZeroStage,
+    state_on: Place = "device",
+    gathered: ComputeDtype = "fp32",
 ) -> float:
     """Seconds that a device of this class would need to update the whole model. State on the host
-    is updated there: gradients are copied to it and parameters, for each gather, back."""
+    is updated there: gradients are copied to it in fp32 and parameters, for each gather, back.
+    Nothing of the copies is taken to be hidden, though they run beside computing.
+
+    Args:
+        gathered: the dtype in which parameters are gathered, and copied to the device.
+    """
     device, elements = profile.of_class(device_class), profile.model_of(device_class).parameters
     if state_on == "device":
         return device.optimizer_s_per_element * elements
     assert device.host_optimizer_s_per_element is not None, "no state on the host was measured"
     assert device.host_copy is not None, "copies to the host were not measured"
-    copies = 1 + (2 if zero_stage == 3 else 1)
-    copied = copies * float(seconds_at(device.host_copy, MASTER_BYTES * elements))
-    return device.host_optimizer_s_per_element * elements + copied
+    out, back = SHARD_GRADIENT_BYTES * elements, DTYPE_BYTES[gathered] * elements
+    gathers = 2 if zero_stage == 3 else 1
+    copied = seconds_at(device.host_copy, out) + gathers * seconds_at(device.host_copy, back)
+    return device.host_optimizer_s_per_element * elements + float(copied)
 
 
 def can_keep_state_on_host(profile: Profile, device_class: str) -> bool:

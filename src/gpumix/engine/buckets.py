@@ -59,6 +59,11 @@ class Bucket:
 
     # -- parameters ---------------------------------------------------------------------------
 
+    def round_ahead(self) -> None:
+        """A step begins: have ready what will be gathered of masters on the host."""
+        for group in self.trainable:
+            group.round_ahead()
+
     def start_gather(self) -> None:
         """Start to gather the parameters, unless that is under way or done."""
         if self._gathering is not None:
@@ -89,7 +94,7 @@ class Bucket:
     def release(self) -> None:
         """The parameters are not needed until the next gather; resident ones stay."""
         if not self._resident:
-            self.leave()
+            self._put_away()
 
     def values_changed(self) -> None:
         """What is trained and what is frozen differs from what was gathered."""
@@ -97,6 +102,11 @@ class Bucket:
 
     def leave(self) -> None:
         """The parameters are not needed until the next step, which may find others in masters."""
+        self._put_away()
+        for group in self.trainable:
+            group.may_change()
+
+    def _put_away(self) -> None:
         for group in self.groups:
             group.remove()
         self._gathering = None

@@ -19,6 +19,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil
 from weakref import WeakSet
 
@@ -29,6 +30,7 @@ from gpumix.engine.held_up import Wait
 from gpumix.engine.last_words import CommunicationError, LastWords
 from gpumix.engine.record import SILENT, Record
 from gpumix.engine.stands import begins, doing
+from gpumix.engine.transfers import Lane, Transfers
 from gpumix.hardware import runtime
 from gpumix.hardware.memory import is_out_of_memory
 from gpumix.spec.cut import Intervals
@@ -56,6 +58,17 @@ class Pending:
         """The same, with something more to do at the end of the wait."""
         self._finish.append(finish)
         return self
+
+    def beside(self, lane: Lane) -> Pending:
+        """The same, what comes at its end being given to `lane` at once. Only of a backend that
+        holds back streams, not the host."""
+        with lane.beside(), reported(self._label, self._wait):
+            for work in self.works:
+                self.comm.words.wait(work)
+            finish, self._finish = self._finish, []
+            for act in finish:
+                act()
+        return self.then(lane.mark().hold_back)
 
     def wait(self) -> None:
         if self.works:
@@ -229,6 +242,12 @@ class Communicator:
         self._pools: dict[str, list[torch.Tensor]] = {}
         # By device: a group may have a backend for each.
         self.on_gloo = group is not None and group._get_backend(self.device).name() == "gloo"
+
+    @cached_property
+    def transfers(self) -> Transfers:
+        """What copies state between this rank's device and its host; the same for a group and its
+        parts."""
+        return Transfers(self.device) if self._of is None else self._of.transfers
 
     @property
     def record(self) -> Record:

@@ -50,7 +50,6 @@ from gpumix.engine.samples import (
 from gpumix.engine.sharded_model import ShardedModel
 from gpumix.engine.undo import Undo
 from gpumix.engine.updates import StepsOnHost, Updates, updates_elements
-from gpumix.hardware import runtime
 from gpumix.spec.cut import cut_rows
 from gpumix.spec.errors import GpumixError, InputError, TrainingError, in_a_line
 from gpumix.spec.plan import Plan
@@ -164,6 +163,7 @@ class Engine(ShardedModel):
                 compare_samples(self.comm, self.plan, batch, rows)
                 self._tells_samples = False
             undo = Undo.before(self._keepers, self.losses_counted)
+            self.round_ahead()
             with untouched(self.device), torch.enable_grad():
                 if self._places:
                     table = self._step_in_stages(cut, rows, scale, updates)
@@ -173,8 +173,8 @@ class Engine(ShardedModel):
                     table = self._step_in_layers(cut, scale, updates)
             if updates is not None:
                 updates.finish()
-            if self._parts.division.on_host and runtime.is_gpu(self.device):
-                runtime.current_stream(self.device).synchronize()  # gradients are there
+            if self.state_on_host:
+                self.comm.transfers.arrived()  # whoever looks at gradients finds them
             self._leave()
             self._to_take_back = undo.after(self._to_take_back)
             self.steps += 1
@@ -224,8 +224,8 @@ class Engine(ShardedModel):
                 fix="call engine.step(batch), then optimizer.step()",
             )
         if self._updates is None or self._updates.optimizer is not optimizer:
-            on_host = self.state_on_host
-            self._updates = Updates(optimizer, self._buckets, self.device, on_host=on_host)
+            arrivals = self.comm.transfers.to_host if self.state_on_host else None
+            self._updates = Updates(optimizer, self._buckets, arrivals=arrivals)
         self._updates.guard = self.guard
         return self._updates
 
@@ -431,6 +431,7 @@ class Engine(ShardedModel):
                 for of, one in zip(rows, cut)
             ]
         self.agree_on_buffers()
+        self.round_ahead()
         with untouched(self.device), torch.no_grad():
             results = self._through_stages(cut, rows) if self._places else self._through(cut)
         self._leave()

@@ -16,6 +16,7 @@ from torch import nn
 from gpumix.engine.comm import Pending
 from gpumix.engine.division import Division
 from gpumix.engine.host import empty_on_host
+from gpumix.engine.transfers import HostMasters, Lane
 from gpumix.engine.window import Window
 
 # Gives the initial values of a parameter's flat interval [start, end), in any dtype and device.
@@ -79,7 +80,7 @@ class Shard:
     Args:
         label: for error messages: the unit's name.
         members: what the vector is of, in order.
-        dtype: of the masters.
+        dtypes: of the masters, and of what is gathered.
         device: where the vector is gathered.
         masters_in, sums_in: whole vectors of which this rank's interval is to be that of the
             masters, or of the gradients' sums; None: these have memory of their own.
@@ -91,7 +92,7 @@ class Shard:
         members: Sequence[Member],
         division: Division,
         *,
-        dtype: torch.dtype,
+        dtypes: tuple[torch.dtype, torch.dtype],
         device: torch.device,
         masters_in: torch.Tensor | None,
         sums_in: torch.Tensor | None,
@@ -101,11 +102,13 @@ class Shard:
         self.numel = sum(member.window.numel for member in members)
         self.trainable = members[0].parameter.requires_grad
         self._device = device
+        self._dtypes = dtypes
         self._on_host = division.on_host and self.trainable
+        self._host: HostMasters | None = None  # where they are on the host
         self._masters_in = masters_in
         self._sums_in = sums_in
         self._set_division(division)
-        self.master = self._masters(dtype)
+        self.master = self._masters()
         self.pieces = list(self._fill(members, source))
         self._carried: torch.Tensor | None = None
         self._summed = False
@@ -117,17 +120,16 @@ class Shard:
         self.intervals = division.intervals(self.numel)
         self.start, self.end = division.interval(self.numel)
 
-    def _own(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for this rank's interval alone, uninitialised."""
-        if self._on_host:
-            return empty_on_host(numel, dtype, self._device)
-        return torch.empty(numel, dtype=dtype, device=self._device)
-
-    def _masters(self, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for this rank's interval of the masters."""
+    def _masters(self) -> torch.Tensor:
+        """Memory for this rank's interval of the masters, uninitialised."""
+        own = self.end - self.start
         if self._masters_in is not None:
             return self._masters_in[self.start : self.end]
-        return self._own(self.end - self.start, dtype)
+        if self._on_host:
+            transfers = self._division.comm.transfers
+            self._host = HostMasters(own, self._dtypes, transfers, self._device)
+            return self._host.master
+        return torch.empty(own, dtype=self._dtypes[0], device=self._device)
 
     def _fill(self, members: Sequence[Member], source: Source) -> Iterator[Piece]:
         """Put initial values into the masters, and cut them into pieces."""
@@ -157,8 +159,12 @@ class Shard:
         """Memory for this rank's interval of the gradients' sums."""
         if self._sums_in is not None:
             self.gradient = self._sums_in[self.start : self.end]
+        elif self._on_host:
+            own = empty_on_host(self.end - self.start, torch.float32, self._device)
+            self.gradient = own.zero_()
         else:
-            self.gradient = self._own(self.end - self.start, torch.float32).zero_()
+            own = torch.empty(self.end - self.start, dtype=torch.float32, device=self._device)
+            self.gradient = own.zero_()
         self._piece_gradients = self.gradient.split(
             [piece.end - piece.start for piece in self.pieces]
         )
@@ -167,9 +173,9 @@ class Shard:
         """From now on this rank has what `division` says, and there these values. Pieces' `local`
         are the same parameters, of other elements. Between two steps, without gradients."""
         self._set_division(division)
-        dtype = self.master.dtype
         del self.master
-        self.master = self._masters(dtype).copy_(masters)
+        self._host = None  # before there are others
+        self.master = self._masters().copy_(masters)
         begin, pieces = 0, []
         for piece in self.pieces:
             numel = piece.window.numel
@@ -186,11 +192,29 @@ class Shard:
 
     def gather(self, into: torch.Tensor) -> Pending:
         """Start to fill a vector from all ranks' masters."""
+        if self._host is None:
+            return self._gather(into, self.master)
+        pending = []
+        mark = self._host.send(lambda values: pending.append(self._gather(into, values)))
+        return pending[0].then(mark.hold_back)
+
+    def _gather(self, into: torch.Tensor, values: torch.Tensor) -> Pending:
+        """The same, with these values of this rank's interval, behind the current stream."""
         label, comm = f"all-gather of unit '{self.label}'", self._division.comm
-        if self._division.replicated:
-            into.copy_(self.master, non_blocking=True)  # it may be in pinned memory of the host
-            return Pending((), label, comm)
-        return comm.gather(into, self.master, self.intervals, label)
+        if not self._division.replicated:
+            return comm.gather(into, values, self.intervals, label)
+        into.copy_(values, non_blocking=True)
+        return Pending((), label, comm)
+
+    def round_ahead(self) -> None:
+        """A step begins, in which masters do not change before they are gathered."""
+        if self._host is not None:
+            self._host.round_ahead()
+
+    def may_change(self) -> None:
+        """A step is over: somebody may write into masters before they are gathered again."""
+        if self._host is not None:
+            self._host.may_change()
 
     def all_masters(self) -> torch.Tensor:
         """Those of all ranks, in memory of its own. Collective."""
@@ -213,13 +237,20 @@ class Shard:
     def reduce(self, flat: torch.Tensor, scale: Scale | None) -> Iterator[Pending]:
         """Sum the gradient of the vector over ranks; see `FlatGroup.reduce`."""
         division, label = self._division, f"reduction of unit '{self.label}'"
+        # On NCCL all that comes behind the collective is given to the lane at once, and done while
+        # the next unit computes: when that is through, the buffer is free. Gloo's waits are the
+        # host's.
+        at_once = self._on_host and self._lane.is_stream and not division.comm.on_gloo
+        if at_once and scale is not None:
+            scale()  # here: what it makes, and waits for, is for the computing stream too
         if division.replicated:
             yield division.comm.start_all_reduce(flat, label)
             self._deliver(flat[None], scale)
         elif division.copies is None:
-            yield division.comm.reduce(
+            pending = division.comm.reduce(
                 flat, self.intervals, label, lambda rows: self._deliver(rows, scale)
             )
+            yield pending.beside(self._lane) if at_once else pending
         else:
             room = division.comm.borrow("copies", flat, 1, self.end - self.start)
             part = room.tensor[0]
@@ -227,6 +258,11 @@ class Shard:
             yield division.copies.start_sum(part, self.numel, f"{label} over hosts")
             self._deliver(room.tensor, scale)
             room.give_back()
+
+    @property
+    def _lane(self) -> Lane:
+        """On which gradients come to the host."""
+        return self._division.comm.transfers.to_host
 
     def expect_reduce(self, flat: torch.Tensor) -> None:
         """This is the largest vector that will be reduced: let all memory for it be there."""
@@ -243,18 +279,14 @@ class Shard:
 
     def _deliver(self, rows: torch.Tensor, scale: Scale | None) -> None:
         """The sum of `rows` of shape [n, own interval] is this rank's part, before scaling."""
+        if self._on_host:
+            self._land(rows, scale)
+            return
         if scale is None:
             self._add(rows)
             return
         fresh, own = self._fresh(), self.gradient
-        if self._on_host:
-            part = _summed(rows).mul_(scale())
-            if all(fresh):
-                own.copy_(part, non_blocking=True)
-            else:
-                self._zero(fresh)
-                own.add_(part.to(own.device))
-        elif all(fresh) or self._sums_in is not None:
+        if all(fresh) or self._sums_in is not None:
             _sum(rows, own)
             _multiply(own, scale())
             if self._carried is not None:
@@ -265,25 +297,50 @@ class Shard:
             own.addcmul_(_summed(rows), scale())
         self._hand_out()
 
-    def _add(self, rows: torch.Tensor) -> None:
-        own = self.gradient
-        if not self._summed and self._sums_in is None:
-            fresh = self._fresh()
-            if not all(fresh):
-                self._zero(fresh)
-                self._carried = own.clone()
-        if rows.device != own.device:
-            rows = _summed(rows)[None].to(own.device)
-        if self._summed:
-            own.add_(_summed(rows))
+    def _land(self, rows: torch.Tensor, scale: Scale | None) -> None:
+        """The same on the host: the sum is copied there, and `rows` are free for the computing
+        stream behind the copy."""
+        if scale is None:
+            self._remember()
+        fresh = self._fresh()
+        is_first = all(fresh) if scale is not None else not self._summed
+        with self._lane.beside():
+            part = _summed(rows)
+            if scale is not None:
+                part.mul_(self._lane.uses(scale()))
+            if is_first:
+                self.gradient.copy_(part, non_blocking=True)
+            else:
+                if scale is not None:
+                    self._zero(fresh)
+                self.gradient.add_(part.to(self.gradient.device))  # for which the host waits
+        if not self._division.replicated:  # else they lie in gradients, which a step uses once
+            self._lane.mark().hold_back()
+        if scale is None:
+            self._summed = True
         else:
-            _sum(rows, own)
+            self._hand_out()
+
+    def _add(self, rows: torch.Tensor) -> None:
+        self._remember()
+        if self._summed:
+            self.gradient.add_(_summed(rows))
+        else:
+            _sum(rows, self.gradient)
         self._summed = True
+
+    def _remember(self) -> None:
+        """Before the first sum of a step without a scale: what earlier steps have left."""
+        if not self._summed and self._sums_in is None and not all(fresh := self._fresh()):
+            self._zero(fresh)
+            self._carried = self.gradient.clone()
 
     def settle(self, scale: Scale) -> None:
         """All that a step reduced without a scale is there: it is multiplied with it, and in the
         pieces' `grad`."""
         if self._summed:
+            if self._on_host:
+                self._division.comm.transfers.arrived()
             _multiply(self.gradient, scale().to(self.gradient.device))
             if self._carried is not None:
                 self.gradient.add_(self._carried)

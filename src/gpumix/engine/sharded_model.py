@@ -28,6 +28,9 @@ class ShardedModel:
         self.comm = comm
         self.device = comm.device
         self._buckets = buckets
+        self._buckets_on_host = [
+            bucket for bucket in buckets if any(group.on_host for group in bucket.groups)
+        ]
         self._inventory = inventory
         self._nothing = nn.Parameter(torch.empty(0, device=comm.device))
 
@@ -130,6 +133,11 @@ class ShardedModel:
         """
         state.load_full_state(self.model, self.groups(), self._inventory, values, strict=strict)
         self.values_changed()
+
+    def round_ahead(self) -> None:
+        """A step begins: prepare what will be gathered of masters that lie on the host."""
+        for bucket in self._buckets_on_host:
+            bucket.round_ahead()
 
     def values_changed(self) -> None:
         """Pieces were written into, also those that no optimizer changes. Collective in effect: the

@@ -156,7 +156,7 @@ class FlatGroup:
         self.gradient = gradient
         self._arriving = arriving
         self._division = alike.divisions[0]
-        on_host = self._division.on_host and alike.trainable
+        self.on_host = on_host = self._division.on_host and alike.trainable
         own_masters = alike.own_masters and not on_host
         # Whether an update of the masters is none of `full` yet.
         self.diverges = alike.trainable and not (self._division.replicated and own_masters)
@@ -167,7 +167,7 @@ class FlatGroup:
                 label,
                 alike.members(number),
                 division,
-                dtype=alike.master_dtype,
+                dtypes=(alike.master_dtype, alike.gathered_dtype),
                 device=full.device,
                 masters_in=full if division.whole_parameters and own_masters else None,
                 sums_in=gradient if in_place else None,
@@ -240,6 +240,16 @@ class FlatGroup:
         if into is not self.full:
             pending[-1].then(self._take)
         return pending
+
+    def round_ahead(self) -> None:
+        """A step begins, in which masters do not change before they are gathered."""
+        for shard in self.shards:
+            shard.round_ahead()
+
+    def may_change(self) -> None:
+        """A step is over: somebody may write into masters before they are gathered again."""
+        for shard in self.shards:
+            shard.may_change()
 
     def _take(self) -> None:
         """All has arrived: it is put where this rank computes with it, in its dtype."""

@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
 from gpumix.engine.buckets import Bucket
 from gpumix.engine.guard import Guard
 from gpumix.engine.optimizers.check import holds_any
-from gpumix.hardware import runtime
+from gpumix.engine.transfers import Lane, Mark
 from gpumix.hardware.memory import host_memory
 
 ELEMENTWISE = (Adam, AdamW, SGD)
@@ -68,21 +68,16 @@ class Updates:
         guard: holds the steps back, if there is one.
 
     Args:
-        on_host: whether the state is there.
+        arrivals: on which gradients come to the host, where the state is there.
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        buckets: Iterable[Bucket],
-        device: torch.device,
-        *,
-        on_host: bool,
+        self, optimizer: Optimizer, buckets: Iterable[Bucket], *, arrivals: Lane | None
     ) -> None:
         self.optimizer = optimizer
         self.guard: Guard | None = None
-        self._device = device
-        self._thread = ThreadPoolExecutor(1, "gpumix-update") if on_host else None
+        self._arrivals = arrivals
+        self._thread = None if arrivals is None else ThreadPoolExecutor(1, "gpumix-update")
         self._under_way: list[Future[None]] = []
         self._members: dict[int, list[list[torch.nn.Parameter]]] = {}
         for bucket in buckets:
@@ -96,12 +91,10 @@ class Updates:
         members = self._members[id(bucket)]
         if not any(members):
             return
-        if self._thread is None:
+        if self._arrivals is None or self._thread is None:
             self._step(members)
             return
-        arrived = None
-        if runtime.is_gpu(self._device):  # gradients are on their way to the host
-            arrived = runtime.recorded_event(self._device)
+        arrived = self._arrivals.mark()  # gradients are on their way to the host
         self._under_way.append(self._thread.submit(self._step, members, arrived))
 
     def finish(self) -> None:
@@ -110,11 +103,9 @@ class Updates:
             one.result()
         self._under_way = []
 
-    def _step(
-        self, members: list[list[torch.nn.Parameter]], arrived: runtime.Event | None = None
-    ) -> None:
+    def _step(self, members: list[list[torch.nn.Parameter]], arrived: Mark | None = None) -> None:
         if arrived is not None:
-            arrived.synchronize()
+            arrived.wait()
         groups = self.optimizer.param_groups
         whole = [group["params"] for group in groups]
         for group, some in zip(groups, members):

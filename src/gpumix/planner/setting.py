@@ -99,7 +99,10 @@ class Setting:
 
     def update_s(self, name: str) -> float:
         """Seconds in which a device of class `name` would update the whole model."""
-        return optimizer_seconds(self.profile, name, self.zero_stage, self.state_on(name))
+        gathered = self.links.communication_dtype or self.profile.model_of(name).compute_dtype
+        return optimizer_seconds(
+            self.profile, name, self.zero_stage, self.state_on(name), gathered=gathered
+        )
 
 
 def settings(fleet: Fleet, space: Space) -> Iterator[Setting]:

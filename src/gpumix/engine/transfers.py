@@ -1,0 +1,170 @@
+"""Copies of state between a device and its host, beside computing.
+
+Each direction has a stream of its own, its *lane*: a link carries both at once. Who may use which
+memory when:
+
+* Work on a lane begins behind all that the computing stream has been given before. So a copy finds
+  what it reads, and overwrites nothing that is still computed with.
+* What a lane has written on the device, or still reads there, is for the computing stream behind
+  the lane's mark: that holds back the stream, not the host.
+* What a lane reads on the host may be written to when its mark is reached, what it has written
+  there may be read: for that the host waits, or a thread of it.
+* What a lane uses lies in buffers that live as long as the engine; of any other tensor torch's
+  allocator is told (`uses`). Pinned pages are given back behind all copies (`hardware.pinned`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+
+import torch
+
+from gpumix.engine.host import empty_on_host
+from gpumix.hardware import runtime
+from gpumix.hardware.memory import host_memory
+
+
+class Mark:
+    """The end of what a lane had been given when the mark was made; without a stream, now."""
+
+    def __init__(self, device: torch.device, event: runtime.Event | None) -> None:
+        self._device = device
+        self._event = event
+
+    def hold_back(self) -> None:
+        """Let the current stream wait for it; the host goes on."""
+        if self._event is not None:
+            runtime.current_stream(self._device).wait_event(self._event)
+
+    def wait(self) -> None:
+        """Let the host wait for it."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
+class Lane:
+    """One direction. Of a device that is no GPU there is no stream: work is done at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = runtime.new_stream(device) if runtime.is_gpu(device) else None
+
+    @property
+    def is_stream(self) -> bool:
+        return self._stream is not None
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Inside, work goes to the lane."""
+        if self._stream is not None:
+            current = runtime.current_stream(self._device)
+            if current != self._stream:
+                self._stream.wait_stream(current)
+        with runtime.on_stream(self._stream):
+            yield
+
+    def uses(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Whoever drops `tensor`, its memory is used again behind what the lane has been given."""
+        if self._stream is not None:
+            tensor.record_stream(self._stream)
+        return tensor
+
+    def mark(self) -> Mark:
+        """Of all that the lane has been given so far."""
+        if self._stream is None:
+            return Mark(self._device, None)
+        event = runtime.new_event(self._device)
+        event.record(self._stream)
+        return Mark(self._device, event)
+
+
+class Transfers:
+    """Both lanes of a rank, and the thread that prepares what goes to the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.to_device = Lane(device)
+        self.to_host = Lane(device)
+        self._thread: ThreadPoolExecutor | None = None
+
+    def prepare(self, work: Callable[[], None]) -> Future[None]:
+        """Do `work` beside the main thread, in the order of calls."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "gpumix-prepare")
+        return self._thread.submit(work)
+
+    def arrived(self) -> None:
+        """Wait until all that was to come to the host is there."""
+        self.to_host.mark().wait()
+
+
+class HostMasters:
+    """A shard's masters on the host, and what the device is given of them: pinned, and in the dtype
+    that is gathered, so that no more is copied than is needed.
+
+    Masters are rounded once in a step: from its beginning to its end (`may_change`) what is given
+    stays the same, but for early updates, which come after a step's last gather of the shard that
+    rounds. The next step sees whatever was written into masters since, by whomever.
+
+    Args:
+        dtype: in which values are gathered.
+    """
+
+    def __init__(
+        self, numel: int, dtypes: tuple[torch.dtype, torch.dtype], transfers: Transfers,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        master, gathered = dtypes
+        self._transfers = transfers
+        self._rounded: torch.Tensor | None = None
+        if master == gathered:
+            self.master = empty_on_host(numel, master, device)
+        else:
+            with host_memory():
+                self.master = torch.empty(numel, dtype=master)
+            self._rounded = empty_on_host(numel, gathered, device)
+        self._rounding: Future[None] | None = None
+        self._is_rounded = False
+        self._sent: Mark | None = None
+
+    def round_ahead(self) -> None:
+        """A step begins: round them while others are gathered and computed with. Without a GPU the
+        thread would take from computing what it takes."""
+        wanted = self._rounded is not None and not self._is_rounded and self._rounding is None
+        if wanted and self._transfers.to_device.is_stream:
+            self._rounding = self._transfers.prepare(self._round)
+
+    def send(self, start: Callable[[torch.Tensor], None]) -> Mark:
+        """Let `start` copy the values to the device, on the lane; the mark of its end."""
+        values = self.values()
+        with self._transfers.to_device.beside():
+            start(values)
+        self._sent = self._transfers.to_device.mark()
+        return self._sent
+
+    def values(self) -> torch.Tensor:
+        """What the device is to be given in this step."""
+        if self._rounded is None:
+            return self.master
+        if self._rounding is not None:
+            self._rounding.result()
+            self._rounding = None
+        elif not self._is_rounded:
+            self._round()
+        return self._rounded
+
+    def may_change(self) -> None:
+        """The step is over: somebody may write into masters."""
+        if self._rounded is None and self._sent is not None:
+            self._sent.wait()  # until then the device reads them
+        if self._rounding is not None:
+            self._rounding.result()
+        self._rounding, self._is_rounded = None, False
+
+    def _round(self) -> None:
+        assert self._rounded is not None
+        if self._sent is not None:
+            self._sent.wait()  # until then the device reads the last step's values
+        self._rounded.copy_(self.master)
+        self._is_rounded = True
