@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 # Many tests wait: more workers than CI has cores.
 WORKERS := 4
 STAMP := $(VENV)/.installed
+DEVICE_WORKERS := 2
+ON_DEVICE = $(shell grep -rl --include='test_*.py' 'pytest\.mark\.gpu' tests)
 # Bytecode is made of what is imported: pip would make it of all, which takes as long as the rest.
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 # What most tests do without, in a folder of its own.
@@ -14,12 +16,13 @@ BESIDE := $(CURDIR)/$(VENV)/extras
 # Tests start hundreds of processes, each of which would compile gpumix anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo test extras test-extras lint format docs site golden bench clean
+.PHONY: help install demo test test-device extras test-extras lint format docs site golden bench clean
 
 help:
 	@echo "make install   create $(VENV) and install gpumix with all that tests need"
 	@echo "make demo      train a small GPT on four emulated devices (a few minutes)"
 	@echo "make test      run all tests"
+	@echo "make test-device   run those that need GPUs, on a CUDA device without one"
 	@echo "make test-extras   install Ray, wandb, mlflow and trackio, and run what tests them"
 	@echo "make lint      ruff and mypy"
 	@echo "make docs      write what the pages take from the code"
@@ -39,8 +42,13 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/gpumix demo
 
-test: $(STAMP)
+test: test-device
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+# What needs GPUs, on a CUDA device without one; without a compiler it says so and runs nothing.
+test-device: $(STAMP)
+	$(BIN)/python tests/cuda_device --optional --devices 3 -- \
+		$(BIN)/pytest -n $(DEVICE_WORKERS) --dist worksteal -m gpu $(ON_DEVICE)
 
 extras: $(STAMP)
 	rm -rf $(BESIDE)

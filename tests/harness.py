@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 import rank_server
+from cuda_device import current_lag, set_lag
 from gpumix.engine.comm import CommunicationError
 
 # A rank that fails takes its peers along: so long, they may tell of it before they are killed.
@@ -67,7 +68,7 @@ def run_ranks(
     """
     rank_server.warm_up()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    meeting = (world, store.port, backend, group_timeout_s, timeout_s)
+    meeting = (world, store.port, backend, group_timeout_s, timeout_s, current_lag())
     ranks: dict[Connection, int] = {}
     processes: list[ForkServerProcess] = []
     try:
@@ -140,17 +141,19 @@ def _received(connection: Connection) -> tuple[bool, Any]:
 def _rank_main(
     pipe: Connection,
     rank: int,
-    meeting: tuple[int, int, str, float, float],
+    meeting: tuple[int, int, str, float, float, str],
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    world, port, backend, group_timeout_s, timeout_s = meeting
+    world, port, backend, group_timeout_s, timeout_s, lag = meeting
     # Should the caller be killed outright, nobody else would end this process.
     signal.alarm(int(timeout_s) + 5)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     failed = False
     try:
+        if lag:
+            set_lag(lag)
         if backend == "nccl":
             torch.cuda.set_device(rank)
         if world > 1:

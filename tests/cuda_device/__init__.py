@@ -31,6 +31,14 @@ The device does not show NCCL, Triton and inductor, graphs, time, or expandable 
 from __future__ import annotations
 
 from cuda_device.environ import environment, is_here
+from cuda_device.lag import current_lag, set_lag
 from cuda_device.waits import host_waits, reset_host_waits
 
-__all__ = ["environment", "host_waits", "is_here", "reset_host_waits"]
+__all__ = [
+    "current_lag",
+    "environment",
+    "host_waits",
+    "is_here",
+    "reset_host_waits",
+    "set_lag",
+]

@@ -13,11 +13,10 @@ import torch
 from torch._utils import _dummy_type
 
 from cuda_device import environ, waits
+from cuda_device.lag import set_lag
 from cuda_device.library import CONFIGURE, I64, TELL, call
 from cuda_device.stream_classes import EventBase, StreamBase, stream_data
 
-LAGS = {"": (0, 0), "side-late": (0, 2), "side-early": (2, 0), "random": (1, 1)}
-LONGEST_US = 2000
 VERSION = "13.0"
 NCCL_VERSION = 2 << 32 | 27 << 16 | 7
 _CALLBACKS: list[Any] = []  # must outlive the library
@@ -44,16 +43,6 @@ def complete(cuda: Any) -> None:
     """NVML counts devices without opening the driver."""
     cuda._raw_device_count_nvml = lambda: len(environ.devices())
     cuda._device_count_nvml = lambda: len(environ.devices())
-
-
-def set_lag(text: str) -> None:
-    """Let streams run behind; see the package. Without a lag they run at once.
-
-    Raises:
-        KeyError: it is no lag that is known.
-    """
-    kind, _, seed = text.partition(":")
-    call("set_lag")(*LAGS[kind], int(seed or 0), LONGEST_US, bool(kind))
 
 
 # -- devices ---------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ def _streams_in_time():
     """A test sets its own lag, and the next one finds none."""
     if not cuda_device.is_here():
         pytest.skip("runs on the CUDA device for tests: `make test-device`")
-    from cuda_device.bindings import set_lag
-
+    before = cuda_device.current_lag()
     yield
-    set_lag("")
+    cuda_device.set_lag(before)

@@ -10,7 +10,7 @@ import copy
 import pytest
 import torch
 
-from cuda_device.bindings import set_lag
+from cuda_device import set_lag
 
 pytestmark = pytest.mark.gpu
 SIZE = 1000
