@@ -23,7 +23,8 @@ Streams run at once, unless `--lag` (or `set_lag`) says otherwise:
 
 With a lag, memory that is freed is overwritten as soon as its own stream comes to it. So a missing
 `wait_stream`, a missing `record_stream`, or a pinned buffer that is used again too early gives a
-wrong number; with `side-late` and `side-early` it does so every time.
+wrong number; with `side-late` and `side-early` it does so every time. Collectives are never held:
+they come as soon as what they take is there.
 
 The device does not show NCCL, Triton and inductor, graphs, time, or expandable segments.
 """

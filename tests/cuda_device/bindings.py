@@ -53,9 +53,10 @@ def _configure() -> None:
     if torch.cuda._initialized:
         return
     _VISIBLE[:] = environ.devices()
+    context = int(os.environ.get(environ.CONTEXT, environ.CONTEXT_MIB)) * environ.MIB
     others = int(float(os.environ.get(environ.OTHERS, 0)) * environ.GIB)
     for number, device in enumerate(_VISIBLE):
-        call("set_memory")(number, device.total_memory, environ.CONTEXT_BYTES, others)
+        call("set_memory")(number, device.total_memory, context, others)
     call("set_count")(len(_VISIBLE))
 
 

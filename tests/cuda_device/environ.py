@@ -14,10 +14,12 @@ from uuid import UUID, uuid5
 DEVICES = "GPUMIX_TEST_CUDA"
 LIBRARY = "GPUMIX_TEST_CUDA_LIBRARY"
 LAG = "GPUMIX_TEST_CUDA_LAG"
+CONTEXT = "GPUMIX_TEST_CUDA_CONTEXT_MIB"  # what a process has of each device it uses, but tensors
 OTHERS = "GPUMIX_TEST_CUDA_OTHERS_GIB"  # what other processes have of each device
 PATH = Path(__file__).parent / "path"
 GIB = 2**30
-CONTEXT_BYTES = 256 * 2**20
+MIB = 2**20
+CONTEXT_MIB = 256
 # Product, compute capability, GiB, multiprocessors.
 PRODUCTS = {
     "h100": ("NVIDIA H100 80GB HBM3", (9, 0), 79.1, 132),

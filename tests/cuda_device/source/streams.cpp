@@ -280,9 +280,12 @@ void cuda_device_sleep(int device, int64_t nanoseconds) {
   });
 }
 
-// The stream calls the function with the number when it comes there; it may need Python's lock.
+// The stream calls the function with the number when it comes there; it may need Python's lock. It
+// is not held, whatever the lag: other processes wait for what it does.
 void cuda_device_call(int device, int64_t stream, void (*function)(int64_t), int64_t number) {
-  enqueue(stream_of(device, stream), [function, number] { function(number); });
+  std::lock_guard<std::mutex> lock(state().mutex);
+  Queue& q = queue(device, stream);
+  demand(q, push(q, [function, number] { function(number); }));
 }
 
 }  // extern "C"

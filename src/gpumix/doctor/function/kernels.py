@@ -14,15 +14,17 @@ _WAITS = "nccl"  # what its kernels' names begin with, which run while they wait
 
 
 class Kernels:
-    """From `begin` to `seconds`; without a GPU, nothing."""
+    """From `begin` to `seconds`; without a GPU, or a profiler of its kernels, nothing."""
 
     def __init__(self) -> None:
         self._profile: Any = None
 
     def begin(self) -> None:
-        if runtime.is_initialized():
-            activities = [runtime.profiler_activity()]
-            self._profile = torch.profiler.profile(activities=activities)
+        if not runtime.is_initialized():
+            return
+        activity = runtime.profiler_activity()
+        if activity in torch.profiler.supported_activities():  # a build may lack CUPTI
+            self._profile = torch.profiler.profile(activities=[activity])
             self._profile.start()
 
     def seconds(self) -> float | None:
