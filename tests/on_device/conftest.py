@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import cuda_device
 
@@ -14,4 +15,7 @@ def _streams_in_time():
         pytest.skip("runs on the CUDA device for tests: `make test-device`")
     before = cuda_device.current_lag()
     yield
+    if torch.cuda.is_initialized():  # what a test left undone must not reach into the next one
+        for device in range(torch.cuda.device_count()):
+            torch.cuda.synchronize(device)
     cuda_device.set_lag(before)
