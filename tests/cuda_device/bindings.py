@@ -73,10 +73,30 @@ def _init() -> None:
     cuda: Any = torch.cuda
     cuda._get_device_properties = _VISIBLE.__getitem__
     cuda.has_magma = False
+    _add_products()
     call("give_default_generators")(1)
     made = [torch.Generator(device=f"cuda:{number}") for number in range(len(_VISIBLE))]
     call("give_default_generators")(0)
     cuda.default_generators = tuple(made)
+
+
+_LIBRARIES: list[Any] = []  # registrations end with theirs
+
+
+def _add_products() -> None:
+    """Products that end in another dtype: the CPU has none."""
+
+    def addmm(one, two, three, dtype, *, beta=1, alpha=1, out):  # type: ignore[no-untyped-def]
+        given = (tensor.to(dtype) for tensor in (one, two, three))
+        return out.copy_(torch.addmm(*given, beta=beta, alpha=alpha))
+
+    def mm(one, two, dtype, *, out):  # type: ignore[no-untyped-def]
+        return out.copy_(torch.mm(one.to(dtype), two.to(dtype)))
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("addmm.dtype_out", addmm, "CUDA")
+    library.impl("mm.dtype_out", mm, "CUDA")
+    _LIBRARIES.append(library)
 
 
 def _set_device(device: int) -> None:

@@ -16,6 +16,7 @@ MIB = 2**20
 
 @pytest.fixture(autouse=True)
 def _emptied():
+    torch.ones(1, device="cuda")  # opens the device
     yield
     torch.cuda.set_per_process_memory_fraction(1.0)
     gc.collect()
