@@ -37,7 +37,7 @@ from proof.lines import Place, Stamp  # noqa: E402
 from proof.stages import STAGES  # noqa: E402
 from proof.starter import Starter  # noqa: E402
 
-BUDGET_S = 420.0
+BUDGET_S, REHEARSAL_S = 420.0, 1200.0
 # Of all processes, unless somebody has set it: the driver is asked by NVML, which makes no context
 # that forks would inherit; and nothing looks for a network.
 ENVIRONMENT = {
@@ -67,7 +67,8 @@ def main() -> int:
     take_sigterm()
     stamp = Stamp(_device(place), _torch_version(), arguments.commit or _commit())
     out = arguments.out or Path(tempfile.mkdtemp(prefix="gpu-proof-results-"))
-    wanted = Wanted(place, out.absolute(), arguments.done, arguments.budget, stamp, arguments.only)
+    budget_s = arguments.budget or (BUDGET_S if place == "gpu" else REHEARSAL_S)
+    wanted = Wanted(place, out.absolute(), arguments.done, budget_s, stamp, arguments.only)
     starter = Starter(place, stamp, forks=not arguments.exec)
     figures = Proof(wanted, STAGES, starter).run()
     print(f"lines: {wanted.out}", file=sys.stderr)
@@ -79,7 +80,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="folder of results.jsonl and log.txt")
     parser.add_argument("--done", type=Path, help="results.jsonl of earlier calls, to go on from")
-    parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds for all stages")
+    parser.add_argument("--budget", type=float, help="seconds for all stages; 420 on a GPU")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--cpu", action="store_true", help="rehearse with tiny shapes on the CPU")
     parser.add_argument("--test-device", action="store_true", help="rehearse on the tests' device")
@@ -93,6 +94,7 @@ def _arguments() -> argparse.Namespace:
 
 def _place(arguments: argparse.Namespace) -> Place | None:
     if arguments.test_device:
+        _use_test_device()
         return "test device"
     if arguments.cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before anything looks
@@ -101,6 +103,17 @@ def _place(arguments: argparse.Namespace) -> Place | None:
         return "gpu"
     ask = [sys.executable, "-c", "import torch; raise SystemExit(not torch.cuda.is_available())"]
     return "gpu" if subprocess.run(ask, capture_output=True).returncode == 0 else None
+
+
+def _use_test_device() -> None:
+    """Let all processes that are started have a CUDA device without a GPU: the one of the tests."""
+    from cuda_device import environment
+    from cuda_device.build import BuildError, library
+
+    try:
+        os.environ.update(environment(library(), devices="1"))
+    except BuildError as error:
+        sys.exit(f"there is no CUDA device for tests: {error}")
 
 
 def _device(place: Place) -> str:

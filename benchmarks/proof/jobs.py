@@ -25,6 +25,7 @@ TEXTS = ("asyncio", "email", "http", "json", "multiprocessing", "unittest", "xml
 GPUMIX = (sys.executable, "-m", "gpumix")
 FEW_TEXTS = 1  # of them, in a rehearsal
 LOOK_S = 0.02
+ENDS_S = 2.0  # of a stage's time, to tell of a command that does not end
 
 
 @dataclass(frozen=True)
@@ -69,18 +70,29 @@ class Command:
             )
 
     def wait(self) -> Done:
-        """Wait until it has ended, or the stage is about to."""
-        code = self.process.wait(max(1.0, self._bench.left_s - 1.0))
+        """Wait until it has ended.
+
+        Raises:
+            RuntimeError: it has not when the stage is about to end; with the end of what it said.
+        """
+        try:
+            code = self.process.wait(max(1.0, self._bench.left_s - ENDS_S))
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            code = None
         out, err = (file.read_text(encoding="utf-8", errors="replace") for file in self._files)
         took_s = time.monotonic() - self._clock
         print(f"{err[-4000:]}\n{self._words}: {took_s:.1f} s", file=sys.stderr, flush=True)
+        if code is None:
+            raise RuntimeError(f"{self._words} did not end in {took_s:.0f} s:\n{err[-3000:]}")
         return Done(code, out, err, took_s)
 
 
 def surroundings(bench: Bench) -> dict[str, str]:
     """Variables of commands: what is measured in one stage, others need not measure again."""
     cache = bench.folder.parent / "cache"
-    return {"XDG_CACHE_HOME": str(cache), "GLOO_SOCKET_IFNAME": "lo", "COLUMNS": "160"}
+    found = {"XDG_CACHE_HOME": str(cache), "GLOO_SOCKET_IFNAME": "lo", "COLUMNS": "160"}
+    return found | ({"GPU_PROOF_TINY": "1"} if bench.rehearses else {})
 
 
 def gpumix(bench: Bench, *words: str, allow: Sequence[str] = ()) -> Done:

@@ -115,6 +115,8 @@ def _compiling(bench: Bench) -> Iterator[None]:
         yield
 
 
-def forget_compiled() -> None:
-    """Drop what was compiled: code for one system's blocks is none for another's."""
-    torch._dynamo.reset()
+def forget_compiled(bench: Bench) -> None:
+    """Drop what was compiled: code for one system's blocks is none for another's. The CUDA device
+    of the tests has nothing of CUDA graphs, which would be dropped too."""
+    if bench.place != "test device":
+        torch._dynamo.reset()

@@ -48,7 +48,7 @@ class Waits:
 def watched(bench: Bench) -> Iterator[Waits]:
     """Note each wait of the host. On the CPU, where nothing waits: each value that is read."""
     waits = Waits()
-    if bench.place == "gpu":
+    if bench.on_cuda:
         with _by_warnings(waits):
             yield waits
     else:
