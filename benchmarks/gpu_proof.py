@@ -110,6 +110,7 @@ def _use_test_device() -> None:
     from cuda_device import environment
     from cuda_device.build import BuildError, library
 
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # tests on the CPU hide all GPUs
     try:
         os.environ.update(environment(library(), devices="1"))
     except BuildError as error:
