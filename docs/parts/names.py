@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from typing import Any
 
 from pydantic import BaseModel
@@ -91,8 +92,9 @@ def _members(kind: type) -> Iterator[str]:
     for name, value in found.items():
         if name.startswith("_"):
             continue
-        if isinstance(value, property):
-            rows.append((f"{name}: {inspect.signature(value.fget).return_annotation}", value.fget))
+        if isinstance(value, property | cached_property):
+            read = value.fget if isinstance(value, property) else value.func
+            rows.append((f"{name}: {inspect.signature(read).return_annotation}", read))
         elif isinstance(value, classmethod) or inspect.isfunction(value):
             rows.append((" ".join(_signature(name, getattr(kind, name)).split()), value))
     if rows:

@@ -6,6 +6,7 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ def members(kind: type) -> Iterator[tuple[str, str]]:
         for name, value in vars(base).items():
             if name.startswith("_"):
                 continue
-            if isinstance(value, property):
+            if isinstance(value, property | cached_property):
                 yield name, "property"
             elif isinstance(value, classmethod) or inspect.isfunction(value):
                 yield name, str(inspect.signature(getattr(kind, name)))
