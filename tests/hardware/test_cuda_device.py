@@ -27,6 +27,7 @@ class FakeCuda:
     def __init__(self, monkeypatch):
         self.fraction = None
         self.current = None
+        self.elsewhere = 0  # bytes that other processes hold
         self.reserved = WORKSPACES
         self.allocated = WORKSPACES
         replaced = {
@@ -42,7 +43,10 @@ class FakeCuda:
         of_any_maker = {
             "current_accelerator": lambda: torch.device("cuda"),
             "set_device_index": lambda ordinal: setattr(self, "current", ordinal),
-            "get_memory_info": lambda device: (TOTAL - CONTEXT - self.reserved, TOTAL),
+            "get_memory_info": lambda device: (
+                TOTAL - CONTEXT - self.reserved - self.elsewhere,
+                TOTAL,
+            ),
             "memory_reserved": lambda device: self.reserved,
             "memory_allocated": lambda device: self.allocated,
             "max_memory_allocated": lambda device: self.allocated + GIB,
@@ -99,6 +103,15 @@ def test_a_class_with_less_memory_is_enforced_context_included(cuda):
             cuda.fraction * TOTAL - WORKSPACES
         )
     assert cuda.fraction == 1.0
+
+
+def test_obtainable_memory_is_not_held_by_others(cuda):
+    with open_device(gpu_class(memory_bytes=20 * GIB), 0) as device:
+        assert device.obtainable_bytes() == 20 * GIB
+        cuda.reserved, cuda.elsewhere = 3 * GIB, 12 * GIB
+        assert device.obtainable_bytes() == 12 * GIB - CONTEXT - WORKSPACES
+        cuda.elsewhere = TOTAL - CONTEXT - cuda.reserved
+        assert device.obtainable_bytes() == 3 * GIB - WORKSPACES
 
 
 def test_what_the_driver_keeps_of_the_nominal_memory_is_not_for_tensors(cuda):

@@ -25,7 +25,7 @@ ERRORS = [
     *(cls("it broke", **WORDS) for cls in (GpumixError, InputError, MachineError, ModelError)),
     *(cls("it broke", **WORDS) for cls in (Damaged, RankInterrupted)),
     RankLost("it broke", **WORDS, device="a", device_class="c"),
-    OutOfMemory("it broke", **WORDS, device="a", device_class="c", fragmented=True),
+    OutOfMemory("it broke", **WORDS, device="a", device_class="c", fragmented=True, obtainable=0.5),
     PlanOutdated("it broke", **WORDS, slower={"a": 2.0}, step_s=0.5),
 ]
 

@@ -50,8 +50,14 @@ def lost(device: str = "a") -> RankLost:
     return RankLost("its rank was lost", device=device, device_class=f"class-{device}")
 
 
-def full(*, fragmented: bool = False) -> OutOfMemory:
-    return OutOfMemory("out of memory", device="a", device_class="class-a", fragmented=fragmented)
+def full(*, fragmented: bool = False, obtainable: float = 1.0) -> OutOfMemory:
+    return OutOfMemory(
+        "out of memory",
+        device="a",
+        device_class="class-a",
+        fragmented=fragmented,
+        obtainable=obtainable,
+    )
 
 
 def test_a_lost_rank_is_started_again():
@@ -118,6 +124,11 @@ def test_so_much_less_that_the_plan_must_change():
     """By its own prediction it filled half of what there is: a little less changes nothing."""
     memory = Recovery(3).after(full(), 5, plan(peak=50)).memory_by_class
     assert memory["class-a"] < 0.5
+
+
+def test_memory_that_another_process_holds_is_planned_without_at_once():
+    memory = Recovery(3).after(full(obtainable=0.4), 5, plan(peak=95)).memory_by_class
+    assert memory == {"class-a": 0.4}
 
 
 def test_less_and_less_as_often_as_it_takes():

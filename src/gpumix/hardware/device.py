@@ -78,6 +78,11 @@ class DeviceRuntime(ABC):
         processes."""
         return 0
 
+    def obtainable_bytes(self) -> int:
+        """The part of the limit that this process could have for tensors now, with those that it
+        has."""
+        return self.memory_limit_bytes - self.framework_bytes()
+
     def clocks(self) -> Clocks | None:
         """How fast it runs now, as its driver says; None where that is not told."""
         return None
@@ -293,9 +298,16 @@ class _GpuRuntime(DeviceRuntime):
     def framework_bytes(self) -> int:
         """All but what torch holds or could still get for tensors; NVML's total exceeds CUDA's a
         little."""
+        free, total = self._free_and_total_bytes()
+        return max(total, self.memory_limit_bytes) - free
+
+    def obtainable_bytes(self) -> int:
+        return max(0, min(self._free_and_total_bytes()[0], self.memory_limit_bytes))
+
+    def _free_and_total_bytes(self) -> tuple[int, int]:
+        """Of the card: what is free, or held by torch for tensors, and all."""
         free, total = runtime.free_and_total_bytes(self.torch_device)
-        obtainable = free + runtime.reserved_bytes(self.torch_device) - self._workspaces_bytes
-        return max(total, self.memory_limit_bytes) - obtainable
+        return free + runtime.reserved_bytes(self.torch_device) - self._workspaces_bytes, total
 
     def clocks(self) -> Clocks | None:
         if self._clock_reader is None and runtime.is_nvidia():

@@ -157,14 +157,19 @@ class OutOfMemory(DeviceFailure):
 
     Args:
         fragmented: there was enough, in pieces that were too small.
+        obtainable: the part of the device's memory that its process could have for tensors then;
+            another process may hold the rest.
     """
 
-    def __init__(self, what: str, *, fragmented: bool = False, **others: str) -> None:
+    def __init__(
+        self, what: str, *, fragmented: bool = False, obtainable: float = 1.0, **others: str
+    ) -> None:
         super().__init__(what, **others)
         self.fragmented = fragmented
+        self.obtainable = obtainable
 
     def _more(self) -> dict[str, Any]:
-        return super()._more() | {"fragmented": self.fragmented}
+        return super()._more() | {"fragmented": self.fragmented, "obtainable": self.obtainable}
 
 
 class StoreGone(TrainingError):

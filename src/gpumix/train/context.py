@@ -185,6 +185,7 @@ def _out_of_memory(
         device=device.id,
         device_class=device.device_class,
         fragmented=is_fragmented(error),
+        obtainable=runtime.obtainable_bytes() / runtime.memory_limit_bytes,
     )
 
 

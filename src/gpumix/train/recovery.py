@@ -201,7 +201,8 @@ class Recovery:
             told = "its memory was in pieces, not full: starting again"
         else:
             name = error.device_class
-            memory[name] = memory.get(name, 1.0) * min(LESS_MEMORY, _filled(plan, error.device))
+            part = memory.get(name, 1.0) * min(LESS_MEMORY, _filled(plan, error.device))
+            memory[name] = min(part, error.obtainable)
             told = f"planning again, with {memory[name]:.0%} of the memory of class '{name}'"
         self.again = replace(self.again, memory=tuple(memory.items()), told=told)
         return self.again
