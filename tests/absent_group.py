@@ -95,7 +95,7 @@ def shard_of(world: int, *, equal: bool) -> Shard:
         "block",
         [Member("weight", parameter, Window(parameter.shape))],
         Division(3, tuple(shares), comm, tuple(range(world))),
-        dtype=torch.float32,
+        dtypes=(torch.float32, torch.float32),
         device=torch.device("cpu"),
         masters_in=None,
         sums_in=None,

@@ -17,13 +17,13 @@ GPUS = tuple(
     DeviceClass(name=name, accelerator="cuda", memory_bytes=2**30, compute_capability=capability)
     for name, capability in CAPABILITIES.items()
 )
-UNKNOWN = DeviceClass(name="mi250", accelerator="cuda", memory_bytes=2**30, gfx_target="gfx90a")
+OF_AMD = DeviceClass(name="mi250", accelerator="cuda", memory_bytes=2**30, gfx_target="gfx90a")
 
 
 def chosen(
     spec: EfficiencySpec | None = None,
     *,
-    classes: tuple[DeviceClass, ...] = (*GPUS, UNKNOWN),
+    classes: tuple[DeviceClass, ...] = GPUS,
     installed: Installed = ALL,
     precision: str = "auto",
     compiled: frozenset[str] = frozenset(),
@@ -51,8 +51,12 @@ def test_classes_of_one_run_choose_by_what_they_can():
         "t4": volta,
         "a100": ampere,
         "h100": ampere,
-        "mi250": PLAIN_EFFICIENCY,
     }
+
+
+def test_cards_without_a_compute_capability_compute_plainly():
+    found = chosen(classes=(OF_AMD,))
+    assert found[OF_AMD.name].efficiency == PLAIN_EFFICIENCY
 
 
 @pytest.mark.parametrize("emulate", [None, 1e9])

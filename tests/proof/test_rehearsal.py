@@ -50,7 +50,7 @@ def rehearsed(folder: Path, *words: str) -> tuple[list[str], int, int]:
     out = folder / "out"
     command = [sys.executable, str(SCRIPT), "--json", "--out", str(out), *words]
     env = environment(folder / "cache")
-    done = run(command, folder=folder, env=env, timeout_s=380, fresh="--cpu" not in words)
+    done = run(command, folder=folder, env=env, timeout_s=380, fresh=True)
     assert done.code == 0, _errors(out) or done.err[-3000:]
     told = json.loads(done.out.splitlines()[-1])
     ended = [one["stage"] for one in read(out / RESULTS) if one["what"] == STAGE]
