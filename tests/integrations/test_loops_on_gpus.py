@@ -35,6 +35,7 @@ BATCH = 4
 def on_the_gpu(folder: Path) -> Any:
     """A plan for this rank, which a launcher seems to have started."""
     as_launched(folder)
+    os.environ["CUDA_VISIBLE_DEVICES"] = "0"  # one process takes one GPU
     del os.environ["ACCELERATE_USE_CPU"]
     cluster = folder / "gpu.yaml"
     cluster.write_text("- {class: card, accelerator: cuda, memory: 1GiB}\n")

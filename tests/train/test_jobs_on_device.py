@@ -86,7 +86,7 @@ def test_the_doctor_of_a_job_on_gpus(tmp_path):
     """It trains windows on them, and writes nothing where the job would."""
     one = [{"class": "big", "accelerator": "cuda", "memory": "400 MiB"}]
     job = write_job(tmp_path, cluster=one, precision="fp32", global_batch=BATCH)
-    options = ("--json", "--pairs", "3", "--steps", "2")
+    options = ("--json", "--pairs", "3", "--steps", "3")
     done = gpumix("doctor", job.name, *options, folder=tmp_path, timeout_s=200)
     assert done.code == 0, done.err
     assert done.json()["trained_s"] > 0

@@ -17,8 +17,8 @@ from gpumix.spec.stage import Stage, Worker
 from gpumix.train.recovery import LESS_MEMORY, Lessons, Recovery, Restart, taken_up
 
 
-def plan(peak: int = 0) -> Plan:
-    """Of devices a and b; `peak` is what of 100 bytes is predicted."""
+def plan(peak: int = 0, framework: int = 0) -> Plan:
+    """Of devices a and b; `peak` is what of 100 bytes is predicted, `framework` a part of it."""
     workers = tuple(
         Worker(device=name, device_class=f"class-{name}", samples=1, micro_batch=1, state_share=0.5)
         for name in "ab"
@@ -30,7 +30,7 @@ def plan(peak: int = 0) -> Plan:
             backward_s=1,
             optimizer_s=1,
             busy_s=1,
-            memory_bytes={"state": peak},
+            memory_bytes={"state": peak - framework, "framework": framework},
             memory_limit_bytes=100,
         )
         for name in "ab"
@@ -129,6 +129,15 @@ def test_so_much_less_that_the_plan_must_change():
 def test_memory_that_another_process_holds_is_planned_without_at_once():
     memory = Recovery(3).after(full(obtainable=0.4), 5, plan(peak=95)).memory_by_class
     assert memory == {"class-a": 0.4}
+
+
+def test_memory_of_the_framework_is_set_aside_once():
+    """Here nobody else holds any, and plans leave room for the framework by themselves."""
+    error, own = full(obtainable=0.8), plan(peak=95, framework=20)
+    assert Recovery(3).after(error, 5, own).memory_by_class == {"class-a": LESS_MEMORY}
+    error = full(obtainable=0.4)
+    memory = Recovery(3).after(error, 5, own).memory_by_class
+    assert memory == {"class-a": pytest.approx(0.6)}
 
 
 def test_less_and_less_as_often_as_it_takes():

@@ -21,7 +21,7 @@ from gpumix.spec.errors import (
     RankInterrupted,
     TrainingError,
 )
-from gpumix.spec.plan import Plan
+from gpumix.spec.plan import Plan, WorkerPrediction
 from gpumix.spec.profile import Profile
 from gpumix.spec.units import plural
 from gpumix.train.plan_change import Parts, change, devices_in_words
@@ -201,8 +201,10 @@ class Recovery:
             told = "its memory was in pieces, not full: starting again"
         else:
             name = error.device_class
-            part = memory.get(name, 1.0) * min(LESS_MEMORY, _filled(plan, error.device))
-            memory[name] = min(part, error.obtainable)
+            part = memory.get(name, 1.0)
+            less = part * min(LESS_MEMORY, _filled(plan, error.device))
+            # What plans set aside for the framework is no tensors' and still there.
+            memory[name] = min(less, error.obtainable + part * _framework(plan, error.device))
             told = f"planning again, with {memory[name]:.0%} of the memory of class '{name}'"
         self.again = replace(self.again, memory=tuple(memory.items()), told=told)
         return self.again
@@ -243,9 +245,22 @@ def _restart_of(told: Mapping[str, Any]) -> Restart:
 
 def _filled(plan: Plan, device: str) -> float:
     """A little less than the part of a device's memory that the plan fills, by its prediction."""
-    told = plan.prediction.workers if plan.prediction is not None else ()
-    parts = [w.peak_bytes / w.memory_limit_bytes for w in told if w.device == device]
+    parts = [w.peak_bytes / w.memory_limit_bytes for w in _predicted(plan, device)]
     return min(parts, default=1.0) * BELOW_PEAK
+
+
+def _framework(plan: Plan, device: str) -> float:
+    """The part of a device's memory that the plan leaves to context and libraries."""
+    parts = [
+        w.memory_bytes.get("framework", 0) / w.memory_limit_bytes for w in _predicted(plan, device)
+    ]
+    return max(parts, default=0.0)
+
+
+def _predicted(plan: Plan, device: str) -> list[WorkerPrediction]:
+    """Of a device, one for each stage that it computes; none without a prediction."""
+    told = plan.prediction.workers if plan.prediction is not None else ()
+    return [worker for worker in told if worker.device == device]
 
 
 def _in_a_row(error: GpumixError, times: int) -> GpumixError:
