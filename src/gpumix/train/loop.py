@@ -99,18 +99,7 @@ class Trainer:
             names=self.engine.trained_names(),
             fused=plan.workers[ranks.rank].efficiency.fused_optimizer,
         )
-        self.loader = Loader(
-            context.train_data,
-            plan,
-            ranks.rank,
-            seed=job.seed,
-            device=context.runtime.torch_device,
-            workers=job.data.workers,
-            prefetch=job.data.prefetch,
-            bad_samples=job.data.bad_samples,
-            timeout_s=job.timeout,
-            by_length=ByLength(job.data.bucketing, attention_cost(self.engine.model)),
-        )
+        self.loader = self._opened_loader()
         if job.data.packing == "documents":
             warning = check_documents(self.engine)
             if warning and context.first:
@@ -156,6 +145,22 @@ class Trainer:
         self._balancing = balancing if job.rebalance else None
         self._clocks = ClockWatch(profile)
         self._soundness = Soundness(context, plan, self.engine)
+
+    def _opened_loader(self) -> Loader:
+        """The loader of this rank's part of each batch."""
+        context, job = self.context, self.job
+        return Loader(
+            context.train_data,
+            self.plan,
+            context.ranks.rank,
+            seed=job.seed,
+            device=context.runtime.torch_device,
+            workers=job.data.workers,
+            prefetch=job.data.prefetch,
+            bad_samples=job.data.bad_samples,
+            timeout_s=job.timeout,
+            by_length=ByLength(job.data.bucketing, attention_cost(self.engine.model)),
+        )
 
     def _built(self, resume: bool) -> nn.Module:
         """The job's model; of a run that goes on it is the one that was saved."""
