@@ -3,6 +3,7 @@ to find its part of a plan. Work is counted, not timed."""
 
 from __future__ import annotations
 
+import gc
 import pickle
 import sys
 from collections import Counter
@@ -30,7 +31,8 @@ class Operations(TorchDispatchMode):
 
 
 def instructions_of(function):
-    """How many instructions of Python `function` executes, in all that it calls."""
+    """How many instructions of Python `function` executes, in all that it calls; none of a
+    finalizer that happens to run meanwhile."""
     count = 0
 
     def trace(frame, event, _):
@@ -39,12 +41,15 @@ def instructions_of(function):
         count += event == "opcode"
         return trace
 
-    before = sys.gettrace()
+    before, collects = sys.gettrace(), gc.isenabled()
+    gc.disable()
     sys.settrace(trace)
     try:
         function()
     finally:
         sys.settrace(before)
+        if collects:
+            gc.enable()
     return count
 
 
