@@ -11,6 +11,7 @@ import torch
 from gpumix.hardware import runtime
 from gpumix.hardware.device import open_device
 from gpumix.hardware.environment import ALLOCATORS
+from gpumix.hardware.gpu_health import GpuHealth
 from gpumix.spec.cluster import DeviceClass
 from gpumix.spec.errors import MachineError
 
@@ -33,7 +34,9 @@ class FakeCuda:
         replaced = {
             "is_available": lambda: True,
             "device_count": lambda: 2,
-            "get_device_properties": lambda ordinal: SimpleNamespace(uuid=f"uuid-{ordinal}"),
+            "get_device_properties": lambda ordinal: SimpleNamespace(
+                uuid=f"uuid-{ordinal}", total_memory=TOTAL
+            ),
             "get_device_name": lambda ordinal: PRODUCTS[ordinal],
             "get_device_capability": lambda ordinal: [(9, 0), (8, 6)][ordinal],
             "set_per_process_memory_fraction": self.set_fraction,
@@ -112,6 +115,39 @@ def test_obtainable_memory_is_not_held_by_others(cuda):
         assert device.obtainable_bytes() == 12 * GIB - CONTEXT - WORKSPACES
         cuda.elsewhere = TOTAL - CONTEXT - cuda.reserved
         assert device.obtainable_bytes() == 3 * GIB - WORKSPACES
+
+
+def test_a_smaller_class_has_its_memory_beside_others_that_were_there(cuda, monkeypatch):
+    """The driver tells what they hold before this process has a context."""
+    cuda.elsewhere = 10 * GIB
+
+    def told(makers):
+        (device,) = makers
+        yield device, GpuHealth(index=0, memory_bytes=TOTAL, used_bytes=cuda.elsewhere)
+
+    monkeypatch.setattr("gpumix.hardware.device.health_of", told)
+    with open_device(gpu_class(memory_bytes=8 * GIB), 0) as device:
+        assert device.framework_bytes() == CONTEXT + WORKSPACES
+        assert cuda.fraction * TOTAL == pytest.approx(8 * GIB - CONTEXT)
+        cuda.elsewhere = 20 * GIB
+        left = 4 * GIB - CONTEXT - WORKSPACES
+        assert device.obtainable_bytes() == left
+    cuda.elsewhere = 20 * GIB
+    with open_device(gpu_class(memory_bytes=8 * GIB), 0) as device:
+        assert device.framework_bytes() == 8 * GIB - left, "more than the class can do without"
+        assert cuda.fraction * TOTAL == pytest.approx(left + WORKSPACES)
+        cuda.elsewhere = 0
+        assert device.framework_bytes() == 0
+
+
+def test_a_card_without_memory_to_start_is_told(cuda, monkeypatch):
+    def full(device):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 32.00 MiB.")
+
+    monkeypatch.setattr(runtime, "load_products", full)
+    with pytest.raises(MachineError, match="other programs fill GPU 0") as raised:
+        open_device(gpu_class(), 0)
+    assert "CUDA_VISIBLE_DEVICES" in raised.value.fix
 
 
 def test_what_the_driver_keeps_of_the_nominal_memory_is_not_for_tensors(cuda):

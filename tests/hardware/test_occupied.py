@@ -74,6 +74,20 @@ def test_a_card_that_is_full_is_refused(taken):
     assert "kill 999999999" in raised.value.fix and "CUDA_VISIBLE_DEVICES" in raised.value.fix
 
 
+def test_a_class_that_is_to_use_less_than_the_card_has_room_beside_others(taken):
+    taken(16 * GIB, (999_999_999, 16 * GIB))
+    (found,) = occupied(cluster(memory_bytes=6 * GIB))
+    assert found.left_bytes == 8 * GIB
+    own = profile([Card("rtx", 2, 6 * GIB, steady(1.0), framework=GIB)])
+    assert leave_taken(own, (found,)) == own
+    taken(20 * GIB, (999_999_999, 20 * GIB))
+    (found,) = occupied(cluster(memory_bytes=6 * GIB))
+    assert leave_taken(own, (found,)).of_class("rtx").framework_bytes == 3 * GIB
+    taken(22 * GIB, (999_999_999, 22 * GIB))
+    with pytest.raises(MachineError, match="fills a GPU"):
+        occupied(cluster(memory_bytes=6 * GIB))
+
+
 def test_only_gpus_of_this_host_are_asked(taken, monkeypatch):
     taken(20 * GIB, (7, 20 * GIB))
     elsewhere = [d.model_copy(update={"host": "elsewhere"}) for d in cluster().devices]

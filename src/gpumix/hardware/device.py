@@ -22,12 +22,12 @@ from gpumix.hardware.environment import (
 )
 from gpumix.hardware.gpu_clocks import ClockReader
 from gpumix.hardware.memory import is_out_of_memory, limit_memory
+from gpumix.hardware.occupied import health_of
 from gpumix.hardware.torch_build import runs_on, torch_build, wheel_of
 from gpumix.hardware.visible import product_slug
 from gpumix.spec.clocks import Clocks
-from gpumix.spec.cluster import DeviceClass
+from gpumix.spec.cluster import Device, DeviceClass
 from gpumix.spec.errors import DeviceMissing, InputError, MachineError
-from gpumix.spec.units import show_bytes
 
 
 class DeviceRuntime(ABC):
@@ -243,17 +243,19 @@ class _GpuRuntime(DeviceRuntime):
     def __init__(self, device_class: DeviceClass, ordinal: int) -> None:
         _check_product(device_class, ordinal)
         _check_kernels(ordinal)
+        total = runtime.total_bytes(ordinal)
+        smaller = device_class.memory_bytes < total
+        # A smaller class has its memory although others hold some of the card.
+        self._others_bytes = _held_by_others(ordinal, device_class.maker, total) if smaller else 0
         runtime.set_device(ordinal)
         # What runs on the host, initial values above all, shares it with the other GPUs' ranks.
         torch.set_num_threads(threads_of(runtime.device_count()))
         self.torch_device = torch.device(runtime.kind(), ordinal)
         self._clock_reader: ClockReader | None = None
         self.memory_limit_bytes = device_class.memory_bytes
-        free, total = runtime.free_and_total_bytes(self.torch_device)  # makes the context
-        self._refuse_full(free)
         # In torch's allocator, beside tensors.
         self._workspaces_bytes = self._load_products()
-        if device_class.memory_bytes < total:
+        if smaller:
             for_tensors = max(0, device_class.memory_bytes - self.framework_bytes())
             share = (for_tensors + self._workspaces_bytes) / total
             runtime.limit_memory(share, self.torch_device)
@@ -264,21 +266,19 @@ class _GpuRuntime(DeviceRuntime):
         try:
             return runtime.load_products(self.torch_device)
         except RuntimeError as error:
-            if is_out_of_memory(error) or not drop_preferred_segments():
+            if is_out_of_memory(error):
+                raise self._filled() from error
+            if not drop_preferred_segments():
                 raise
             runtime.keep_segments_fixed()
             return runtime.load_products(self.torch_device)
 
-    def _refuse_full(self, free: int) -> None:
-        """Of a card of which other processes leave less than half of what the class promises."""
-        left = free + runtime.reserved_bytes(self.torch_device)
-        if 2 * left < self.memory_limit_bytes:
-            raise MachineError(
-                f"other programs fill GPU {self.torch_device.index}: {show_bytes(left)} are left "
-                f"of the {show_bytes(self.memory_limit_bytes)} that are to be used",
-                fix="nvidia-smi or rocm-smi shows who uses it: end it, or hide the GPU "
-                "(CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES with the others)",
-            )
+    def _filled(self) -> MachineError:
+        return MachineError(
+            f"other programs fill GPU {self.torch_device.index}: there is no memory left to start",
+            fix="nvidia-smi or rocm-smi shows who uses it: end it, or hide the GPU "
+            "(CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES with the others)",
+        )
 
     def synchronize(self) -> None:
         runtime.synchronize(self.torch_device)
@@ -297,9 +297,9 @@ class _GpuRuntime(DeviceRuntime):
 
     def framework_bytes(self) -> int:
         """All but what torch holds or could still get for tensors; NVML's total exceeds CUDA's a
-        little."""
+        little. Of what others held at the start counts what the class cannot do without."""
         free, total = self._free_and_total_bytes()
-        return max(total, self.memory_limit_bytes) - free
+        return max(0, max(total - self._others_bytes, self.memory_limit_bytes) - free)
 
     def obtainable_bytes(self) -> int:
         return max(0, min(self._free_and_total_bytes()[0], self.memory_limit_bytes))
@@ -327,6 +327,16 @@ class _GpuRuntime(DeviceRuntime):
             runtime.synchronize(self.torch_device)
             runtime.empty_cache()
             runtime.limit_memory(1.0, self.torch_device)
+
+
+def _held_by_others(ordinal: int, maker: str, total: int) -> int:
+    """What other processes hold of the GPU; 0 where its driver does not tell, or where this process
+    has a context on it already, which the driver counts with theirs."""
+    if runtime.has_context(ordinal):
+        return 0
+    device = Device(id=f"GPU-{runtime.device_uuid(ordinal)}", device_class="", ordinal=ordinal)
+    free = [one.memory_bytes - one.used_bytes for _, one in health_of({device: maker})]
+    return max(0, total - free[0]) if free else 0
 
 
 def _ordinal_here(ordinal: int, device_id: str) -> int:

@@ -7,7 +7,7 @@ plan must leave what others hold; where that is most of a card, the run is refus
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from gpumix.spec.profile import Profile
 from gpumix.spec.units import show_bytes
 
 LEAST_BYTES = 2**30  # a desktop takes less, and so does a driver
-MOST_PART = 0.5  # more of a card than this, and the rest is not worth a rank
+LEAST_PART = 0.5  # of what a class is to use; with less a card is not worth a rank
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,10 @@ class Occupied:
     taken_bytes: int
     holders: tuple[str, ...]
 
+    @property
+    def left_bytes(self) -> int:
+        return self.memory_bytes - self.taken_bytes
+
     def __str__(self) -> str:
         by = f" by process {', '.join(self.holders)}" if self.holders else ""
         return (
@@ -49,14 +53,13 @@ def occupied(cluster: Cluster) -> tuple[Occupied, ...]:
     """The GPUs of this host in the cluster of which others hold at least a GiB.
 
     Raises:
-        MachineError: they hold most of one.
+        MachineError: they leave less than half of what is to be used of one.
     """
     here = {socket.gethostname(), "localhost"}
-    gpus = [
-        device
-        for device in cluster.devices
-        if device.host in here and cluster.class_named(device.device_class).is_gpu
-    ]
+    kinds = {device: cluster.class_named(device.device_class) for device in cluster.devices}
+    makers = {
+        device: kind.maker for device, kind in kinds.items() if device.host in here and kind.is_gpu
+    }
     found = tuple(
         Occupied(
             device,
@@ -64,10 +67,10 @@ def occupied(cluster: Cluster) -> tuple[Occupied, ...]:
             told.used_bytes,
             tuple(_named(pid, held) for pid, held in told.others),
         )
-        for device, told in _told(cluster, gpus)
+        for device, told in health_of(makers)
         if told.used_bytes >= LEAST_BYTES
     )
-    full = next((one for one in found if one.taken_bytes > MOST_PART * one.memory_bytes), None)
+    full = next((one for one in found if _is_full(one, kinds[one.device].memory_bytes)), None)
     if full is not None:
         pids = " ".join(name.partition(" ")[0] for name in full.holders)
         raise MachineError(
@@ -82,21 +85,27 @@ def occupied(cluster: Cluster) -> tuple[Occupied, ...]:
 def leave_taken(profile: Profile, taken: Sequence[Occupied]) -> Profile:
     """The profile, for a plan that leaves what others hold. One that was measured beside them
     counts it already."""
-    most = {one.device.device_class: 0 for one in taken}
+    missing: dict[str, int] = {}
     for one in taken:
-        most[one.device.device_class] = max(most[one.device.device_class], one.taken_bytes)
+        name = one.device.device_class
+        short = profile.cluster.class_named(name).memory_bytes - one.left_bytes
+        missing[name] = max(short, missing.get(name, 0))
     classes = tuple(
-        one.model_copy(update={"framework_bytes": one.framework_bytes + held})
-        if (held := most.get(one.device_class, 0)) > one.framework_bytes
+        one.model_copy(update={"framework_bytes": one.framework_bytes + short})
+        if (short := missing.get(one.device_class, 0)) > one.framework_bytes
         else one
         for one in profile.classes
     )
     return profile.model_copy(update={"classes": classes}) if taken else profile
 
 
-def _told(cluster: Cluster, gpus: list[Device]) -> Iterator[tuple[Device, GpuHealth]]:
-    makers = {device.id: cluster.class_named(device.device_class).maker for device in gpus}
-    nvidia = [device for device in gpus if makers[device.id] == "NVIDIA"]
+def health_of(makers: Mapping[Device, str]) -> Iterator[tuple[Device, GpuHealth]]:
+    """How GPUs of this host are, those of which a driver tells.
+
+    Args:
+        makers: who made each.
+    """
+    nvidia = [device for device, maker in makers.items() if maker == "NVIDIA"]
     if nvidia:
         with driver() as nvml:
             for device in nvidia if nvml is not None else ():
@@ -106,13 +115,17 @@ def _told(cluster: Cluster, gpus: list[Device]) -> Iterator[tuple[Device, GpuHea
                     yield device, health(nvml, handle_of(nvml, device.id, device.ordinal))
                 except nvml.NVMLError:  # type: ignore[union-attr]  # whoever opens it is told
                     continue
-    amd = [device for device in gpus if makers[device.id] == "AMD"]
+    amd = [device for device, maker in makers.items() if maker == "AMD"]
     if amd:
         with amd_driver() as smi:
             for device in amd if smi is not None else ():
                 handle = amd_handle_of(smi, device.id, device.ordinal)
                 if handle is not None:
                     yield device, amd_health(smi, handle, device.ordinal)
+
+
+def _is_full(one: Occupied, wanted_bytes: int) -> bool:
+    return one.left_bytes < LEAST_PART * min(wanted_bytes, one.memory_bytes)
 
 
 def _named(pid: int, held_bytes: int) -> str:

@@ -110,7 +110,7 @@ class Properties:
 
 
 def properties(ordinal: int) -> Properties:
-    """What GPU number `ordinal` is. Makes a context on it."""
+    """What GPU number `ordinal` is."""
     found = _module(ordinal).get_device_properties(ordinal)
     return Properties(
         kind=kind(),
@@ -240,6 +240,17 @@ def set_sync_debug_mode(mode: int | str) -> None:
 
 
 # -- memory
+
+
+def total_bytes(ordinal: int) -> int:
+    """All memory of GPU number `ordinal`. Makes no context on it."""
+    return int(_module(ordinal).get_device_properties(ordinal).total_memory)
+
+
+def has_context(ordinal: int) -> bool:
+    """Whether this process has a context on GPU number `ordinal`; so far as torch tells."""
+    ask = getattr(torch._C, "_cuda_hasPrimaryContext", None)
+    return is_initialized() and (ask is None or bool(ask(ordinal)))
 
 
 def free_and_total_bytes(device: torch.device | None = None) -> tuple[int, int]:

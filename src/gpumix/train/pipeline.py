@@ -122,14 +122,17 @@ class Pipeline:
         if self.speaks:
             self._console.print(thing)
 
-    def profile(self, *, fresh: bool = False, resume: bool = False) -> Profile:
+    def profile(
+        self, *, fresh: bool = False, resume: bool = False, failed: bool = False
+    ) -> Profile:
         """From the cache, or measured. Under torchrun the ranks go by the first host's cache.
 
         Args:
             fresh: the cache does not count.
             resume: for a run that goes on, which is refused first if it cannot.
+            failed: after a failure, of which it was learnt how much others leave.
         """
-        taken = occupied(self.cluster) if self._runs.decides_alone else ()
+        taken = occupied(self.cluster) if self._runs.decides_alone and not failed else ()
         for one in taken:
             self.show(f"{one}: so much less is planned for {one.device.device_class}")
         if self._runs.decides_alone and not fresh:
@@ -338,7 +341,7 @@ class Pipeline:
             return plan, profile
         self.cluster = self._devices.only(left)
         if profile is None or not left <= {device.id for device in profile.cluster.devices}:
-            profile = self.profile()  # the plan was given without it
+            profile = self.profile(failed=True)  # the plan was given without it
         plan = self.plan(again.known(profile))
         if back := left - before:
             self.show(f"tried once more: {', '.join(sorted(back))}")
