@@ -164,6 +164,14 @@ def test_what_decides_does_not_import_torch(part):
     assert done.returncode == 0, done.stderr or "torch was imported"
 
 
+def test_the_engine_leaves_slow_imports_to_those_who_need_them():
+    slow = {"torch.distributed.tensor", "sympy", "triton", "transformers"}
+    code = "import sys, gpumix.engine.prepare\n"
+    code += f"sys.exit(' '.join({slow!r} & sys.modules.keys()) or 0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_modules_of_tests_have_names_of_their_own():
     """pytest knows them by these, whatever folder they are in."""
     names = [file.name for file in Path(__file__).parent.rglob("test_*.py")]

@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from gpumix.spec.errors import InputError
 
@@ -63,10 +61,6 @@ PLANS: dict[str, dict[str, str]] = {
 }
 """By `model_type`, for models that say nothing themselves."""
 
-# torch's layouts of a module's inputs and outputs, by their last dimension.
-_WHOLE, _DIVIDED = (Replicate(),), (Shard(-1),)
-_SEQUENCE = "positions are divided with `techniques: {sequence: true}`"
-
 
 def tensor_plan(model: nn.Module, given: Mapping[str, Any] | None = None) -> dict[str, str]:
     """Style by pattern, of a model.
@@ -102,6 +96,14 @@ def style_of(name: str, plan: Mapping[str, str]) -> str | None:
     return next((style for pattern, style in plan.items() if _fits(pattern, name)), None)
 
 
+def _named(pattern: str, style: Any) -> str:
+    if isinstance(style, str):
+        return style
+    from gpumix.engine.torch_styles import name_of  # takes half a second, and few have use for it
+
+    return name_of(pattern, style)
+
+
 def _refuse_unused(model: nn.Module, plan: Mapping[str, str]) -> None:
     """Raise an InputError for a pattern that fits nothing: what it was meant for stayed whole,
     beside modules that are divided."""
@@ -125,45 +127,3 @@ def _fits(pattern: str, name: str) -> bool:
     parts = re.split(r"(\*\*\.|\*)", pattern)
     stands_for = {"**.": r"(?:.*\.)?", "*": r"[^.]+"}
     return re.fullmatch("".join(stands_for.get(p, re.escape(p)) for p in parts), name) is not None
-
-
-def _named(pattern: str, style: Any) -> str:
-    if isinstance(style, str):
-        return style
-    if type(style) not in (ColwiseParallel, RowwiseParallel):
-        of_torch = type(style).__module__ == ColwiseParallel.__module__
-        raise InputError(
-            f"the style of '{pattern}' in the tensor plan is a {type(style).__name__}",
-            fix=f"leave it out: {_SEQUENCE}"
-            if of_torch
-            else "give the name of a style, or torch's ColwiseParallel or RowwiseParallel",
-        )
-    colwise = type(style) is ColwiseParallel
-    followed = {
-        "input_layouts": (_WHOLE,) if colwise else (_DIVIDED,),
-        "output_layouts": (_DIVIDED, _WHOLE) if colwise else (_WHOLE,),
-        "use_local_output": (True,),
-    }
-    for key, values in followed.items():
-        if getattr(style, key) not in values:
-            raise _not_followed(pattern, style, key)
-    if not colwise:
-        return "rowwise"
-    return "colwise_gather_output" if style.output_layouts == _WHOLE else "colwise"
-
-
-def _not_followed(pattern: str, style: Any, key: str) -> InputError:
-    """The error of what a style of torch's asks for, and modules here do not do."""
-    value, fix = getattr(style, key), "leave it out"
-    if key == "use_local_output":
-        fix += ": modules return plain tensors"
-    elif value == _WHOLE:  # as torch has it of tables
-        fix += ", or of an embedding write 'embedding_rowwise'"
-    elif value != _DIVIDED:
-        fix += f": {_SEQUENCE}"
-    (shown,) = value if isinstance(value, tuple) else (value,)
-    return InputError(
-        f"the {type(style).__name__} of '{pattern}' in the tensor plan has {key}={shown!r}, which "
-        "is not followed",
-        fix=fix,
-    )

@@ -14,7 +14,6 @@ import torch
 
 from gpumix.hardware import runtime
 from gpumix.hardware.cpu import threads_of
-from gpumix.hardware.emulation import EmulatedDevice
 from gpumix.hardware.environment import (
     count_gpus_by_nvml,
     drop_preferred_segments,
@@ -212,6 +211,8 @@ class _EmulatedRuntime(_CpuRuntime):
     emulated = True
 
     def __init__(self, device_class: DeviceClass) -> None:
+        from gpumix.hardware.emulation import EmulatedDevice  # counts operations by torch's tables
+
         self._device = EmulatedDevice(device_class).__enter__()
         assert self._device.memory is not None and self._device.pacer is not None
         self.memory_limit_bytes = device_class.memory_bytes

@@ -1,0 +1,62 @@
+"""torch's own styles of tensor parallelism, by the names that styles have here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from gpumix.spec.errors import InputError
+
+# torch's layouts of a module's inputs and outputs, by their last dimension.
+_WHOLE, _DIVIDED = (Replicate(),), (Shard(-1),)
+_SEQUENCE = "positions are divided with `techniques: {sequence: true}`"
+
+
+def name_of(pattern: str, style: Any) -> str:
+    """The name of a `ColwiseParallel` or `RowwiseParallel` of torch's.
+
+    Args:
+        pattern: of the modules that have it, for messages.
+
+    Raises:
+        InputError: it is something else, or asks for what is not followed.
+    """
+    if type(style) not in (ColwiseParallel, RowwiseParallel):
+        of_torch = type(style).__module__ == ColwiseParallel.__module__
+        raise InputError(
+            f"the style of '{pattern}' in the tensor plan is a {type(style).__name__}",
+            fix=f"leave it out: {_SEQUENCE}"
+            if of_torch
+            else "give the name of a style, or torch's ColwiseParallel or RowwiseParallel",
+        )
+    colwise = type(style) is ColwiseParallel
+    followed = {
+        "input_layouts": (_WHOLE,) if colwise else (_DIVIDED,),
+        "output_layouts": (_DIVIDED, _WHOLE) if colwise else (_WHOLE,),
+        "use_local_output": (True,),
+    }
+    for key, values in followed.items():
+        if getattr(style, key) not in values:
+            raise _not_followed(pattern, style, key)
+    if not colwise:
+        return "rowwise"
+    return "colwise_gather_output" if style.output_layouts == _WHOLE else "colwise"
+
+
+def _not_followed(pattern: str, style: Any, key: str) -> InputError:
+    """The error of what a style of torch's asks for, and modules here do not do."""
+    value, fix = getattr(style, key), "leave it out"
+    if key == "use_local_output":
+        fix += ": modules return plain tensors"
+    elif value == _WHOLE:  # as torch has it of tables
+        fix += ", or of an embedding write 'embedding_rowwise'"
+    elif value != _DIVIDED:
+        fix += f": {_SEQUENCE}"
+    (shown,) = value if isinstance(value, tuple) else (value,)
+    return InputError(
+        f"the {type(style).__name__} of '{pattern}' in the tensor plan has {key}={shown!r}, which "
+        "is not followed",
+        fix=fix,
+    )
