@@ -34,10 +34,9 @@ def some_batch(samples):
 
 
 def profiled(number, **changes):
-    settings = {"sequence_length": 4, "global_batch": 2, "budget_s": 1.0, **changes}
-    return gpumix.profile(
-        lambda: blocks(number), some_batch, progress=lambda line: None, **settings
-    )
+    settings = {"sequence_length": 4, "global_batch": 2, "budget_s": 1.0}
+    settings |= {"progress": lambda line: None, **changes}
+    return gpumix.profile(lambda: blocks(number), some_batch, **settings)
 
 
 # -- profile ---------------------------------------------------------------------------------------
@@ -56,8 +55,14 @@ def test_all_ranks_get_the_same_profile_each_time():
     assert {c.device_class for c in first[0].classes} == {"big", "small"}
 
 
+def profile_what_is_there():
+    told = []
+    return profiled(2, progress=told.append), told[0]
+
+
 def test_a_single_process_profiles_the_device_that_is_found():
-    (profile,) = run_ranks(profiled, 1, 2)
+    ((profile, first_line),) = run_ranks(profile_what_is_there, 1)
+    assert first_line.endswith(": this run computes on the CPU")
     assert len(profile.cluster.devices) == 1
     plan = gpumix.plan(profile, 2)
     assert [worker.samples for worker in plan.workers] == [2]

@@ -54,6 +54,11 @@ def why_cpu() -> str:
     return f"{hiding} hides the GPUs of this host" if hiding else "this host has no GPU"
 
 
+def runs_on_cpu() -> str:
+    """The first line of a run for which discovery found no GPU."""
+    return f"{why_cpu()}: this run computes on the CPU"
+
+
 def _usable_gpus(host: str) -> tuple[Gpu, ...]:
     """The GPUs that torch can use here; none if they are hidden, or there are none."""
     build = torch_build()

@@ -26,7 +26,7 @@ from gpumix.engine.objective import Objective
 from gpumix.engine.ranks import Ranks
 from gpumix.hardware.device import DeviceRuntime
 from gpumix.hardware.device import open_device as open_runtime
-from gpumix.hardware.discover import discover
+from gpumix.hardware.discover import discover, runs_on_cpu
 from gpumix.hardware.efficiency import choose
 from gpumix.hardware.environment import (
     CLUSTER,
@@ -102,7 +102,8 @@ def profile(
         budget_s: how long one device may measure.
         timeout_s: how long a rank waits for the others beyond that; default: as long as in
             the default process group.
-        progress: is told a line for each measurement.
+        progress: is told a line for each measurement; the first one, where nobody named the
+            devices and no GPU was found, that all is on the CPU.
         same_as: what tells this work from any other's, of what JSON can hold: what was measured of
             the same before is not measured again. Default: all is measured.
 
@@ -116,6 +117,8 @@ def profile(
     with _ranks(timeout_s) as ranks:
         with placed(named_by):
             found, devices = _devices(ranks, cluster)
+        if cluster is None and ranks.rank == 0 and not any(c.is_gpu for c in found.classes):
+            progress(runs_on_cpu())
         device = devices[ranks.rank]
         dtypes = compute_dtypes(precision, found)
         compiled = compiled_classes(compile, found, cpp_compiler=has_cpp_compiler())

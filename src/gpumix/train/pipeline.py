@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpumix.hardware.discover import why_cpu
+from gpumix.hardware.discover import runs_on_cpu
 from gpumix.hardware.environment import shared_memory_folder
 from gpumix.hardware.occupied import leave_taken, occupied
 from gpumix.planner.explain import plan as make_plan
@@ -89,7 +89,7 @@ class Pipeline:
         self.cluster: Cluster = runs.cluster(None if job.cluster == "auto" else job.cluster)
         self._devices = self.cluster  # with those that are left out for a while
         if job.cluster == "auto" and not self.cluster.classes[0].is_gpu:
-            self.show(f"{why_cpu()}: this run computes on the CPU")
+            self.show(runs_on_cpu())
 
     @classmethod
     def of_file(
