@@ -56,13 +56,7 @@ def test_low_precision_stays_close(dtype):
     assert found.losses == pytest.approx(alone.losses, rel=0.03)
 
 
-# A kernel that runs late finds bf16 and fp32 mixed; whether the device or the engine mixes them is
-# not known.
-LATE = pytest.mark.xfail(cuda_device.is_here(), reason="mixed dtypes under late streams")
-HEADS = [("gemma2", "fp32"), ("t5", "fp32"), pytest.param("gpt2", "bf16", marks=LATE)]
-
-
-@pytest.mark.parametrize("name, dtype", HEADS)
+@pytest.mark.parametrize("name, dtype", [("gemma2", "fp32"), ("t5", "fp32"), ("gpt2", "bf16")])
 def test_a_head_in_chunks(name, dtype):
     settings = {"head": "chunked", "compute_dtype": dtype}
     found = train_by_plan(name, [Share(5, 2, 1)], STEPS, backend="nccl", **settings)

@@ -527,6 +527,21 @@ Tensor count(const Tensor& self, int64_t bins, const at::Scalar& least, const at
   return at::histc_out(counts, self.to(at::kDouble), bins, least, most).to(self.scalar_type());
 }
 
+// Mean and deviation are in fp32, as CUDA has them and the meta kernel says; the CPU's takes them in
+// the input's dtype, unless the weight is in fp32.
+void layer_norm_backward(const OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
+  constexpr size_t INPUT = 1, MEAN = 3, DEVIATION = 4, WEIGHT = 5, COUNT = 8;
+  const size_t first = stack->size() - COUNT;
+  const auto input = (*stack)[first + INPUT].toTensor().scalar_type();
+  const IValue& weight = (*stack)[first + WEIGHT];
+  const bool mixed = weight.isTensor() && weight.toTensor().scalar_type() != input;
+  for (const size_t number : {MEAN, DEVIATION}) {
+    IValue& value = (*stack)[first + number];
+    value = value.toTensor().to(mixed ? at::kFloat : input);
+  }
+  fallback(op, {}, stack);
+}
+
 }  // namespace
 }  // namespace cuda_device
 
@@ -551,4 +566,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("_fused_sdp_choice", &choose_attention);
   library.impl("histc", &cuda_device::count);
   library.impl("native_dropout", &cuda_device::dropout);
+  library.impl(
+      "native_layer_norm_backward",
+      torch::CppFunction::makeFromBoxedFunction<&layer_norm_backward>());
 }
