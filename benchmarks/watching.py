@@ -33,10 +33,11 @@ from common import print_figures
 from gpumix.engine.comm import WaitClock
 from gpumix.engine.exchanged import COLUMNS, Exchanged
 from gpumix.engine.own_gradients import OwnNorm
+from gpumix.hardware.stamps import stamps_of
 from gpumix.spec.plan import Plan
 from gpumix.spec.stage import Stage, Worker
 from gpumix.train.balancing import Balancing
-from gpumix.train.watch import Watch, stamps_of
+from gpumix.train.watch import Watch
 
 STEP_S = 0.010
 STEPS = 200

@@ -26,6 +26,8 @@ With a lag, memory that is freed is overwritten as soon as its own stream comes 
 wrong number; with `side-late` and `side-early` it does so every time. Collectives are never held:
 they come as soon as what they take is there.
 
+What `gpumix profile` measures at the size of a GPU is smaller here (`hook.SIZES`).
+
 The device does not show NCCL, Triton and inductor, graphs, time, or expandable segments.
 """
 

@@ -1,4 +1,4 @@
-"""Gives torch the devices while it is imported."""
+"""Gives torch the devices while it is imported, and gpumix measurements that a CPU can do."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from cuda_device.library import load
 
@@ -66,4 +67,26 @@ class _Distributed(SourceFileLoader):
         collectives.install()
 
 
-_LOADERS = {"torch": _Torch, "torch.cuda": _Cuda, "torch.distributed": _Distributed}
+class _Measurements(SourceFileLoader):
+    """Makes what is measured as large as a CPU can measure in no time; a GPU's size takes it
+    minutes."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        for name, value in SIZES[module.__name__].items():
+            assert hasattr(module, name), f"{module.__name__} has no {name} any more"
+            setattr(module, name, value)
+
+
+SIZES: dict[str, dict[str, Any]] = {
+    "gpumix.profiler.peak": {"LARGEST": {"cuda": 256}},
+    "gpumix.profiler.optimizer_times": {"OPTIMIZER_NUMEL": 2**18},
+    "gpumix.profiler.agreement": {"ROOT_ELEMENTS": 2**18},
+    "gpumix.profiler.network": {"MOST_PRODUCT": 256},
+}
+_LOADERS: dict[str, type[SourceFileLoader]] = {
+    "torch": _Torch,
+    "torch.cuda": _Cuda,
+    "torch.distributed": _Distributed,
+    **dict.fromkeys(SIZES, _Measurements),
+}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpumix.engine.transfers import HostMasters, Lane, Transfers
+from gpumix.engine.lanes import Lane
+from gpumix.engine.transfers import HostMasters, Transfers
 from models import ARCHITECTURES
 from reference import batches, engine_alone
 

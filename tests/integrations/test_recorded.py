@@ -11,13 +11,14 @@ import torch
 
 from gpumix.engine.comm import WaitClock
 from gpumix.engine.groups import all_ranks
+from gpumix.hardware.stamps import HostStamps
 from gpumix.integrations import recorded
 from gpumix.integrations.recorded import CLASSES_STEPS, Record, Recorded
 from gpumix.report.page import page
 from gpumix.report.run import read_run
 from gpumix.train import run_files
 from gpumix.train.account import Shares
-from gpumix.train.watch import WINDOW_STEPS, HostStamps, Watch
+from gpumix.train.watch import WINDOW_STEPS, Watch
 from staging import rows, staged_plan
 
 HOST = torch.device("cpu")

@@ -10,8 +10,9 @@ import torch
 from jobs import metrics, toy, train, write_job
 
 from gpumix.engine.comm import WaitClock
+from gpumix.hardware.stamps import stamps_of
 from gpumix.spec.trace import Trace
-from gpumix.train.watch import Watch, stamps_of
+from gpumix.train.watch import Watch
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,10 +11,11 @@ from jobs import metrics, train, write_job
 from gpumix.cost.input import STARVED_SHARE
 from gpumix.cost.parts import PARTS, in_parts
 from gpumix.data.tuning import Limit
+from gpumix.hardware.stamps import HostStamps
 from gpumix.train.account import Shares
 from gpumix.train.display import input_bound
 from gpumix.train.metrics import RankRecord
-from gpumix.train.watch import WINDOW_STEPS, HostStamps, Starvation, Watch
+from gpumix.train.watch import WINDOW_STEPS, Starvation, Watch
 
 
 class Times:

@@ -8,62 +8,13 @@ have passed, and nothing waits for them.
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic
 
 import torch
 
-from gpumix.hardware import runtime
-
-S = TypeVar("S")
-
-
-class Stamps(Protocol[S]):
-    """The time of a device."""
-
-    def now(self) -> S:
-        """A stamp behind all work that was given so far."""
-        ...
-
-    def passed(self, stamp: S) -> bool:
-        """Whether the device is that far, without waiting for it."""
-        ...
-
-    def between(self, one: S, other: S) -> float:
-        """Seconds between two stamps that have passed."""
-        ...
-
-
-class HostStamps:
-    """Of a device that computes when the host does, or is waited for in each step."""
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.now = clock
-
-    def passed(self, stamp: float) -> bool:
-        return True
-
-    def between(self, one: float, other: float) -> float:
-        return other - one
-
-
-class StreamStamps:
-    """Events on the stream of a GPU that computes."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def now(self) -> runtime.Event:
-        return runtime.recorded_event(self._device, timing=True)
-
-    def passed(self, stamp: runtime.Event) -> bool:
-        return stamp.query()
-
-    def between(self, one: runtime.Event, other: runtime.Event) -> float:
-        return one.elapsed_time(other) / 1e3
+from gpumix.hardware.stamps import HostStamps, S, Stamps, StreamStamps
 
 
 @dataclass(frozen=True)

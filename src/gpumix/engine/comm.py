@@ -27,10 +27,11 @@ import torch
 import torch.distributed as dist
 
 from gpumix.engine.held_up import Wait
+from gpumix.engine.lanes import Lane
 from gpumix.engine.last_words import CommunicationError, LastWords
 from gpumix.engine.record import SILENT, Record
 from gpumix.engine.stands import begins, doing
-from gpumix.engine.transfers import Lane, Transfers
+from gpumix.engine.transfers import Transfers
 from gpumix.hardware import runtime
 from gpumix.hardware.memory import is_out_of_memory
 from gpumix.spec.cut import Intervals

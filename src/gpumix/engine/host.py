@@ -1,7 +1,6 @@
 """Memory of the host, for what a device has no room for.
 
-Copies run on a stream of their own beside everything else. What is on its way is not freed under
-it: the allocator is told of each stream that uses a tensor.
+Copies run in a lane of their own (`engine.lanes`) beside everything else.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from gpumix.engine.lanes import Lane, Mark
 from gpumix.hardware import runtime
 from gpumix.hardware.memory import host_memory
 from gpumix.hardware.pinned import pinned_memory
@@ -36,7 +36,7 @@ class HostStore:
     ) -> None:
         self.device = device
         self.clock = nullcontext() if clock is None else clock
-        self.stream = runtime.new_stream(device) if runtime.is_gpu(device) else None
+        self.lane = Lane(device)
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
 
     def keep(self, tensor: torch.Tensor) -> Kept:
@@ -44,19 +44,12 @@ class HostStore:
         free = self._free[tensor.numel(), tensor.dtype]
         memory = free.pop() if free else empty_on_host(tensor.numel(), tensor.dtype, self.device)
         on_host = memory.view(tensor.shape)
-        if self.stream is not None:
-            self.stream.wait_stream(runtime.current_stream(self.device))
-            tensor.record_stream(self.stream)
-        with self.clock if self.stream is None else self.beside():
-            on_host.copy_(tensor, non_blocking=True)
+        with self.lane.beside() if self.lane.is_stream else self.clock:
+            on_host.copy_(self.lane.uses(tensor), non_blocking=True)
         return Kept(self, on_host, memory)
 
     def give_back(self, memory: torch.Tensor) -> None:
         self._free[memory.numel(), memory.dtype].append(memory)
-
-    def beside(self) -> AbstractContextManager[object]:
-        """Inside, work goes to the stream of copies."""
-        return runtime.on_stream(self.stream)
 
 
 class Kept:
@@ -67,21 +60,22 @@ class Kept:
         self._on_host = on_host
         self._memory = memory
         self._coming: torch.Tensor | None = None
+        self._came: Mark | None = None
 
     def fetch(self) -> None:
         """Begin to copy it back, unless that has begun."""
         if self._coming is None:
-            with self._store.beside():
+            with self._store.lane.beside(at_once=True):
                 self._coming = self._on_host.to(self._store.device, non_blocking=True, copy=True)
+            self._came = self._store.lane.mark()
 
     def on_device(self) -> torch.Tensor:
         """It, for the current stream; the memory on the host is free for others."""
         with self._store.clock:
             self.fetch()
-            assert self._coming is not None
-            if self._store.stream is not None:
-                current = runtime.current_stream(self._store.device)
-                current.wait_stream(self._store.stream)
-                self._coming.record_stream(current)
+            assert self._coming is not None and self._came is not None
+            self._came.hold_back()
+            if self._store.lane.is_stream:
+                self._coming.record_stream(runtime.current_stream(self._store.device))
         self._store.give_back(self._memory)
         return self._coming

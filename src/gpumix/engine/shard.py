@@ -16,7 +16,8 @@ from torch import nn
 from gpumix.engine.comm import Pending
 from gpumix.engine.division import Division
 from gpumix.engine.host import empty_on_host
-from gpumix.engine.transfers import HostMasters, Lane
+from gpumix.engine.lanes import Lane
+from gpumix.engine.transfers import HostMasters
 from gpumix.engine.window import Window
 
 # Gives the initial values of a parameter's flat interval [start, end), in any dtype and device.

@@ -22,8 +22,8 @@ from torch.optim.optimizer import (
 
 from gpumix.engine.buckets import Bucket
 from gpumix.engine.guard import Guard
+from gpumix.engine.lanes import Lane, Mark
 from gpumix.engine.optimizers.check import holds_any
-from gpumix.engine.transfers import Lane, Mark
 from gpumix.hardware.memory import host_memory
 
 ELEMENTWISE = (Adam, AdamW, SGD)

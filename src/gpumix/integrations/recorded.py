@@ -17,13 +17,14 @@ from gpumix.engine.engine import Engine
 from gpumix.engine.reading import Reading
 from gpumix.hardware.device import device_in_use
 from gpumix.hardware.runtime import is_gpu
+from gpumix.hardware.stamps import stamps_of
 from gpumix.integrations.gathering import all_texts
 from gpumix.spec.errors import Interrupted
 from gpumix.train import run_files
 from gpumix.train.account import Account
 from gpumix.train.metrics import Part, RankRecord, RunLog, StepRecord, by_class, speed_of, typical_s
 from gpumix.train.run_record import RunRecord
-from gpumix.train.watch import Ticks, Watch, stamps_of
+from gpumix.train.watch import Ticks, Watch
 
 CLASSES_STEPS = 10  # after so many it is told how ranks and classes did
 

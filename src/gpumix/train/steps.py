@@ -25,6 +25,7 @@ from gpumix.engine.guard import Guard, makes_momentum, takes_guard
 from gpumix.engine.reading import Reading
 from gpumix.engine.record import SILENT
 from gpumix.hardware import runtime
+from gpumix.hardware.stamps import stamps_of
 from gpumix.spec.profile import ROOT
 from gpumix.spec.stage import Worker
 from gpumix.train.context import Context
@@ -32,7 +33,7 @@ from gpumix.train.keeping import Keeping
 from gpumix.train.metrics import Part, StepRecord
 from gpumix.train.optimizer import learning_rate, set_learning_rates
 from gpumix.train.steps_taken import StepsTaken
-from gpumix.train.watch import Ticks, Watch, stamps_of
+from gpumix.train.watch import Ticks, Watch
 
 SOME = 8  # samples are told of a bad step
 

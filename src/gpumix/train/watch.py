@@ -18,10 +18,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-import torch
-
 from gpumix.cost.input import STARVED_SHARE
-from gpumix.hardware import runtime
+from gpumix.hardware.stamps import Stamps
 from gpumix.train.account import Account, Shares
 
 WINDOW_STEPS = 20  # of fewer, noise is told as a finding
@@ -39,46 +37,6 @@ class Clock(Protocol):
     def at_s(self, mark: Any) -> float:
         """Seconds of all waits before it."""
         ...
-
-
-class Stamps(Protocol):
-    """The time of a device."""
-
-    def now(self) -> Any:
-        """A stamp of this moment."""
-        ...
-
-    def between(self, one: Any, other: Any) -> float:
-        """Seconds between two stamps."""
-        ...
-
-
-class HostStamps:
-    """Of a device that computes when the host does."""
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.now = clock
-
-    def between(self, one: float, other: float) -> float:
-        return other - one
-
-
-class StreamStamps:
-    """Events on the current stream of a GPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def now(self) -> runtime.Event:
-        return runtime.recorded_event(self._device, timing=True)
-
-    def between(self, one: runtime.Event, other: runtime.Event) -> float:
-        other.synchronize()
-        return one.elapsed_time(other) / 1e3
-
-
-def stamps_of(device: torch.device) -> Stamps:
-    return StreamStamps(device) if runtime.is_gpu(device) else HostStamps()
 
 
 class Ticks(NamedTuple):
@@ -99,14 +57,14 @@ class Watch:
     is. What it was spent on is known when it is `read`.
 
     Args:
-        stamps: the device's time; see `stamps_of`.
+        stamps: the device's time; see `hardware.stamps`.
         communication, copies: clocks of what the device waits for.
         clock: the host's.
     """
 
     def __init__(
         self,
-        stamps: Stamps,
+        stamps: Stamps[Any],
         communication: Clock,
         copies: Clock,
         *,

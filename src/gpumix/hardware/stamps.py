@@ -1,0 +1,66 @@
+"""Stamps of a device's time: where two moments of a program were on its clock.
+
+On a GPU they are events on the stream that computes, so that the host does not wait for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from gpumix.hardware import runtime
+
+S = TypeVar("S")
+
+
+class Stamps(Protocol[S]):
+    """The time of a device."""
+
+    def now(self) -> S:
+        """A stamp behind all work that was given so far."""
+        ...
+
+    def passed(self, stamp: S) -> bool:
+        """Whether the device is that far, without waiting for it."""
+        ...
+
+    def between(self, one: S, other: S) -> float:
+        """Seconds between two stamps; waits until the second one has passed."""
+        ...
+
+
+class HostStamps:
+    """Of a device that computes when the host does, or is waited for in each step."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.now = clock
+
+    def passed(self, stamp: float) -> bool:
+        return True
+
+    def between(self, one: float, other: float) -> float:
+        return other - one
+
+
+class StreamStamps:
+    """Events on the current stream of a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def now(self) -> runtime.Event:
+        return runtime.recorded_event(self._device, timing=True)
+
+    def passed(self, stamp: runtime.Event) -> bool:
+        return stamp.query()
+
+    def between(self, one: runtime.Event, other: runtime.Event) -> float:
+        other.synchronize()
+        return one.elapsed_time(other) / 1e3
+
+
+def stamps_of(device: torch.device) -> Stamps[Any]:
+    return StreamStamps(device) if runtime.is_gpu(device) else HostStamps()
