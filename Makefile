@@ -16,13 +16,14 @@ BESIDE := $(CURDIR)/$(VENV)/extras
 # Tests start hundreds of processes, each of which would compile gpumix anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install demo test test-device extras test-extras lint format docs site golden bench clean
+.PHONY: help install demo test test-device test-extended extras test-extras lint format docs site golden bench clean
 
 help:
 	@echo "make install   create $(VENV) and install gpumix with all that tests need"
 	@echo "make demo      train a small GPT on four emulated devices (a few minutes)"
-	@echo "make test      run all tests"
+	@echo "make test      run all tests but the extended ones"
 	@echo "make test-device   run those that need GPUs, on a CUDA device without one"
+	@echo "make test-extended   run further cases, which take another ten minutes"
 	@echo "make test-extras   install Ray, wandb, mlflow and trackio, and run what tests them"
 	@echo "make lint      ruff and mypy"
 	@echo "make docs      write what the pages take from the code"
@@ -44,6 +45,9 @@ demo: $(STAMP)
 
 test: test-device
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+test-extended: $(STAMP)
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --extended -m extended
 
 # What needs GPUs, on a CUDA device without one; without a compiler it says so and runs nothing.
 test-device: $(STAMP)

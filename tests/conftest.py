@@ -56,15 +56,20 @@ def pytest_configure(config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before anything looks; ranks inherit it
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Files with long tests first: what is left at the end is short. One worker tests all of a
     file (`--dist loadfile`), so that what its tests share is made once."""
+    if not config.option.extended:
+        left_out = [item for item in items if item.get_closest_marker("extended")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("extended")]
     long = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in long)
 
 
 def pytest_addoption(parser):
     parser.addoption("--refresh-golden", action="store_true", help="write the golden files anew")
+    parser.addoption("--extended", action="store_true", help="with all cases, however many")
 
 
 @pytest.fixture

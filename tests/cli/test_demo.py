@@ -58,6 +58,7 @@ def test_a_demo_trains_and_compares_itself_with_an_even_split(first, folder):
     assert ("fell behind their speed" in first.err) == (summary["all_overruns"] > 0)
 
 
+@pytest.mark.extended
 def test_a_demo_replaces_a_former_one(first, folder):
     done = demo(folder, "--steps", "4")
     assert done.out == ""

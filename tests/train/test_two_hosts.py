@@ -160,6 +160,7 @@ ELASTIC = [
 ]  # fmt: skip
 
 
+@pytest.mark.extended
 def test_after_a_link_is_cut_for_good_the_host_of_the_endpoint_goes_on(tmp_path, joined, expected):
     """Long before its collectives' timeout; the other host names it, and leaves."""
     run = Run(tmp_path, joined, ELASTIC)
