@@ -58,7 +58,8 @@ class StreamStamps:
         return stamp.query()
 
     def between(self, one: runtime.Event, other: runtime.Event) -> float:
-        other.synchronize()
+        if not other.query():
+            other.synchronize()
         return one.elapsed_time(other) / 1e3
 
 
