@@ -18,6 +18,7 @@ from checkpoints import checkpointer, odd
 from gpumix.data.tokenizer import bytes_as_file
 from gpumix.spec.errors import InputError, MachineError
 from gpumix.train.export import export
+from gpumix.train.models import saved_config
 from harness import run_ranks
 from models import ARCHITECTURES
 from reference import Share, batches, engine_for, own_rows
@@ -39,7 +40,7 @@ def _train_and_save(folder, name, shares):
     for batch in batches(architecture, sum(s.samples for s in shares), 2):
         engine.step(own_rows(batch, shares, engine.comm.rank))
         optimizer.step()
-    extra = {"model_config": architecture.factory().config.to_dict()}
+    extra = {"model_config": saved_config(engine.model)}
     checkpointer(folder / "checkpoints").save(2, engine, optimizer, cursor={}, extra=extra)
     return {name: tensor.numpy() for name, tensor in engine.state_dict().items()}
 
@@ -48,7 +49,7 @@ def _save_of_job(folder, job):
     architecture = ARCHITECTURES["llama"]
     engine = engine_for(architecture.factory, ALONE)
     optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-2)
-    extra = {"model_config": architecture.factory().config.to_dict(), "job": job}
+    extra = {"model_config": saved_config(engine.model), "job": job}
     checkpointer(folder / "checkpoints").save(0, engine, optimizer, cursor={}, extra=extra)
 
 
@@ -79,6 +80,30 @@ def test_transformers_loads_it(tmp_path, name):
     assert len({f.stat().st_mode for f in folder.iterdir()}) == 1, "who may read one may read all"
     state = {name: torch.from_numpy(value) for name, value in values.items()}
     assert_model_is(loaded(folder, name), state)
+
+
+def mamba2():
+    sizes = {"num_heads": 4, "head_dim": 8, "hidden_size": 16, "state_size": 4, "n_groups": 1}
+    config = transformers.Mamba2Config(vocab_size=32, num_hidden_layers=2, chunk_size=8, **sizes)
+    return transformers.Mamba2ForCausalLM(config)
+
+
+def _save_mamba2(folder):
+    engine = engine_for(mamba2, ALONE)
+    tokens = torch.arange(32).view(4, 8)
+    engine.step({"input_ids": tokens, "labels": tokens})
+    optimizer = torch.optim.AdamW(engine.parameters())
+    optimizer.step()
+    extra = {"model_config": saved_config(engine.model)}
+    checkpointer(folder / "checkpoints").save(1, engine, optimizer, cursor={}, extra=extra)
+
+
+def test_a_configuration_may_have_infinity(tmp_path):
+    run_ranks(_save_mamba2, 1, tmp_path)
+    folder = export(tmp_path, tmp_path / "model")
+    found = transformers.AutoConfig.from_pretrained(folder)
+    assert tuple(found.time_step_limit) == (0.0, float("inf"))
+    assert transformers.AutoModelForCausalLM.from_pretrained(folder)
 
 
 def test_bytes_as_tokens_have_a_tokenizer_too(tmp_path):

@@ -12,6 +12,7 @@ from gpumix.spec.errors import InputError
 from gpumix.spec.job import Job
 from gpumix.train import checkpoint_folder, run_files
 from gpumix.train.checkpoint_file import Manifest, read_manifest
+from gpumix.train.models import saved_config
 
 if TYPE_CHECKING:
     from torch import nn
@@ -98,9 +99,8 @@ def _of_model(
     saved: Manifest, model: nn.Module, before: Mapping[str, Any], now: Mapping[str, Any]
 ) -> Iterator[str]:
     old = saved.extra.get("model_config")
-    config: Any = getattr(model, "config", None)
-    if isinstance(old, dict) and hasattr(config, "to_dict"):
-        here = json.loads(json.dumps(config.to_dict(), default=str))
+    here = saved_config(model)
+    if isinstance(old, dict) and here is not None:
         for key in sorted({*old, *here} - {*_NO_MODEL}):
             yield from _differing(old.get(key), here.get(key), f"model.config.{key}")
     for key in ("task", "factory", "arguments", "units"):

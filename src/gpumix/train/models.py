@@ -135,6 +135,15 @@ def config_of(spec: ModelSpec) -> PretrainedConfig:
     return config
 
 
+def saved_config(model: nn.Module) -> dict[str, Any] | None:
+    """The configuration of a `transformers` model, as JSON: numbers that are not finite are in it
+    as in files of transformers. None for other models."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_json_string"):
+        return None
+    return dict(json.loads(config.to_json_string(use_diff=False)))
+
+
 def check_fits(job: Job, folder: Path) -> None:
     """A model of `transformers` has a place for every position and every token of the job's data;
     one that has not fails somewhere inside, in the middle of the run, on a GPU without a word.
