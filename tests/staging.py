@@ -15,7 +15,8 @@ from torch import nn
 from gpumix.engine.deferred import build
 from gpumix.engine.engine import Engine
 from gpumix.engine.objective import objective_of
-from gpumix.engine.prepare import prepare, switch_off_caches
+from gpumix.engine.prepare import prepare
+from gpumix.engine.switches import Switches
 from gpumix.engine.units import dissect
 from gpumix.profiler.flows import Flows, find_flows
 from gpumix.profiler.kinds import tell_apart
@@ -321,7 +322,7 @@ def flows_of(name: str, *, in_chunks: bool = False) -> Flows:
     """What the calls of an architecture's model need of each other."""
     architecture = EVERY[name]
     model = build(architecture.factory, 0)
-    switch_off_caches(model)
+    Switches(model).off()
     specimens = Specimens(
         model,
         dissect(model),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gpumix.engine.coroutine import ModelError
+from gpumix.engine.objective import mean_over_labels
 from models import ARCHITECTURES, Block, Regression, own_blocks, vectors
 from reference import batches, engine_alone
 
@@ -119,10 +120,15 @@ def test_tensors_hidden_in_objects(takes, gives, verb):
         step(lambda: Boxes([Boxed(takes, gives) for _ in range(2)]))
 
 
-def test_caches_are_switched_off():
-    engine = engine_alone(ARCHITECTURES["llama"].factory, 2, 1)
-    assert engine.model.config.use_cache is False
-    engine.step(next(batches(ARCHITECTURES["llama"], 2, 1)))
+def test_caches_are_off_in_a_step_and_as_they_were_after_it():
+    def loss(model, batch):
+        assert model.config.use_cache is False
+        return mean_over_labels(model, batch)
+
+    engine = engine_alone(ARCHITECTURES["llama"].factory, 2, 1, loss=loss)
+    batch = next(batches(ARCHITECTURES["llama"], 2, 1))
+    engine.step(batch)
+    assert engine.model.config.use_cache is True, "so it is saved"
 
 
 def test_caches_that_are_asked_for_are_refused():
@@ -144,9 +150,13 @@ def test_a_models_own_recompute_is_switched_off():
         assert model.model.layers[0].gradient_checkpointing
         return model
 
-    engine = engine_alone(factory, 2, 1)
-    assert not any(getattr(m, "gradient_checkpointing", False) for m in engine.model.modules())
+    def loss(model, batch):
+        assert not model.model.layers[0].gradient_checkpointing
+        return mean_over_labels(model, batch)
+
+    engine = engine_alone(factory, 2, 1, loss=loss)
     engine.step(next(batches(ARCHITECTURES["llama"], 2, 1)))
+    assert engine.model.model.layers[0].gradient_checkpointing
 
 
 def test_a_unit_that_is_called_outside_of_a_step():

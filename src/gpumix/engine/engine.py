@@ -48,6 +48,7 @@ from gpumix.engine.samples import (
     samples_in,
 )
 from gpumix.engine.sharded_model import ShardedModel
+from gpumix.engine.switches import Switches
 from gpumix.engine.undo import Undo
 from gpumix.engine.updates import StepsOnHost, Updates, updates_elements
 from gpumix.spec.cut import cut_rows
@@ -115,6 +116,7 @@ class Engine(ShardedModel):
         tokens = float(plan.global_batch * plan.sequence_length)
         self.losses_counted = torch.full((), tokens, dtype=torch.float64, device=comm.device)
         self._keepers = buffers.keepers(model)
+        self._switches = Switches(model)
         self._to_take_back: tuple[Undo, ...] = ()
         self.guard: Guard | None = None
         self._failed = ""
@@ -529,7 +531,8 @@ class Engine(ShardedModel):
                 fix="start all ranks again, from a checkpoint",
             )
         try:
-            yield
+            with self._switches:
+                yield
         except BaseException as error:
             if self.comm.world > 1:
                 if isinstance(error, GpumixError) and not error.where:

@@ -89,7 +89,6 @@ def prepare(
     if plan.schedule == "zero-bubble":
         split_backward.refuse_unable()
     _refuse_other_holders(model)
-    switch_off_caches(model)
     worker = plan.workers[comm.rank]
     _refuse_unable(worker, comm.device)
     make_efficient(model, worker.efficiency, comm.device)
@@ -307,14 +306,3 @@ def _refuse_other_holders(model: nn.Module) -> None:
                 fix="do not call `.compile()` on it; `module.forward = torch.compile(module."
                 "forward)` before `prepare` is fine",
             )
-
-
-def switch_off_caches(model: nn.Module) -> None:
-    """Units run twice a step (forward, recompute): nothing may remember the first run, and the
-    model must not recompute by itself."""
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if config is not None and getattr(config, "use_cache", False) is True:
-            config.use_cache = False
-        if getattr(module, "gradient_checkpointing", False) is True:
-            module.gradient_checkpointing = False  # type: ignore[assignment]

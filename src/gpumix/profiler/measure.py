@@ -18,7 +18,7 @@ from gpumix.engine.coroutine import ModelError
 from gpumix.engine.efficient import make_efficient
 from gpumix.engine.objective import Objective, objective_of
 from gpumix.engine.precision import TORCH_DTYPE
-from gpumix.engine.prepare import switch_off_caches
+from gpumix.engine.switches import Switches
 from gpumix.engine.tensor import all_of, divide
 from gpumix.engine.tensor_plans import tensor_plan
 from gpumix.engine.units import Anatomy, Unit, buffer_bytes, dissect, frozen_bytes
@@ -191,7 +191,7 @@ def _swept(
     fingerprint = anatomy.fingerprint()
     if kinds is not None:
         anatomy = anatomy.of_kinds(kinds)
-    switch_off_caches(model)
+    Switches(model).off()
     efficiency = subject.chosen_for(device_class).efficiency
     make_efficient(model, efficiency, runtime.torch_device)
     dtype, team = subject.dtypes[device_class], None
