@@ -18,7 +18,7 @@ from checkpoints import checkpointer, odd
 from gpumix.data.tokenizer import bytes_as_file
 from gpumix.spec.errors import InputError, MachineError
 from gpumix.train.export import export
-from gpumix.train.models import saved_config
+from gpumix.train.models import saved_beside_weights
 from harness import run_ranks
 from models import ARCHITECTURES
 from reference import Share, batches, engine_for, own_rows
@@ -40,7 +40,7 @@ def _train_and_save(folder, name, shares):
     for batch in batches(architecture, sum(s.samples for s in shares), 2):
         engine.step(own_rows(batch, shares, engine.comm.rank))
         optimizer.step()
-    extra = {"model_config": saved_config(engine.model)}
+    extra = saved_beside_weights(engine.model)
     checkpointer(folder / "checkpoints").save(2, engine, optimizer, cursor={}, extra=extra)
     return {name: tensor.numpy() for name, tensor in engine.state_dict().items()}
 
@@ -49,7 +49,7 @@ def _save_of_job(folder, job):
     architecture = ARCHITECTURES["llama"]
     engine = engine_for(architecture.factory, ALONE)
     optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-2)
-    extra = {"model_config": saved_config(engine.model), "job": job}
+    extra = {**saved_beside_weights(engine.model), "job": job}
     checkpointer(folder / "checkpoints").save(0, engine, optimizer, cursor={}, extra=extra)
 
 
@@ -76,7 +76,12 @@ def assert_model_is(model, state, dtype=torch.float32):
 def test_transformers_loads_it(tmp_path, name):
     values = run_ranks(_train_and_save, 3, tmp_path, name, UNEVEN)[0]
     folder = export(tmp_path, tmp_path / "model")
-    assert {f.name for f in folder.iterdir()} == {"model.safetensors", "config.json", "gpumix.json"}
+    stock = tmp_path / "stock"
+    ARCHITECTURES[name].factory().save_pretrained(stock)
+    assert {f.name for f in folder.iterdir()} == {f.name for f in stock.iterdir()} | {"gpumix.json"}
+    for kind in (transformers.AutoConfig, transformers.GenerationConfig):
+        found, expected = (kind.from_pretrained(one).to_dict() for one in (folder, stock))
+        assert found | {"_name_or_path": ""} == expected | {"_name_or_path": ""}
     assert len({f.stat().st_mode for f in folder.iterdir()}) == 1, "who may read one may read all"
     state = {name: torch.from_numpy(value) for name, value in values.items()}
     assert_model_is(loaded(folder, name), state)
@@ -94,7 +99,7 @@ def _save_mamba2(folder):
     engine.step({"input_ids": tokens, "labels": tokens})
     optimizer = torch.optim.AdamW(engine.parameters())
     optimizer.step()
-    extra = {"model_config": saved_config(engine.model)}
+    extra = saved_beside_weights(engine.model)
     checkpointer(folder / "checkpoints").save(1, engine, optimizer, cursor={}, extra=extra)
 
 
@@ -189,7 +194,7 @@ def test_a_former_export_is_replaced(tmp_path):
     folder.mkdir()  # empty is fine too
     export(tmp_path, folder, file_bytes=30_000)
     export(tmp_path, folder)
-    assert {f.name for f in folder.iterdir()} == {"model.safetensors", "config.json", "gpumix.json"}
+    assert not list(folder.glob("model-0*"))
     assert json.loads((folder / "gpumix.json").read_text())["step"] == 2
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoints", "model"]
 

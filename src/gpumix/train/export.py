@@ -87,6 +87,9 @@ def export(
         _write_weights(part, path, index, _DTYPES[dtype], file_bytes)
         if config is not None:
             _write_json(part / "config.json", _configuration(config, _DTYPES[dtype]))
+        generation = manifest.extra.get("generation_config")
+        if isinstance(generation, dict):
+            _write_json(part / "generation_config.json", generation)
         _copy_tokenizer(part, manifest, tell)
         _write_json(part / RECORD, _record(part, path, manifest))
         _replace(to, part)

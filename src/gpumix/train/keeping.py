@@ -25,7 +25,7 @@ from gpumix.train.memory_buddies import Buddies
 from gpumix.train.memory_checkpoint import MemoryCheckpointer
 from gpumix.train.memory_folder import Found, Held, Home
 from gpumix.train.metrics import Told
-from gpumix.train.models import saved_config
+from gpumix.train.models import saved_beside_weights
 from gpumix.train.run_id import id_of
 
 # Of a step's time, what copies in memory may hold up training for, if their interval is chosen.
@@ -349,7 +349,4 @@ def _size_of(engine: Engine) -> int:
 def _extra(job: Job, plan: Plan, engine: Engine) -> dict[str, Any]:
     """What is saved beside the state."""
     extra = {"job": job.model_dump(mode="json"), "plan": plan.model_dump(mode="json")}
-    config = saved_config(engine.model)  # also if a factory made the model
-    if config is not None:
-        extra["model_config"] = config
-    return extra
+    return extra | saved_beside_weights(engine.model)  # also if a factory made it

@@ -141,7 +141,21 @@ def saved_config(model: nn.Module) -> dict[str, Any] | None:
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string"):
         return None
-    return dict(json.loads(config.to_json_string(use_diff=False)))
+    told = json.loads(config.to_json_string(use_diff=False))
+    return {**told, "architectures": [type(model).__name__]}
+
+
+def saved_beside_weights(model: nn.Module) -> dict[str, Any]:
+    """What a checkpoint keeps of a `transformers` model beside its weights: `model_config`, and the
+    `generation_config` of one that writes texts. Of other models nothing."""
+    config = saved_config(model)
+    if config is None:
+        return {}
+    found = {"model_config": config}
+    generation: Any = getattr(model, "generation_config", None)
+    if generation is not None and model.can_generate():  # type: ignore[operator]
+        found["generation_config"] = json.loads(generation.to_json_string())
+    return found
 
 
 def check_fits(job: Job, folder: Path) -> None:
