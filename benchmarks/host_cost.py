@@ -16,7 +16,8 @@ Figures (ratios are ours over theirs, medians over rounds):
   the cheapest of all forms, also of those that keep whole parameters until the step's end.
 - `worst_vs_plain`: on one rank, graphs kept.
 - `growth_64_to_10240`: the CPU time in which a rank prepares a collective among 10,240 ranks over
-  that among 64. The process group is a fake one, which sends nothing.
+  that among 64, without copies of the buffer. The process group is a fake one, which sends
+  nothing.
 - `look_up_ms`: the longest look-up in a plan for 10,240 ranks, after the first.
 - `host_waits`: how often one `engine.step` makes the host wait for its device; null, with
   `host_waits_reason`, where no device can be made to count on.

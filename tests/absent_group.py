@@ -19,7 +19,7 @@ from gpumix.spec.plan import Plan
 from gpumix.spec.shares import rows_of, share_of, workers_of
 from gpumix.spec.stage import Stage, Worker
 
-OWN_NUMEL = 8  # elements that a rank owns of the buffer
+NUMEL = 81_920  # elements of the buffer: a model does not grow with the ranks
 SENT = ("all_gather_single", "all_gather_into_tensor", "reduce_scatter_single",
         "reduce_scatter_tensor", "all_to_all_single")  # fmt: skip
 LOOK_UPS: dict[str, Callable[[Plan, int], object]] = {
@@ -68,14 +68,15 @@ def _done(*_: Any, **__: Any) -> Done:
     return Done()
 
 
-def preparations(world: int) -> dict[str, Callable[[], Pending]]:
-    """What starts a collective of the last of `world` ranks, by its name.
+def preparations(world: int, device: str = "cpu") -> dict[str, Callable[[], Pending]]:
+    """What starts a collective of the last of `world` ranks, by its name; on the device "meta"
+    without copying anything.
 
     The gather of unequal shares is not among them: in each of its forms a rank gives the backend a
     part, or a call, for each owner.
     """
-    full = torch.zeros(world * OWN_NUMEL)
-    equal, unequal = shard_of(world, equal=True), shard_of(world, equal=False)
+    full = torch.zeros(NUMEL, device=device)
+    equal, unequal = (shard_of(world, device, equal=equal) for equal in (True, False))
     return {
         "gather, equal shares": partial(equal.gather, full),
         "reduction, equal shares": lambda: next(equal.reduce(full, None)),
@@ -83,20 +84,21 @@ def preparations(world: int) -> dict[str, Callable[[], Pending]]:
     }
 
 
-def shard_of(world: int, *, equal: bool) -> Shard:
-    """What the last of `world` ranks has of one vector, of which it owns `OWN_NUMEL` elements."""
+def shard_of(world: int, device: str, *, equal: bool) -> Shard:
+    """What the last of `world` ranks has of one vector, an equal share of which is its own; of two
+    others, where shares are unequal, one has less and one more."""
     group: Any = AbsentGroup()
     shares = [1 / world] * world
     if not equal:
         shares[0], shares[1] = 0.5 / world, 1.5 / world
     comm = Communicator(group, rank=world - 1, world=world)
-    parameter = torch.nn.Parameter(torch.zeros(world * OWN_NUMEL))
+    parameter = torch.nn.Parameter(torch.zeros(NUMEL, device=device))
     return Shard(
         "block",
         [Member("weight", parameter, Window(parameter.shape))],
         Division(3, tuple(shares), comm, tuple(range(world))),
         dtypes=(torch.float32, torch.float32),
-        device=torch.device("cpu"),
+        device=torch.device(device),
         masters_in=None,
         sums_in=None,
         source=lambda name, of, start, end: of.detach()[start:end],
