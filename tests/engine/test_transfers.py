@@ -38,7 +38,7 @@ def test_masters_that_nothing_rounds_are_given_as_they_are():
 
 def test_a_lane_of_a_cpu_is_no_stream():
     lane, done = Lane(CPU), []
-    with lane.beside():
+    with lane.active():
         done.append(lane.uses(torch.ones(1)))
     lane.mark().hold_back()
     lane.mark().wait()

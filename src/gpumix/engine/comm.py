@@ -63,7 +63,7 @@ class Pending:
     def beside(self, lane: Lane) -> Pending:
         """The same, what comes at its end being given to `lane` at once. Only of a backend that
         holds back streams, not the host."""
-        with lane.beside(), reported(self._label, self._wait):
+        with lane.active(), reported(self._label, self._wait):
             for work in self.works:
                 self.comm.words.wait(work)
             finish, self._finish = self._finish, []

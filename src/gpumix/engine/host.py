@@ -1,6 +1,6 @@
 """Memory of the host, for what a device has no room for.
 
-Copies run in a lane of their own (`engine.lanes`) beside everything else.
+Copies run in a lane of their own (`engine.lanes`), and overlap with computing.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class HostStore:
         free = self._free[tensor.numel(), tensor.dtype]
         memory = free.pop() if free else empty_on_host(tensor.numel(), tensor.dtype, self.device)
         on_host = memory.view(tensor.shape)
-        with self.lane.beside() if self.lane.is_stream else self.clock:
+        with self.lane.active() if self.lane.is_stream else self.clock:
             on_host.copy_(self.lane.uses(tensor), non_blocking=True)
         return Kept(self, on_host, memory)
 
@@ -65,7 +65,7 @@ class Kept:
     def fetch(self) -> None:
         """Begin to copy it back, unless that has begun."""
         if self._coming is None:
-            with self._store.lane.beside(at_once=True):
+            with self._store.lane.active(at_once=True):
                 self._coming = self._on_host.to(self._store.device, non_blocking=True, copy=True)
             self._came = self._store.lane.mark()
 

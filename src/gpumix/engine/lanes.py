@@ -1,4 +1,4 @@
-"""Streams for copies between a device and its host, beside computing.
+"""Streams for copies between a device and its host, which overlap with computing.
 
 Who may use which memory when:
 
@@ -52,8 +52,8 @@ class Lane:
         return self._stream is not None
 
     @contextmanager
-    def beside(self, *, at_once: bool = False) -> Iterator[None]:
-        """Inside, work goes to the lane.
+    def active(self, *, at_once: bool = False) -> Iterator[None]:
+        """Inside, the lane's stream is the current one.
 
         Args:
             at_once: it begins whatever the computing stream does: it reads nothing of its work.

@@ -305,7 +305,7 @@ class Shard:
             self._remember()
         fresh = self._fresh()
         is_first = all(fresh) if scale is not None else not self._summed
-        with self._lane.beside():
+        with self._lane.active():
             part = _summed(rows)
             if scale is not None:
                 part.mul_(self._lane.uses(scale()))

@@ -15,7 +15,8 @@ class Switches:
     run, and the model must not recompute by itself."""
 
     def __init__(self, model: nn.Module) -> None:
-        configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None))}
+        every = (getattr(module, "config", None) for module in model.modules())
+        configs = {id(config): config for config in every if config is not None}
         self._places: list[tuple[Any, str]] = [
             *((config, CACHE) for config in configs.values() if hasattr(config, CACHE)),
             *((m, CHECKPOINTING) for m in model.modules() if hasattr(m, CHECKPOINTING)),

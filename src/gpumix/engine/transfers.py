@@ -73,7 +73,7 @@ class HostMasters:
     def send(self, start: Callable[[torch.Tensor], None]) -> Mark:
         """Let `start` copy the values to the device, on the lane; the mark of its end."""
         values = self.values()
-        with self._transfers.to_device.beside():
+        with self._transfers.to_device.active():
             start(values)
         self._sent = self._transfers.to_device.mark()
         return self._sent

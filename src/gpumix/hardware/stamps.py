@@ -58,7 +58,7 @@ class StreamStamps:
         return stamp.query()
 
     def between(self, one: runtime.Event, other: runtime.Event) -> float:
-        if not other.query():
+        if not self.passed(other):
             other.synchronize()
         return one.elapsed_time(other) / 1e3
 

@@ -102,8 +102,8 @@ def profile(
         budget_s: how long one device may measure.
         timeout_s: how long a rank waits for the others beyond that; default: as long as in
             the default process group.
-        progress: is told a line for each measurement; the first one, where nobody named the
-            devices and no GPU was found, that all is on the CPU.
+        progress: called with a line for each measurement; before the first one with a line that
+            says that all is on the CPU, where no cluster was given and no GPU was found.
         same_as: what tells this work from any other's, of what JSON can hold: what was measured of
             the same before is not measured again. Default: all is measured.
 
