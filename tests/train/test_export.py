@@ -18,7 +18,7 @@ from checkpoints import checkpointer, odd
 from gpumix.data.tokenizer import bytes_as_file
 from gpumix.spec.errors import InputError, MachineError
 from gpumix.train.export import export
-from gpumix.train.models import saved_beside_weights
+from gpumix.train.model_files import saved_beside_weights
 from harness import run_ranks
 from models import ARCHITECTURES
 from reference import Share, batches, engine_for, own_rows

@@ -12,7 +12,7 @@ from gpumix.spec.errors import InputError
 from gpumix.spec.job import Job
 from gpumix.train import checkpoint_folder, run_files
 from gpumix.train.checkpoint_file import Manifest, read_manifest
-from gpumix.train.models import saved_config
+from gpumix.train.model_files import saved_config
 
 if TYPE_CHECKING:
     from torch import nn

@@ -25,7 +25,7 @@ from gpumix.train.memory_buddies import Buddies
 from gpumix.train.memory_checkpoint import MemoryCheckpointer
 from gpumix.train.memory_folder import Found, Held, Home
 from gpumix.train.metrics import Told
-from gpumix.train.models import saved_beside_weights
+from gpumix.train.model_files import saved_beside_weights
 from gpumix.train.run_id import id_of
 
 # Of a step's time, what copies in memory may hold up training for, if their interval is chosen.

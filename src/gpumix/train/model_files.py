@@ -1,0 +1,32 @@
+"""The configurations of `transformers` models in checkpoints and exports. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def saved_config(model: nn.Module) -> dict[str, Any] | None:
+    """The configuration of a `transformers` model, as JSON: numbers that are not finite are in it
+    as in files of transformers. None for other models."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_json_string"):
+        return None
+    told = json.loads(config.to_json_string(use_diff=False))
+    return {**told, "architectures": [type(model).__name__]}
+
+
+def saved_beside_weights(model: nn.Module) -> dict[str, Any]:
+    """What a checkpoint keeps of a `transformers` model beside its weights: `model_config`, and the
+    `generation_config` of one that writes texts. Of other models nothing."""
+    config = saved_config(model)
+    if config is None:
+        return {}
+    found = {"model_config": config}
+    generation: Any = getattr(model, "generation_config", None)
+    if generation is not None and model.can_generate():  # type: ignore[operator]
+        found["generation_config"] = json.loads(generation.to_json_string())
+    return found
