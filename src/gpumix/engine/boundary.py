@@ -80,10 +80,9 @@ class Cut:
         )
         self._versions = versions(self._inputs)
         refuse_inputs(unit.name, self._inputs)
-        # Of the inputs that want a gradient: outputs of earlier units, or made from them.
-        self.links = [
-            Link.of(t) for t in self._inputs if call.state.gradients and _wants_gradient(t)
-        ]
+        # The inputs that want a gradient: outputs of earlier units, or made from them.
+        self._wanted = [call.state.gradients and _wants_gradient(t) for t in self._inputs]
+        self.links = [Link.of(t) for t, wanted in zip(self._inputs, self._wanted) if wanted]
         # Of a differentiable call, from its forward to its backward:
         self._sources: list[torch.Tensor] = []
         self._edges: list[GradientEdge | None] = []
@@ -113,17 +112,20 @@ class Cut:
             refuse_outputs(self.unit, outputs)
             self.sent = self._chosen(outputs, structure)
             return self._hand_over(outputs, structure)
-        wanted = [self._gradients and _wants_gradient(t) for t in self._inputs]
         handed = list(inputs)
-        for place in (n for n, w in enumerate(wanted) if w):
-            leaf = _leaf_like(inputs[place])
-            self._sources.append(leaf)
-            handed[place] = hand(leaf, inputs[place])
+        for place, link in zip((n for n, w in enumerate(self._wanted) if w), self.links):
+            source = link.handed
+            if source is not None:  # the input's graph ends there, it needs no further cut
+                handed[place] = self._inputs[place]
+            else:
+                source = _leaf_like(inputs[place])
+                handed[place] = hand(source, inputs[place])
+            self._sources.append(source)
         buffers = BufferCopies(self.unit.with_buffers)
         run = partial(self._run, handed)
         del handed
         if self._recompute:
-            self._given = Given(inputs, wanted)
+            self._given = Given(inputs, self._wanted)
             again = partial(self._run.again, self._given, buffers)
             self._ran = Recomputed(self.unit.name, again)
         else:
@@ -166,7 +168,8 @@ class Cut:
             self._given.fetch()
 
     def backward(self, *, splits: bool = False) -> list[torch.Tensor | None]:
-        """Run the unit again if need be, and backward; gradients of `links`, in their order.
+        """Run the unit again if need be, and backward; gradients of `links`, in their order, but of
+        those that have them already.
 
         Parameters' gradients accumulate in the unit's gradient buffer. The cut is empty afterwards,
         but with `splits` a kept graph's backward towards parameters is in `weights`.
@@ -193,7 +196,10 @@ class Cut:
                 with self._ran.backward():
                     run_backward(edges, gradients)
         self._ran = self._given = None
-        return [source.grad for source in sources]
+        return [
+            None if link.handed is not None else source.grad
+            for link, source in zip(self.links, sources)
+        ]
 
     def _chosen(self, outputs: list[Any], structure: Structure) -> list[torch.Tensor]:
         """The outputs that other stages take, whole; the model may write into its own."""
@@ -218,7 +224,7 @@ class Cut:
         refuse_writes(self._inputs, self._versions, what)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Run:
     """How a unit is run, each time alike.
 

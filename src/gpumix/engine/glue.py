@@ -64,10 +64,12 @@ class _Handed(torch.autograd.Function):
 
 class Link(NamedTuple):
     """Where the gradient of a unit's input goes: to a leaf, or else to an edge of the graph of the
-    model's own code. It does not hold the input's values."""
+    model's own code. It does not hold the input's values; `handed` is a leaf that the input was
+    handed for, and nothing else."""
 
     leaf: torch.Tensor | None
     edge: GradientEdge | None
+    handed: torch.Tensor | None
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
@@ -77,7 +79,8 @@ class Link(NamedTuple):
         """That of an input that wants a gradient."""
         leaf = _leaf_of(tensor)
         edge = get_gradient_edge(tensor) if leaf is None else None
-        return cls(leaf, edge, tensor.shape, tensor.dtype, tensor.device)
+        handed = leaf if tensor.grad_fn is not None else None
+        return cls(leaf, edge, handed, tensor.shape, tensor.dtype, tensor.device)
 
 
 def without_memory(tensor: torch.Tensor) -> torch.Tensor:
