@@ -107,6 +107,8 @@ class Bucket:
             group.may_change()
 
     def _put_away(self) -> None:
+        if self._gathering is None:
+            return
         for group in self.groups:
             group.remove()
         self._gathering = None

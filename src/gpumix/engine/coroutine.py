@@ -70,19 +70,9 @@ class ThreadState(NamedTuple):
             torch._C._len_torch_function_stack(),
         )
 
-    @contextlib.contextmanager
-    def applied(self) -> Iterator[None]:
+    def applied(self) -> _Applied:
         """This state inside, the state of before afterwards."""
-        outside, caching = ThreadState.capture(), torch.is_autocast_cache_enabled()
-        self.replace(outside)
-        # Autocast keeps its copies of weights until the model's own context ends: those that a unit
-        # made without gradients, or of weights that have changed since, must not be found.
-        torch.set_autocast_cache_enabled(False)
-        try:
-            yield
-        finally:
-            torch.set_autocast_cache_enabled(caching)
-            outside.replace(ThreadState.capture())
+        return _Applied(self)
 
     def replace(self, current: ThreadState) -> None:
         """Make this the state of this thread, which is `current`."""
@@ -98,6 +88,24 @@ class ThreadState(NamedTuple):
         for enable, enabled, is_enabled in zip(ATTENTION, self.attention, current.attention):
             if is_enabled != enabled:
                 enable(enabled)
+
+
+class _Applied:
+    """See `ThreadState.applied`."""
+
+    def __init__(self, state: ThreadState) -> None:
+        self._state = state
+
+    def __enter__(self) -> None:
+        self._outside, self._caching = ThreadState.capture(), torch.is_autocast_cache_enabled()
+        self._state.replace(self._outside)
+        # Autocast keeps its copies of weights until the model's own context ends: those that a unit
+        # made without gradients, or of weights that have changed since, must not be found.
+        torch.set_autocast_cache_enabled(False)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_autocast_cache_enabled(self._caching)
+        self._outside.replace(ThreadState.capture())
 
 
 class UnitCall(NamedTuple):

@@ -19,11 +19,15 @@ class OwnNorm:
 
     def __init__(self, device: torch.device) -> None:
         self._norms: list[torch.Tensor] = []
+        self._parts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # of buffers, by identity
         self._nothing = torch.zeros((), device=device)
 
     def see(self, bucket: str, gradients: Sequence[torch.Tensor]) -> None:
         # By row: of a part that is not in one piece torch is as slow as of the whole.
-        self._norms += [torch.linalg.vector_norm(_part(one), dim=1) for one in gradients]
+        for one in gradients:
+            if id(one) not in self._parts:
+                self._parts[id(one)] = one, _part(one)
+            self._norms.append(torch.linalg.vector_norm(self._parts[id(one)][1], dim=1))
 
     def take(self) -> torch.Tensor:
         """That of what was seen since the last time."""

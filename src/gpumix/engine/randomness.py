@@ -29,13 +29,14 @@ class Randomness:
     def __init__(self, seed: int, step: int, position: int, device: torch.device) -> None:
         digest = hashlib.sha256(f"{seed}:{step}:{position}".encode()).digest()
         self._base = int.from_bytes(digest[:7], "little")
-        self._device = device
+        self._generators = _generators(device)
 
     def start(self, stretch: int) -> None:
         """Seed the generators for stretch number `stretch`."""
         # An odd multiplier spreads neighbouring numbers over the seeds' space.
         seed = (self._base + stretch * 0x9E3779B97F4A7C15) % 2**63
-        _seed(seed, self._device)
+        for generator in self._generators:
+            generator.manual_seed(seed)
 
 
 class Draws:
@@ -52,7 +53,8 @@ class Draws:
         self._other = _states(device)
         # None draws on its own what all draw together.
         seed = torch.default_generator.initial_seed() + (number + 1) * 0xD1B54A32D192ED03
-        _seed(seed % 2**63, device)
+        for generator in _generators(device):
+            generator.manual_seed(seed % 2**63)
 
     def draw_alike(self) -> None:
         self._switch(True)
@@ -88,11 +90,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-def _seed(seed: int, device: torch.device) -> None:
-    for generator in _generators(device):
-        generator.manual_seed(seed)
 
 
 def _states(device: torch.device) -> list[torch.Tensor]:
