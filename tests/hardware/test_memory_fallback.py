@@ -47,8 +47,7 @@ def test_a_cache_that_cannot_be_written_falls_back(tmp_path):
 
 def limited_by_no_library(folder: Path) -> tuple[bool, str]:
     os.environ["XDG_CACHE_HOME"] = str(folder)
-    library = build.cache_folder() / f"capped_alloc-{build._key()}.so"
-    library.parent.mkdir()
+    library = build._private_folder() / f"capped_alloc-{build._key()}.so"
     library.write_bytes(b"not a library")
     memory = limit_memory(None)
     return memory.exact, memory.why_inexact

@@ -207,8 +207,8 @@ def test_devices_without_a_part_are_told(tmp_path):
 def test_names_of_places_are_text(tmp_path, name):
     profile = standing(
         measured(),
-        hosts=lambda d: f"{name} {d.ordinal}",
-        islands=lambda d: name,
+        hosts=lambda d: "host",
+        islands=lambda d: f"{name} {d.id}",
         racks=lambda d: name,
     )
     found = read(run_of(tmp_path, profile, make_plan(measured(), 8)))

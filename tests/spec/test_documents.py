@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
+from gpumix.spec import files
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
 from gpumix.spec.curve import Curve
 from gpumix.spec.errors import InputError, MachineError
@@ -137,9 +137,9 @@ def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
     def full(*_args, **_more):
         raise OSError("no space left on device")
 
-    for step in ("write_text", "replace"):
+    for step in ("fdopen", "replace"):
         with monkeypatch.context() as patch:
-            patch.setattr(Path, step, full)
+            patch.setattr(files.os, step, full)
             with pytest.raises(MachineError, match="cannot write the plan") as caught:
                 make_plan(model="other").save(path)
         assert caught.value.why == "no space left on device"

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from gpumix.spec.errors import InputError, visible
+from gpumix.spec.errors import InputError
 from gpumix.spec.read import read_job
+from gpumix.spec.words import printable
 
 JOB = """\
 model: {config: {model_type: gpt2}}
@@ -90,7 +91,7 @@ def test_the_argument_is_the_place(path, argument, expected):
     with pytest.raises(InputError) as caught:
         read_job(path, [argument])
     assert caught.value.where == f"--set {argument}"
-    assert str(caught.value).startswith(f"--set {visible(argument)}: {expected}")
+    assert str(caught.value).startswith(f"--set {printable(argument)}: {printable(expected)}")
 
 
 def test_the_file_keeps_its_lines(path):

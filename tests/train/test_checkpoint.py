@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,6 +24,7 @@ from checkpoints import (
     trained,
     whole,
 )
+from gpumix.spec import files
 from harness import run_ranks
 from reference import Share, engine_for, own_rows, random_shares
 
@@ -308,15 +308,15 @@ def test_a_crash_between_an_old_and_a_new_one_of_a_step_loses_neither(
     engine, optimizer = trained(ALONE)
     saver = checkpointer(tmp_path, keep=2)
     saver.save(10, engine, optimizer, cursor={}, extra={"note": "first"})
-    rename = Path.rename
+    move = files.move
 
-    def crash(path, target):
+    def crash(path, name):
         if path.name == "step-00000010.part":
             raise KeyboardInterrupt
-        return rename(path, target)
+        return move(path, name)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Path, "rename", crash)
+        patch.setattr(files, "move", crash)
         saver.save(10, engine, optimizer, cursor={}, extra={"note": "second"})
     assert names(tmp_path) == ["step-00000010.former.part", "step-00000010.part"]
     if finished:

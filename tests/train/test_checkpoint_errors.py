@@ -162,7 +162,7 @@ def test_a_disk_that_fails_damages_nothing(copy, monkeypatch):
     def fail(file):
         raise OSError(errno.EIO, "Input/output error", str(file))
 
-    monkeypatch.setattr(checkpoint_file, "described", fail)
+    monkeypatch.setattr(checkpoint_file, "opened", fail)
     with pytest.raises(MachineError, match="could not open a checkpoint") as caught:
         checkpointer(copy.parent).load(*blank(ALONE))
     assert "Input/output error" in caught.value.why

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import stat
+from pathlib import Path
 
 import pytest
 
 from gpumix.spec.errors import MachineError
 from gpumix.train import memory_folder as folder
 from gpumix.train.memory_folder import Found, Held, Home, from_text, newest, to_text
+from gpumix.train.run_id import give_id
 
 RUN = "1a2b"
 
@@ -124,16 +127,76 @@ def test_a_run_removes_its_own_and_those_whose_output_is_gone(tmp_path):
 def test_only_its_user_can_reach_it(tmp_path):
     home = Home(tmp_path, tmp_path / "run", "localhost", RUN)
     seal(home, held(0, 7))
-    root = tmp_path / f"gpumix-{os.getuid()}"
-    assert stat.S_IMODE(root.stat().st_mode) == 0o700
-    root.chmod(0o755)
-    for use in (home.held, lambda: home.make(2)):
-        with pytest.raises(MachineError, match="not this user's alone"):
-            use()
+    assert stat.S_IMODE(home.folder.stat().st_mode) == 0o700
+    home.folder.chmod(0o755)
+    assert home.held() == []
+    with pytest.raises(MachineError, match="not this user's alone"):
+        home.make(2)
 
 
 def test_a_link_is_not_followed(tmp_path):
+    home = Home(tmp_path, tmp_path / "run", "localhost", RUN)
     (tmp_path / "elsewhere").mkdir(mode=0o700)
-    (tmp_path / f"gpumix-{os.getuid()}").symlink_to(tmp_path / "elsewhere")
+    home.folder.symlink_to(tmp_path / "elsewhere")
+    assert home.held() == []
     with pytest.raises(MachineError):
-        Home(tmp_path, tmp_path / "run", "localhost", RUN).make(1)
+        home.make(1)
+
+
+def squat(root: Path, target: Path, output: Path, host: str, how: str) -> None:
+    """As another user leaves it there before a run begins, by all names that can be told."""
+    digest = hashlib.sha256(str(output).encode()).hexdigest()[:16]
+    for name in (f"gpumix-{os.getuid()}", "gpumix-", f"gpumix-{digest}"):
+        place = root / name
+        if how == "link":
+            place.symlink_to(target)
+            continue
+        place.mkdir(mode=0o777)
+        (place / digest).mkdir()
+        (place / digest / host).symlink_to(target)
+        (place / host).symlink_to(target)
+        for mark in ("output", "whose.json"):
+            if how == "pipe":
+                os.mkfifo(place / mark)
+            else:
+                (place / mark).write_text(json.dumps({"output": str(output), "host": host}))
+        os.chown(place, 65534, 65534)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be a second user")
+@pytest.mark.parametrize("how", ["link", "folder", "pipe"])
+def test_nothing_is_removed_through_what_another_user_left(tmp_path, how):
+    """A link named as a run's folder led to what was removed; a pipe there was waited for."""
+    memory, treasure, output = (tmp_path / name for name in ("memory", "home", "run"))
+    memory.mkdir()
+    output.mkdir()
+    (treasure / "run-1").mkdir(parents=True)
+    (treasure / "thesis").write_text("years")
+    squat(memory, treasure, output, "localhost", how)
+    before = sorted(path.name for path in memory.iterdir())
+    home = Home(memory, output, "localhost", RUN)
+    seal(home, held(0, 7))
+    home.forget_other_runs()
+    assert home.held() == [held(0, 7)]
+    home.remove()
+    assert (treasure / "thesis").read_text() == "years"
+    assert (treasure / "run-1").is_dir()
+    assert sorted(path.name for path in memory.iterdir()) == before
+
+
+def test_no_link_in_a_folder_of_copies_is_followed(tmp_path):
+    home = Home(tmp_path, tmp_path / "run", "localhost", RUN)
+    seal(home, held(0, 7))
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thesis").touch()
+    (home.folder / "generation-00000000").symlink_to(tmp_path / "home")
+    home.forget_before(5)
+    home.remove()
+    assert (tmp_path / "home" / "thesis").exists()
+
+
+def test_nobody_can_tell_the_name_of_the_folder_without_the_run_s_id(tmp_path):
+    give_id(tmp_path, fresh=True)
+    assert stat.S_IMODE((tmp_path / ".id").stat().st_mode) == 0o600
+    names = {Home(tmp_path, tmp_path, "localhost", run).folder.name for run in ("a", "b")}
+    assert len(names) == 2

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from gpumix.check.facts import RankFacts
 from gpumix.check.probe import Probe, Setting, Told
 from gpumix.engine.ranks import STORE_ERRORS
+from gpumix.spec.files import opened_log, read_log, remove_quietly
 from gpumix.train.failures import in_words
 from gpumix.train.launch import Seat, end_with_launcher, warm_up
 
@@ -171,13 +172,13 @@ class _Process:
         # One that waits for a disk which is gone cannot be killed, and nobody should wait for it.
         multiprocessing.process._children.discard(self._process)  # type: ignore[attr-defined]
         pipe.close()
-        self._log.unlink(missing_ok=True)
+        remove_quietly(self._log)
 
 
 def _run(make: Maker, seat: Seat, setting: Setting, pipe: Connection, log: str) -> None:
     """The process's own edge. What libraries print goes into its log, not between our lines."""
     if not setting.debug:
-        with Path(log).open("w", encoding="utf-8") as file:
+        with opened_log(Path(log)) as file:
             os.dup2(file.fileno(), sys.stdout.fileno())
             os.dup2(file.fileno(), sys.stderr.fileno())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it ends it
@@ -209,5 +210,5 @@ def _death(exit_code: int | None, log: Path) -> str:
         how = f"its process was ended by {signal.Signals(-exit_code).name}"
     lines: list[str] = []
     with suppress(OSError):
-        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        lines = read_log(log).strip().splitlines()
     return f"{how}: {lines[-1].strip()}" if lines else how

@@ -18,6 +18,7 @@ from gpumix.data.text import find_files
 from gpumix.data.tokenizer import open_tokenizer
 from gpumix.hardware.environment import cache_folder, has_cpp_compiler
 from gpumix.spec.errors import GpumixError
+from gpumix.spec.files import opened
 from gpumix.spec.job import Job, OptimizerSpec
 from gpumix.train import run_files
 from gpumix.train.models import check_fits, model_of, vocabulary_of
@@ -128,7 +129,7 @@ def _text(job: Job, folder: Path) -> tuple[str, int]:
     places = tuple(folder / path for path in job.data.text)
     files = find_files(job.data.model_copy(update={"text": places}))
     for file in files[:MOST_FILES]:
-        with file.path.open("rb") as stream:
+        with opened(file.path) as stream:
             stream.read(1)
     sizes = [(file.path.name, file.size) for file in files]
     mark = hashlib.sha256(repr(sizes).encode()).hexdigest()[:12]

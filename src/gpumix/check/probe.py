@@ -32,6 +32,7 @@ from gpumix.profiler.network import message_s
 from gpumix.profiler.peak import measured_peak
 from gpumix.spec.cluster import DeviceClass
 from gpumix.spec.errors import InputError, MachineError, first_line
+from gpumix.spec.files import remove_quietly
 from gpumix.spec.job import Job
 from gpumix.train.launch import Seat
 from gpumix.train.rendezvous import store_of
@@ -293,7 +294,7 @@ class Probe:
         if there:
             file.touch()
         else:
-            file.unlink(missing_ok=True)
+            remove_quietly(file)
         return {}
 
     def seen(self, *, name: str) -> Told:

@@ -46,7 +46,7 @@ def check(
 ) -> None:
     from gpumix.check.run import check as outcome_of
     from gpumix.spec.errors import MachineError
-    from gpumix.train.tables import stderr
+    from gpumix.train.terminal import stderr
 
     refuse_set_without(job, overrides, fix="gpumix check JOB.yaml --set ...")
     leaving = context.with_resource(ExitStack())

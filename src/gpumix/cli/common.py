@@ -113,7 +113,7 @@ def answer(
     value: Callable[[], Any], shown: Callable[[], RenderableType], as_json: bool, note: str = ""
 ) -> None:
     """Print a result: its value as JSON on stdout, or what is shown to people, after the note."""
-    from gpumix.train.tables import stderr
+    from gpumix.train.terminal import stderr
 
     if as_json:
         print_json(value())

@@ -3,7 +3,6 @@ comes with every Python."""
 
 from __future__ import annotations
 
-import shutil
 import sysconfig
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +12,7 @@ import typer
 
 from gpumix.cli.common import Debug, Json, print_json, verb
 from gpumix.spec.errors import InputError
+from gpumix.spec.files import remove, write_at_once
 from gpumix.train import run_files
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def _write_job(folder: Path, steps: int, devices: DemoDevices) -> Path:
     }
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / JOB_FILE
-    path.write_text(yaml.safe_dump(job, sort_keys=False), encoding="utf-8")
+    write_at_once(path, yaml.safe_dump(job, sort_keys=False))
     return path
 
 
@@ -142,11 +142,7 @@ def _check_room(folder: Path) -> None:
 def _clear(folder: Path) -> None:
     """Remove a former run."""
     for name in run_files.ALL:
-        path = folder / name
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+        remove(folder / name)
 
 
 def _library_text() -> list[str]:

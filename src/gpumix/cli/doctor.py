@@ -59,7 +59,7 @@ def doctor(
 ) -> None:
     from gpumix.doctor.change import given_again, write_tuned
     from gpumix.doctor.examine import examine
-    from gpumix.train.tables import stderr
+    from gpumix.train.terminal import stderr
 
     _refuse_a_script(target)
     is_function = _is_function(target)

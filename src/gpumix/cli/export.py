@@ -27,7 +27,7 @@ def export(
     debug: Debug = False,
 ) -> None:
     from gpumix.train.export import export as write
-    from gpumix.train.tables import stderr
+    from gpumix.train.terminal import stderr
 
     write(run, to, dtype=dtype, tell=stderr().print)
     if as_json:

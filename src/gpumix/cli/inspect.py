@@ -52,7 +52,6 @@ def _as_dict(one: Contents) -> dict[str, Any]:
 def _shown(found: Sequence[Contents]) -> Iterable[RenderableType]:
     from rich.text import Text
 
-    from gpumix.spec.errors import visible
     from gpumix.spec.units import show_bytes
     from gpumix.train.tables import new_table
 
@@ -63,15 +62,15 @@ def _shown(found: Sequence[Contents]) -> Iterable[RenderableType]:
             _of(one.step, one.of_steps),
             show_bytes(one.bytes),
             "" if one.plan is None else str(len(one.plan.workers)),
-            visible(one.gpumix),
+            one.gpumix,
             "yes" if one.damage is None else "no",
         )
     yield table
     for one in found:
         if one.damage is not None:
-            yield Text(visible(f"damaged: {one.damage}"), style="yellow")
+            yield Text(f"damaged: {one.damage}", style="yellow")
     for one in [one for one in found if one.damage is None][:1]:
-        yield from (Text(visible(line)) for line in _lines(one))
+        yield from (Text(line) for line in _lines(one))
 
 
 def _lines(one: Contents) -> Iterable[str]:

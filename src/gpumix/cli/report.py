@@ -41,7 +41,7 @@ def report(
     from gpumix.report.page import write_page
     from gpumix.report.run import read_run
     from gpumix.train import run_files
-    from gpumix.train.tables import stderr
+    from gpumix.train.terminal import stderr
 
     found = read_run(run)
     path = output or found.folder / run_files.REPORT

@@ -48,11 +48,10 @@ def top(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    from rich.console import Console
-
     from gpumix.report.live import frame
+    from gpumix.train.terminal import stdout
 
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = stdout()
     if as_json:
         print_json(_looked(run).as_dict())
     elif once or not console.is_terminal:

@@ -10,6 +10,7 @@ import numpy as np
 
 from gpumix.data.lock import exclusive
 from gpumix.spec.errors import MachineError
+from gpumix.spec.files import replacing
 
 _LOG = logging.getLogger(__name__)
 
@@ -50,12 +51,10 @@ def _current(path: Path, count: int) -> np.ndarray | None:
 
 
 def _write(path: Path, lengths: np.ndarray) -> None:
-    part = path.with_suffix(".part.npy")
     try:
-        np.save(part, lengths)
-        part.replace(path)
+        with replacing(path) as file:
+            np.save(file, lengths)
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise MachineError(
             f"cannot write the lengths of samples: {error.strerror}",
             where=str(path),

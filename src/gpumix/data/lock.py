@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from gpumix.spec.errors import MachineError
+from gpumix.spec.files import opened_lock, read_log
 
 _POLL_S = 0.05
 
@@ -31,7 +32,7 @@ def exclusive(path: Path, *, wait_s: float) -> Iterator[Callable[[], None]]:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        handle = opened_lock(path)
     except OSError as error:
         raise _unusable(path, error) from error
     try:
@@ -68,7 +69,7 @@ def _sign(handle: int, path: Path) -> None:
 
 
 def _no_progress(path: Path, wait_s: float) -> MachineError:
-    holder = path.read_text(encoding="utf-8", errors="replace").strip() or "an unknown process"
+    holder = read_log(path).strip() or "an unknown process"
     return MachineError(
         f"{holder} is packing this text and made no progress for {wait_s:g} s",
         where=str(path),

@@ -21,6 +21,16 @@ import numpy as np
 from gpumix.data.lock import exclusive
 from gpumix.data.tokenizer import token_dtype
 from gpumix.spec.errors import InputError, MachineError
+from gpumix.spec.files import (
+    MARK_BYTES,
+    move,
+    opened_anew,
+    read_text,
+    remove,
+    remove_quietly,
+    replacing,
+    write_at_once,
+)
 
 _FORMAT = 3  # a change in how files become tokens takes a new number: old caches are built again
 _LOG = logging.getLogger(__name__)
@@ -110,7 +120,7 @@ class TokenWriter:
         self._heartbeat = heartbeat
         self._sha = hashlib.sha256()
         try:
-            self._file = part.open("wb", buffering=0)
+            self._file = os.fdopen(opened_anew(part), "wb", buffering=0)
         except OSError as error:
             raise _cannot_write(part, error) from error
 
@@ -124,7 +134,7 @@ class TokenWriter:
         trace: TracebackType | None,
     ) -> None:
         self._file.close()
-        self._part.unlink(missing_ok=True)
+        remove(self._part)
 
     def write(self, tokens: np.ndarray, ends: np.ndarray) -> None:
         """Append `tokens`, one dimension of ids below the vocabulary's size; documents end behind
@@ -150,11 +160,10 @@ class TokenWriter:
         sha = self._sha.hexdigest()
         name = f"{key}-{sha[:12]}.tokens"
         try:
-            with (folder / _ends_of(name)).open("wb") as file:
+            with replacing(folder / _ends_of(name), durable=True) as file:
                 np.concatenate([np.empty(0, dtype=np.int64), *self.ends]).tofile(file)
-                os.fsync(file.fileno())
             os.fsync(self._file.fileno())  # no valid name on data that a crash would lose
-            self._part.replace(folder / name)
+            move(self._part, name)
         except OSError as error:
             raise _cannot_write(self._part, error) from error
         return name, sha
@@ -202,7 +211,7 @@ def packed(
 def _current(cache: Path, recipe: Recipe) -> tuple[np.ndarray, np.ndarray, str] | None:
     """(stream, ends, sha256) of what the cache holds for `recipe`, if it is up to date."""
     try:
-        card = _Sidecar(**json.loads((cache / f"{recipe.key}.json").read_text(encoding="utf-8")))
+        card = _Sidecar(**json.loads(read_text(cache / f"{recipe.key}.json", MARK_BYTES)))
         if (card.format, card.recipe) != (_FORMAT, recipe.sources_digest):
             return None
         if not card.tokens:
@@ -242,25 +251,22 @@ def _build(
     try:
         _write_sidecar(cache / f"{recipe.key}.json", card)
     except MachineError:
-        (cache / name).unlink(missing_ok=True)
-        (cache / _ends_of(name)).unlink(missing_ok=True)
+        remove_quietly(cache / name)
+        remove_quietly(cache / _ends_of(name))
         raise
     for old in [*cache.glob(f"{recipe.key}-*.tokens"), *cache.glob(f"{recipe.key}-*.ends")]:
         if old.name not in (
             name,
             _ends_of(name),
         ):  # whoever has it mapped keeps it until the mapping goes
-            old.unlink(missing_ok=True)
+            remove_quietly(old)
     _LOG.info("packed %d tokens from %d files into %s", card.tokens, card.sources, cache / name)
 
 
 def _write_sidecar(path: Path, card: _Sidecar) -> None:
-    part = path.with_suffix(".json.part")
     try:
-        part.write_text(json.dumps(asdict(card), indent=1) + "\n", encoding="utf-8")
-        part.replace(path)
+        write_at_once(path, json.dumps(asdict(card), indent=1) + "\n")
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise _cannot_write(path, error) from error
 
 

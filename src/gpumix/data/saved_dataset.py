@@ -23,6 +23,7 @@ from gpumix.data.rows import PackedSource, Source, digest, with_labels
 from gpumix.data.text import Piece, write_documents
 from gpumix.data.tokenizer import Tokenizer
 from gpumix.spec.errors import InputError, MachineError
+from gpumix.spec.files import read_bytes
 
 _ROWS = 2000
 
@@ -326,4 +327,4 @@ def _files(folder: Path) -> tuple[SourceFile, ...]:
 def _mark(folder: Path) -> str:
     """The dataset's fingerprint: what `datasets` wrote of its history, and its files' sizes."""
     sizes = [(file.path.name, file.size) for file in _files(folder)]
-    return digest((folder / "state.json").read_bytes(), sizes)
+    return digest(read_bytes(folder / "state.json"), sizes)

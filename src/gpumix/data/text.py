@@ -21,6 +21,7 @@ import numpy as np
 from gpumix.data.packed import PackedText, Recipe, SourceFile, TokenWriter, packed
 from gpumix.data.tokenizer import Tokenizer
 from gpumix.spec.errors import InputError
+from gpumix.spec.files import opened
 from gpumix.spec.job import DataSpec
 
 # How much is read at once. Part of the format: text is tokenised piece by piece, cut at ends of
@@ -183,7 +184,7 @@ def _lines_of(path: Path, tokenizer: Tokenizer) -> Iterator[Piece]:
 
 def _chunks(path: Path) -> Iterator[bytes]:
     try:
-        with path.open("rb", buffering=0) as file:
+        with opened(path) as file:
             while chunk := file.read(_CHUNK_BYTES):
                 yield chunk
     except OSError as error:

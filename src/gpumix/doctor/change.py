@@ -12,7 +12,7 @@ import yaml
 from gpumix.doctor.layout import with_value
 from gpumix.spec.base import Value
 from gpumix.spec.errors import InputError
-from gpumix.spec.files import replace_text
+from gpumix.spec.files import read_bytes, replace_text
 from gpumix.spec.job import Job
 from gpumix.spec.read_overrides import key_of
 from gpumix.spec.read_yaml import Source, parse_yaml
@@ -63,7 +63,7 @@ def write_tuned(job: Path, tuned: Path, changes: Changes, notes: Sequence[str] =
     Raises:
         MachineError: it cannot be written.
     """
-    text = job.read_text(encoding="utf-8-sig")
+    text = read_bytes(job).decode("utf-8-sig")
     content = _content(text)
     made = {k: v for k, v in changes.items() if v != default_of(k) or _is_in(content, k)}
     for key, value in made.items():

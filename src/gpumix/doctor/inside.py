@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gpumix.doctor.function.seen import Site
+from gpumix.spec.files import opened_log
 
 CODE = ("late_values", "quiet", "expandable_segments")
 """Changes of no setting: of what code does in ranks, or their environment."""
@@ -65,7 +66,7 @@ class Inside:
         from gpumix.doctor.function.patches import Patches
 
         self._patches, self._lines = Patches(), Lines()
-        log = self._patches.enter_context(self.log.open("a", encoding="utf-8"))
+        log = self._patches.enter_context(opened_log(self.log))
         self._patches.replace(sys, "stdout", lambda _: log)
         apply(self.changes, self._patches)
         self._lines.install(self._patches, gpu=self.gpu)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,6 +22,7 @@ from gpumix.hardware.environment import has_cpp_compiler
 from gpumix.spec.cluster import DeviceClass
 from gpumix.spec.dtypes import compute_dtypes
 from gpumix.spec.errors import GpumixError
+from gpumix.spec.files import scratch_folder
 from gpumix.spec.job import Job
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
@@ -207,8 +207,8 @@ def job_patient(
     debug: bool = False,
 ) -> Iterator[JobPatient]:
     """The job at `path`, with a folder for what its windows write."""
-    with tempfile.TemporaryDirectory(prefix="gpumix-doctor-") as name:
-        yield JobPatient(path, given, steps + SETTLING, Path(name), allowed, debug)
+    with scratch_folder() as scratch:
+        yield JobPatient(path, given, steps + SETTLING, scratch, allowed, debug)
 
 
 def _foretold_s(patient: JobPatient) -> float | None:

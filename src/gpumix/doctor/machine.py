@@ -17,6 +17,7 @@ from typing import Any
 from gpumix.cost.input import STARVED_SHARE
 from gpumix.data.tuning import Limit
 from gpumix.hardware.gpu_health import REASONS, Look, driver, look, most_link
+from gpumix.spec.files import read_log
 
 SHARE = 0.1  # of the looks, or of the time, from which on it is told
 LOOK_S = 0.2  # between looks at the GPUs
@@ -208,12 +209,12 @@ def paged_in_bytes(text: str) -> int:
 
 def _stalled_s() -> float | None:
     with suppress(OSError, ValueError):
-        found = stalled_us(_PRESSURE.read_text(encoding="ascii"))
+        found = stalled_us(read_log(_PRESSURE))
         return None if found is None else found / 1e6
     return None
 
 
 def _read_bytes() -> int:
     with suppress(OSError, ValueError):
-        return paged_in_bytes(_PAGED_IN.read_text(encoding="ascii"))
+        return paged_in_bytes(read_log(_PAGED_IN))
     return 0

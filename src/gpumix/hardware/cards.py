@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from gpumix.spec.files import read_log
+
 Maker = Literal["NVIDIA", "AMD", "Intel"]
 
 _BUS = Path("/sys/bus/pci/devices")
@@ -62,6 +64,6 @@ def _card(folder: Path) -> Card | None:
 
 def _text(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8").strip()
+        return read_log(file).strip()
     except OSError:
         return ""

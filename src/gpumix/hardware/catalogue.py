@@ -20,6 +20,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from gpumix.spec.base import Value
 from gpumix.spec.errors import InputError
+from gpumix.spec.files import read_text
 from gpumix.spec.units import Bytes, FlopRate
 
 _DATA = Path(__file__).with_name("catalogue.toml")
@@ -149,7 +150,7 @@ class Card(Value):
 @cache
 def load() -> tuple[Card, ...]:
     """All cards, in the order of the file."""
-    data = tomllib.loads(_DATA.read_text(encoding="utf-8"))
+    data = tomllib.loads(read_text(_DATA))
     return tuple(
         _card(group, card, data["sources"]) for group in data["group"] for card in group["card"]
     )

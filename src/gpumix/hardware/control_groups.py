@@ -11,6 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from gpumix.spec.files import read_log
+
 _ROOT = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
 _UNIFIED = "unified"  # where version 2 is beside version 1
@@ -54,7 +56,7 @@ def core_quotas() -> list[float]:
     for folder in _folders("cpu"):
         for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
             with suppress(OSError, ValueError):  # there are none, or "max"
-                text = " ".join((folder / name).read_text(encoding="ascii") for name in names)
+                text = " ".join(read_log(folder / name) for name in names)
                 quota, period = map(int, text.split()[:2])
                 if quota > 0 and period > 0:
                     found.append(quota / period)
@@ -65,7 +67,7 @@ def _folders(controller: str) -> Iterator[Path]:
     """Of the groups that this process is in, as far as they can be seen."""
     paths = [(_ROOT, "/"), (_ROOT / controller, "/")]
     with suppress(OSError):
-        for line in _OWN.read_text(encoding="utf-8", errors="replace").splitlines():
+        for line in read_log(_OWN).splitlines():
             _, controllers, path = line.split(":", 2)
             if not controllers:
                 paths += [(_ROOT, path), (_ROOT / _UNIFIED, path)]
@@ -83,7 +85,7 @@ def _folders(controller: str) -> Iterator[Path]:
 
 def _number(file: Path) -> int | None:
     with suppress(OSError, ValueError):  # there is none, or "max"
-        return int(file.read_text(encoding="ascii"))
+        return int(read_log(file))
     return None
 
 
@@ -91,6 +93,6 @@ def _kept_files_bytes(folder: Path) -> int:
     """What its processes, and those of the groups in it, read of files and is kept in memory."""
     told: dict[str, int] = {}
     with suppress(OSError, ValueError):
-        lines = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
+        lines = read_log(folder / "memory.stat").splitlines()
         told = {name: int(value) for name, value in map(str.split, lines)}
     return sum(told.get(f"total_{name}", told.get(name, 0)) for name in _FILES)

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from gpumix.hardware.control_groups import core_quotas
+from gpumix.spec.files import read_log
 
 _ABOUT = Path("/proc/cpuinfo")
 _PRESSURE = Path("/proc/pressure/cpu")
@@ -28,7 +29,7 @@ def threads_of(ranks: int) -> int:
 def cpu_has_bf16() -> bool:
     """Whether it multiplies in bf16; also False where nobody tells."""
     with suppress(OSError):
-        return bf16_in(_ABOUT.read_text(encoding="utf-8", errors="replace"))
+        return bf16_in(read_log(_ABOUT))
     return False
 
 
@@ -36,7 +37,7 @@ def short_of_cores_s() -> float:
     """Seconds in which some process had to wait for a core, since the system began; 0 where nobody
     tells."""
     with suppress(OSError, ValueError):
-        return waited_s_in(_PRESSURE.read_text(encoding="ascii"))
+        return waited_s_in(read_log(_PRESSURE))
     return 0.0
 
 

@@ -25,6 +25,7 @@ from gpumix.hardware.unusable import refuse_build, refuse_cards
 from gpumix.hardware.visible import Gpu, product_slug, visible_gpus
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
 from gpumix.spec.errors import MachineError
+from gpumix.spec.files import read_log
 from gpumix.spec.units import show_bytes
 
 CPU_MEMORY_SHARE = 0.8  # of all; the rest is for the system and the page cache
@@ -187,7 +188,7 @@ def _cpu_cluster(host: str) -> Cluster:
 
 
 def _memory(host: str) -> int:
-    lines = _MEMINFO.read_text(encoding="utf-8").splitlines() if _MEMINFO.exists() else []
+    lines = read_log(_MEMINFO).splitlines() if _MEMINFO.exists() else []
     for line in lines:
         if line.startswith("MemTotal:"):
             return let_have_bytes(int(line.split()[1]) * 1024)

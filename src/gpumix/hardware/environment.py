@@ -23,6 +23,7 @@ from typing import Literal, NoReturn
 from gpumix.hardware.control_groups import let_have_bytes, memory_groups
 from gpumix.hardware.efficiency import Installed
 from gpumix.spec.errors import InputError
+from gpumix.spec.files import read_log
 
 # Of what is free of it, copies of a run's state may take this part.
 COPIES_PART = 0.5
@@ -486,7 +487,7 @@ def begun(process: int) -> str:
 def _stat_of(process: int) -> list[str]:
     """What Linux says of a process, from its state on; see proc_pid_stat(5)."""
     with suppress(OSError):
-        told = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
+        told = read_log(Path(f"/proc/{process}/stat"))
         return told.rpartition(")")[2].split()
     return []
 
@@ -501,7 +502,7 @@ def available_host_bytes() -> int:
     ends a process."""
     free = [host_memory_bytes()]
     with suppress(OSError, StopIteration):
-        told = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        told = read_log(Path("/proc/meminfo")).splitlines()
         kib = next(line for line in told if line.startswith("MemAvailable:")).split()[1]
         free.append(int(kib) * 1024)
     free += [group.most_bytes - group.used_bytes for group in memory_groups()]

@@ -16,6 +16,7 @@ from gpumix.hardware.environment import visible_cuda_devices
 from gpumix.hardware.gpu_health import GpuHealth, driver, handle_of, health
 from gpumix.spec.cluster import Cluster, Device
 from gpumix.spec.errors import MachineError
+from gpumix.spec.files import read_log
 from gpumix.spec.profile import Profile
 from gpumix.spec.units import show_bytes
 
@@ -131,7 +132,7 @@ def _is_full(one: Occupied, wanted_bytes: int) -> bool:
 def _named(pid: int, held_bytes: int) -> str:
     """Such as "4711 (python, 9.2 GiB)"; a process of another container has no name here."""
     try:
-        name = Path(f"/proc/{pid}/comm").read_text(encoding="utf-8").strip()
+        name = read_log(Path(f"/proc/{pid}/comm")).strip()
     except OSError:
         name = "of another container"
     return f"{pid} ({name}, {show_bytes(held_bytes)})" if held_bytes else f"{pid} ({name})"

@@ -12,6 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+from gpumix.spec.files import read_log
+
 Toolkit = Literal["CUDA", "ROCm", "XPU", ""]
 PAGE = "https://pytorch.org/get-started/locally"
 _ARCH = re.compile(r"^(sm|compute)_(\d+)(\d)([a-z]?)$")
@@ -50,7 +52,7 @@ def torch_build() -> TorchBuild | None:
     if spec is None or not spec.submodule_search_locations:
         return None
     file = Path(spec.submodule_search_locations[0], "version.py")
-    return build_of(file.read_text(encoding="utf-8")) if file.exists() else None
+    return build_of(read_log(file)) if file.exists() else None
 
 
 def build_of(source: str) -> TorchBuild | None:

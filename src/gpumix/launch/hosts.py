@@ -11,10 +11,9 @@ from pathlib import Path
 from gpumix.spec.base import refuse_twins
 from gpumix.spec.cluster import Cluster
 from gpumix.spec.errors import InputError
-from gpumix.spec.files import read_text, why_unreadable
+from gpumix.spec.files import MARK_BYTES, read_text, why_unreadable
+from gpumix.spec.words import check_host
 
-# What ssh takes for a host and a shell for a word; one that begins with - would be an option.
-_NAME = re.compile(r"(?!-)[A-Za-z0-9_.@-]+")
 _COUNTED = re.compile(r"(?P<name>[^\s:]+)(?::(?P<count>\d+)|\s+slots=(?P<slots>\d+))?")
 HERE = "localhost"
 HOSTS_FIX = "--hosts a,b or --hosts a:4,b:8, or a file with one of them on each line"
@@ -70,7 +69,7 @@ def read_hosts(text: str) -> tuple[Host, ...]:
 
 def _lines(file: Path) -> list[str]:
     try:
-        return read_text(file).splitlines()
+        return read_text(file, MARK_BYTES).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
             "cannot read the hosts file",
@@ -82,8 +81,13 @@ def _lines(file: Path) -> list[str]:
 
 def _host(word: str, where: str) -> Host:
     found = _COUNTED.fullmatch(word)
-    if found is None or not _NAME.fullmatch(found["name"]):
-        raise InputError(f"'{word}' names no host", where=where, fix=HOSTS_FIX)
+    try:
+        user, _, name = found["name"].rpartition("@") if found else ("", "", "")
+        check_host(name)
+        check_host(user or name)
+    except ValueError as error:
+        raise InputError(f"'{word}' names no host", where=where, fix=HOSTS_FIX) from error
+    assert found is not None, "it has a name"
     count = found["count"] or found["slots"]
     if count is not None and not int(count):
         raise InputError(f"host '{found['name']}' is to run no process", where=where, fix=HOSTS_FIX)

@@ -22,6 +22,7 @@ from gpumix.launch.lines import Lines
 from gpumix.launch.orders import ALIVE_S, Order, Orders
 from gpumix.launch.survey import LOST
 from gpumix.spec.errors import EXIT_INTERRUPTED, MachineError, TrainingError
+from gpumix.spec.files import opened_log
 
 LOOK_S = 0.05
 # After one host has failed: how long the others may take to say what they know, and then to end.
@@ -195,7 +196,7 @@ class Gathered:
             try:
                 logs.mkdir(parents=True, exist_ok=True)
                 for name in names:
-                    file = (logs / f"{name}.log").open("a", encoding="utf-8")
+                    file = opened_log(logs / f"{name}.log")
                     self._files[name] = self._open.enter_context(file)
             except OSError as error:
                 raise MachineError(

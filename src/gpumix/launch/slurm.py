@@ -14,6 +14,7 @@ from gpumix.launch.commands import HOST_MODULE, Surroundings, meeting_words, ran
 from gpumix.launch.components import Component, Part, first_rank, parts_of, world_of
 from gpumix.launch.program import Program
 from gpumix.spec.errors import InputError
+from gpumix.spec.words import directive
 
 CPUS_PER_DEVICE = 4
 # What is left of the time, once runs have saved, to end in; SLURM keeps seconds in 16 bits.
@@ -81,21 +82,21 @@ def sbatch(
 
 
 def _common(program: Program, before_s: int) -> Iterator[str]:
-    yield f"#SBATCH --job-name={program.title}"
-    yield "#SBATCH --output=%x-%j.log"
-    yield "#SBATCH --time=24:00:00"
-    yield f"#SBATCH --signal=TERM@{before_s}"
+    yield directive("job-name", program.title)
+    yield directive("output", "%x-%j.log")
+    yield directive("time", "24:00:00")
+    yield directive("signal", f"TERM@{before_s}")
 
 
 def _directives(component: Component) -> Iterator[str]:
-    yield f"#SBATCH --nodes={component.nodes}"
-    yield "#SBATCH --ntasks-per-node=1"
-    yield f"#SBATCH --cpus-per-task={component.devices * CPUS_PER_DEVICE}"
+    yield directive("nodes", component.nodes)
+    yield directive("ntasks-per-node", 1)
+    yield directive("cpus-per-task", component.devices * CPUS_PER_DEVICE)
     if component.gpus:
         kinds = [f"gpu:{name}:{count}" for name, count in component.held]
-        yield f"#SBATCH --gres={','.join(kinds) or f'gpu:{component.devices}'}"
+        yield directive("gres", ",".join(kinds) or f"gpu:{component.devices}")
     if component.hosts:
-        yield f"#SBATCH --nodelist={','.join(component.hosts)}"
+        yield directive("nodelist", ",".join(component.hosts))
 
 
 def _step(number: int, part: Part, several: bool) -> str:

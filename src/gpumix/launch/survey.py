@@ -16,6 +16,7 @@ from gpumix.launch.commands import NO_FOLDER, Ssh, Surroundings, probing
 from gpumix.launch.hosts import Host
 from gpumix.launch.ready import Facts, together
 from gpumix.spec.errors import GpumixError, MachineError
+from gpumix.spec.files import read_text
 
 PROBE_S = 60.0  # beyond the time to connect: imports from a slow disk
 LOST = 255  # what ssh leaves with where it is not connected
@@ -112,7 +113,7 @@ def _answer(
 ) -> Facts | GpumixError:
     limit_s = ssh.timeout_s + PROBE_S
     try:
-        out, said = asking.communicate(Path(probe.__file__).read_text(encoding="utf-8"), limit_s)
+        out, said = asking.communicate(read_text(Path(probe.__file__)), limit_s)
     except subprocess.TimeoutExpired:
         return MachineError(f"it did not answer within {limit_s:.0f} s", where=f"host {host.name}")
     answers = [line for line in out.splitlines() if line.startswith(probe.MARK)]

@@ -29,6 +29,7 @@ from gpumix.spec.compiling import compiled_classes
 from gpumix.spec.curve import Curve
 from gpumix.spec.dtypes import compute_dtypes
 from gpumix.spec.errors import InputError
+from gpumix.spec.files import read_text
 from gpumix.spec.islands import Links, placed
 from gpumix.spec.job import Job
 from gpumix.spec.measurements import ClassMeasurement, InputMeasurement, LinkMeasurement
@@ -287,5 +288,5 @@ def model_hash(job: Job, folder: Path) -> str:
 def _model(job: Job, folder: Path) -> dict[str, object]:
     model: dict[str, object] = job.model.model_dump(mode="json", exclude={"weights"})
     if isinstance(job.model.config, Path):
-        model["config"] = (folder / job.model.config).read_text(encoding="utf-8")
+        model["config"] = read_text(folder / job.model.config)
     return model

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from gpumix.spec.files import read_bytes
+
 
 def code_of_factory(factory: str | None, folder: Path) -> str:
     """A hash of the source of a factory's module and of all that it imports from beside it, which
@@ -52,7 +54,7 @@ def _imported(module: str, folder: Path, within: str = "") -> set[Path]:
 def _imports_of(file: Path, package: str) -> Iterator[str]:
     """Names of modules that a file may import; a name taken from a module may be one too."""
     with suppress(SyntaxError):  # told when it is run
-        for node in ast.walk(ast.parse(file.read_bytes())):
+        for node in ast.walk(ast.parse(read_bytes(file))):
             if isinstance(node, ast.Import):
                 yield from (alias.name for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
@@ -70,5 +72,5 @@ def hash_of_files(files: Iterable[Path]) -> str:
     """Of their contents, in the order of their names."""
     digest = hashlib.sha256()
     for file in sorted(files):
-        digest.update(file.read_bytes())
+        digest.update(read_bytes(file))
     return digest.hexdigest()

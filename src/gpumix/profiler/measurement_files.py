@@ -18,6 +18,7 @@ from gpumix.hardware.environment import cache_folder
 from gpumix.profiler.code import hash_of_files
 from gpumix.spec.cluster import Cluster, DeviceClass
 from gpumix.spec.errors import InputError
+from gpumix.spec.files import remove
 from gpumix.spec.measurements import ClassMeasurement, InputMeasurement, LinkMeasurement
 from gpumix.spec.stage import ComputeDtype
 
@@ -161,7 +162,7 @@ def _more_time(measurement: ClassMeasurement, budget_s: float) -> bool:
 
 def keep(measurement: ClassMeasurement | LinkMeasurement | InputMeasurement, path: Path) -> None:
     """Write a measurement into its file."""
-    path.unlink(missing_ok=True)  # what is broken is nobody's
+    remove(path)  # what is broken is nobody's
     measurement.save(path)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpumix.spec.errors import InputError, MachineError, first_line
+from gpumix.spec.files import replacing
 from gpumix.spec.trace import Slice, Trace
 
 if TYPE_CHECKING:
@@ -197,7 +198,8 @@ def draw(panels: Sequence[Panel], path: Path) -> None:
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
+        with replacing(path) as file:
+            figure.savefig(file, format=path.suffix.removeprefix(".") or None)
     except OSError as error:
         raise MachineError(
             "the picture cannot be written", where=str(path), why=first_line(error)

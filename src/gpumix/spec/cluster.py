@@ -7,15 +7,18 @@ named by their UUID, never by a rank number, so that a plan survives a changed o
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from gpumix.spec.base import Value, refuse_twins
 from gpumix.spec.errors import InputError
 from gpumix.spec.network import Network
 from gpumix.spec.units import Bytes, FlopRate, show_bytes, show_flops
+from gpumix.spec.words import check_host, check_seen
 
+HostName = Annotated[str, AfterValidator(check_host)]
+Seen = Annotated[str, AfterValidator(check_seen)]
 CLASS_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 
@@ -33,10 +36,10 @@ class DeviceClass(Value):
     accelerator: Literal["cuda", "xpu", "cpu"]
     memory_bytes: Bytes = Field(gt=0)
     emulate_flops_per_s: FlopRate | None = None
-    product: str = ""
-    driver: str = ""
-    compute_capability: str = ""
-    gfx_target: str = ""
+    product: Seen = ""
+    driver: Seen = ""
+    compute_capability: Seen = ""
+    gfx_target: Seen = ""
     peak_flops_per_s: FlopRate | None = None
 
     @property
@@ -62,14 +65,14 @@ class DeviceClass(Value):
 class Device(Value):
     """One GPU, or one CPU process that stands for a device."""
 
-    id: str = Field(min_length=1)
+    id: Seen = Field(min_length=1)
     device_class: str
-    host: str = "localhost"
+    host: HostName = "localhost"
     ordinal: int = Field(default=0, ge=0, description="index among the CUDA devices of its host")
-    island: str = Field(
+    island: Seen = Field(
         default="", description="devices of its host with faster links to each other have one name"
     )
-    rack: str = Field(
+    rack: Seen = Field(
         default="", description="so do hosts with faster links to each other; of all its devices"
     )
 

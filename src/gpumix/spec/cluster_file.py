@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from gpumix.spec.base import Value
-from gpumix.spec.cluster import CLASS_NAME, Cluster, Device, DeviceClass
+from gpumix.spec.cluster import CLASS_NAME, Cluster, Device, DeviceClass, HostName, Seen
 from gpumix.spec.network import Network
 from gpumix.spec.read_errors import Problem, nearest, suggest, validated
 from gpumix.spec.read_yaml import Keys, show_value
@@ -40,12 +40,12 @@ class ClassForm(Value):
         description="`cuda` for GPUs of NVIDIA and AMD, `xpu` for Intel's; default: `cpu` for an "
         "emulated class, `cuda` for others",
     )
-    product: str = Field(
+    product: Seen = Field(
         default="", description="as the driver names it; with `compute_capability` it is checked"
     )
-    driver: str = Field(default="", description="a measurement is made again when it changes")
-    compute_capability: str = Field(default="", description="of NVIDIA's GPUs, as `8.6`")
-    gfx_target: str = Field(default="", description="of AMD's GPUs, as `gfx942`")
+    driver: Seen = Field(default="", description="a measurement is made again when it changes")
+    compute_capability: Seen = Field(default="", description="of NVIDIA's GPUs, as `8.6`")
+    gfx_target: Seen = Field(default="", description="of AMD's GPUs, as `gfx942`")
     peak_flops: FlopRate | None = Field(
         default=None,
         description="of the datasheet, at the job's precision; `strategy: proportional` goes by it",
@@ -95,25 +95,25 @@ class DeviceRow(Value):
     """One device, or `count` of one class on one host; their ordinals follow each other."""
 
     device_class: ClassName = Field(alias="class", description="which class it is of")
-    id: str | None = Field(
+    id: Seen | None = Field(
         default=None,
         min_length=1,
         description="a UUID as `nvidia-smi -L` shows it finds the GPU wherever it is; default: "
         "class and number",
     )
     count: int = Field(default=1, ge=1, le=MOST_DEVICES, description="so many such devices")
-    host: str = Field(default="localhost", min_length=1, description="as `hostname` names it there")
+    host: HostName = Field(default="localhost", description="as `hostname` names it there")
     ordinal: int | None = Field(
         default=None,
         ge=0,
         description="index among the GPUs of its host, the first of `count`; default 0",
     )
-    island: str = Field(
+    island: Seen = Field(
         default="",
         description="devices of a host with faster links to each other, as pairs with NVLink, have "
         "one name",
     )
-    rack: str = Field(
+    rack: Seen = Field(
         default="", description="of their host: hosts with faster links to each other have one name"
     )
 

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gpumix.spec.words import printable
+
 EXIT_OK = 0
 EXIT_BUG = 1
 EXIT_INTERRUPTED = 130
-# What a terminal does something for, instead of showing it; lines may break and be indented.
-_UNSEEN = {n: repr(chr(n))[1:-1] for n in (*range(32), *range(127, 160)) if chr(n) not in "\n\t"}
 ENDED_AT_ONCE = "ended at once, without saving anything more"
 
 
@@ -43,7 +43,7 @@ class GpumixError(Exception):
             lines.append(f"  why: {self.why}")
         if self.fix:
             lines.append(f"  fix: {self.fix}")
-        return visible("\n".join(lines))
+        return printable("\n".join(lines))
 
     def __reduce__(self) -> tuple[object, ...]:
         """Errors cross process borders on their way to the launcher."""
@@ -212,12 +212,6 @@ def no_such_file(kind: str, path: str | Path) -> InputError:
         where=str(path),
         fix="look at the name, and at the folder that it starts from",
     )
-
-
-def visible(text: str) -> str:
-    """A text with its control characters written out: what comes from a file is for the eye, and no
-    order to a terminal."""
-    return text.translate(_UNSEEN)
 
 
 def first_line(error: BaseException) -> str:

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from gpumix.engine.engine import Engine
 from gpumix.hardware.runtime import Stream
 from gpumix.spec.errors import GpumixError, InputError
+from gpumix.spec.files import INDEX_BYTES, read_bytes
 from gpumix.train import checkpoint_content as content
 from gpumix.train import checkpoint_folder
 from gpumix.train.background import Background, Overdue
@@ -409,7 +410,7 @@ def opened(path: Path) -> tuple[Manifest, Index]:
         raise damaged(path / INDEX, "the checkpoint does not say what it should be")
     verify(path, [(INDEX, manifest.files[INDEX])])
     try:
-        index = Index.model_validate_json((path / INDEX).read_bytes())
+        index = Index.model_validate_json(read_bytes(path / INDEX, INDEX_BYTES))
         index.check_whole()
         index.check_fits({name: saved.bytes for name, saved in manifest.files.items()})
     except OSError as error:

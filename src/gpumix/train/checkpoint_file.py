@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import socket
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from io import BufferedReader
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -25,11 +24,13 @@ from pydantic import Field, JsonValue, ValidationError
 import gpumix
 from gpumix.spec.base import Value
 from gpumix.spec.errors import InputError, MachineError
-from gpumix.spec.files import NotAFileError, opened
+from gpumix.spec.files import NotAFileError, TooLargeError, opened, read_text
 
 SCHEMA = 1
 # Other errors of the system, of a network's disk say, may pass: they do not damage a checkpoint.
-_GONE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+_UNUSABLE = (
+    FileNotFoundError, IsADirectoryError, NotADirectoryError, NotAFileError, TooLargeError,
+)  # fmt: skip
 MANIFEST = "checkpoint.json"
 INDEX = "index.json"
 METADATA = ".metadata"
@@ -120,12 +121,12 @@ def read_manifest(path: Path) -> Manifest:
     """
     file = path / MANIFEST
     try:
-        with reading(file) as stream:
-            sealed: Any = json.loads(stream.read().decode())
+        sealed: Any = json.loads(read_text(file))
         kind, schema, content = sealed["kind"], sealed["schema_version"], sealed["checkpoint"]
         digest, version = sealed["digest"], content["gpumix"]
-    except (*_GONE, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise damaged(file, f"it cannot be read: {error!r}") from error
+    except (*_UNUSABLE, ValueError, KeyError, TypeError, RecursionError) as error:
+        why = error.strerror if isinstance(error, OSError) else repr(error)
+        raise damaged(file, f"it cannot be read: {why}") from error
     if (kind, schema) != ("checkpoint", SCHEMA):
         if version == gpumix.__version__:
             raise damaged(file, f"it is a {kind} of schema {schema}")
@@ -154,12 +155,14 @@ def verify(path: Path, files: Iterable[tuple[str, SavedFile]]) -> None:
     """
     for name, saved in files:
         try:
-            found = described(path / name)
-        except _GONE as error:
+            with opened(path / name) as stream:
+                size = os.fstat(stream.fileno()).st_size
+                if size != saved.bytes:  # before it is read: it may have no end
+                    raise damaged(path / name, f"it has {size} bytes, {saved.bytes} were saved")
+                digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        except _UNUSABLE as error:
             raise damaged(path / name, error.strerror or str(error)) from error
-        if found.bytes != saved.bytes:
-            raise damaged(path / name, f"it has {found.bytes} bytes, {saved.bytes} were saved")
-        if found.sha256 != saved.sha256:
+        if digest != saved.sha256:
             raise damaged(path / name, "its content is not what was saved")
 
 
@@ -185,23 +188,9 @@ def described_as(content: bytes) -> SavedFile:
 
 def described(file: Path) -> SavedFile:
     """Size and digest of a file, by reading it."""
-    with reading(file) as stream:
+    with opened(file) as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    return SavedFile(bytes=file.stat().st_size, sha256=digest)
-
-
-@contextmanager
-def reading(file: Path) -> Iterator[BufferedReader]:
-    """A file of a checkpoint, open to be read.
-
-    Raises:
-        Damaged: it is a pipe or a device, of which reading may never end.
-    """
-    try:
-        with opened(file) as stream:
-            yield stream
-    except NotAFileError as error:
-        raise damaged(file, str(error.strerror)) from error
+        return SavedFile(bytes=stream.tell(), sha256=digest)
 
 
 def damaged(file: Path, why: str) -> Damaged:

@@ -3,18 +3,18 @@
 A checkpoint is written into `step-00000010.part` and renamed once it is complete, and renamed to
 `.gone.part` before it is removed. One that another of the same step replaces is `.former.part`
 for a moment, and counts while there is no other. So a crash at any moment leaves whole checkpoints
-and parts, nothing between.
+and parts, nothing between. One that was moved elsewhere and linked back counts as the others do;
+when its time has come the link goes, and what was moved stays.
 """
 
 from __future__ import annotations
 
 import math
-import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from gpumix.spec import files
 from gpumix.spec.errors import InputError, MachineError
 from gpumix.train import run_files
 from gpumix.train.checkpoint_file import (
@@ -112,21 +112,21 @@ def begin(folder: Path, step: int) -> Path:
     """A new, empty part for a checkpoint of `step`; those of earlier crashes are removed."""
     folder.mkdir(parents=True, exist_ok=True)
     for former, final in _formers(folder):
-        former.rename(final)
+        files.move(former, final.name)
     for leftover in folder.glob(_PARTS):
-        shutil.rmtree(leftover)
+        files.remove(leftover)
     part = folder / f"{folder_of(step)}.part"
     part.mkdir()
     return part
 
 
-def check_visible(part: Path, files: Mapping[str, SavedFile]) -> None:
+def check_visible(part: Path, saved_files: Mapping[str, SavedFile]) -> None:
     """Check that what all ranks wrote is here, on rank 0's host.
 
     Raises:
         MachineError: a file is not; the ranks do not share the folder.
     """
-    for name, saved in files.items():
+    for name, saved in saved_files.items():
         file = part / name
         if not file.exists() or file.stat().st_size != saved.bytes:
             raise MachineError(
@@ -143,43 +143,28 @@ def finish(part: Path, manifest: Manifest) -> Path:
     sequences = [sequence for sequence, _ in _in_order(folder) if sequence < math.inf]
     manifest = manifest.model_copy(update={"sequence": int(max(sequences, default=0)) + 1})
     write_durably(part / MANIFEST, manifest.sealed())
-    _sync(part)
+    files.sync_folder(part)
     former = final.with_name(final.name + _FORMER)
     if final.exists():  # this step was saved before, and the run went on from an older one
-        final.rename(former)
-    part.rename(final)
-    _sync(folder)
-    if former.exists():
-        shutil.rmtree(former)
+        files.move(final, former.name)
+    files.move(part, final.name)
+    files.sync_folder(folder)
+    files.remove(former)
     return final
 
 
 def abandon(part: Path) -> None:
     """Remove a part that will not be finished; what resists is removed by the next `begin`."""
-    shutil.rmtree(part, ignore_errors=True)
+    files.remove_quietly(part)
 
 
 def prune(folder: Path, keep: int) -> None:
     """Remove all but the `keep` newest checkpoints; one that cannot be read is left alone."""
     readable = [path for sequence, path in _in_order(folder) if sequence < math.inf]
     for path in readable[:-keep]:
-        part = path.with_name(path.name + _GONE)
-        path.rename(part)
-        shutil.rmtree(part)
+        files.remove(files.move(path, path.name + _GONE))
 
 
 def write_durably(file: Path, text: str) -> None:
     """Write `text` so that it survives a crash of the machine."""
-    with file.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def _sync(folder: Path) -> None:
-    """Make renames and new files in `folder` survive a crash of the machine."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    files.write_at_once(file, text, durable=True)

@@ -108,6 +108,7 @@ class Boxed:
 
 
 _PRIME = 2**61 - 1
+MOST_ELEMENTS = 2**56  # of a tensor
 
 
 def _random_place() -> int:
@@ -156,9 +157,16 @@ class StoredBox(Value):
         return all(first >= 0 and 0 <= n <= of - first for first, n, of in every)
 
 
+def _possible(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of what torch can make, an empty tensor too: strides of the others must fit."""
+    if any(n < 0 for n in shape) or math.prod(max(n, 1) for n in shape) > MOST_ELEMENTS:
+        raise ValueError(f"no tensor has the shape {list(shape)}")
+    return shape
+
+
 class StoredTensor(Value):
     dtype: Annotated[str, AfterValidator(_known_dtype)]
-    shape: tuple[int, ...]
+    shape: Annotated[tuple[int, ...], AfterValidator(_possible)] = Field(max_length=64)
     boxes: tuple[StoredBox, ...]
 
     @property

@@ -31,7 +31,7 @@ from gpumix.train.failures import in_words
 from gpumix.train.launch import Seat
 from gpumix.train.models import check_fits, vocabulary_of
 from gpumix.train.rendezvous import store_of
-from gpumix.train.tables import stderr
+from gpumix.train.terminal import stderr
 
 
 @dataclass(frozen=True)

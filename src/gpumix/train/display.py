@@ -16,7 +16,8 @@ from gpumix.cost.parts import in_parts
 from gpumix.data.tuning import Limit
 from gpumix.spec.units import show_bytes, show_seconds
 from gpumix.train.metrics import ClassRecord, RankRecord, RunLog, StepRecord
-from gpumix.train.tables import EMULATED, new_table, stderr
+from gpumix.train.tables import EMULATED, new_table
+from gpumix.train.terminal import stderr
 
 ROWS = 8
 SHARES = ("compute", "input", "communication", "copies", "other")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
+import secrets
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 
 import gpumix
 from gpumix.data.tokenizer import FileTokenizer, bytes_as_file
+from gpumix.spec import files
 from gpumix.spec.errors import GpumixError, InputError, MachineError, first_line
-from gpumix.spec.files import read_text, why_unreadable
 from gpumix.train.checkpoint import opened
 from gpumix.train.checkpoint_content import MODEL
 from gpumix.train.checkpoint_file import MANIFEST, Manifest, damaged, verify
@@ -80,9 +80,9 @@ def export(
     if passed:
         tell(f"the newest that is whole is written, {path}")
     config = model_config if model_config is not None else _stored_config(path, manifest)
-    part = to.with_name(f".{to.name}.gpumix.part")
+    part = to.with_name(secrets.token_hex(8).join((".gpumix-", ".part")))
     try:
-        shutil.rmtree(part, ignore_errors=True)
+        files.forget_parts(to.parent)
         part.mkdir(parents=True)
         _write_weights(part, path, index, _DTYPES[dtype], file_bytes)
         if config is not None:
@@ -94,14 +94,15 @@ def export(
         _write_json(part / RECORD, _record(part, path, manifest))
         _replace(to, part)
     except (OSError, SafetensorError) as error:
+        system = error if isinstance(error, OSError) else OSError()
         raise MachineError(
             "cannot write the exported model",
             where=str(to),
             why=first_line(error),
-            fix="choose another folder, or make room on that disk",
+            fix=f"{files.how_to_write(system)}, or choose another folder",
         ) from error
     finally:
-        shutil.rmtree(part, ignore_errors=True)
+        files.remove_quietly(part)
     return to
 
 
@@ -133,10 +134,10 @@ def _copy_tokenizer(part: Path, manifest: Manifest, tell: Callable[[str], None])
     if not isinstance(told, str) or told == "bytes":
         return
     place = Path(told)
-    files = {TOKENIZER: place}
+    named = {TOKENIZER: place}
     if place.is_dir():
-        files = {name: place / name for name in (TOKENIZER, *BESIDE_IT)}
-    present = {name: file for name, file in files.items() if file.is_file()}
+        named = {name: place / name for name in (TOKENIZER, *BESIDE_IT)}
+    present = {name: file for name, file in named.items() if file.is_file()}
     if TOKENIZER not in present:
         tell(f"its tokenizer is not at {place} any more: copy it into the folder by hand")
         return
@@ -150,7 +151,7 @@ def _copy_tokenizer(part: Path, manifest: Manifest, tell: Callable[[str], None])
         return
     tell(f"its tokenizer is copied from {place}")
     for name, file in present.items():
-        shutil.copyfile(file, part / name)
+        files.write_bytes(part / name, files.read_bytes(file))
     if TOKENIZER_CONFIG not in present:
         _write_json(part / TOKENIZER_CONFIG, AS_IT_IS)
 
@@ -158,11 +159,11 @@ def _copy_tokenizer(part: Path, manifest: Manifest, tell: Callable[[str], None])
 def _check_beside(file: Path) -> None:
     """Raise InputError unless a file is what one of its name holds: an object, or a template."""
     try:
-        text = read_text(file)
+        text = files.read_text(file)
         if file.suffix == ".json" and not isinstance(json.loads(text), dict):
             raise InputError("it is no JSON object", where=str(file))
     except (OSError, ValueError) as error:
-        raise InputError(why_unreadable(error), where=str(file)) from error
+        raise InputError(files.why_unreadable(error), where=str(file)) from error
 
 
 def _check_replaceable(to: Path) -> None:
@@ -188,8 +189,8 @@ def _check_replaceable(to: Path) -> None:
 def _recorded(folder: Path) -> set[str]:
     """The files that a former export wrote into `folder`."""
     try:
-        files = json.loads((folder / RECORD).read_text(encoding="utf-8"))["files"]
-        return {RECORD, *map(str, files)}
+        recorded = json.loads(files.read_text(folder / RECORD))["files"]
+        return {RECORD, *map(str, recorded)}
     except (OSError, ValueError, KeyError, TypeError):
         return set()
 
@@ -199,17 +200,17 @@ def _write_weights(
 ) -> None:
     prefix = f"{MODEL}."
     model = {n: t for n, t in index.tensors.items() if n.startswith(prefix)}
-    files = list(_cut(model, dtype, file_bytes))
+    names_of_files = list(_cut(model, dtype, file_bytes))
     weight_map: dict[str, str] = {}
-    for number, names in enumerate(files, 1):
-        of = f"-{number:05d}-of-{len(files):05d}" if len(files) > 1 else ""
+    for number, names in enumerate(names_of_files, 1):
+        of = f"-{number:05d}-of-{len(names_of_files):05d}" if len(names_of_files) > 1 else ""
         tensors = _read(checkpoint, index, names, dtype)
         tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
         file = part / f"model{of}.safetensors"
         save_file(tensors, file, metadata={"format": "pt"})
         file.chmod(0o666 & ~_umask())  # safetensors lets nobody else read it
         weight_map |= dict.fromkeys(tensors, f"model{of}.safetensors")
-    if len(files) > 1:
+    if len(names_of_files) > 1:
         total = sum(_bytes(tensor, dtype) for tensor in model.values())
         _write_json(
             part / "model.safetensors.index.json",
@@ -278,14 +279,13 @@ def _record(part: Path, checkpoint: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def _write_json(file: Path, content: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    files.write_at_once(file, json.dumps(content, indent=2) + "\n")
 
 
 def _replace(to: Path, part: Path) -> None:
     """Put `part` in the place of `to`."""
-    former = to.with_name(f".{to.name}.gpumix.old.part")
-    shutil.rmtree(former, ignore_errors=True)
+    former = part.with_suffix(".former.part")
     if to.exists():
-        to.rename(former)
-    part.rename(to)
-    shutil.rmtree(former, ignore_errors=True)
+        files.move(to, former.name)
+    files.move(part, to.name)
+    files.remove_quietly(former)

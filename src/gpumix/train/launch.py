@@ -24,7 +24,6 @@ from datetime import timedelta
 from multiprocessing import forkserver, util
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Any
 
@@ -34,6 +33,7 @@ from gpumix.engine.held_up import held_up_by, known
 from gpumix.hardware.environment import count_gpus_by_nvml, is_stopped
 from gpumix.spec.cluster import Device
 from gpumix.spec.errors import DeviceFailure, GpumixError, Interrupted, RankInterrupted, RankLost
+from gpumix.spec.files import opened_lock, scratch_folder, write_bytes
 from gpumix.train.failures import in_words
 from gpumix.train.stop import SIGNALS, StopRequest, is_once_more, to_take
 
@@ -117,15 +117,15 @@ def launch(
     """
     warm_up()
     context = multiprocessing.get_context("forkserver")
-    with loopback_store() as (store, port), TemporaryDirectory(prefix="gpumix-") as notes:
+    with loopback_store() as (store, port), scratch_folder() as notes:
         children: list[_Child] = []
         try:
             for rank, device in enumerate(devices):
                 asked_at = None if stop is None else stop.at
                 seat = Seat(rank, len(devices), device, port, stop_asked_at=asked_at)
                 mine, theirs = context.Pipe(duplex=False)
-                note = Path(notes) / str(rank)
-                note.write_bytes(NOTHING_READ)
+                note = notes / str(rank)
+                write_bytes(note, NOTHING_READ)
                 process = context.Process(
                     target=_child, args=(work, seat, args, theirs, note, debug), daemon=False
                 )
@@ -365,8 +365,11 @@ class _Child:
 
 
 def _mapped(note: Path) -> mmap.mmap:
-    with note.open("r+b") as file:
-        return mmap.mmap(file.fileno(), 0)
+    descriptor = opened_lock(note, make=False)
+    try:
+        return mmap.mmap(descriptor, 0)
+    finally:
+        os.close(descriptor)
 
 
 def _watch(children: list[_Child], store: Any, silence_s: float) -> list[Any]:

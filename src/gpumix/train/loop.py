@@ -47,8 +47,8 @@ from gpumix.train.soundness import Soundness
 from gpumix.train.steps import BadStep, ReadStep, Steps
 from gpumix.train.stop import StopRequest
 from gpumix.train.syncs import syncs_of
-from gpumix.train.tables import stderr
 from gpumix.train.telling import Telling
+from gpumix.train.terminal import stderr
 from gpumix.train.watcher import Watcher
 
 # Notices of the engine's, the larger one first.

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from gpumix.spec.files import remove
 from gpumix.train import memory_folder as folder
 from gpumix.train.memory_map import made, mapped
 
@@ -57,7 +58,7 @@ class Buddies:
         short: OSError | None = None
         rooms: dict[int, list[torch.Tensor]] = {}
         for giver, lengths in told.items():
-            (self._place / folder.seal_file(giver, slot)).unlink(missing_ok=True)
+            remove(self._place / folder.seal_file(giver, slot))
             try:
                 rooms[giver] = self._rooms(giver, slot, lengths.tolist())
             except OSError as error:

@@ -23,6 +23,7 @@ from gpumix.engine.engine import Engine
 from gpumix.hardware.pinned import pinned_memory
 from gpumix.hardware.runtime import Stream
 from gpumix.spec.errors import GpumixError, MachineError, RankLost, first_line
+from gpumix.spec.files import remove, write_at_once
 from gpumix.train import checkpoint_content as content
 from gpumix.train import memory_folder as folder
 from gpumix.train.background import Background, Overdue
@@ -31,7 +32,6 @@ from gpumix.train.host_copy import HostCopy, Tensors, index_of, no_room, room_fo
 from gpumix.train.memory_buddies import Buddies
 from gpumix.train.memory_folder import Home
 from gpumix.train.memory_map import made
-from gpumix.train.progress import write_at_once
 
 
 class MemoryCheckpointer:
@@ -191,7 +191,7 @@ class MemoryCheckpointer:
     def _copy_here(self, slot: int, now: content.Content, stream: Stream | None) -> None:
         seal = self._folder / folder.seal_file(self._rank, slot)
         self._whole.pop(slot, None)
-        seal.unlink(missing_ok=True)
+        remove(seal)
         copy = self._copies.get(slot)
         if copy is None or not copy.fits(now.tensors):
             copy = self._room(slot, now.tensors, pinned=stream is not None)

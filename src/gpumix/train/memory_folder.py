@@ -1,32 +1,31 @@
 """Where a host keeps copies of its ranks' state in its memory, and which of them belong together.
 
-    /dev/shm/gpumix-1000/6f1d.../            of one output, by its path
-        output                               that path
-        localhost/                           of one host
-            run-1a2b.../                     of one run, by its id
-                generation-00000002/         of the ranks of one start of the run
-                    rank_0001.slot_0         one copy of a rank's state: the bytes
-                    rank_0001.slot_0.index   what it holds, and where
-                    rank_0001.slot_0.seal    after which step; written when the copy is whole
+    /dev/shm/gpumix-6f1d.../             of one run, by its id, on one host
+        whose.json                       the run's output, and the host
+        generation-00000002/             of the ranks of one start of the run
+            rank_0001.slot_0             one copy of a rank's state: the bytes
+            rank_0001.slot_0.index       what it holds, and where
+            rank_0001.slot_0.seal        after which step; written when the copy is whole
 
 The memory of a host outlives the processes in it, and a run that begins anew goes by other copies
-than the one before it. A rank copies into two slots in turn, so one is
-whole at any time. Nothing here imports torch.
+than the one before it. A rank copies into two slots in turn, so one is whole at any time.
+
+All users of a host may make folders in its memory. So nobody else can tell the name of a run's
+before it is made, and of folders that are there only those count that this user alone can enter.
+Nothing here imports torch.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import shutil
-import stat
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from gpumix.spec import files
 from gpumix.spec.errors import MachineError
 
 SLOTS = 2
@@ -34,7 +33,7 @@ WITHOUT_COPIES = "a run that loses a rank goes on from its last checkpoint"
 _GENERATION = re.compile(r"generation-(\d{8})")
 SEAL = ".seal"
 _SEAL = re.compile(r"rank_(\d{4,})\.slot_(\d)\.seal")
-_OUTPUT = "output"
+_NAME, _WHOSE = "gpumix-", "whose.json"
 
 
 def copies(hosts: int) -> int:
@@ -77,19 +76,17 @@ class Home:
         output: the run's; `host` is the name of the host in its plan, `run` the id of the run.
 
     Attributes:
-        folder: of all runs with that output.
+        folder: the run's on that host.
     """
 
     def __init__(self, root: Path, output: Path, host: str, run: str) -> None:
-        self._output = output.absolute()
-        self._root = root / f"gpumix-{os.getuid()}"
-        digest = hashlib.sha256(str(self._output).encode()).hexdigest()[:16]
-        self._all_hosts = self._root / digest
-        self.folder = self._all_hosts / re.sub(r"[^A-Za-z0-9.-]", "_", host)
-        self._run = self.folder / f"run-{run}"
+        self._root = root
+        self._whose = {"output": str(output.absolute()), "host": host}
+        told = json.dumps([run, *self._whose.values()])
+        self.folder = root / f"{_NAME}{hashlib.sha256(told.encode()).hexdigest()[:32]}"
 
     def generation(self, number: int) -> Path:
-        return self._run / f"generation-{number:08d}"
+        return self.folder / f"generation-{number:08d}"
 
     def make(self, generation: int) -> Path:
         """The folder of a generation, which only this user can read.
@@ -97,34 +94,25 @@ class Home:
         Raises:
             MachineError: another user can reach it.
         """
-        with suppress(FileExistsError):
-            self._root.mkdir(mode=0o700)
-        self._check_owner()
-        folder = self.generation(generation)
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        (self._all_hosts / _OUTPUT).write_text(str(self._output), encoding="utf-8")
-        return folder
-
-    def _check_owner(self) -> None:
-        """In memory all users may make folders: what another has made could be anything."""
-        found = self._root.lstat()
-        open_to_others = found.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or open_to_others:
+        try:
+            files.make_private(self.folder)
+        except files.NotAFileError as error:
             raise MachineError(
                 "the folder for copies in memory is not this user's alone",
-                where=str(self._root),
+                where=str(self.folder),
                 fix="remove it, or ask its owner to",
-            )
+            ) from error
+        files.write_at_once(self.folder / _WHOSE, json.dumps(self._whose))
+        folder = self.generation(generation)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        return folder
 
     def held(self) -> list[Held]:
         """The whole copies of this run that are here."""
-        if not self._run.is_dir():
-            return []
-        self._check_owner()
         return [one for path, number in self._generations() for one in _held_in(path, number)]
 
     def _generations(self) -> Iterator[tuple[Path, int]]:
-        for path in sorted(self._run.iterdir()):
+        for path in sorted(self.folder.iterdir()) if files.is_private(self.folder) else ():
             if found := _GENERATION.fullmatch(path.name):
                 yield path, int(found[1])
 
@@ -132,24 +120,27 @@ class Home:
         """Remove the copies of earlier starts."""
         for path, number in list(self._generations()):
             if number < generation:
-                shutil.rmtree(path, ignore_errors=True)
+                files.remove_quietly(path)
 
     def forget_other_runs(self) -> None:
         """Remove the copies of earlier runs with this output."""
-        for path in list(self.folder.iterdir()) if self.folder.is_dir() else ():
-            if path != self._run:
-                shutil.rmtree(path, ignore_errors=True)
+        for place, whose in self._places():
+            if whose == self._whose and place != self.folder:
+                files.remove_quietly(place)
 
     def remove(self) -> None:
         """Remove all copies of this output on this host, and those of outputs that are gone."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-        for place in self._root.iterdir() if self._root.is_dir() else ():
-            with suppress(OSError):
-                gone = not Path((place / _OUTPUT).read_text(encoding="utf-8")).exists()
-                if gone or not any(one.is_dir() for one in place.iterdir()):
-                    shutil.rmtree(place, ignore_errors=True)
-        with suppress(OSError):  # others are there
-            self._root.rmdir()
+        for place, whose in self._places():
+            if whose == self._whose or not Path(whose["output"]).exists():
+                files.remove_quietly(place)
+
+    def _places(self) -> Iterator[tuple[Path, dict[str, str]]]:
+        """The folders of all runs of this user, and whose each is."""
+        for place in sorted(self._root.glob(f"{_NAME}*")):
+            if files.is_private(place):
+                with suppress(OSError, ValueError, TypeError, KeyError):
+                    whose = json.loads(files.read_text(place / _WHOSE, files.MARK_BYTES))
+                    yield place, {name: str(whose[name]) for name in self._whose}
 
 
 def data_file(rank: int, slot: int) -> str:
@@ -168,7 +159,7 @@ def _held_in(path: Path, generation: int) -> Iterator[Held]:
     for file in path.iterdir():
         if found := _SEAL.fullmatch(file.name):
             with suppress(OSError, ValueError, KeyError, TypeError):
-                told = json.loads(file.read_text(encoding="utf-8"))
+                told = json.loads(files.read_text(file))
                 rank, slot = int(found[1]), int(found[2])
                 step, world = int(told["manifest"]["step"]), int(told["world"])
                 if (path / data_file(rank, slot)).is_file():

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from gpumix.spec.files import opened_anew, remove_quietly
+
 
 def made(file: Path, size: int) -> torch.Tensor:
     """A new file of so many bytes.
@@ -14,13 +16,12 @@ def made(file: Path, size: int) -> torch.Tensor:
     Raises:
         OSError: there is no room for it.
     """
-    file.unlink(missing_ok=True)
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    descriptor = opened_anew(file)
     try:
         if size:  # now: a page for which there is no room later ends the process
             os.posix_fallocate(descriptor, 0, size)
     except OSError:
-        file.unlink()
+        remove_quietly(file)
         raise
     finally:
         os.close(descriptor)

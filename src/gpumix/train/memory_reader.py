@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from gpumix.engine.comm import reported
 from gpumix.engine.engine import Engine
 from gpumix.engine.ranks import Ranks
+from gpumix.spec.files import INDEX_BYTES, read_text
 from gpumix.train import checkpoint_content as content
 from gpumix.train import memory_folder as folder
 from gpumix.train.checkpoint_file import Manifest
@@ -81,8 +82,8 @@ def _described(home: Home, found: Found, ranks: Ranks) -> tuple[Manifest, Index]
 def _description(home: Home, generation: int, rank: int, slot: int) -> dict[str, Any]:
     """What one copy on this host holds."""
     place = home.generation(generation)
-    seal = json.loads((place / folder.seal_file(rank, slot)).read_text(encoding="utf-8"))
-    index = json.loads((place / folder.index_file(rank, slot)).read_text(encoding="utf-8"))
+    seal = json.loads(read_text(place / folder.seal_file(rank, slot)))
+    index = json.loads(read_text(place / folder.index_file(rank, slot), INDEX_BYTES))
     return {"manifest": seal["manifest"], **index}
 
 

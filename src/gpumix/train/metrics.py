@@ -13,24 +13,34 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from io import BufferedReader
 from pathlib import Path
 from statistics import fmean
 from types import TracebackType
-from typing import Any, NamedTuple, TextIO
+from typing import Any, BinaryIO, NamedTuple, TextIO
 
 from gpumix.cost.parts import PARTS
 from gpumix.spec.errors import Interrupted, MachineError, first_line
-from gpumix.spec.files import how_to_write
+from gpumix.spec.files import (
+    copy_bytes,
+    how_to_write,
+    lines_from_end,
+    lines_in,
+    opened,
+    opened_log,
+    replacing,
+    write_at_once,
+)
 from gpumix.spec.peak import Peak
 from gpumix.spec.plan import Plan, WorkerPrediction
 from gpumix.train import run_files
 from gpumix.train.account import Shares
-from gpumix.train.progress import write_at_once
 
 # Steps whose times make up the speed that is shown.
 WINDOW = 20
 # Up to which part of it FLOPs may be uncertain that utilisation is told of.
 APART = 0.05
+_OF_STEP = b'"step"'  # in the line of one
 WARM_UP_STEPS = 2  # not counted in a run's speed: allocators and caches fill
 
 
@@ -335,8 +345,10 @@ class RunLog:
     def __enter__(self) -> RunLog:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / run_files.METRICS
-        write_at_once(path, "".join(_until(path, self.done)) if self.done else "")
-        self._file = path.open("a", encoding="utf-8")
+        with replacing(path) as file:
+            if self.done:
+                _copy_until(path, self.done, file)
+        self._file = opened_log(path)
         self.progress("training")
         return self
 
@@ -469,14 +481,31 @@ def _in_words(file: Path) -> Iterator[None]:
 def tell_afterwards(folder: Path, step: int, told: Told) -> None:
     """Add to the `metrics.jsonl` of a run that has ended what was found out beside it."""
     line = json.dumps({"event": told.event, "time": time.time(), "step": step, **told.fields})
-    with (folder / run_files.METRICS).open("a", encoding="utf-8") as file:
+    with opened_log(folder / run_files.METRICS) as file:
         file.write(line + "\n")
 
 
-def _until(path: Path, step: int) -> Iterator[str]:
-    """The lines of a former run up to a step; the last one may have been cut short."""
-    if path.is_file():
-        for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-            with suppress(ValueError, KeyError):
-                if json.loads(line)["step"] <= step:
-                    yield line
+def _copy_until(path: Path, step: int, into: BinaryIO) -> None:
+    """Copy the lines of a former run up to a step; the last one may have been cut short.
+
+    Steps come in their order, so of a long run only the end is looked into; what is told beside
+    them, a checkpoint that was written for a while, may come later.
+    """
+    with suppress(FileNotFoundError), opened(path) as file:
+        begin = _end_of_step(file, step)
+        file.seek(0)
+        copy_bytes(file, into, begin)
+        for line in lines_in(file):
+            with suppress(ValueError, KeyError, TypeError, RecursionError):
+                if line.endswith(b"\n") and json.loads(line)["step"] <= step:
+                    into.write(line)
+
+
+def _end_of_step(file: BufferedReader, step: int) -> int:
+    """Where the line ends of the last step up to this one; 0 if it is in no line."""
+    for begin, line in lines_from_end(file):
+        with suppress(ValueError, KeyError, TypeError, RecursionError):
+            told = json.loads(line) if _OF_STEP in line else {}
+            if told.get("event") == "step" and told["step"] <= step:
+                return begin + len(line)
+    return 0

@@ -22,6 +22,7 @@ from gpumix.spec.errors import (
     NoFeasiblePlanError,
     first_line,
 )
+from gpumix.spec.files import read_text
 from gpumix.spec.job import MOST_LAYERS, Job, ModelSpec
 from gpumix.spec.read_errors import did_you_mean, nearest
 
@@ -184,7 +185,7 @@ def _vocabulary(config: PretrainedConfig) -> int | None:
 
 def _values(spec: ModelSpec) -> dict[str, Any]:
     if isinstance(spec.config, Path):
-        return dict(json.loads(spec.config.read_text(encoding="utf-8")))
+        return dict(json.loads(read_text(spec.config)))
     return dict(spec.config or {})
 
 

@@ -35,6 +35,7 @@ from gpumix.spec.errors import (
     TrainingError,
     first_line,
 )
+from gpumix.spec.files import opened_lock
 from gpumix.spec.job import Job
 from gpumix.spec.placed import placed, together
 from gpumix.spec.plan import Plan
@@ -62,7 +63,8 @@ from gpumix.train.recovery import Again, Lessons, Recovery, Restart, taken_up
 from gpumix.train.run_folder import check_folder
 from gpumix.train.run_id import give_id, id_of
 from gpumix.train.runner import Runner, runner
-from gpumix.train.tables import devices_table, efficiency_table, plan_table, profile_table, stderr
+from gpumix.train.tables import devices_table, efficiency_table, plan_table, profile_table
+from gpumix.train.terminal import stderr
 from gpumix.train.tracking import check_installed, tracked
 
 if TYPE_CHECKING:
@@ -405,7 +407,7 @@ class Pipeline:
         output = self.job.output
         try:
             output.mkdir(parents=True, exist_ok=True)
-            lock = (output / run_files.LOCK).open("w", encoding="utf-8")
+            lock = os.fdopen(opened_lock(output / run_files.LOCK), "r+b")
         except OSError as error:
             raise _not_writable(output, error) from error
         with lock:
@@ -524,7 +526,7 @@ def plan_of(job: Job, profile: Profile, strategy: str | None = None, *, leaving_
 def _check_free(output: Path) -> None:
     """Raises InputError if a run holds the folder now; what it saved is not finished."""
     try:
-        lock = (output / run_files.LOCK).open(encoding="utf-8")
+        lock = os.fdopen(opened_lock(output / run_files.LOCK, make=False), "r+b")
     except OSError:  # no run was here, or none can be: told when it is taken
         return
     with lock:

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from gpumix.spec.cluster import Cluster
 from gpumix.spec.errors import InputError
-from gpumix.spec.files import read_text
+from gpumix.spec.files import lines_in, opened
 from gpumix.spec.plan import Plan
 from gpumix.spec.stage import Stage, Worker
 from gpumix.spec.units import plural, show_seconds
@@ -28,6 +28,7 @@ from gpumix.train.run_id import is_later
 from gpumix.train.run_record import RunRecord
 
 EVENT = "plan"
+_MARK = f'"{EVENT}"'.encode()  # in its line
 BEFORE = "_before"  # behind the names of fields
 ALWAYS = ("samples", "shares")  # that are told where they stay, too
 MOST = 6  # devices that words are made of, one by one
@@ -190,15 +191,20 @@ def split_anew(plan: Plan, told: Mapping[str, Any]) -> Plan:
     return plan
 
 
+def _lines(path: Path) -> list[str]:
+    """Those that may tell of it; a run of weeks has many others."""
+    with opened(path) as stream:
+        return [line.decode(errors="replace") for line in lines_in(stream) if _MARK in line]
+
+
 def _newest_first(path: Path) -> Iterator[dict[str, Any]]:
     """The events of a record; its last line may have been cut short."""
     with suppress(OSError):
-        for line in reversed(read_text(path).splitlines()):
-            if f'"{EVENT}"' in line:
-                with suppress(ValueError, LookupError, TypeError):
-                    told = json.loads(line)
-                    if told["event"] == EVENT:
-                        yield told
+        for line in reversed(_lines(path)):
+            with suppress(ValueError, LookupError, TypeError):
+                told = json.loads(line)
+                if told["event"] == EVENT:
+                    yield told
 
 
 # -- words -----------------------------------------------------------------------------------------

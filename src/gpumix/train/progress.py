@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from gpumix.spec.errors import ENDED_AT_ONCE
-from gpumix.spec.files import read_text
+from gpumix.spec.files import MARK_BYTES, read_text, write_at_once, write_in_place
 from gpumix.train import run_files
 
 
@@ -33,7 +33,7 @@ def mark_restarting(folder: Path, why: str) -> None:
 def _mark(folder: Path, state: str, why: str, *, after: tuple[str, ...]) -> None:
     path = folder / run_files.PROGRESS
     with suppress(OSError, ValueError, KeyError, TypeError):
-        value = json.loads(read_text(path))
+        value = json.loads(read_text(path, MARK_BYTES))
         if value["state"] in after:
             now = {"state": state, "why": why, "time": time.time()}
             _write_where_room_is(path, json.dumps(value | now) + "\n")
@@ -44,15 +44,13 @@ def _write_where_room_is(path: Path, text: str) -> None:
     try:
         write_at_once(path, text)
     except OSError:
-        with path.open("r+", encoding="utf-8") as file:
-            file.write(text)
-            file.truncate()
+        write_in_place(path, text)
 
 
 def last_heard(folder: Path) -> float | None:
     """When a run said something last (`time.time()`), by its `progress.json`."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        told = json.loads(read_text(folder / run_files.PROGRESS))
+        told = json.loads(read_text(folder / run_files.PROGRESS, MARK_BYTES))
         return float(told["time"])
     return None
 
@@ -60,18 +58,6 @@ def last_heard(folder: Path) -> float | None:
 def last_failure(folder: Path) -> str:
     """Why a run has failed, by its `progress.json`; empty if it says of none."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        told = json.loads(read_text(folder / run_files.PROGRESS))
+        told = json.loads(read_text(folder / run_files.PROGRESS, MARK_BYTES))
         return str(told["why"]) if told["state"] == "failed" else ""
     return ""
-
-
-def write_at_once(path: Path, text: str) -> None:
-    """Write a file in one step, so that no reader finds half of it."""
-    part = path.with_name(f".{path.name}.part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            part.unlink()
-        raise

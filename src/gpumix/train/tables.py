@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Literal
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -19,30 +19,11 @@ from gpumix.spec.reasons import Binding, Mixing, Worth
 from gpumix.spec.stage import PLAIN, Stage, Worker
 from gpumix.spec.units import show_bytes, show_seconds
 
-NO_WRAP = 10_000
 WIDEST = 56  # of a column of text: tables are read in terminals of a hundred columns
 HARDLY = 1.01  # a speed-up below it is no reason to mix
 PLAN_WIDTHS = {"state share": 8, "memory": 12, "backward": 16}
 EMULATED = "emulated devices: times are of the emulation, not of any real card"
 ESTIMATE = "an estimate from datasheets: measured ones may be a third longer or shorter"
-
-
-def stderr() -> Console:
-    """Where gpumix talks; stdout is for data. A run goes on when nobody listens any more."""
-    console = _Console()
-    # In a file or a pipe there is no width to fit into.
-    return console if console.is_terminal else _Console(width=NO_WRAP)
-
-
-class _Console(Console):
-    """Strings are shown as they are: those of others may hold brackets, which are no markup."""
-
-    def __init__(self, width: int | None = None) -> None:
-        super().__init__(stderr=True, highlight=False, markup=False, emoji=False, width=width)
-
-    def on_broken_pipe(self) -> None:
-        """By default this ends the process."""
-        self.quiet = True
 
 
 def devices_table(cluster: Cluster) -> RenderableType:

@@ -36,11 +36,12 @@ from gpumix.spec.errors import (
     TrainingError,
     first_line,
 )
+from gpumix.spec.files import read_text, remove, write_at_once
 from gpumix.train import run_files
 from gpumix.train.connections import own_address, watched_at
 from gpumix.train.launch import Seat
 from gpumix.train.outcome import Summary
-from gpumix.train.progress import last_failure, last_heard, mark_failed, write_at_once
+from gpumix.train.progress import last_failure, last_heard, mark_failed
 from gpumix.train.recovery import Lessons, Restart
 from gpumix.train.stop import StopRequest
 
@@ -199,9 +200,9 @@ class TorchrunRunner:
 
     def begins(self, output: Path, lessons: Lessons | None) -> None:
         self._output = output
-        (output / run_files.AGENTS).write_text(json.dumps(self._agents()), encoding="utf-8")
+        write_at_once(output / run_files.AGENTS, json.dumps(self._agents()))
         if lessons is None:
-            (output / run_files.LESSONS).unlink(missing_ok=True)
+            remove(output / run_files.LESSONS)
 
     def restarts_after(self, error: GpumixError) -> bool:
         """What ends no rank. After the rest torchrun starts others, if it was told so."""
@@ -448,7 +449,7 @@ def _lessons(output: Path) -> Lessons:
     failed = last_failure(output) if _of_last_start(output, run_files.PROGRESS) else ""
     by_torchrun = Restart(failed, last_heard(output) or time.time())
     with suppress(OSError, ValueError, TypeError, KeyError):
-        found = Lessons.from_text((output / run_files.LESSONS).read_text(encoding="utf-8"))
+        found = Lessons.from_text(read_text(output / run_files.LESSONS))
         known = _of_last_start(output, run_files.LESSONS)
         return found if known else replace(found, restart=by_torchrun)
     return Lessons(by_torchrun)
@@ -464,7 +465,7 @@ def _of_last_start(output: Path, name: str) -> bool:
 
 def _was_there(output: Path, agents: Sequence[str]) -> bool:
     with suppress(OSError, ValueError, TypeError):
-        noted = json.loads((output / run_files.AGENTS).read_text(encoding="utf-8"))
+        noted = json.loads(read_text(output / run_files.AGENTS))
         return bool(set(noted) & set(agents))
     return False
 

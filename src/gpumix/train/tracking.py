@@ -21,7 +21,7 @@ from gpumix.spec.errors import Interrupted, MachineError, error_from
 from gpumix.spec.job import Job
 from gpumix.spec.trackers import Trackers
 from gpumix.train import run_files
-from gpumix.train.tables import stderr
+from gpumix.train.terminal import stderr
 
 MODULE = "gpumix.integrations.trackers"
 PACKAGES = {"prometheus": "prometheus_client"}  # where it has not the tracker's own name

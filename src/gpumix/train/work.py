@@ -32,7 +32,7 @@ from gpumix.train.outcome import Summary, Trial
 from gpumix.train.recovery import Restart
 from gpumix.train.run_record import RunRecord
 from gpumix.train.stages_wanted import check_number
-from gpumix.train.tables import stderr
+from gpumix.train.terminal import stderr
 from gpumix.train.watcher import Watcher
 
 

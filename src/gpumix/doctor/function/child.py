@@ -35,6 +35,7 @@ from gpumix.doctor.function.steps import LEAST, Enough, Steps
 from gpumix.doctor.function.watching import Watch
 from gpumix.hardware.runtime import device_count
 from gpumix.spec.errors import InputError
+from gpumix.spec.files import opened_log
 from gpumix.spec.units import plural
 from gpumix.train.failures import in_words
 
@@ -152,7 +153,7 @@ def _same_start(threads: int) -> None:
 def _redirect(log: Path) -> Any:
     """stdout and stderr go to `log`; returns the stderr of before."""
     talk = os.fdopen(os.dup(2), "w")
-    with log.open("w", encoding="utf-8") as file:
+    with opened_log(log) as file:
         for number in (1, 2):
             os.dup2(file.fileno(), number)
     return talk

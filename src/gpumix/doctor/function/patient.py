@@ -7,7 +7,6 @@ import ast
 import multiprocessing
 import os
 import signal
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -29,6 +28,7 @@ from gpumix.doctor.machine import (
 )
 from gpumix.doctor.report import Suspect
 from gpumix.spec.errors import GpumixError, InputError, TrainingError
+from gpumix.spec.files import read_log, read_text, scratch_folder
 
 WARM_UP_STEPS = 4
 PROFILED_STEPS = 4
@@ -204,11 +204,11 @@ def function_patient(
     _warm_up(reference, folder)
     import torch
 
-    with tempfile.TemporaryDirectory(prefix="gpumix-doctor-") as name:
+    with scratch_folder() as scratch:
         patient = FunctionPatient(
             reference=reference,
             folder=folder,
-            scratch=Path(name),
+            scratch=scratch,
             steps=steps,
             threads=torch.get_num_threads(),
             patience_s=patience_s,
@@ -226,7 +226,7 @@ def _warm_up(reference: str, folder: Path) -> None:
 
     file = folder / f"{reference.partition(':')[0].replace('.', '/')}.py"
     try:
-        names = imported(file.read_text(encoding="utf-8"))
+        names = imported(read_text(file))
     except (OSError, SyntaxError, UnicodeDecodeError):  # told once it is imported
         names = set()
     warm_up([*PRELOAD, *(TRANSFORMERS if "transformers" in names else ())])
@@ -250,7 +250,7 @@ def group_cpu_s(group: int) -> float:
     for file in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             # The name of a process, in parentheses, may hold anything.
-            fields = file.read_text(errors="replace").rpartition(")")[2].split()
+            fields = read_log(file).rpartition(")")[2].split()
             if int(fields[2]) == group:
                 ticks += sum(map(int, fields[11:15]))
     return ticks / os.sysconf("SC_CLK_TCK")
@@ -258,6 +258,6 @@ def group_cpu_s(group: int) -> float:
 
 def _last_words(log: Path) -> str:
     with suppress(OSError):
-        lines = log.read_text(errors="replace").splitlines()[-TOLD_LINES:]
+        lines = read_log(log).splitlines()[-TOLD_LINES:]
         return "its last words: " + " / ".join(lines) if lines else ""
     return ""

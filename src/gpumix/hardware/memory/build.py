@@ -2,10 +2,12 @@
 
 Ranks that build at the same time do not disturb one another: each compiles into a folder of its
 own and moves the result into place in one step. About 2 s the first time, a look-up afterwards.
+A library runs code as soon as it is loaded: it comes from a folder that only this user can enter.
 """
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import platform
 import shlex
@@ -18,6 +20,7 @@ from pathlib import Path
 import torch
 
 from gpumix.hardware.environment import COMPILERS, cache_folder, chosen_compiler
+from gpumix.spec import files
 
 SOURCE = Path(__file__).with_name("capped_alloc.cpp")
 BUILD_TIMEOUT_S = 120
@@ -33,19 +36,40 @@ def capped_allocator_library() -> Path:
     Raises:
         BuildError: there is no compiler, the build fails, or the cache folder is not writable.
     """
-    library = cache_folder() / f"capped_alloc-{_key()}.so"
-    if library.exists():
-        return library
-    compiler = _compiler()
     try:
-        library.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=library.parent, prefix="build-") as folder:
-            built = Path(folder) / library.name
-            _compile(compiler, built)
-            built.replace(library)
+        folder = _private_folder()
+        library = folder / f"capped_alloc-{_key()}.so"
+        if not _is_ours(library):
+            files.remove(library)
+            compiler = _compiler()
+            with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as scratch:
+                built = Path(scratch) / library.name
+                _compile(compiler, built)
+                built.chmod(0o700)
+                built.replace(library)
     except OSError as error:
-        raise BuildError(f"cannot write to {library.parent}: {error}") from error
+        raise BuildError(f"cannot write to {cache_folder()}: {error}") from error
     return library
+
+
+def _private_folder() -> Path:
+    """Of the cache; where another user can enter that, one that goes with this process."""
+    folder = cache_folder() / "libraries"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        files.make_private(folder)
+    except files.NotAFileError:
+        folder = Path(tempfile.mkdtemp(prefix="gpumix-"))
+        atexit.register(files.remove_quietly, folder)
+    return folder
+
+
+def _is_ours(library: Path) -> bool:
+    try:
+        with files.opened_own(library):
+            return True
+    except OSError:
+        return False
 
 
 def _key() -> str:
@@ -55,7 +79,7 @@ def _key() -> str:
         str(torch.compiled_with_cxx11_abi()),
         str(sysconfig.get_config_var("SOABI")),
         platform.machine(),
-        SOURCE.read_text(encoding="utf-8"),
+        files.read_text(SOURCE),
     )
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 

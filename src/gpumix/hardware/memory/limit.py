@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from gpumix.hardware.memory.build import BuildError, capped_allocator_library
+from gpumix.spec import files
 
 _OUT_OF_MEMORY_TEXTS = (
     "DefaultCPUAllocator: can't allocate memory",
@@ -134,7 +135,8 @@ class _CountedLimit(MemoryLimit):
 
     def __init__(self, library: Path) -> None:
         try:
-            self._library = ctypes.CDLL(str(library))
+            with files.opened_own(library) as descriptor:
+                self._library = ctypes.CDLL(files.name_of(descriptor, library))
         except OSError as error:
             raise BuildError(f"cannot load {library}: {error}") from error
         self._library.gpumix_set_cap.argtypes = (ctypes.c_int64, ctypes.c_char_p)

@@ -6,7 +6,6 @@ A trainer with another strategy goes on from the file too: its optimizer begins 
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch.optim import Optimizer
 from gpumix.hardware.memory import host_memory
 from gpumix.integrations.saving import Saver
 from gpumix.spec.errors import InputError
+from gpumix.spec.files import remove_quietly
 
 SUFFIX = ".gpumix"
 OURS = "gpumix"  # in a checkpoint: where loaders are, which other strategies' do not know
@@ -55,7 +55,7 @@ class Checkpoints(ParallelStrategy):
         if "optimizer_states" in checkpoint and self.optimizers:
             self.saver.save(folder, checkpoint["global_step"], self.optimizers[0])
         elif self.is_global_zero:
-            shutil.rmtree(folder, ignore_errors=True)  # another file of this name had it
+            remove_quietly(folder)  # another file of this name had it
         loop = _loop_of(checkpoint)
         if LOADERS in loop:
             checkpoint[OURS] = loop.pop(LOADERS)
@@ -65,7 +65,7 @@ class Checkpoints(ParallelStrategy):
     def remove_checkpoint(self, filepath: Any) -> None:
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
-            shutil.rmtree(state_of(filepath), ignore_errors=True)
+            remove_quietly(state_of(filepath))
 
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None

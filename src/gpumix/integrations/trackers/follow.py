@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from gpumix.integrations.trackers.lines import MEASURED
+from gpumix.spec.files import opened_lock, read_text, write_at_once
 from gpumix.train import run_files
-from gpumix.train.progress import write_at_once
 
 NEEDED = {"event", "step", "time"}
 
@@ -63,7 +63,7 @@ class Marks:
     def load(cls, path: Path) -> Marks | None:
         """None where there are none, or none that can be read."""
         with suppress(OSError, ValueError, TypeError):
-            return cls(**json.loads(path.read_text(encoding="utf-8")))
+            return cls(**json.loads(read_text(path)))
         return None
 
 
@@ -77,7 +77,7 @@ def marks_of(output: Path, tracker: str, since: float) -> Iterator[tuple[Marks, 
     folder = output / run_files.TRACKERS
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{tracker}.json"
-    with (folder / f"{tracker}.lock").open("w", encoding="utf-8") as lock:
+    with os.fdopen(opened_lock(folder / f"{tracker}.lock"), "r+b") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # of a process that is just about to end
         found = None if since else Marks.load(path)
         yield found or Marks(since=since), path
