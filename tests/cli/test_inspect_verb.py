@@ -61,7 +61,7 @@ def test_what_a_checkpoint_says_is_no_markup_nor_an_order_to_the_terminal(folder
     done = here("inspect", str(path), folder=folder)
     assert done.code == 0, done.err
     assert r"[/red]\x1b[2J" in done.err
-    assert r"saved with torch 2\x1b]0;title\x07\x9b" in done.err
+    assert r"saved with torch 2\x1b]0;title\x9b" in done.err
     assert not {"\x1b", "\x07", "\x9b"} & set(done.err)
 
 

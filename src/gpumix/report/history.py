@@ -7,7 +7,6 @@ be read is counted and passed over, what is missing in a line is taken as not kn
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from statistics import fmean
@@ -20,6 +19,7 @@ from gpumix.train.metrics import WARM_UP_STEPS, ClassRecord, RankRecord, StepRec
 
 # Lines that are numbers, not events.
 NUMBERS = ("step", "evaluation", "classes", "ranks")
+MOST = 1e75
 COUNTED = ("overruns", "retries")  # since a start
 
 T = TypeVar("T")
@@ -299,10 +299,8 @@ def _whole(told: Mapping[str, Any], key: str) -> int:
 
 
 def finite(value: Any) -> float | None:
-    """The number that a JSON value is, if it is a finite one."""
+    """The number that a JSON value is, if it is one that was measured: products of a few such
+    numbers are finite too."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    try:
-        return value if math.isfinite(value) else None
-    except OverflowError:  # an integer beyond all floats
-        return None
+    return value if -MOST < value < MOST else None

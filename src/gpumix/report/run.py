@@ -13,7 +13,7 @@ from typing import Literal, get_args
 
 from gpumix.report.history import History, finite, read_history
 from gpumix.spec.errors import InputError
-from gpumix.spec.files import opened, read_text
+from gpumix.spec.files import MARK_BYTES, lines_in, opened, read_text
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 from gpumix.spec.trace import Trace
@@ -137,10 +137,10 @@ def _lines(path: Path, newest_bytes: int | None) -> Iterator[str]:
         return
     try:
         with opened(path) as file:
-            if newest_bytes is not None and path.stat().st_size > newest_bytes:
+            if newest_bytes is not None and os.fstat(file.fileno()).st_size > newest_bytes:
                 file.seek(-newest_bytes, os.SEEK_END)
                 file.readline()  # the rest of a line
-            yield from (line.decode("utf-8", errors="replace") for line in file)
+            yield from (line.decode("utf-8", errors="replace") for line in lines_in(file))
     except OSError as error:
         raise _unreadable(path, error.strerror or str(error)) from error
 
@@ -149,7 +149,7 @@ def _progress(path: Path) -> Progress:
     if not path.exists():
         return Progress("planned")
     try:
-        told = json.loads(read_text(path))
+        told = json.loads(read_text(path, MARK_BYTES))
     except OSError as error:
         raise _unreadable(path, error.strerror or str(error)) from error
     except (ValueError, RecursionError) as error:

@@ -35,7 +35,7 @@ DOCUMENT_BYTES = 2**28
 INDEX_BYTES = 2**31
 LINE_BYTES = 2**24
 # How much of a log is searched for the end of a line that is longer than that.
-LOST_BYTES = 2**30
+LOST_BYTES = 2**28
 
 # Of these names, what is behind them is not asked.
 _HANDED = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
@@ -160,29 +160,34 @@ def _refuse_others(info: os.stat_result, path: Path) -> None:
 
 def _open_following(path: Path) -> int:
     """A descriptor of what a name leads to; see `opened` on links. Never waits."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+    descriptor, owners = _resolved(path, os.O_RDONLY | os.O_NOCTTY)
+    info = os.fstat(descriptor)
+    if owners - {0, os.geteuid(), info.st_uid} and not info.st_mode & stat.S_IROTH:
+        os.close(descriptor)
+        raise NotAFileError(
+            errno.EACCES, "it is a link of another user to a file that is not theirs"
+        )
+    return descriptor
+
+
+def _resolved(path: Path, flags: int) -> tuple[int, set[int]]:
+    """A descriptor of what a name leads to, and the owners of the links on the way: of those that
+    were followed, not of others that were put there meanwhile."""
     owners: set[int] = set()
     for _ in range(_LINKS):
         try:
-            descriptor = os.open(path, flags)
+            descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
-            if error.errno != errno.ELOOP:
-                raise
             link = path.lstat()
+            if not stat.S_ISLNK(link.st_mode):
+                raise
             target = path.readlink()
             if not os.path.samestat(link, path.lstat()):
                 raise NotAFileError(errno.ELOOP, "it changes while it is read") from error
             owners.add(link.st_uid)
             path = path.parent / target
             continue
-        strangers = owners - {0, os.geteuid()}
-        info = os.fstat(descriptor)
-        if strangers - {info.st_uid} and not info.st_mode & stat.S_IROTH:
-            os.close(descriptor)
-            raise NotAFileError(
-                errno.EACCES, "it is a link of another user to a file that is not theirs"
-            )
-        return descriptor
+        return descriptor, owners
     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
 
 
@@ -261,23 +266,26 @@ def lines_in(stream: BufferedReader) -> Iterator[bytes]:
 
 
 def lines_from_end(stream: BufferedReader) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file from the last to the first, each with where it begins. What has no end
-    within `LINE_BYTES` is passed over."""
+    """The lines of a file from the last to the first, each with where it begins. One that is longer
+    than a line can be is passed over; if it has no begin within `LOST_BYTES`, it is the last."""
     end = stream.seek(0, os.SEEK_END)
-    rest = b""  # what begins at `end`: of a line whose begin is before that
-    while end:
+    rest, lost = b"", 0  # what begins at `end`: of a line whose begin is before that
+    while end and lost <= LOST_BYTES:
         size = min(_BLOCK_BYTES, end)
         end -= size
         stream.seek(end)
         block = stream.read(size) + rest
         first = block.find(b"\n") + 1 if end else 0
         if end and not first:
-            rest = block if len(block) <= LINE_BYTES else b""
+            lost += size if lost or len(block) > LINE_BYTES else 0
+            rest = b"" if lost else block
             continue
         begin = end + len(block)
+        whole, lost = lost == 0, 0
         for line in reversed(block[first:].splitlines(keepends=True)):
             begin -= len(line)
-            yield begin, line
+            if whole or line.endswith(b"\n"):
+                yield begin, line
         rest = block[:first]
 
 
@@ -298,11 +306,10 @@ def _folder(path: Path) -> Iterator[int]:
     Raises:
         OSError: it is not there, or another user's link.
     """
-    info = path.lstat()
-    if stat.S_ISLNK(info.st_mode) and info.st_uid not in (0, os.geteuid()):
-        raise NotAFileError(errno.ELOOP, "it is a link of another user", str(path))
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    descriptor, owners = _resolved(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
+        if owners - {0, os.geteuid()}:
+            raise NotAFileError(errno.ELOOP, "it is a link of another user", str(path))
         yield descriptor
     finally:
         os.close(descriptor)
