@@ -6,6 +6,7 @@ and starts another, which opens its device again when it needs it.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -32,7 +33,7 @@ from gpumix.profiler.network import message_s
 from gpumix.profiler.peak import measured_peak
 from gpumix.spec.cluster import DeviceClass
 from gpumix.spec.errors import InputError, MachineError, first_line
-from gpumix.spec.files import remove_quietly
+from gpumix.spec.files import opened_lock, remove_quietly
 from gpumix.spec.job import Job
 from gpumix.train.launch import Seat
 from gpumix.train.rendezvous import store_of
@@ -292,7 +293,7 @@ class Probe:
         """Make a file where the output goes, or remove it."""
         file = self._beside_output(name)
         if there:
-            file.touch()
+            os.close(opened_lock(file))
         else:
             remove_quietly(file)
         return {}

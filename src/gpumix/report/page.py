@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 
 import gpumix
@@ -27,7 +26,7 @@ from gpumix.report.parts.spent import spent
 from gpumix.report.parts.timeline import timeline
 from gpumix.report.run import Progress, Run
 from gpumix.spec.errors import InputError
-from gpumix.spec.files import opened, replace_text
+from gpumix.spec.files import opened, read_text, replace_text
 
 PARTS = (
     answer,
@@ -89,7 +88,7 @@ def _meta(name: str) -> Markup:
 
 @cache
 def _style() -> str:
-    found = files("gpumix.report").joinpath("style.css").read_text(encoding="utf-8")
+    found = read_text(Path(__file__).with_name("style.css"))
     assert "</" not in found, "nothing may end the style early"
     return found
 

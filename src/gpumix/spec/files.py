@@ -448,6 +448,16 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder in one that is there.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    with _folder(path.parent) as folder:
+        os.mkdir(path.name, dir_fd=folder)
+
+
 def make_private(path: Path) -> None:
     """Make a folder that only this user can enter, or see that it is one.
 

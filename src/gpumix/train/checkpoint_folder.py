@@ -116,7 +116,7 @@ def begin(folder: Path, step: int) -> Path:
     for leftover in folder.glob(_PARTS):
         files.remove(leftover)
     part = folder / f"{folder_of(step)}.part"
-    part.mkdir()
+    files.make_folder(part)
     return part
 
 

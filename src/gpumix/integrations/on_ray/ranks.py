@@ -22,6 +22,7 @@ from typing import Any
 from gpumix.hardware.environment import place_settings, use_settings
 from gpumix.integrations.on_ray.places import Arrived, Place
 from gpumix.spec.errors import InputError
+from gpumix.spec.files import opened
 
 SAID_LINES = 8
 ENDS_S = 30.0  # that a rank has for its last checkpoint, once it was asked to end
@@ -156,7 +157,7 @@ class JobRank(Rank):
             return []
         if _size(self._metrics) < self._read:  # another run has begun it anew
             self._read = 0
-        with suppress(FileNotFoundError), self._metrics.open("rb") as file:
+        with suppress(FileNotFoundError), opened(self._metrics) as file:
             file.seek(self._read)
             whole, end, _ = file.read().rpartition(b"\n")
             self._read += len(whole) + len(end)

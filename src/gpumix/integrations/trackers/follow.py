@@ -10,13 +10,13 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from gpumix.integrations.trackers.lines import MEASURED
-from gpumix.spec.files import opened_lock, read_text, write_at_once
+from gpumix.spec.files import opened, opened_lock, read_text, write_at_once
 from gpumix.train import run_files
 
 NEEDED = {"event", "step", "time"}
@@ -88,19 +88,19 @@ class Follower:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._open = ExitStack()
         self._file: IO[bytes] | None = None
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._open.close()
+        self._file = None
 
     def lines(self) -> Iterator[dict[str, Any]]:
         """Whole lines that were written since; of a new file all."""
         if self._file is None or self._replaced():
             self.close()
             with suppress(FileNotFoundError):
-                self._file = self._path.open("rb")
+                self._file = self._open.enter_context(opened(self._path))
         while self._file is not None:
             begin, line = self._file.tell(), self._file.readline()
             if not line.endswith(b"\n"):  # the rest of it will come
