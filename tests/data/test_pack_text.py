@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -164,6 +165,31 @@ def test_a_touched_file_of_the_same_size_is_packed_again(tmp_path):
     write(file, b"SOME TEXT")
     os.utime(file, ns=(1, 1))
     assert pack(tmp_path, file).stream.tolist() == stream_of(b"SOME TEXT")
+
+
+@pytest.mark.parametrize("place", [0, 50_000, 99_999])
+def test_a_file_of_the_same_size_and_time_is_packed_again_if_its_text_is_another(tmp_path, place):
+    """As copies keep the time; of a large file its begin, its middle and its end are looked at."""
+    content = bytearray(b"x" * 100_000)
+    file = write(tmp_path / "a", bytes(content))
+    time_ns = file.stat().st_mtime_ns
+    pack(tmp_path, file)
+    content[place] = ord("y")
+    write(file, bytes(content))
+    os.utime(file, ns=(time_ns, time_ns))
+    assert pack(tmp_path, file).stream.tolist() == stream_of(bytes(content))
+
+
+def test_many_short_lines_take_little_memory(tmp_path):
+    """2.1 GB for five million, of which a batch held all that came to some text."""
+    file = write(tmp_path / "a", b"a\n" * 300_000)
+    tracemalloc.start()
+    try:
+        pack_text(spec(file, document="line"), ByteTokenizer(), 4, tmp_path / "cache")
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 100e6
 
 
 def test_another_tokenizer_has_a_file_of_its_own(tmp_path, words):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import threading
@@ -263,3 +264,12 @@ def test_what_a_killed_process_left_is_removed_by_the_next_one(tmp_path, monkeyp
             assert living.exists()
             assert len(list(tmp_path.iterdir())) == 2
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [(errno.EMFILE, "ulimit -n"), (errno.ENFILE, "fs.file-max"), (errno.ENOSPC, "make room"),
+     (errno.EROFS, "read-only"), (errno.ENOENT, "by this name"), (errno.EIO, "dmesg")],
+)  # fmt: skip
+def test_each_cause_has_its_own_advice(code, said):
+    assert said in files.how_to_write(OSError(code, os.strerror(code)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
@@ -268,3 +269,14 @@ def test_a_full_disk_leaves_the_former_export(tmp_path, monkeypatch):
         export(tmp_path, folder)
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoints", "model"]
+
+
+def test_several_exports_to_one_folder_at_once_all_succeed(tmp_path):
+    """The last one stays, whole, and nothing else."""
+    values = saved_run(tmp_path)
+    folder = tmp_path / "model"
+    with ThreadPoolExecutor(8) as pool:
+        for done in [pool.submit(export, tmp_path, folder) for _ in range(16)]:
+            done.result()
+    assert_model_is(loaded(folder), values)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "model"]

@@ -24,6 +24,7 @@ from gpumix.spec.errors import InputError, MachineError
 from gpumix.spec.files import (
     MARK_BYTES,
     move,
+    opened,
     opened_anew,
     read_text,
     remove,
@@ -32,21 +33,30 @@ from gpumix.spec.files import (
     write_at_once,
 )
 
-_FORMAT = 3  # a change in how files become tokens takes a new number: old caches are built again
+_FORMAT = 4  # a change in how files become tokens takes a new number: old caches are built again
+_SAMPLE_BYTES = 2**14  # of a source: so much of its begin, its middle and its end
 _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file that a corpus is made of, as it was before it was read."""
+    """A file that a corpus is made of, as it was before it was read: `sample` tells its begin, its
+    middle and its end, for tools that copy may keep times, and editors sizes."""
 
     path: Path
     size: int
     mtime_ns: int
+    sample: str
 
     @classmethod
     def of(cls, path: Path, status: os.stat_result) -> SourceFile:
-        return cls(path.absolute(), status.st_size, status.st_mtime_ns)
+        size = status.st_size
+        digest = hashlib.sha256()
+        with opened(path) as stream:
+            for begin in (0, size // 2, size - _SAMPLE_BYTES):
+                stream.seek(max(0, begin))
+                digest.update(stream.read(_SAMPLE_BYTES))
+        return cls(path.absolute(), size, status.st_mtime_ns, digest.hexdigest()[:16])
 
 
 @dataclass(frozen=True)
@@ -65,8 +75,8 @@ class Recipe:
 
     @property
     def sources_digest(self) -> str:
-        """Changes when the size or the time stamp of any source does."""
-        return _digest([(str(s.path), s.size, s.mtime_ns) for s in self.sources])
+        """Changes when the size, the time stamp or the sample of any source does."""
+        return _digest([(str(s.path), s.size, s.mtime_ns, s.sample) for s in self.sources])
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from gpumix.spec.job import DataSpec
 # lines, so another size may give other tokens at the cuts.
 _CHUNK_BYTES = 2**20
 _BATCH_CHARACTERS = 8 * _CHUNK_BYTES
+_PIECE_CHARACTERS = 256  # which a piece takes in memory beside its own
 _BINARY_PROBE_BYTES = 8192
 _COMPRESSED = re.compile(
     rb"(\x1f\x8b\x08)|(\x28\xb5\x2f\xfd)|(BZh[1-9]1AY&SY)|(\xfd7zXZ\0)", re.DOTALL
@@ -71,7 +72,7 @@ def write_documents(pieces: Iterable[Piece], tokenizer: Tokenizer, writer: Token
     characters = 0
     for piece in pieces:
         batch.append(piece)
-        characters += len(piece[0]) + 1
+        characters += len(piece[0]) + _PIECE_CHARACTERS
         if characters >= _BATCH_CHARACTERS:
             _write_batch(batch, tokenizer, writer)
             batch, characters = [], 0
@@ -112,13 +113,20 @@ def _files_of(path: Path, pattern: str) -> Iterator[SourceFile]:
             if _matches(relative, pattern):
                 status = _status(inner)
                 if stat.S_ISREG(status.st_mode) and status.st_size:
-                    yield SourceFile.of(inner, status)
+                    yield _source(inner, status)
     elif not stat.S_ISREG(status.st_mode):
         raise InputError("this is neither a file nor a folder", where=str(path))
     elif not status.st_size:
         raise InputError("the file is empty", where=str(path), fix="take it off data.text")
     else:
-        yield SourceFile.of(path, status)
+        yield _source(path, status)
+
+
+def _source(path: Path, status: os.stat_result) -> SourceFile:
+    try:
+        return SourceFile.of(path, status)
+    except OSError as error:
+        raise _unreadable(path, error) from error
 
 
 def _status(path: Path) -> os.stat_result:

@@ -7,8 +7,11 @@ be read is counted and passed over, what is missing in a line is taken as not kn
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
+from itertools import pairwise
 from statistics import fmean
 from typing import Any, TypeVar
 
@@ -17,8 +20,13 @@ from gpumix.train import run_files
 from gpumix.train.account import Shares
 from gpumix.train.metrics import WARM_UP_STEPS, ClassRecord, RankRecord, StepRecord, typical_s
 
-# Lines that are numbers, not events.
-NUMBERS = ("step", "evaluation", "classes", "ranks")
+# What of a long run is kept: twice so many at most.
+MOST_STEPS, MOST_WINDOWS, MOST_EVENTS, NEWEST = 10_000, 2_000, 10_000, 100
+TOGETHER = 8
+# How lines of steps and ranks begin, as `RunLog` writes them.
+_BEGIN = len('{"event": "step"')
+_STEP = ('{"event": "step"', b'{"event": "step"')
+_RANKS = ('{"event": "ranks', b'{"event": "ranks')
 MOST = 1e75
 COUNTED = ("overruns", "retries")  # since a start
 
@@ -58,7 +66,8 @@ class Window:
 
 @dataclass(frozen=True)
 class History:
-    """All of it. `ranks` are the newest; `unread` lines could not be read."""
+    """All of it. `ranks` are the newest; `unread` lines could not be read. `steps` are one of so
+    many as `every` says: 1 but for runs of tens of thousands."""
 
     steps: tuple[StepRecord, ...] = ()
     evaluations: tuple[Evaluation, ...] = ()
@@ -66,6 +75,7 @@ class History:
     ranks: tuple[RankRecord, ...] = ()
     events: tuple[Happened, ...] = ()
     unread: int = 0
+    every: int = 1
 
     def counted(self) -> tuple[StepRecord, ...]:
         """The steps that a speed is of: those by the plan of the last start, without the first ones
@@ -91,6 +101,11 @@ class History:
         """That lines could not be read, if so."""
         lines = plural(self.unread, "line")
         return f"{lines} of {run_files.METRICS} could not be read" if self.unread else ""
+
+    @property
+    def few_told(self) -> str:
+        """That there are too many steps to read all, if so."""
+        return f"One in {self.every} steps is shown" if self.every > 1 else ""
 
     @property
     def restarts(self) -> tuple[Happened, ...]:
@@ -155,40 +170,139 @@ def _most(values: Iterable[int | None]) -> int | None:
 
 def _mean(weighed: Sequence[tuple[int, float | None]]) -> float | None:
     """Of those that are known."""
-    known = [(n, value) for n, value in weighed if value is not None]
-    return sum(n * value for n, value in known) / sum(n for n, _ in known) if known else None
+    total, steps = 0.0, 0
+    for n, value in weighed:
+        if value is not None:
+            total, steps = total + n * value, steps + n
+    return total / steps if steps else None
 
 
 def _mean_shares(weighed: Sequence[tuple[int, Shares | None]]) -> Shares | None:
     known = [(n, shares) for n, shares in weighed if shares is not None]
     if not known:
         return None
-    means = {f.name: _mean([(n, getattr(s, f.name)) for n, s in known]) for f in fields(Shares)}
+    means = {
+        name: _mean([(n, getattr(shares, name)) for n, shares in known]) for name in _names(Shares)
+    }
     return Shares(**{name: value or 0.0 for name, value in means.items()})
 
 
-def read_history(lines: Iterable[str]) -> History:
-    """The history in these lines of `metrics.jsonl`."""
-    found: dict[str, list[Any]] = {name: [] for name in (*NUMBERS, "other")}
-    unread = 0
-    for line in lines:
-        if not line.strip():
-            continue
+def read_history(lines: Iterable[str | bytes]) -> History:
+    """The history in these lines of `metrics.jsonl`. Of a long run, whose lines would not fit into
+    memory, every so many steps are read, and windows are put together."""
+    kept = _Thinned()
+    ranks: deque[str | bytes] = deque(maxlen=NEWEST)
+    windows: list[Window] = []
+    evaluations: list[Evaluation] = []
+    events: deque[Happened] = deque(maxlen=MOST_EVENTS)
+    unread, most_windows = 0, 2 * MOST_WINDOWS
+
+    def take(line: str | bytes) -> None:
+        told = json.loads(line if isinstance(line, str) else line.decode(errors="replace"))
+        name = told["event"]
+        if name == "step":
+            steps.append(_step(told))
+        elif name == "evaluation":
+            evaluations.append(_evaluation(told))
+        elif name == "classes":
+            windows.append(_window(told))
+        elif name == "ranks":
+            newest.append(_ranks(told))
+        else:
+            events.append(_happened(told))
+
+    steps: list[StepRecord] = []
+    newest: list[tuple[RankRecord, ...]] = []
+    for line in _few(lines, kept, ranks):
         try:
-            told = json.loads(line)
-            name = told["event"]
-            kind = name if name in NUMBERS else "other"
-            found[kind].append(READ[kind](told))
+            take(line)
         except (ValueError, KeyError, TypeError, RecursionError):
-            unread += 1
-    steps = {one.step: one for one in found["step"]}  # of a step that is there twice the last
+            unread += bool(line.strip())
+        if len(windows) > most_windows:
+            windows = _merged(windows)
+            most_windows = max(most_windows, 2 * len(windows))
+    by_number = {one.step: one for one in steps}  # of a step that is there twice the last
     return History(
-        steps=tuple(steps[number] for number in sorted(steps)),
-        evaluations=tuple(found["evaluation"]),
-        windows=tuple(found["classes"]),
-        ranks=next(reversed(found["ranks"]), ()),
-        events=tuple(found["other"]),
+        steps=tuple(by_number[number] for number in sorted(by_number)),
+        evaluations=tuple(evaluations[:: len(evaluations) // MOST_WINDOWS + 1]),
+        windows=tuple(windows),
+        ranks=next(reversed(newest), ()),
+        events=tuple(events),
         unread=unread,
+        every=kept.every,
+    )
+
+
+def _few(
+    lines: Iterable[str | bytes], kept: _Thinned, ranks: deque[str | bytes]
+) -> Iterator[str | bytes]:
+    """The lines to be read; those of steps and ranks, of which there are many, at the end, and not
+    all of them. They are told by how they begin."""
+    for line in lines:
+        begin = line[:_BEGIN]
+        if begin in _STEP:
+            kept.add(line)
+        elif begin in _RANKS:
+            ranks.append(line)
+        else:
+            yield line
+    yield from kept.lines()
+    yield from ranks
+
+
+class _Thinned:
+    """Lines, of which every so many are kept, and the last: at most twice `MOST_STEPS`."""
+
+    def __init__(self) -> None:
+        self.every = 1
+        self._kept: list[str | bytes] = []
+        self._count = 0
+        self._last: str | bytes = b""
+
+    def add(self, line: str | bytes) -> None:
+        self._last = line
+        if self._count % self.every == 0:
+            self._kept.append(line)
+            if len(self._kept) > 2 * MOST_STEPS:
+                self._kept, self.every = self._kept[::2], 2 * self.every
+        self._count += 1
+
+    def lines(self) -> Iterator[str | bytes]:
+        yield from self._kept
+        if self.every > 1:
+            yield self._last
+
+
+def _merged(windows: Sequence[Window]) -> list[Window]:
+    """Each `TOGETHER` windows as one, where all are of the same classes: means over their steps,
+    the highest peaks, and counts as they stood at its end."""
+    found: list[Window] = []
+    before = 0
+    for begin in range(0, len(windows), TOGETHER):
+        group = windows[begin : begin + TOGETHER]
+        ends = [before, *(one.step for one in group)]
+        spans = [max(1, end - start) for start, end in pairwise(ends)]
+        before = ends[-1]
+        kinds = {tuple(c.device_class for c in one.classes) for one in group}
+        if len(kinds) > 1:
+            found += group
+            continue
+        classes = (_mean_of(every, spans) for every in zip(*(one.classes for one in group)))
+        found.append(Window(before, tuple(classes)))
+    return found
+
+
+def _mean_of(every: Sequence[ClassRecord], spans: Sequence[int]) -> ClassRecord:
+    """Of one class in windows of so many steps."""
+    return replace(
+        every[-1],
+        busy_share=_mean([*zip(spans, (one.busy_share for one in every))]) or 0.0,
+        tokens_per_s=_mean([*zip(spans, (one.tokens_per_s for one in every))]) or 0.0,
+        mfu=_mean([*zip(spans, (one.mfu for one in every))]),
+        hfu=_mean([*zip(spans, (one.hfu for one in every))]),
+        peak_bytes=_most([one.peak_bytes for one in every]),
+        reserved_bytes=_most([one.reserved_bytes for one in every]),
+        shares=_mean_shares([*zip(spans, (one.shares for one in every))]),
     )
 
 
@@ -228,14 +342,6 @@ def _happened(told: Mapping[str, Any]) -> Happened:
     return Happened(name, _whole(told, "step"), finite(told.get("time")), dict(told))
 
 
-READ = {
-    "step": _step,
-    "evaluation": _evaluation,
-    "classes": _window,
-    "ranks": _ranks,
-    "other": _happened,
-}
-
 NUMERIC = {
     "busy_share", "peak_bytes", "planned_peak_bytes", "laid_out_bytes", "overruns", "devices",
     "samples", "tokens_per_s", "mfu", "hfu", "sent_bytes", "starved_share", "skipped",
@@ -250,26 +356,30 @@ OPTIONAL = {
 def _record(cls: type[T], told: Any) -> T:
     """A record of which older runs wrote less, and newer ones may write more."""
     known: dict[str, Any] = {}
-    for field in fields(cls):  # type: ignore[arg-type]
-        value = told.get(field.name)
-        if field.name in NUMERIC:
+    for name in _names(cls):
+        value = told.get(name)
+        if name in NUMERIC:
             number = finite(value)
-            known[field.name] = number if field.name in OPTIONAL else number or 0
-        elif field.name == "shares":
+            known[name] = number if name in OPTIONAL else number or 0
+        elif name == "shares":
             known["shares"] = _shares(value)
-        elif field.name in ("planned_memory", "measured_memory"):
-            known[field.name] = _sizes(value)
+        elif name in ("planned_memory", "measured_memory"):
+            known[name] = _sizes(value)
         else:
-            known[field.name] = value if isinstance(value, str) else ""
+            known[name] = value if isinstance(value, str) else ""
     return cls(**known)
+
+
+@cache
+def _names(cls: type) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(cls))
 
 
 def _shares(told: Any) -> Shares | None:
     if not isinstance(told, dict):
         return None
-    parts = {field.name: finite(told.get(field.name)) for field in fields(Shares)}
-    known = {name: part for name, part in parts.items() if part is not None}
-    return Shares(**known) if len(known) == len(parts) else None
+    parts = [finite(told.get(name)) for name in _names(Shares)]
+    return None if None in parts else Shares(*[part or 0.0 for part in parts])
 
 
 def _sizes(told: Any) -> dict[str, int]:

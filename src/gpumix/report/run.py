@@ -132,7 +132,7 @@ def _loaded_record(folder: Path) -> RunRecord | None:
     return RunRecord.load(path, fix=WRITTEN_ANEW) if path.exists() else None
 
 
-def _lines(path: Path, newest_bytes: int | None) -> Iterator[str]:
+def _lines(path: Path, newest_bytes: int | None) -> Iterator[bytes]:
     if not path.exists():
         return
     try:
@@ -140,7 +140,7 @@ def _lines(path: Path, newest_bytes: int | None) -> Iterator[str]:
             if newest_bytes is not None and os.fstat(file.fileno()).st_size > newest_bytes:
                 file.seek(-newest_bytes, os.SEEK_END)
                 file.readline()  # the rest of a line
-            yield from (line.decode("utf-8", errors="replace") for line in lines_in(file))
+            yield from lines_in(file)
     except OSError as error:
         raise _unreadable(path, error.strerror or str(error)) from error
 

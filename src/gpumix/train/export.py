@@ -7,10 +7,12 @@ the checkpoint has; `transformers` ties the others to it.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from gpumix.train.checkpoint_together import Together
 
 # Files of weights that any file system and download takes.
 FILE_BYTES = 5 * 10**9
+AT_ONCE = 100  # exports into one folder
 # Says that a folder is an export, and which files are of it.
 RECORD = "gpumix.json"
 
@@ -283,9 +286,16 @@ def _write_json(file: Path, content: Mapping[str, Any]) -> None:
 
 
 def _replace(to: Path, part: Path) -> None:
-    """Put `part` in the place of `to`."""
+    """Put `part` in the place of `to`; of several exports at once the last one stays."""
     former = part.with_suffix(".former.part")
-    if to.exists():
-        files.move(to, former.name)
-    files.move(part, to.name)
-    files.remove_quietly(former)
+    for last in (*[False] * AT_ONCE, True):
+        with suppress(FileNotFoundError):
+            files.move(to, former.name)
+        try:
+            files.move(part, to.name)
+            return
+        except OSError as error:  # another export has put its own there meanwhile
+            if last or error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        finally:
+            files.remove_quietly(former)

@@ -268,7 +268,8 @@ class _Child:
         self.error = self._lost(
             f"{self.name()} stopped answering",
             why=why + others,
-            first="look at its device and its file systems, then ",
+            first="look at its device and its file systems, or, if its host is only busy, give the "
+            "job a longer `timeout`; then ",
             device=self.seat.device,
         )
 

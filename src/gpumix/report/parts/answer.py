@@ -96,12 +96,14 @@ def _bar(name: str, speed: Speed, class_: str, longest: float) -> Markup:
 
 def _note(facts: Facts) -> str:
     steps = len(facts.run.history.counted())
+    every = facts.run.history.every
+    one_in = f", one in {every}" if every > 1 else ""
     parts = []
     if steps:
         earlier = " and those by an earlier plan" if facts.run.history.another_plan else ""
         parts.append(
-            f"Measured: the median of {plural(steps, 'step')}, those after each start{earlier} "
-            "left out."
+            f"Measured: the median of {plural(steps, 'step')}{one_in}, those after each start"
+            f"{earlier} left out."
         )
     known = "datasheets of the cards" if facts.estimated else "what was measured of each class"
     parts.append(f"Predicted: what the cost model expects from {known}.")

@@ -47,7 +47,7 @@ def curves(facts: Facts) -> Markup:
             _chart("Tokens a second", _speeds(facts), facts, from_zero=True),
             class_="charts",
         ),
-        aside(f"{unread}.") if (unread := history.unread_told) else None,
+        [aside(f"{told}.") for told in (history.few_told, history.unread_told) if told],
     )
 
 
