@@ -10,7 +10,6 @@ import json
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache
 from itertools import pairwise
 from statistics import fmean
 from typing import Any, TypeVar
@@ -182,7 +181,7 @@ def _mean_shares(weighed: Sequence[tuple[int, Shares | None]]) -> Shares | None:
     if not known:
         return None
     means = {
-        name: _mean([(n, getattr(shares, name)) for n, shares in known]) for name in _names(Shares)
+        name: _mean([(n, getattr(shares, name)) for n, shares in known]) for name in FIELDS[Shares]
     }
     return Shares(**{name: value or 0.0 for name, value in means.items()})
 
@@ -353,10 +352,15 @@ OPTIONAL = {
 }  # fmt: skip
 
 
+FIELDS: dict[type, tuple[str, ...]] = {
+    one: tuple(field.name for field in fields(one)) for one in (ClassRecord, RankRecord, Shares)
+}
+
+
 def _record(cls: type[T], told: Any) -> T:
     """A record of which older runs wrote less, and newer ones may write more."""
     known: dict[str, Any] = {}
-    for name in _names(cls):
+    for name in FIELDS[cls]:
         value = told.get(name)
         if name in NUMERIC:
             number = finite(value)
@@ -370,15 +374,10 @@ def _record(cls: type[T], told: Any) -> T:
     return cls(**known)
 
 
-@cache
-def _names(cls: type) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(cls))
-
-
 def _shares(told: Any) -> Shares | None:
     if not isinstance(told, dict):
         return None
-    parts = [finite(told.get(name)) for name in _names(Shares)]
+    parts = [finite(told.get(name)) for name in FIELDS[Shares]]
     return None if None in parts else Shares(*[part or 0.0 for part in parts])
 
 
