@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from gpumix.hardware.memory import build, limit_memory
+from gpumix.spec import files
 from harness import run_ranks
 
 
@@ -47,7 +48,10 @@ def test_a_cache_that_cannot_be_written_falls_back(tmp_path):
 
 def limited_by_no_library(folder: Path) -> tuple[bool, str]:
     os.environ["XDG_CACHE_HOME"] = str(folder)
-    library = build._private_folder() / f"capped_alloc-{build._key()}.so"
+    library = (
+        files.private_folder(build.cache_folder() / build.LIBRARIES)
+        / f"capped_alloc-{build._key()}.so"
+    )
     library.write_bytes(b"not a library")
     memory = limit_memory(None)
     return memory.exact, memory.why_inexact

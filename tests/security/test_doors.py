@@ -29,7 +29,7 @@ OF_MODULES = {
 ALLOWED = {
     FILES: "the door",
     "launch/probe.py": {"read_bytes"},  # runs on hosts without gpumix: the standard library only
-    "hardware/memory/build.py": {"TemporaryDirectory", "mkdtemp"},  # private, for a compiler
+    "hardware/memory/build.py": {"TemporaryDirectory"},  # private, for a compiler
     "hardware/memory/limit.py": {"CDLL"},  # by a descriptor that the door has checked
     "data/host.py": {"CDLL", "open"},  # this process, and a file of the kernel
     "data/nursery.py": {"CDLL", "loads"},  # this process, and what its parent hands it

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from strangers import as_root, give_away, linked
 
+from gpumix.hardware.environment import keep_compiled_code
 from gpumix.spec import files
 
 
@@ -273,3 +274,20 @@ def test_what_a_killed_process_left_is_removed_by_the_next_one(tmp_path, monkeyp
 )  # fmt: skip
 def test_each_cause_has_its_own_advice(code, said):
     assert said in files.how_to_write(OSError(code, os.strerror(code)))
+
+
+@as_root
+def test_compiled_code_lies_where_nobody_else_can_write_it(tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    keep_compiled_code()
+    own = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    assert own.parent == tmp_path / "gpumix" and files.is_private(own)
+    give_away(own)
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    keep_compiled_code()
+    other = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    assert other != own and files.is_private(other)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/chosen")
+    keep_compiled_code()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/chosen"

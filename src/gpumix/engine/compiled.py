@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gpumix.engine.parts import ShardedUnit
-from gpumix.hardware.environment import has_cpp_compiler
+from gpumix.hardware.environment import has_cpp_compiler, keep_compiled_code
 from gpumix.hardware.runtime import is_gpu
 from gpumix.spec.errors import MachineError
 
@@ -46,6 +46,7 @@ def compile_units(
     """
     if backend == OURS:
         _check_compilers(device)
+        keep_compiled_code()
     _leave_alone_what_backward_needs()
     shared: dict[tuple[str, Forward], _Kind] = {}
     for unit in units:

@@ -23,7 +23,7 @@ from typing import Literal, NoReturn
 from gpumix.hardware.control_groups import let_have_bytes, memory_groups
 from gpumix.hardware.efficiency import Installed
 from gpumix.spec.errors import InputError
-from gpumix.spec.files import read_log
+from gpumix.spec.files import private_folder, read_log
 
 # Of what is free of it, copies of a run's state may take this part.
 COPIES_PART = 0.5
@@ -32,6 +32,7 @@ STOP_ASKED = "GPUMIX_STOP_ASKED_AT"
 APART = "GPUMIX_APART"  # what started a rank listens where it was told, and nowhere else
 GRACE = "GPUMIX_GRACE_S"  # how long ranks may go on that are asked to end
 ALLOW = "GPUMIX_ALLOW"  # as --allow, for all commands of a shell
+_COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 CLUSTER = "GPUMIX_CLUSTER"  # the devices of programs that name none: a cluster file
 OWN_RUN = "gpumix"  # the name of runs that `gpumix launch` starts
 STDERR = 2
@@ -178,6 +179,13 @@ def cache_folder() -> Path:
     """Where things that can be made again are kept; never the source tree."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "gpumix"
+
+
+def keep_compiled_code() -> None:
+    """Let torch keep the code that it compiles where only this user can write it. Its own choice is
+    a name in the temporary folder that everybody can tell. What the user has set stays."""
+    if _COMPILED not in os.environ:
+        os.environ[_COMPILED] = str(private_folder(cache_folder() / "inductor"))
 
 
 def cluster_file() -> Path | None:

@@ -11,6 +11,7 @@ a shell writes `<(command)`. What follows from there is up to who handed it over
 
 from __future__ import annotations
 
+import atexit
 import errno
 import fcntl
 import io
@@ -469,6 +470,22 @@ def make_private(path: Path) -> None:
         path.mkdir(mode=0o700)
     if not is_private(path):
         raise NotAFileError(errno.EACCES, "it is not this user's alone", str(path))
+
+
+def private_folder(path: Path) -> Path:
+    """A folder that only this user can enter, made where it is not there; where another user can,
+    one in its stead that goes with this process.
+
+    Raises:
+        OSError: neither can be made.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        make_private(path)
+    except NotAFileError:
+        path = Path(tempfile.mkdtemp(prefix="gpumix-"))
+        atexit.register(remove_quietly, path)
+    return path
 
 
 @contextmanager

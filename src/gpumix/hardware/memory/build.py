@@ -7,7 +7,6 @@ A library runs code as soon as it is loaded: it comes from a folder that only th
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import platform
 import shlex
@@ -24,6 +23,7 @@ from gpumix.spec import files
 
 SOURCE = Path(__file__).with_name("capped_alloc.cpp")
 BUILD_TIMEOUT_S = 120
+LIBRARIES = "libraries"  # in the cache
 
 
 class BuildError(Exception):
@@ -37,7 +37,7 @@ def capped_allocator_library() -> Path:
         BuildError: there is no compiler, the build fails, or the cache folder is not writable.
     """
     try:
-        folder = _private_folder()
+        folder = files.private_folder(cache_folder() / LIBRARIES)
         library = folder / f"capped_alloc-{_key()}.so"
         if not _is_ours(library):
             files.remove(library)
@@ -50,18 +50,6 @@ def capped_allocator_library() -> Path:
     except OSError as error:
         raise BuildError(f"cannot write to {cache_folder()}: {error}") from error
     return library
-
-
-def _private_folder() -> Path:
-    """Of the cache; where another user can enter that, one that goes with this process."""
-    folder = cache_folder() / "libraries"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        files.make_private(folder)
-    except files.NotAFileError:
-        folder = Path(tempfile.mkdtemp(prefix="gpumix-"))
-        atexit.register(files.remove_quietly, folder)
-    return folder
 
 
 def _is_ours(library: Path) -> bool:
