@@ -437,6 +437,22 @@ def named(name: bytes, act: str, place: Place) -> str:
     return gpumix(place, act, folder, *(["--once"] if act == "top" else []))
 
 
+def named_job(words: tuple[str, ...], place: Place) -> str:
+    """A job in a folder whose name is no UTF-8."""
+    from mutant_files import write_all
+
+    write_all(place.root / "whole")
+    folder = Path(os.fsdecode(os.fsencode(place.root) + b"/job\xff"))
+    (place.root / "whole").rename(folder)
+    os.chdir(folder)
+    place.root, said = folder, ""
+    try:
+        said = gpumix(place, *words)
+    finally:
+        place.root = folder.parent
+    return said
+
+
 # -- all of them -----------------------------------------------------------------------------------
 
 
@@ -503,3 +519,11 @@ def every() -> Iterator[Attack]:
     for name in (b"\xff\xfe", b"run\xe9", b"\x1b]0;title\x07", b"a\nb", "\u202egpj".encode()):
         for act in ("report", "top", "inspect"):
             yield Attack("names of folders", f"{name!r}, {act}", partial(named, name, act))
+    for words in (
+        ("train", "job.yaml", "--plan", "one.json"),
+        ("plan", "small.yaml", "--profile", "cards.json"),
+        ("profile", "own.yaml", "--allow", "mine"),
+        ("devices", "--cluster", "cluster.yaml"),
+        ("simulate", "one.json"),
+    ):
+        yield Attack("names of folders", f"job, {words[0]}", partial(named_job, words))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import os
@@ -32,6 +33,7 @@ def whole() -> Path:
     from reference import engine_for
 
     folder = Path(tempfile.mkdtemp(prefix="whole-checkpoint-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     engine = engine_for(odd, ALONE)
     saver = Checkpointer(folder, keep=1, group=None, ranks_here=1, patience_s=60.0)
     saver.save(1, engine, adamw(engine.parameters()), cursor={})

@@ -26,6 +26,7 @@ CHOSEN = (
     "size: plan.json, report", "size: metrics.jsonl, report", "size: metrics.jsonl, resume",
     "no UTF-8: metrics.jsonl, resume", "no UTF-8: metrics.jsonl, report",
     "names of folders: b'\\xff\\xfe', report", "names of folders: b'\\x1b]0;title\\x07', top",
+    "names of folders: job, train",
     "checkpoints: forged, shape [0, 4611686018427387904]", "checkpoints: __0_0.distcp, size",
     "checkpoints: checkpoint.json, size", "checkpoints: forged, 300,000 empty tensors",
     "checkpoints: moved and linked back", "checkpoints: __0_0.distcp, pickle",

@@ -132,9 +132,18 @@ def _with_paths(value: Any, tree: Tree, keys: Keys) -> Any:
 
 def _absolute(path: Path, place: Place) -> Path:
     try:
-        return place.source.folder / path.expanduser()
+        found = place.source.folder / path.expanduser()
+        str(found).encode()
     except RuntimeError as error:
         raise InputError(f"'{path}' names no user's home", where=str(place)) from error
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"the name of '{found}' is no UTF-8",
+            where=str(place),
+            why="plans and records of runs name it, and are UTF-8",
+            fix="rename it, or the folder that it is in",
+        ) from error
+    return found
 
 
 def _check_model_config(config: Path | dict[str, Any], place: Place) -> None:
