@@ -316,7 +316,8 @@ class CheckpointSpec(Value):
         default="auto",
         description="how often the state is copied into the memory of the hosts, from where a run "
         "goes on that lost a rank; `auto`: after each step, or after so many that training stands "
-        "still for it for a hundredth of its time at most; 0: never",
+        "still for it for a hundredth of its time at most, a twentieth where steps take over a "
+        "second; 0: never",
     )
 
 

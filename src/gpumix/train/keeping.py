@@ -28,8 +28,9 @@ from gpumix.train.metrics import Told
 from gpumix.train.model_files import saved_beside_weights
 from gpumix.train.run_id import id_of
 
-# Of a step's time, what copies in memory may hold up training for, if their interval is chosen.
-MEMORY_SHARE = 0.01
+# Of a step's time, what copies in memory may hold up training for, if their interval is chosen; of
+# a step that takes for longer than so many seconds more, for each that is repeated costs as much.
+MEMORY_SHARE, LONG_SHARE, LONG_STEP_S = 0.01, 0.05, 1.0
 # What a disk must do at least beside the `timeout`, else it counts as one that hangs.
 SLOWEST_BYTES_PER_S = 5e7
 # Of a parameter's state: itself, and what most optimizers keep, in fp32 each.
@@ -56,6 +57,13 @@ class TakenUp:
     def of_steps(self) -> int | None:
         """The steps of the job that saved it; None if no job did."""
         return of_steps(self.extra)
+
+
+def interval_of(copied_s: float, step_s: float) -> int:
+    """Every so many steps of `step_s` the state is copied, for which training stands still for
+    `copied_s` each time."""
+    share = LONG_SHARE if step_s > LONG_STEP_S else MEMORY_SHARE
+    return max(1, math.ceil(copied_s / max(step_s, 1e-9) / share))
 
 
 class Keeping:
@@ -217,13 +225,12 @@ class Keeping:
         return not any(self._context.ranks.gather("kept in memory", self._memory.refused))
 
     def choose_interval(self, step_s: float) -> list[Told]:
-        """By what the first copies took: so many steps that training stands still for them for a
-        hundredth of its time at most. What to say of it."""
+        """By what the first copies took; see `interval_of`. What to say of it."""
         if self._memory is None or self._context.job.checkpoint.memory_every_steps != "auto":
             return []
-        share = min(self._copied_s, default=0.0) / max(step_s, 1e-9)
-        told = self._context.ranks.gather("copies' time", str(share))
-        self._every_steps = every = max(1, math.ceil(max(map(float, told)) / MEMORY_SHARE))
+        own = interval_of(min(self._copied_s, default=0.0), step_s)
+        told = self._context.ranks.gather("copies' interval", str(own))
+        self._every_steps = every = max(map(int, told))
         return [Told("copies", {"every_steps": every}, "")]
 
     def nothing_new(self, step: int, *, deadline: float) -> bool:
