@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from gpumix.train.run_id import id_of
 # Of a step's time, what copies in memory may hold up training for, if their interval is chosen; of
 # a step that takes for longer than so many seconds more, for each that is repeated costs as much.
 MEMORY_SHARE, LONG_SHARE, LONG_STEP_S = 0.01, 0.05, 1.0
+MEASURED_COPIES = 100
 # What a disk must do at least beside the `timeout`, else it counts as one that hangs.
 SLOWEST_BYTES_PER_S = 5e7
 # Of a parameter's state: itself, and what most optimizers keep, in fp32 each.
@@ -98,7 +100,8 @@ class Keeping:
         self._memory: MemoryCheckpointer | None = None
         every = job.checkpoint.memory_every_steps
         self._every_steps = 1 if every == "auto" else every
-        self._copied_s: list[float] = []  # how long training stood still for each copy in memory
+        # How long training stood still for the newest copies in memory.
+        self._copied_s: deque[float] = deque(maxlen=MEASURED_COPIES)
 
     def _checkpointer_of(self, group: dist.ProcessGroup | None) -> Checkpointer:
         job = self._context.job

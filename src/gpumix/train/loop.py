@@ -287,7 +287,7 @@ class Trainer:
             step_s=step_s,
             mean_s=sum(times) / len(times),
             tokens_per_s=tokens_a_step / step_s,
-            losses=self.taken.losses,
+            losses=self.taken.losses[:],
             peak_bytes=[json.loads(text) for text in peaks],
             busy_shares=[float(text) for text in busy],
             input_shares=[float(text) for text in starved],
@@ -538,7 +538,7 @@ class Trainer:
         """Collective."""
         self._telling.of_all_steps()
         counting = self.taken.counting
-        step_s, losses = self.taken.step_s(counting), self.taken.losses
+        step_s, losses = self.taken.step_s(counting), self.taken.losses[:]
         predicted = self.plan.prediction.step_s if self.plan.prediction else None
         return Summary(
             steps=self.step,

@@ -11,7 +11,8 @@ from gpumix.train.interlude import Interlude
 @dataclass(frozen=True)
 class Summary:
     """What a run came to. `prediction_error` is predicted over measured step time, less 1; there is
-    no loss where no step was left to do. `devices` are as in the last steps, in rank order."""
+    no loss where no step was left to do. `devices` are as in the last steps, in rank order; of a
+    long run `losses` are the newest."""
 
     steps: int
     loss: float | None

@@ -2,15 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from statistics import fmean
+from typing import TypeVar, overload
 
 from gpumix.hardware.device import DeviceRuntime
 from gpumix.spec.plan import Plan
 from gpumix.train.metrics import WARM_UP_STEPS, Part, Speed, speed_of, typical_s
 
+T = TypeVar("T")
+KEPT_STEPS = 1000
+
+
+class Newest(Sequence[T]):
+    """Values of all steps so far, by the number of the step, of which only the newest are still
+    known: a run may take millions. What is older is left out of slices."""
+
+    def __init__(self) -> None:
+        self._kept: list[T] = []
+        self._dropped = 0
+
+    def append(self, value: T) -> None:
+        self._kept.append(value)
+        if len(self._kept) == 2 * KEPT_STEPS:
+            del self._kept[:KEPT_STEPS]
+            self._dropped += KEPT_STEPS
+
+    def __len__(self) -> int:
+        return self._dropped + len(self._kept)
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[T]: ...
+
+    def __getitem__(self, index: int | slice) -> T | list[T]:
+        if isinstance(index, slice):
+            begin, end, step = index.indices(len(self))
+            first, last = (max(0, one - self._dropped) for one in (begin, end))
+            return self._kept[first:last:step]
+        return self._kept[index if index < 0 else index - self._dropped]
+
 
 class StepsTaken:
-    """Of the steps since this rank began.
+    """Of the steps since this rank began; what is said of them is of the newest at most.
 
     Attributes:
         times_s: of each.
@@ -22,11 +58,11 @@ class StepsTaken:
     def __init__(self, runtime: DeviceRuntime) -> None:
         self._runtime = runtime
         self._overruns_before = 0
-        self.times_s: list[float] = []
-        self.tokens: list[int] = []
-        self.own_tokens: list[int] = []
-        self.parts: list[Part] = []
-        self.losses: list[float] = []
+        self.times_s = Newest[float]()
+        self.tokens = Newest[int]()
+        self.own_tokens = Newest[int]()
+        self.parts = Newest[Part]()
+        self.losses = Newest[float]()
 
     def add(self, step_s: float, loss: float, tokens: int, own_tokens: int, part: Part) -> None:
         self.times_s.append(step_s)
