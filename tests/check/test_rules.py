@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import combinations
 
 import pytest
 from healthy import (
@@ -25,9 +26,10 @@ from healthy import (
     wrong,
 )
 
-from gpumix.check.facts import ClockFacts, FolderFacts, Limits, RankFacts
+from gpumix.check.facts import ClockFacts, FolderFacts, Limits, PairFacts, RankFacts
 from gpumix.check.finding import Finding, Severity
 from gpumix.check.judge import CHECKS, judge
+from gpumix.check.of_links import links
 from gpumix.check.of_software import runs_on
 from gpumix.spec.network import Network, link
 
@@ -331,3 +333,22 @@ def test_a_link_is_held_against_its_like():
 def test_pairs_that_time_was_too_short_for_are_told():
     found = only(HEALTHY.model_copy(update={"untried": 5}))
     assert found.severity is NOTE and found.what.startswith("5 of 8 pairs were not tried")
+
+
+def test_two_ranks_that_reach_nobody_are_both_named_and_no_gpu_is_blamed():
+    """The pair of the two is a trouble of both; a busy host of CPUs has no nvidia-smi."""
+    lost = {0, 1}
+    pairs = tuple(
+        PairFacts(
+            ranks=pair,
+            trouble="no answer within 3 s" if lost & set(pair) else "",
+            silent=tuple(lost & set(pair)),
+        )
+        for pair in combinations(range(len(HEALTHY.ranks)), 2)
+    )
+    cpus = tuple(rank.model_copy(update={"accelerator": "cpu"}) for rank in HEALTHY.ranks)
+    for ranks, said in ((HEALTHY.ranks, "nvidia-smi"), (cpus, "busy")):
+        found = list(links(HEALTHY.model_copy(update={"pairs": pairs, "ranks": ranks})))
+        wrong = [one for one in found if one.severity is ERROR]
+        assert [one.device for one in wrong] == [HEALTHY.ranks[rank].device for rank in lost]
+        assert all(said in one.fix for one in wrong)

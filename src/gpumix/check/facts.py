@@ -131,6 +131,14 @@ class RankFacts(Value):
     def on_gpu(self) -> bool:
         return self.accelerator not in ("", "cpu")
 
+    @property
+    def look(self) -> str:
+        """Where to look if it does not do what it should: a rank without a GPU may only wait for
+        its host."""
+        if self.on_gpu or not self.device:
+            return "look at that device and process there: nvidia-smi, dmesg | tail"
+        return "see whether its host is busy, and what became of its process: top, dmesg | tail"
+
 
 class PairFacts(Value):
     """Two ranks that were to exchange tensors.

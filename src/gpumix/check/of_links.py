@@ -24,10 +24,12 @@ def links(survey: Survey) -> Iterator[Finding]:
     """Every pair added up a few numbers, and moved bytes as fast as its class."""
     ranks = {rank.rank: rank for rank in survey.ranks}
     failed = [pair for pair in survey.pairs if pair.trouble]
-    for rank in _alone(survey.pairs):
+    alone = _alone(survey.pairs)
+    for rank in alone:
         yield _rank_fails(ranks[rank], [pair for pair in failed if rank in pair.ranks])
-        failed = [pair for pair in failed if rank not in pair.ranks]
     for pair in failed:
+        if set(alone) & set(pair.ranks):
+            continue
         one, other = (ranks[rank] for rank in pair.ranks)
         yield _pair_fails(one, other, pair)
     for pair in survey.pairs:
@@ -60,7 +62,7 @@ def _rank_fails(rank: RankFacts, pairs: list[PairFacts]) -> Finding:
         check="links",
         severity=Severity.ERROR,
         what=f"rank {rank.rank}: {what} any other ({pairs[0].trouble})",
-        fix="look at that device and process: nvidia-smi, dmesg | tail; and at its network",
+        fix=f"{rank.look}; and look at its network",
         host=rank.host,
         device=rank.device,
     )

@@ -21,8 +21,7 @@ def ranks(survey: Survey) -> Iterator[Finding]:
                 check="ranks",
                 severity=Severity.ERROR,
                 what=rank.trouble if rank.device else f"rank {rank.rank}: {rank.trouble}",
-                fix=rank.fix
-                or "look at it there: nvidia-smi, dmesg | tail; with --debug it says more",
+                fix=rank.fix or f"{rank.look}; with --debug it says more",
                 host=rank.host,
                 device=rank.device,
                 measured={"rank": rank.rank},

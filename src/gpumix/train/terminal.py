@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.text import Text
 
 from gpumix.spec.words import printable
 
@@ -30,6 +32,10 @@ class _Console(Console):
 
     def __init__(self, *, stderr: bool, width: int | None = None) -> None:
         super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False, width=width)
+
+    def render_str(self, text: str, **how: Any) -> Text:
+        """Written out before it is measured, for tables."""
+        return super().render_str(printable(text), **how)
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
