@@ -7,7 +7,7 @@ user is made by giving files away, which only root can: else those attacks are l
 
     python benchmarks/attacks.py [--json] [--kind races] [--name TEXT] [--show]
 
-Figures: `attacks`, `kinds`, `succeeded`, `hung` (over 60 s), `called_a_bug`, `left_out`,
+Figures: `attacks`, `kinds`, `succeeded`, `hung` (over 180 s), `called_a_bug`, `left_out`,
 `slowest_s`.
 """
 

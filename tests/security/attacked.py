@@ -24,7 +24,7 @@ from mutant_runs import run as run_command
 SECRET = "s3cr3t-of-the-user"
 PWNED = "PWNED"  # the file that code of a stranger makes
 ALLOWED = {"\n", "\t", "\r"}
-LIMIT_S = 60.0
+LIMIT_S = 180.0  # this machine may have more to do
 MEMORY_BYTES = 6 * 2**30
 
 

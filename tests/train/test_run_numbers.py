@@ -6,7 +6,6 @@ import errno
 import io
 import json
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from jobs import metrics, progress
 from rich.console import Console
 from torch.utils.flop_counter import FlopCounterMode
 
+from gpumix.spec import files
 from gpumix.spec.errors import Interrupted, MachineError
 from gpumix.spec.peak import Peak
 from gpumix.spec.plan import Plan, Prediction, WorkerPrediction
@@ -385,7 +385,7 @@ def test_that_it_failed_is_told_where_no_further_file_has_room(tmp_path, monkeyp
 
 def test_a_file_for_which_there_is_no_room_leaves_no_part(tmp_path, monkeypatch):
     (tmp_path / "told").write_text("before")
-    monkeypatch.setattr(Path, "replace", lambda self, to: 1 / 0)
+    monkeypatch.setattr(files.os, "replace", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         progress_file.write_at_once(tmp_path / "told", "after")
     assert [file.name for file in tmp_path.iterdir()] == ["told"]

@@ -109,6 +109,7 @@ class Boxed:
 
 _PRIME = 2**61 - 1
 MOST_ELEMENTS = 2**56  # of a tensor
+MOST_EMPTY = 10_000  # tensors without elements, where no others are
 
 
 def _random_place() -> int:
@@ -240,7 +241,11 @@ class Index(Value):
         return cls(tensors=stored)
 
     def check_whole(self) -> None:
-        """Raise a GpumixError if some elements of a tensor are in no box, or in two."""
+        """Raise a GpumixError if some elements of a tensor are in no box, or in two; or if there
+        are masses of tensors without any, which no model has."""
+        empty = sum(not tensor.elements for tensor in self.tensors.values())
+        if empty > max(MOST_EMPTY, len(self.tensors) / 2):
+            raise GpumixError(f"{empty:,} of its {len(self.tensors):,} tensors hold nothing")
         for name, tensor in self.tensors.items():
             held = sum(box.elements for box in tensor.boxes)
             if held != tensor.elements or len({b.offset for b in tensor.boxes}) < len(tensor.boxes):
