@@ -25,15 +25,14 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import accumulate
 from math import ceil
-from typing import Literal, Self
+from typing import Literal, NamedTuple, Self
 
 from gpumix.spec.plan import Plan, Schedule
 
 Kind = Literal["forward", "backward", "weights"]
 
 
-@dataclass(frozen=True, order=True)
-class Action:
+class Action(NamedTuple):
     """A stage's part of one micro-batch, or of one wave of them, in one pass. With a schedule that
     has `weights`, its `backward` is that of activations alone."""
 

@@ -97,6 +97,10 @@ class StagedStep:
         ]
         self._messages = Messages(profile, moved)
         self._sizes: dict[tuple[int, int, int], int] = {}
+        self._totals: dict[tuple[int, int], dict[tuple[int, int], dict[tuple[int, int], int]]] = {}
+        self._transfers: dict[Hashable, Transfer] = {}
+        self._seconds: dict[Hashable, float] = {}
+        self._amounts: dict[tuple[int, int], Hashable] = {}
         self._moved = moved
         self.in_waves = plan.in_waves
         self._workers = plan.workers
@@ -185,6 +189,27 @@ class StagedStep:
 
     def action_s(self, action: Action) -> float:
         """Seconds of an action, on the slowest of those that do it together."""
+        key = (action.kind, action.stage, self._amount(action), action in self._firsts)
+        if key not in self._seconds:
+            self._seconds[key] = self._timed_action(action)
+        return self._seconds[key]
+
+    def _amount(self, action: Action) -> Hashable:
+        """The same for actions of a stage that as much is computed in, on the same workers."""
+        key = (action.stage, action.batch)
+        if key not in self._amounts:
+            micro_batches = self.stages[action.stage].micro_batches
+            self._amounts[key] = tuple(
+                (worker, micro_batches(worker, action.batch)) for worker in self._together(action)
+            )
+        return self._amounts[key]
+
+    @cached_property
+    def _firsts(self) -> set[Action | None]:
+        """Of each stage and rank the first forward."""
+        return set(self._first.values())
+
+    def _timed_action(self, action: Action) -> float:
         cost = self.stages[action.stage]
         return max(
             cost.passes(worker, action.batch).forward_s + self._told_s(action, worker)
@@ -195,6 +220,8 @@ class StagedStep:
 
     def _earliest_s(self, action: Action) -> float:
         """An action cannot end before what is gathered once, from the step's beginning, is here."""
+        if action not in self._firsts:
+            return 0.0
         waits = (
             self._pass_s(action, worker)
             for worker in self._together(action)
@@ -277,6 +304,13 @@ class StagedStep:
         team its own."""
         if action.stage == other.stage:
             return NOTHING_SENT
+        pairs = tuple((g.device, t.device, n) for g, t, n in self._pairs(action, other))
+        key = (action.stage, other.stage, action.kind, pairs)
+        if key not in self._transfers:
+            self._transfers[key] = self._timed_transfer(action, other)
+        return self._transfers[key]
+
+    def _timed_transfer(self, action: Action, other: Action) -> Transfer:
         over: dict[Hashable, float] = {}
         for giver, taker, size in self.sent(action, other):
             if giver.device == taker.device:
@@ -319,13 +353,22 @@ class StagedStep:
         if not self.in_waves:
             here, there = (self._parts[a.stage][action.batch] for a in (action, other))
             return [(one.workers[here.worker], two.workers[there.worker], len(here.rows))]
-        totals: dict[tuple[int, int], int] = {}
-        both = zip(self._parts[action.stage], self._parts[other.stage])
-        for here, there in both:
-            if (here.wave, there.wave) == (action.batch, other.batch):
+        totals = self._wave_totals(action.stage, other.stage)[action.batch, other.batch]
+        return [(one.workers[g], two.workers[t], n) for (g, t), n in totals.items()]
+
+    def _wave_totals(
+        self, stage: int, other: int
+    ) -> dict[tuple[int, int], dict[tuple[int, int], int]]:
+        """By waves of two stages, the samples that pass from each worker to each."""
+        key = (stage, other)
+        if key not in self._totals:
+            found: dict[tuple[int, int], dict[tuple[int, int], int]] = {}
+            for here, there in zip(self._parts[stage], self._parts[other]):
+                totals = found.setdefault((here.wave, there.wave), {})
                 pair = (here.worker, there.worker)
                 totals[pair] = totals.get(pair, 0) + len(here.rows)
-        return [(one.workers[g], two.workers[t], n) for (g, t), n in totals.items()]
+            self._totals[key] = found
+        return self._totals[key]
 
     @cached_property
     def takes(self) -> list[tuple[Taken, ...]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import NamedTuple
 
 from gpumix.cost.curves import bytes_at
@@ -46,6 +47,25 @@ def in_team(
     """
     if degree == 1:
         return profile
+    return _in_team(_Identity(profile), degree, sequence=sequence, in_stages=in_stages)
+
+
+class _Identity:
+    """A profile that is compared as an object: to compare what it holds takes long."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile = profile
+
+    def __hash__(self) -> int:
+        return id(self.profile)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and other.profile is self.profile
+
+
+@lru_cache(maxsize=64)  # a search asks for the same few teams, thousands of times
+def _in_team(of: _Identity, degree: int, *, sequence: bool, in_stages: bool) -> Profile:
+    profile = of.profile
     team = team_of(profile, degree, sequence=sequence)
     cluster, network = profile.cluster, profile.network
     if len({device.host for device in cluster.devices}) > 1:
