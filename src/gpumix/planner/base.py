@@ -34,7 +34,7 @@ class PlanRequest(Value):
     space: Space = EVERYTHING
 
 
-WORTHWHILE = 0.01  # a plan that asks for more (stages, teams) must be faster by this part
+WORTHWHILE = 1e-3  # a plan that asks for more (stages, teams) must be faster by this part
 
 Strategy = Callable[[Profile, PlanRequest], Plan]
 

@@ -35,12 +35,14 @@ class Candidate:
 
     Attributes:
         deal: micro-batches of each worker; None: each group's workers get them as they are fast.
+        waves: None: some numbers of them are tried.
     """
 
     way: Way
     zero_stage: ZeroStage
     cut: Cut
     deal: Counts | None = None
+    waves: int | None = None
 
 
 @dataclass(frozen=True)
@@ -67,17 +69,11 @@ class Counting:
         self.work = 0
         self.misses = Misses("a plan of several stages")
 
-    def best(
-        self, candidate: Candidate, below_s: float, waves_of: Sequence[int] = ()
-    ) -> Found | None:
-        """The fastest plan of a candidate; None if none fits, or is faster than `below_s`.
-
-        Args:
-            waves_of: numbers of waves that are tried; default: some of them.
-        """
+    def best(self, candidate: Candidate, below_s: float) -> Found | None:
+        """The fastest plan of a candidate; None if none fits, or is faster than `below_s`."""
         dealt, best = self._dealt(candidate), None
-        for waves in waves_of or _waves(dealt):
-            found = self._counted(dealt, waves, below_s)
+        for waves in _waves(dealt):
+            found = self._counted(replace(dealt, waves=waves), below_s)
             if found is not None:
                 best, below_s = found, found.seconds
         return best
@@ -96,9 +92,10 @@ class Counting:
             dealt = replace(candidate, deal=deal)
             most = _most_waves(dealt)
             complete = complete and most <= FEW_WAVES
-            found = self.best(dealt, below_s, range(1, most + 1) if most <= FEW_WAVES else ())
-            if found is not None:
-                best, below_s = found, found.seconds
+            for waves in range(1, most + 1) if most <= FEW_WAVES else [None]:
+                found = self.best(replace(dealt, waves=waves), below_s)
+                if found is not None:
+                    best, below_s = found, found.seconds
         return best, complete
 
     def _dealt(self, candidate: Candidate) -> Candidate:
@@ -108,8 +105,8 @@ class Counting:
         deal = tuple(spread(count, seconds) for seconds in self._seconds(candidate))
         return replace(candidate, deal=deal)
 
-    def _counted(self, candidate: Candidate, waves: int, below_s: float) -> Found | None:
-        assert candidate.deal is not None
+    def _counted(self, candidate: Candidate, below_s: float) -> Found | None:
+        assert candidate.deal is not None and candidate.waves is not None
         plan = assemble_stages(
             self._profile,
             self._batch,
@@ -117,7 +114,7 @@ class Counting:
             candidate.cut,
             candidate.deal,
             zero_stage=candidate.zero_stage,
-            waves=waves,
+            waves=candidate.waves,
             strategy="staged",
         )
         step = self._step(plan)
@@ -230,6 +227,8 @@ def _most_waves(candidate: Candidate) -> int:
 def _waves(candidate: Candidate) -> list[int]:
     """Those that are looked at."""
     most, groups = _most_waves(candidate), len(candidate.way.row)
+    if candidate.waves is not None:
+        return [min(most, candidate.waves)]
     return sorted({min(most, waves) for waves in (groups, 2 * groups, 4 * groups, most)})
 
 

@@ -2,8 +2,10 @@
 
 A *way* is a row of groups (`planner.arrange`), a manner for each stage (`planner.manner`), a
 schedule and a micro-batch size. All rows, with the best cut and manners of each, are estimated at
-once (`planner.promise`); those that promise most are counted exactly (`planner.counted`), and then
-what is like the best of them: other schedules, sizes, manners, and a call more or less in a stage.
+once (`planner.pipeline_estimate`): every row as if gradients were summed in no time, then the rows
+that are fastest so, at all ZeRO stages and by all schedules. What is fastest by its estimate is
+counted exactly (`planner.counted`), and then what is like the best of them: other schedules, sizes,
+manners, and a call more or less in a stage.
 
 Where there are few ways, candidates are counted in the order of their least time, which is what the
 busiest worker computes and what comes before and after that (`planner.cuts`), until none can be
@@ -26,9 +28,10 @@ from operator import itemgetter
 
 import numpy as np
 
+from gpumix.cost.curves import FloatArray
 from gpumix.cost.predict import predict
 from gpumix.planner.arrange import Row, cell_of, rows
-from gpumix.planner.base import PlanRequest, bounded, worth_leaving
+from gpumix.planner.base import PlanRequest, bounded, predicted, worth_leaving
 from gpumix.planner.counted import ENOUGH, Candidate, Counting, Found, deals_near
 from gpumix.planner.cuts import FEW_CUTS, Cutter
 from gpumix.planner.manner import (
@@ -47,7 +50,7 @@ from gpumix.planner.no_stages import (
     refuse_without,
 )
 from gpumix.planner.pace import PaceOf
-from gpumix.planner.promise import Promises, RowPromises
+from gpumix.planner.pipeline_estimate import PipelineEstimates, RowEstimates
 from gpumix.planner.teams import Searched, devices_in_teams, of_unlike_sizes
 from gpumix.planner.way import Way, rounds_of
 from gpumix.spec.errors import NoFeasiblePlanError
@@ -60,14 +63,21 @@ FEW_WAYS = 500  # of which all are looked at
 SOME_WAYS = 1_200  # the same where sizes are not left out, for less long
 FEW_STAGES = 4  # whose manners are changed one by one
 # Of exact counts, in actions that are replayed: of what promises most, and of what is like it too.
-PROMISING, ALIKE = 8_000, 16_000
+PROMISING, ALIKE = 4_000, 8_000
 # Beside these: of all, of few ways and of some.
 PROVING, PROVING_SOME = 32_000, 20_000
 # To cut a model takes, for each stage, as long as to replay so many, and one more for so many cuts.
 CUT_WORK, CUTS_A_WORK = 3, 100
 MIXTURES = 2  # of teams of unlike sizes in one stage: each takes a search of its own
 PESSIMISM = 0.8  # a step takes no less than this part of its estimate
+MOST_ROWS = 16  # of which all schedules and ZeRO stages are estimated
+REACH = 1.1  # times the limit, that plans may take whose neighbours are looked at
+NEAR = 1.1  # times the least time so far, up to which rows and sizes are estimated
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "eager-1f1b", "gpipe", "zero-bubble", "interleaved")
+
+# Whether it takes long to replay; seconds; a number; of which row, at which ZeRO stage, by which
+# schedule, in how many waves, and the number of the micro-batch's size.
+Estimated = tuple[bool, float, int, RowEstimates, tuple[ZeroStage, Schedule, int, int]]
 
 
 def staged(profile: Profile, request: PlanRequest) -> Plan:
@@ -94,25 +104,29 @@ def staged_below(
     Raises:
         InputError, NoFeasiblePlanError: there can be none, or none fits, however long it may take.
     """
-    best, failure, bound_s = None, None, below_s
+    best, failure = None, None
+    bounds_s: list[float | None] = [below_s]
     try:
-        best, bound_s = _Search(profile, request, below_s).run()
+        best, bounds_s[0] = _search_below(profile, request, below_s)
     except NoFeasiblePlanError as error:
         failure = error
     if best is not None:
         below_s = worth_leaving(best)
-    other, bounds_s = of_unlike_sizes(
-        profile, request, _alike_below, below_s, most=MIXTURES, in_stages=True
+    other, more_s = of_unlike_sizes(
+        profile, request, _search_below, below_s, most=MIXTURES, in_stages=True
     )
     best = other or best
     if best is None and failure is not None:
         raise failure
-    bound_s = min(bound_s, *(one for one in bounds_s if one is not None), float("inf"))
+    bound_s = min(one for one in [*bounds_s, *more_s] if one is not None)
     return None if best is None else bounded(best, bound_s), bound_s
 
 
-def _alike_below(profile: Profile, request: PlanRequest, below_s: float) -> Searched:
-    return _Search(profile, request, below_s).run()
+def _search_below(profile: Profile, request: PlanRequest, below_s: float) -> Searched:
+    plan, bound_s = _Search(profile, request, below_s * REACH).run()
+    if plan is not None and predicted(plan).step_s >= below_s:
+        plan = None
+    return plan, bound_s
 
 
 class _Search:
@@ -138,9 +152,7 @@ class _Search:
         self._refuse_schedules()
         self._cutter = Cutter(pace_of, self._batch)
         self._counting = Counting(pace_of, self._batch)
-        self._promises = Promises(
-            pace_of, self._manners, request.space.zero_stages, self._batch, self._sizes
-        )
+        self._estimates = PipelineEstimates(pace_of, self._manners, self._batch, self._sizes)
         self._best: Found | None = None
         self._seen: set[Candidate] = set()
 
@@ -148,7 +160,7 @@ class _Search:
         """The fastest plan that was found, and what was proven of all; see `staged_below`."""
         bound_s = self._least_s
         if bound_s < self._best_s * (1 - ENOUGH):
-            self._count_what_promises()
+            self._count_estimated()
             self._count_what_is_alike()
             bound_s = max(bound_s, self._prove())
         bound_s = min(bound_s, self._best_s)
@@ -222,10 +234,6 @@ class _Search:
         degree = self._manners.smallest_team()
         return sum(count // degree for count in alike.values())
 
-    @cached_property
-    def _promised(self) -> list[RowPromises]:
-        return [self._promises.of(row) for row in self._rows[0]]
-
     @property
     def _most_stages(self) -> int:
         most = self._profile.model.most_stages
@@ -270,31 +278,73 @@ class _Search:
         if least_s < self._best_s * (1 - ENOUGH) or self._best_s == float("inf"):
             self._best = self._counting.best(candidate, self._best_s) or self._best
 
-    # -- what promises most --------------------------------------------------------------------
+    # -- what is fastest by its estimate ---------------------------------------------------------
 
-    def _count_what_promises(self) -> None:
-        """By any schedule; more micro-batches under way where they are too few."""
-        found: list[tuple[bool, float, int, RowPromises, ZeroStage, Schedule, int]] = []
-        for promises, schedule in product(self._promised, self._schedules):
-            row = promises.row
-            for zero_stage in self._zero_stages(row, schedule):
-                eager = schedule == "eager-1f1b" and "1f1b" in self._schedules
-                if eager and not promises.divided(zero_stage, "1f1b").waits.any():
-                    continue  # as 1f1b
-                of_row = promises.divided(zero_stage, schedule)
-                for at in np.flatnonzero(of_row.seconds * PESSIMISM < self._best_s):
-                    seconds = float(of_row.seconds[at])
-                    late = -(-self._batch // self._sizes[at]) * len(row) > PROMISING
-                    found.append(
-                        (late, seconds, len(found), promises, zero_stage, schedule, int(at))
-                    )
-        for _, seconds, _, promises, zero_stage, schedule, number in sorted(found):
+    def _count_estimated(self) -> None:
+        """What takes long to replay comes last."""
+        for _, seconds, _, of_row, choice in sorted(self._estimated()):
             if self._counting.work > PROMISING:
                 return
             if seconds * PESSIMISM > self._best_s:
                 continue
-            if candidate := promises.candidate(zero_stage, schedule, number):
+            if candidate := of_row.candidate(*choice):
                 self._count(candidate)
+
+    def _estimated(self) -> Iterator[Estimated]:
+        """Plans that may be faster than the best one."""
+        ideal = self._ideal_rows()
+        if not ideal:
+            return
+        limit_s = self._best_s / PESSIMISM
+        least = np.min([seconds for seconds, _ in ideal], axis=0)
+        useful = least <= min(limit_s, NEAR * float(least.min()))
+        sizes = [size for size, may in zip(self._sizes, useful) if may]
+        estimates, found = self._estimates.of_sizes(sizes), 0
+        for ideal_s, row in ideal:
+            if ideal_s.min() > limit_s:
+                return
+            of_row = estimates.of(row)
+            for zero_stage, waves in self._divisions(of_row):
+                # By this schedule the least memory is needed; in this time by any.
+                first = of_row.divided(zero_stage, "1f1b", waves)
+                if first.ideal_s.min() > limit_s:
+                    continue
+                for schedule in self._schedules_of(row, zero_stage, waits=first.waits):
+                    every_s = of_row.divided(zero_stage, schedule, waves).seconds
+                    limit_s = min(limit_s, NEAR * float(every_s.min()))
+                    for at in np.flatnonzero(every_s * PESSIMISM < self._best_s):
+                        late = -(-self._batch // sizes[at]) * len(row) > PROMISING
+                        found += 1
+                        choice = zero_stage, schedule, waves, int(at)
+                        yield late, float(every_s[at]), found, of_row, choice
+
+    def _divisions(self, of_row: RowEstimates) -> Iterator[tuple[ZeroStage, int]]:
+        """ZeRO stages and numbers of waves by which a row has room."""
+        stages = {z for one in self._schedules for z in self._zero_stages(of_row.row, one)}
+        for zero_stage in sorted(stages, reverse=True):
+            every = [
+                n for n in of_row.waves(zero_stage) if of_row.divided(zero_stage, "1f1b", n).fits
+            ]
+            if not every:
+                return  # lower stages need more memory
+            yield from ((zero_stage, n) for n in every)
+
+    def _schedules_of(self, row: Row, zero_stage: ZeroStage, *, waits: bool) -> Iterator[Schedule]:
+        """Those by which a row may be fastest at a ZeRO stage, if by 1f1b it `waits` or not."""
+        for schedule in self._schedules:
+            as_another = schedule == "eager-1f1b" and "1f1b" in self._schedules and not waits
+            if not as_another and zero_stage in self._zero_stages(row, schedule):
+                yield schedule
+
+    def _ideal_rows(self) -> list[tuple[FloatArray, Row]]:
+        """The first rows by what they take if sums hide behind computing and no gradients are late,
+        at the ZeRO stage and by the schedule that need the least memory; and these seconds."""
+        highest = max(self._space.zero_stages)
+        every = (
+            (self._estimates.of(row).divided(highest, "1f1b", 0), row) for row in self._rows[0]
+        )
+        found = [(divided.ideal_s, row) for divided, row in every if divided.fits]
+        return sorted(found, key=lambda one: float(one[0].min()))[:MOST_ROWS]
 
     def _count_what_is_alike(self) -> None:
         before: Found | None = None
@@ -307,7 +357,7 @@ class _Search:
 
     def _alike(self, one: Candidate) -> Iterator[Candidate]:
         """What differs from it in one thing."""
-        way, cut, promises = one.way, one.cut, self._promises.of(one.way.row)
+        way, cut, of_row = one.way, one.cut, self._estimates.of(one.way.row)
         allowed = set(self._profile.model.cuts)
         number = int(np.argmin(np.abs(np.array(self._sizes) - way.micro_batch)))
         others = [(way.schedule, n) for n in (number - 1, number + 1) if 0 <= n < len(self._sizes)]
@@ -315,7 +365,8 @@ class _Search:
         for schedule, at in others:
             if one.zero_stage not in self._zero_stages(way.row, schedule):
                 continue
-            found = promises.candidate(one.zero_stage, schedule, at)
+            waves = 0 if one.zero_stage < 2 else one.waves or 1
+            found = of_row.candidate(one.zero_stage, schedule, waves, at)
             if found is not None:
                 yield found
         for place, end in enumerate(cut[:-1]):

@@ -10,7 +10,7 @@ from gpumix.planner.base import PlanRequest, predicted
 from gpumix.planner.counted import Counting
 from gpumix.planner.manner import Manners
 from gpumix.planner.pace import PaceOf
-from gpumix.planner.promise import Promises
+from gpumix.planner.pipeline_estimate import PipelineEstimates
 from gpumix.planner.staged import staged
 from gpumix.spec.network import Link
 from gpumix.spec.network import Network as StatedNetwork
@@ -55,50 +55,48 @@ def cluster(
     return in_a_row(found, message=line(3 * MIB))
 
 
-def promised(found: Profile, batch: int, schedule: str = "1f1b", space: Space | None = None):
+def estimated(found: Profile, batch: int, schedule: str = "1f1b", space: Space | None = None):
     """Estimates of all rows at ZeRO stages 0 and 1, in seconds, with the exact plans of those that
     fit."""
     space = space or Space(zero_stages=(0, 1), heads="whole")
     pace_of = PaceOf(found)
-    promises = Promises(
-        pace_of, Manners(pace_of.profiles, space), space.zero_stages, batch, [1, 2, 4]
-    )
+    estimates = PipelineEstimates(pace_of, Manners(pace_of.profiles, space), batch, [1, 2, 4])
     every, _ = rows(found.cluster.in_rank_order(), 4)
     for row in every:
         for zero_stage in space.zero_stages:
             for number in range(3):
-                of_row = promises.of(row)
-                candidate = of_row.candidate(zero_stage, schedule, number)
+                of_row = estimates.of(row)
+                candidate = of_row.candidate(zero_stage, schedule, 0, number)
                 if candidate is None:
                     continue
                 counting = Counting(pace_of, batch)
                 exact = counting.best(candidate, float("inf"))
-                yield float(of_row.divided(zero_stage, schedule).seconds[number]), exact
+                yield float(of_row.divided(zero_stage, schedule, 0).seconds[number]), exact
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "eager-1f1b", "gpipe", "zero-bubble"])
 def test_estimates_are_near_what_is_counted(schedule):
     found = cluster([(2e-3, 2), (5e-3, 2)])
-    every = [(seconds, exact.seconds) for seconds, exact in promised(found, 32, schedule) if exact]
+    every = [(seconds, exact.seconds) for seconds, exact in estimated(found, 32, schedule) if exact]
     least = min(exact for _, exact in every)
     errors = [abs(seconds / exact - 1) for seconds, exact in every if seconds < 1.5 * least]
     assert len(errors) > 10
     assert sum(errors) / len(errors) < 0.1
 
 
-def test_what_promises_most_is_nearly_the_best():
+def test_the_least_estimate_is_nearly_the_best():
     """Of all that are counted; the search counts more than a few."""
-    every = [x for x in promised(cluster([(1e-3, 1), (3e-3, 2)], calls=6), 16) if x[1]]
+    every = [x for x in estimated(cluster([(1e-3, 1), (3e-3, 2)], calls=6), 16) if x[1]]
     few = sorted(every, key=lambda x: x[0])[:8]
     assert len(few) < len(every) / 4
     least = min(exact.seconds for _, exact in every)
     assert min(exact.seconds for _, exact in few) < 1.05 * least
 
 
-def test_what_is_promised_mostly_fits():
+def test_what_is_estimated_mostly_fits():
     """Where memory is short: else counting would be in vain."""
     found = cluster([(2e-3, 1), (5e-3, 2)], gib=0.9)
-    every = [exact is not None for _, exact in promised(found, 16)]
+    every = [exact is not None for _, exact in estimated(found, 16)]
     assert every.count(True) > 0.7 * len(every) > 0
 
 
