@@ -8,16 +8,15 @@ from typing import Literal
 
 from gpumix.cost.predict import plan_seconds
 from gpumix.planner.base import PlanRequest, Strategy, predicted
-from gpumix.planner.best_subset import best_subset, single_classes
+from gpumix.planner.best_subset import best_subset
 from gpumix.planner.by_memory import by_memory
 from gpumix.planner.cephalo import cephalo
 from gpumix.planner.even import even
-from gpumix.planner.fastest import fastest, fastest_beside, optimal_or_why
+from gpumix.planner.fastest import Fastest, fastest
 from gpumix.planner.held_back import minding_data
 from gpumix.planner.manner import measured_teams, teams_of_space
 from gpumix.planner.no_stages import refuse_least_stages
 from gpumix.planner.optimal import least_step_s
-from gpumix.planner.options import Paces
 from gpumix.planner.poplar import poplar
 from gpumix.planner.proportional import proportional
 from gpumix.planner.staged import staged
@@ -97,20 +96,20 @@ def plan(
             fix="give the samples of a step over all devices",
         )
     request = PlanRequest(global_batch=global_batch, space=space)
-    paces = Paces(profile, global_batch)
-    best = optimal_or_why(profile, request, paces)
+    searched = Fastest(profile, request)
 
     @cache
     def planned(name: str) -> Plan:
         if name == "optimal" and not profile.inputs:
-            return _within(space, fastest_beside(profile, request, best, paces))
+            return _within(space, searched.plan())
         return _within(space, STRATEGIES[name](profile, request))
 
     chosen = planned(strategy)
     others = [
         _alternative(name, partial(planned, name), chosen) for name in WEIGHED if name != strategy
     ]
-    single = _single_classes(profile, request, chosen, paces)
+    single = _single_classes(searched, chosen)
+    best = searched.alone
     few = _in_no_team(profile, request, chosen)
     able = tuple(d for d in profile.cluster.devices if d.id not in few)
     reasons = Reasons(
@@ -120,8 +119,8 @@ def plan(
         in_no_team=few,
         dtypes=_dtypes(profile, chosen),
         binds=binding(profile, chosen),
-        worth=Worths(profile, request, best, paces).all()
-        if isinstance(best, Plan) and len(chosen.stages) == 1 and not chosen.in_teams
+        worth=Worths(profile, request, best, searched.paces).all()
+        if best is not None and len(chosen.stages) == 1 and not chosen.in_teams
         else (),
         alternatives=(*others, *single),
     )
@@ -138,18 +137,16 @@ def _within(space: Space, plan: Plan) -> Plan:
     return plan
 
 
-def _single_classes(
-    profile: Profile, request: PlanRequest, chosen: Plan, paces: Paces
-) -> list[Alternative]:
+def _single_classes(searched: Fastest, chosen: Plan) -> list[Alternative]:
     """The fastest plan on each class alone; none if there is only one class."""
-    every = list(single_classes(profile, request))
-    if len(every) == 1:
+    profile, paces = searched.profile, searched.paces
+    if len(searched.of_classes) == 1:
         return []
-    found, plain = [], not _has_more(profile, request)
-    for name, alone in every:
-        step_s = least_step_s(profile, alone, paces) if plain else None
+    found, plain = [], not _has_more(profile, searched.request)
+    for name, alone in searched.of_classes.items():
+        step_s = least_step_s(profile, alone.request, paces) if plain else None
         if step_s is None:
-            found.append(_alternative(SINGLE + name, partial(fastest, profile, alone), chosen))
+            found.append(_alternative(SINGLE + name, alone.plan, chosen))
         else:
             why = against(step_s, predicted(chosen).step_s)
             found.append(Alternative(strategy=SINGLE + name, step_s=step_s, why=why))

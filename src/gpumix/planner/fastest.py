@@ -3,16 +3,24 @@ that compute alone, or in teams."""
 
 from __future__ import annotations
 
-from gpumix.planner.base import PlanRequest, bounded, predicted, worth_leaving
+from collections.abc import Callable
+from functools import cached_property
+
+from gpumix.planner.base import PlanRequest, bounded, predicted, ranked_devices, worth_leaving
 from gpumix.planner.best_subset import best_subset, single_classes
 from gpumix.planner.finish import finished
-from gpumix.planner.optimal import optimal
+from gpumix.planner.optimal import optimal_below
 from gpumix.planner.options import Paces
+from gpumix.planner.shortage import no_room
 from gpumix.planner.staged import staged_below
-from gpumix.planner.teams import of_any_degree
-from gpumix.spec.errors import InputError, NoFeasiblePlanError
+from gpumix.planner.teams import Searched, ideal_step_s, of_any_degree
+from gpumix.spec.errors import GpumixError, InputError, NoFeasiblePlanError
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
+
+MOST_GAINED = (
+    1.1  # times as long a step takes at most that the last touches make faster than others
+)
 
 
 def fastest(profile: Profile, request: PlanRequest) -> Plan:
@@ -22,39 +30,86 @@ def fastest(profile: Profile, request: PlanRequest) -> Plan:
         InputError: the request names devices that the profile does not know.
         NoFeasiblePlanError: the devices cannot hold the state and the batch.
     """
-    paces = Paces(profile, request.global_batch)
-    return fastest_beside(profile, request, optimal_or_why(profile, request, paces), paces)
+    return Fastest(profile, request).plan()
 
 
-def optimal_or_why(
-    profile: Profile, request: PlanRequest, paces: Paces
-) -> Plan | NoFeasiblePlanError:
-    """The optimal plan of one stage, or why there is none."""
-    try:
-        return optimal(profile, request, paces)
-    except NoFeasiblePlanError as error:
-        return error
+class Fastest:
+    """The fastest plans of a request, of all its devices and of each class alone; each is searched
+    for when it is first asked for.
 
-
-def fastest_beside(
-    profile: Profile, request: PlanRequest, other: Plan | NoFeasiblePlanError, paces: Paces
-) -> Plan:
-    """The same, where the optimal plan of one stage, of devices that compute alone, is there, or is
-    known not to be.
-
-    Raises:
-        InputError, NoFeasiblePlanError: no plan fits; why not in one stage, where one is allowed.
+    Args:
+        paces: of these classes and this batch; other searches of them may share them.
     """
-    best = _Best()
-    if request.space.least_stages == 1:
-        best.of_one_stage(profile, request, other, paces)
-    best.of_stages(profile, request)
-    classes = list(single_classes(profile, request)) if request.space.leave_out else []
-    for _, alone in classes if len(classes) > 1 else ():  # all of one were looked at
-        best.of_stages(profile, alone)
-    if best.plan is None:
-        raise best.failures[0]
-    return bounded(best.plan.model_copy(update={"strategy": "optimal"}), best.bound_s)
+
+    def __init__(self, profile: Profile, request: PlanRequest, paces: Paces | None = None) -> None:
+        self.profile = profile
+        self.request = request
+        self.paces = paces or Paces(profile, request.global_batch)
+
+    def plan(self) -> Plan:
+        """See `fastest`."""
+        if isinstance(self._found, GpumixError):
+            raise self._found
+        return self._found
+
+    @cached_property
+    def of_classes(self) -> dict[str, Fastest]:
+        """By class, those of its devices alone."""
+        every = single_classes(self.profile, self.request)
+        return {name: Fastest(self.profile, alone, self.paces) for name, alone in every}
+
+    @cached_property
+    def alone(self) -> Plan | None:
+        """The optimal plan of one stage, of devices that compute alone; None if none fits."""
+        return optimal_below(self.profile, self.request, self.paces, float("inf"))
+
+    @cached_property
+    def _found(self) -> Plan | InputError | NoFeasiblePlanError:
+        best, space = _Best(), self.request.space
+        if space.least_stages == 1:
+            _ = self.alone  # an error of the request is one of all searches
+            best.weigh(self._of_one_stage)
+        if space.most_stages != 1:
+            best.weigh(self._of_stages)
+        if space.leave_out and len(self.of_classes) > 1:
+            for one in self.of_classes.values():
+                if ideal_step_s(one.profile, one.request) < best.below_s:
+                    best.weigh(one._any)
+        if best.plan is None:
+            return best.failures[0]
+        return bounded(best.plan.model_copy(update={"strategy": "optimal"}), best.bound_s)
+
+    def _any(self, _: float) -> Searched:
+        plan = self.plan()
+        return plan, predicted(plan).bound_s
+
+    def _of_stages(self, below_s: float) -> Searched:
+        return staged_below(self.profile, self.request, below_s)
+
+    def _of_one_stage(self, _: float) -> Searched:
+        space = self.request.space.model_copy(update={"most_stages": 1})
+        request = self.request.model_copy(update={"space": space})
+        plan, bound_s = of_any_degree(self.profile, request, self._in_one_stage)
+        if plan is None:
+            raise _no_room(self.profile, request)
+        return plan, bound_s
+
+    def _in_one_stage(self, profile: Profile, request: PlanRequest, below_s: float) -> Searched:
+        """The optimal plan with the last touches, or one on one class alone, that takes less than
+        `below_s`."""
+        if profile is self.profile:
+            paces, found = self.paces, self.alone
+        else:
+            paces = Paces(profile, request.global_batch)
+            found = optimal_below(profile, request, paces, below_s * MOST_GAINED)
+            if found is None and 1 not in self.request.space.tensor:
+                raise _no_room(profile, request)  # of devices alone it is told what they lack
+        bound_s: float | None = below_s
+        if found is not None:
+            found = finished(profile, request, found, paces)
+            bound_s = predicted(found).bound_s
+            below_s = min(below_s, worth_leaving(found))
+        return _of_one_class(profile, request, below_s, paces) or found, bound_s
 
 
 class _Best:
@@ -66,62 +121,26 @@ class _Best:
         self.bound_s = float("inf")
         self.failures: list[InputError | NoFeasiblePlanError] = []
 
-    def of_one_stage(
-        self,
-        profile: Profile,
-        request: PlanRequest,
-        other: Plan | NoFeasiblePlanError,
-        paces: Paces,
-    ) -> None:
-        one = request.model_copy(
-            update={"space": request.space.model_copy(update={"most_stages": 1})}
-        )
-        try:
-            self.plan = of_any_degree(
-                profile, one, _one_stage, lambda: _finished(profile, one, other, paces)
-            )
-        except (InputError, NoFeasiblePlanError) as error:
-            self.failures.append(error)
-        else:
-            self.bound_s = predicted(self.plan).bound_s or 0.0
+    @property
+    def below_s(self) -> float:
+        """Another plan must take less to be worth while."""
+        return float("inf") if self.plan is None else worth_leaving(self.plan)
 
-    def of_stages(self, profile: Profile, request: PlanRequest) -> None:
-        """Of several stages: taken where it is worth while."""
-        if request.space.most_stages == 1:
-            return
-        below_s = float("inf") if self.plan is None else worth_leaving(self.plan)
+    def weigh(self, search: Callable[[float], Searched]) -> None:
+        """Takes what a search for faster plans finds."""
         try:
-            found, bound_s = staged_below(profile, request, below_s)
+            found, bound_s = search(self.below_s)
         except (InputError, NoFeasiblePlanError) as error:
             self.failures.append(error)
             return
-        self.plan, self.bound_s = found or self.plan, min(self.bound_s, bound_s)
+        self.bound_s = min(self.bound_s, bound_s or 0.0)
+        if found is not None and predicted(found).step_s < self.below_s:
+            self.plan = found
 
 
-def _one_stage(profile: Profile, request: PlanRequest) -> Plan:
-    paces = Paces(profile, request.global_batch)
-    return _finished(profile, request, optimal_or_why(profile, request, paces), paces)
-
-
-def _finished(
-    profile: Profile, request: PlanRequest, found: Plan | NoFeasiblePlanError, paces: Paces
-) -> Plan:
-    """The optimal plan with the last touches, or one on one class alone.
-
-    Raises:
-        NoFeasiblePlanError: there is neither.
-    """
-    best, below_s, bound_s = None, float("inf"), None
-    if isinstance(found, Plan):
-        best = finished(profile, request, found, paces)
-        below_s, bound_s = worth_leaving(best), predicted(best).bound_s
-    alone = _of_one_class(profile, request, below_s, paces)
-    if alone is not None:
-        return alone if bound_s is None else bounded(alone, bound_s)
-    if best is None:
-        assert isinstance(found, NoFeasiblePlanError)
-        raise found
-    return best
+def _no_room(profile: Profile, request: PlanRequest) -> NoFeasiblePlanError:
+    devices = ranked_devices(profile, request)
+    return no_room(profile, devices, request.space, request.global_batch)
 
 
 def _of_one_class(

@@ -14,7 +14,7 @@ import numpy as np
 
 from gpumix.cost.curves import IntArray, MicroBatches
 from gpumix.cost.memory import Activations
-from gpumix.cost.predict import links_of_plan, predict
+from gpumix.cost.predict import links_of_plan, plan_seconds, predict
 from gpumix.cost.time import can, pass_seconds
 from gpumix.planner.base import PlanRequest, bounded, fit, predicted
 from gpumix.planner.optimal import optimal_below
@@ -55,13 +55,20 @@ def _joined(profile: Profile, plan: Plan) -> Plan:
     """The number of units in a row that makes the step shortest."""
     if len(plan.workers) == 1:
         return plan
-    best, units = plan, len(set(plan.stages[0].units))
-    for joined in JOINED:
-        if joined < 2 * units:
-            found = _with_stage(profile, plan, plan.stages[0].model_copy(update={"joined": joined}))
-            if fit(predicted(found).workers) and _shorter(found, best):
-                best = found
-    return best
+    stage, units = plan.stages[0], len(set(plan.stages[0].units))
+    every = [
+        plan.model_copy(update={"stages": (stage.model_copy(update={"joined": joined}),)})
+        for joined in JOINED
+        if joined < 2 * units
+    ]
+    seconds = [plan_seconds(profile, one) for one in every]
+    for number in sorted(range(len(every)), key=lambda n: seconds[n]):
+        if not seconds[number] < predicted(plan).step_s * (1.0 - FASTER):
+            break
+        found = _with_stage(profile, plan, every[number].stages[0])
+        if fit(predicted(found).workers):
+            return found
+    return plan
 
 
 def _with_graphs(profile: Profile, plan: Plan) -> Plan:

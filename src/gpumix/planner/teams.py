@@ -18,7 +18,6 @@ from gpumix.cost.teams import TeamOf, in_team, in_teams, team_of
 from gpumix.planner.arrange import Cell, cell_of
 from gpumix.planner.base import (
     PlanRequest,
-    Strategy,
     bounded,
     fit,
     predicted,
@@ -35,7 +34,7 @@ from gpumix.spec.stage import Stage
 from gpumix.spec.teams import refuse_too_large
 
 # So many mixtures of teams, of so many, are looked at: each takes a search of its own.
-MIXTURES = 8
+MIXTURES = 4
 COMBINED = 4096
 Teams = dict[str, tuple[Device, ...]]
 """The devices of each team by the id of its first one."""
@@ -48,20 +47,9 @@ Search = Callable[[Profile, PlanRequest, float], Searched]
 """Looks for a plan that takes less than so many seconds."""
 
 
-def over_degrees(strategy: Strategy) -> Strategy:
-    """The same strategy, for teams of all degrees that the request's space has too."""
-    return lambda profile, request: of_any_degree(
-        profile, request, strategy, lambda: strategy(profile, request)
-    )
-
-
-def of_any_degree(
-    profile: Profile, request: PlanRequest, strategy: Strategy, alone: Callable[[], Plan]
-) -> Plan:
-    """The fastest plan of a strategy, of those that the request's degrees make.
-
-    Args:
-        alone: makes that of degree 1.
+def of_any_degree(profile: Profile, request: PlanRequest, search: Search) -> Searched:
+    """The fastest plan of those that the request's degrees make, by a search for plans of one
+    degree; None where none fits of devices alone.
 
     Raises:
         InputError, NoFeasiblePlanError: there is none; what the lowest degree says of it.
@@ -71,11 +59,6 @@ def of_any_degree(
     bounds_s: list[float | None] = []
     failures: list[InputError | NoFeasiblePlanError] = []
     refuse_too_large(profile.cluster, request.space)
-
-    def search(found: Profile, of_found: PlanRequest, _: float) -> Searched:
-        plan = strategy(found, of_found)
-        return plan, predicted(plan).bound_s
-
     wanted, measured = teams_of_space(request.space), measured_teams(profile)
     devices = ranked_devices(profile, request)
     for team in wanted:
@@ -84,26 +67,33 @@ def of_any_degree(
             continue  # the model, or the cluster, has no such teams
         try:
             if team == ALONE:
-                found = alone()
+                found, bound_s = search(profile, request, below_s)
             else:
                 sizes = _all_of(profile, team, devices)
-                sized, _ = _in_teams(profile, request, search, sizes, below_s=float("inf"))
-                assert sized is not None, "any is fast enough"
-                found = sized
+                found, bound_s = _in_teams(profile, request, search, sizes, below_s)
         except (InputError, NoFeasiblePlanError) as error:
             failures.append(error)
             continue
-        bounds_s.append(predicted(found).bound_s)
-        if predicted(found).step_s < below_s:
+        bounds_s.append(bound_s)
+        if found is not None and predicted(found).step_s < below_s:
             best, below_s = found, worth_leaving(found)
     other, more_s = of_unlike_sizes(
         profile, request, search, below_s, most=MIXTURES, in_stages=False
     )
     best, bounds_s = other or best, [*bounds_s, *more_s]
-    if best is None:
+    if best is None and wanted[0] != ALONE:
         raise failures[0]
     known = [bound_s for bound_s in bounds_s if bound_s is not None]
-    return bounded(best, min(known)) if len(known) == len(bounds_s) else best
+    return best, min(known) if len(known) == len(bounds_s) > 0 else None
+
+
+def ideal_step_s(profile: Profile, request: PlanRequest) -> float:
+    """Seconds that a step takes where all devices compute without a pause, in the fastest teams."""
+    devices = ranked_devices(profile, request)
+    sequences = {False} | {team.sequence for team in measured_teams(profile)}
+    every = [_options(profile, request, devices, sequence=sequence) for sequence in sequences]
+    of_class = ([one for options in every for one in options[name]] for name in every[0])
+    return _seconds(request, (max(options) for options in of_class if options))
 
 
 def of_unlike_sizes(
@@ -253,11 +243,11 @@ def _mixtures(
 
 
 class _Option(NamedTuple):
-    """A size of the teams of a class, and of what is left; how fast all of them are together."""
+    """How fast the teams of a class are together; their size, and those with what is left."""
 
+    samples_per_s: float
     size: int
     sizes: frozenset[int]
-    samples_per_s: float
 
 
 def _options(
@@ -277,7 +267,7 @@ def _options(
             speed = teams * samples_per_s_alone(of_sizes[size], name)
             speed += left * samples_per_s_alone(profile, name) if left else 0.0
             sizes = ({size} if teams else set()) | ({1} if left else set())
-            options.append(_Option(size, frozenset(sizes), speed))
+            options.append(_Option(speed, size, frozenset(sizes)))
         found[name] = sorted(options, key=lambda option: -option.samples_per_s)
     return found
 
