@@ -150,20 +150,26 @@ def _groupings(cells: Sequence[Cell], counts: Counts, most: int) -> Iterator[tup
     """Groups, in no order that matters."""
     places = range(len(cells))
     for key in KEYS:
-        whole = [
-            tuple(counts[p] if key(cells[p]) == name else 0 for p in places)
-            for name in dict.fromkeys(map(key, cells))
-        ]
+        whole = _by(key, cells, counts)
         yield tuple(whole)
         yield from _merged(whole, most)
+    hosts = _by(lambda cell: cell.host, cells, counts)
     each = [tuple(counts[p] if p == place else 0 for p in places) for place in places]
     yield tuple(each)
     yield from _merged(each, most)
     for parts in range(2, most + 1):
         if all(count % parts == 0 for count in counts):  # the n-th devices of all hosts
             yield (tuple(count // parts for count in counts),) * parts
-        split = [part for group in each for part in _split(group, parts)]
-        yield tuple(split)
+        for groups in (each, hosts):
+            yield tuple(part for group in groups for part in _split(group, parts))
+
+
+def _by(key: Callable[[Cell], object], cells: Sequence[Cell], counts: Counts) -> list[Counts]:
+    """A group for each value of `key`."""
+    return [
+        tuple(count if key(cell) == name else 0 for cell, count in zip(cells, counts))
+        for name in dict.fromkeys(map(key, cells))
+    ]
 
 
 def _merged(groups: Sequence[Counts], most: int) -> Iterator[tuple[Counts, ...]]:
@@ -181,11 +187,20 @@ def _merged(groups: Sequence[Counts], most: int) -> Iterator[tuple[Counts, ...]]
 
 
 def _split(group: Counts, parts: int) -> list[Counts]:
-    """A group in so many equal parts; whole if it has not as many devices."""
+    """A group in so many parts of as many devices, each of some that follow one another; whole if
+    it has not as many devices."""
     size = sum(group)
     if size % parts:
         return [group]
-    return [tuple(count // parts for count in group)] * parts
+    left, found = list(group), []
+    for _ in range(parts):
+        part, wanted = [0] * len(left), size // parts
+        for place, count in enumerate(left):
+            part[place] = min(count, wanted)
+            left[place] -= part[place]
+            wanted -= part[place]
+        found.append(tuple(part))
+    return found
 
 
 def _orders(groups: tuple[Counts, ...]) -> Iterator[tuple[Counts, ...]]:
