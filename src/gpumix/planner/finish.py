@@ -29,9 +29,23 @@ FASTER = 1e-9  # what is shorter by less is no gain
 MANY_GRAPHS = 512  # beyond, so many numbers of them are looked at
 
 
-def finished(profile: Profile, request: PlanRequest, plan: Plan, paces: Paces) -> Plan:
-    """The plan with these touches. Its bound stays that of plans without them."""
-    plan = _of_lowest_stage(profile, request, plan, paces)
+def finished(
+    profile: Profile,
+    request: PlanRequest,
+    plan: Plan,
+    paces: Paces,
+    below_s: float = float("inf"),
+) -> Plan:
+    """The plan with these touches. Its bound stays that of plans without them. The first one, which
+    makes no step shorter, is left out where the others do not make it shorter than `below_s`."""
+    touched = _faster(profile, request, plan)
+    if predicted(touched).step_s >= below_s:
+        return touched
+    lower = _of_lowest_stage(profile, request, plan, paces)
+    return touched if lower is plan else _faster(profile, request, lower)
+
+
+def _faster(profile: Profile, request: PlanRequest, plan: Plan) -> Plan:
     plan = _joined(profile, plan)
     if set(request.space.recompute) == {True, False}:
         plan = _with_graphs(profile, plan)

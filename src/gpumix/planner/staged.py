@@ -29,9 +29,10 @@ from operator import itemgetter
 import numpy as np
 
 from gpumix.cost.curves import FloatArray
+from gpumix.cost.memory import element_bytes, free_bytes
 from gpumix.cost.predict import predict
 from gpumix.planner.arrange import Row, cell_of, rows
-from gpumix.planner.base import PlanRequest, bounded, predicted, worth_leaving
+from gpumix.planner.base import PlanRequest, bounded, predicted, ranked_devices, worth_leaving
 from gpumix.planner.counted import ENOUGH, Candidate, Counting, Found, deals_near
 from gpumix.planner.cuts import FEW_CUTS, Cutter
 from gpumix.planner.manner import (
@@ -68,8 +69,9 @@ PROMISING, ALIKE = 4_000, 8_000
 PROVING, PROVING_SOME = 32_000, 20_000
 # To cut a model takes, for each stage, as long as to replay so many, and one more for so many cuts.
 CUT_WORK, CUTS_A_WORK = 3, 100
+FEW_DEVICES = 64  # beyond, a replay takes long: estimates are trusted more
 MIXTURES = 2  # of teams of unlike sizes in one stage: each takes a search of its own
-PESSIMISM = 0.8  # a step takes no less than this part of its estimate
+PESSIMISM, MANY_PESSIMISM = 0.8, 0.95  # a step takes no less than this part of its estimate
 MOST_ROWS = 16  # of which all schedules and ZeRO stages are estimated
 REACH = 1.1  # times the limit, that plans may take whose neighbours are looked at
 NEAR = 1.1  # times the least time so far, up to which rows and sizes are estimated
@@ -112,8 +114,9 @@ def staged_below(
         failure = error
     if best is not None:
         below_s = worth_leaving(best)
+    few = len(ranked_devices(profile, request)) <= FEW_DEVICES
     other, more_s = of_unlike_sizes(
-        profile, request, _search_below, below_s, most=MIXTURES, in_stages=True
+        profile, request, _search_below, below_s, most=MIXTURES if few else 0, in_stages=True
     )
     best = other or best
     if best is None and failure is not None:
@@ -123,7 +126,8 @@ def staged_below(
 
 
 def _search_below(profile: Profile, request: PlanRequest, below_s: float) -> Searched:
-    plan, bound_s = _Search(profile, request, below_s * REACH).run()
+    few = len(ranked_devices(profile, request)) <= FEW_DEVICES
+    plan, bound_s = _Search(profile, request, below_s * REACH if few else below_s).run()
     if plan is not None and predicted(plan).step_s >= below_s:
         plan = None
     return plan, bound_s
@@ -139,7 +143,7 @@ class _Search:
         refuse_one_stage(profile, self._devices)
         refuse_without(request.space)
         teams = measured_teams(profile).intersection(teams_of_space(request.space))
-        pace_of = PaceOf(profile, {ALONE, *teams})
+        self._pace_of = pace_of = PaceOf(profile, {ALONE, *teams})
         self._manners = Manners(pace_of.profiles, request.space)
         self._schedules = [one for one in SCHEDULES if one in request.space.schedules]
         refuse_number(
@@ -216,6 +220,10 @@ class _Search:
         return f"{least}" if least == most else f"{least} to {most}"
 
     @property
+    def _pessimism(self) -> float:
+        return PESSIMISM if len(self._devices) <= FEW_DEVICES else MANY_PESSIMISM
+
+    @property
     def _best_s(self) -> float:
         return self._below_s if self._best is None else self._best.seconds
 
@@ -285,7 +293,7 @@ class _Search:
         for _, seconds, _, of_row, choice in sorted(self._estimated()):
             if self._counting.work > PROMISING:
                 return
-            if seconds * PESSIMISM > self._best_s:
+            if seconds * self._pessimism > self._best_s:
                 continue
             if candidate := of_row.candidate(*choice):
                 self._count(candidate)
@@ -295,7 +303,7 @@ class _Search:
         ideal = self._ideal_rows()
         if not ideal:
             return
-        limit_s = self._best_s / PESSIMISM
+        limit_s = self._best_s / self._pessimism
         least = np.min([seconds for seconds, _ in ideal], axis=0)
         useful = least <= min(limit_s, NEAR * float(least.min()))
         sizes = [size for size, may in zip(self._sizes, useful) if may]
@@ -312,7 +320,7 @@ class _Search:
                 for schedule in self._schedules_of(row, zero_stage, waits=first.waits):
                     every_s = of_row.divided(zero_stage, schedule, waves).seconds
                     limit_s = min(limit_s, NEAR * float(every_s.min()))
-                    for at in np.flatnonzero(every_s * PESSIMISM < self._best_s):
+                    for at in np.flatnonzero(every_s * self._pessimism < self._best_s):
                         late = -(-self._batch // sizes[at]) * len(row) > PROMISING
                         found += 1
                         choice = zero_stage, schedule, waves, int(at)
@@ -340,11 +348,21 @@ class _Search:
         """The first rows by what they take if sums hide behind computing and no gradients are late,
         at the ZeRO stage and by the schedule that need the least memory; and these seconds."""
         highest = max(self._space.zero_stages)
+        if not self._holds_state(highest):
+            return []
         every = (
             (self._estimates.of(row).divided(highest, "1f1b", 0), row) for row in self._rows[0]
         )
         found = [(divided.ideal_s, row) for divided, row in every if divided.fits]
         return sorted(found, key=lambda one: float(one[0].min()))[:MOST_ROWS]
+
+    def _holds_state(self, zero_stage: ZeroStage) -> bool:
+        """Whether all devices together have room for what no two of them hold."""
+        calls = len(self._profile.model.calls)
+        elements = self._pace_of.rooms[ALONE].least_elements(np.array(0), np.array(calls))
+        each = [element_bytes(self._profile, name, max(1, zero_stage))[1] for name in self._classes]
+        room = (n * free_bytes(self._profile, name) for name, n in self._classes.items())
+        return float(elements) * min(each) <= sum(room)
 
     def _count_what_is_alike(self) -> None:
         before: Found | None = None

@@ -33,8 +33,9 @@ from gpumix.spec.profile import Profile
 from gpumix.spec.stage import Stage
 from gpumix.spec.teams import refuse_too_large
 
-# So many mixtures of teams, of so many, are looked at: each takes a search of its own.
-MIXTURES = 4
+# So many mixtures of teams, of so many, are looked at: each takes a search of its own. Of many
+# devices fewer.
+MIXTURES, MANY_MIXTURES, FEW_DEVICES = 4, 1, 64
 COMBINED = 4096
 Teams = dict[str, tuple[Device, ...]]
 """The devices of each team by the id of its first one."""
@@ -77,9 +78,8 @@ def of_any_degree(profile: Profile, request: PlanRequest, search: Search) -> Sea
         bounds_s.append(bound_s)
         if found is not None and predicted(found).step_s < below_s:
             best, below_s = found, worth_leaving(found)
-    other, more_s = of_unlike_sizes(
-        profile, request, search, below_s, most=MIXTURES, in_stages=False
-    )
+    most = MIXTURES if len(devices) <= FEW_DEVICES else MANY_MIXTURES
+    other, more_s = of_unlike_sizes(profile, request, search, below_s, most=most, in_stages=False)
     best, bounds_s = other or best, [*bounds_s, *more_s]
     if best is None and wanted[0] != ALONE:
         raise failures[0]
