@@ -1,0 +1,131 @@
+"""Whether anything finds a faster plan than the default search.
+
+On clusters with stragglers, slow links, little memory and batches below their devices, the default
+plan is held against every strategy, against the default plans of the clusters that it contains (a
+class less), and against a search that knows nothing of the planner's: random plans of several
+stages, and from the best of them whatever is one change away and faster (`tests/planner/climb.py`).
+All are judged by the cost model.
+
+    python benchmarks/planner_beaten.py [--json] [--clusters 40] [--budget 2000]
+
+Figures: `clusters`, `beaten` (of how many clusters a plan was more than 0.1 % faster),
+`worst_beaten_by` (the part by which the step of the fastest of these is shorter; 0 where none is),
+`cpu_s` (of the default search, in the mean), and `staged`, of how many the default plan has stages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from itertools import product
+from statistics import fmean
+
+from common import TESTS, Figures, print_figures
+from gpumix.hardware.decoder import llama_shaped
+from gpumix.hardware.describe import cluster
+from gpumix.hardware.estimate import estimate
+from gpumix.planner.base import PlanRequest, predicted
+from gpumix.planner.best_subset import single_classes
+from gpumix.planner.explain import STRATEGIES
+from gpumix.planner.fastest import fastest
+from gpumix.spec.errors import InputError, NoFeasiblePlanError
+from gpumix.spec.profile import Profile
+
+sys.path.insert(0, str(TESTS / "planner"))
+
+from climb import Climb
+
+BEATEN = 1e-3
+SEQUENCE_LENGTH = 1024
+HOSTS = (
+    "2x rtx4090, 1x rtx3090",
+    "1x rtx4090; 2x rtx3090",
+    "2x a100-40gb-sxm; 2x v100-32gb-sxm",
+    "2x l40s; 1x a10g; 1x a10g",
+    "4x rtx3090, 1x v100-16gb-pcie",
+    "1x h100-sxm; 1x l40s; 1x rtx4090; 1x a10g",
+    "2x rtx4090; 4x rtx3090",
+    "8x a100-40gb-sxm; 8x v100-32gb-sxm",
+)
+LINKS = ("10GbE", "ib-hdr")
+MODELS = (1e9, 3e9, 7e9)
+BATCHES = (3, 16, 64)
+
+
+def main() -> None:
+    arguments = _arguments()
+    worst, beaten, count, with_stages, seconds = 0.0, 0, 0, 0, []
+    for described, profile, batch in _cases():
+        if count == arguments.clusters:
+            break
+        request = PlanRequest(global_batch=batch)
+        begun = time.process_time()
+        try:
+            plan = fastest(profile, request)
+        except (InputError, NoFeasiblePlanError):
+            continue
+        seconds.append(time.process_time() - begun)
+        count, with_stages = count + 1, with_stages + (len(plan.stages) > 1)
+        ours = predicted(plan).step_s
+        name, other_s = min(_others(profile, request, arguments.budget), key=lambda one: one[1])
+        by = max(0.0, 1.0 - other_s / ours)
+        worst, beaten = max(worst, by), beaten + (by > BEATEN)
+        if not arguments.json:
+            print(f"{described}: {ours:.5g} s, {name} {other_s:.5g} s", flush=True)
+    figures: Figures = {
+        "clusters": count,
+        "beaten": beaten,
+        "worst_beaten_by": worst,
+        "cpu_s": round(fmean(seconds), 3),
+        "staged": with_stages,
+    }
+    print_figures(figures, as_json=arguments.json)
+
+
+def _cases() -> Iterator[tuple[str, Profile, int]]:
+    """Clusters, in an order in which the first ones differ in all."""
+    every = list(product(HOSTS, LINKS, MODELS, BATCHES))
+    step = 41  # coprime to their number
+    for number in range(len(every)):
+        hosts, link, size, batch = every[number * step % len(every)]
+        shape = llama_shaped(size)
+        profile = estimate(
+            lambda dtype, shape=shape: shape.model(SEQUENCE_LENGTH, dtype, "llama"),
+            cluster(hosts, "auto", link if ";" in hosts else None),
+            sequence_length=SEQUENCE_LENGTH,
+            parts_in=lambda dtype, shape=shape: shape.parts(SEQUENCE_LENGTH, dtype, "llama"),
+        )
+        yield f"{hosts} by {link}, {size / 1e9:.0f}B, batch {batch}", profile, batch
+
+
+def _others(profile: Profile, request: PlanRequest, budget: int) -> Iterator[tuple[str, float]]:
+    """Who else plans, and the seconds of the step; infinite where nothing fits."""
+    for name, strategy in STRATEGIES.items():
+        if name != "optimal":
+            try:
+                yield name, predicted(strategy(profile, request)).step_s
+            except (InputError, NoFeasiblePlanError):
+                yield name, float("inf")
+    for name, alone in single_classes(profile, request):
+        try:
+            yield f"only {name}", predicted(fastest(profile, alone)).step_s
+        except (InputError, NoFeasiblePlanError):
+            yield name, float("inf")
+    try:
+        yield "climb", Climb(profile, request, budget=budget, seed=0).run()
+    except (InputError, NoFeasiblePlanError):
+        yield "climb", float("inf")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--clusters", type=int, default=40)
+    parser.add_argument("--budget", type=int, default=2_000, help="plans of a climb")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

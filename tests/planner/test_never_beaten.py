@@ -1,0 +1,86 @@
+"""The default search: no strategy, and no random search with a budget, finds a faster plan."""
+
+from __future__ import annotations
+
+import pytest
+from climb import Climb
+from hypothesis import given
+from hypothesis import strategies as st
+from profiles import GIB, MIB, Card, block, in_a_row, line, profile, steady
+
+from draws import examples
+from gpumix.planner.base import PlanRequest, predicted
+from gpumix.planner.explain import STRATEGIES
+from gpumix.planner.fastest import fastest
+from gpumix.spec.errors import InputError, NoFeasiblePlanError
+from gpumix.spec.network import Link, Network
+from gpumix.spec.profile import Profile
+
+BEATEN = 1.001  # times as long as another plan
+
+
+def cluster(
+    cards: list[tuple[float, int]], *, link: float, memory: int = GIB, calls: int = 6
+) -> Profile:
+    """Cards by seconds of a sample and their number, two on a host."""
+    found = profile(
+        [Card(f"c{n}", count, memory, steady(s), per_host=2) for n, (s, count) in enumerate(cards)],
+        calls=("block",) * calls,
+        kinds=[
+            block(
+                trainable=1_000_000,
+                kept=line(1e5),
+                gradient=line(1e5),
+                forward=line(1e5),
+                backward=line(1e6),
+            )
+        ],
+        links=Network(inside=Link.stated(10e9, 1e-5), between=Link.stated(link, 1e-5)),
+    )
+    return in_a_row(found, message=line(1e5))
+
+
+def step_s(strategy: str, found: Profile, batch: int) -> float:
+    try:
+        return predicted(STRATEGIES[strategy](found, PlanRequest(global_batch=batch))).step_s
+    except (InputError, NoFeasiblePlanError):
+        return float("inf")
+
+
+clusters = st.builds(
+    cluster,
+    st.lists(
+        st.tuples(st.sampled_from([1e-3, 1.3e-3, 2.6e-3]), st.integers(1, 2)),
+        min_size=2,
+        max_size=2,
+    ),
+    link=st.sampled_from([3e7, 3e8, 3e9]),
+    memory=st.sampled_from([48 * MIB, 96 * MIB, GIB]),
+)
+
+
+@pytest.mark.slow
+@examples(4)
+@given(found=clusters, batch=st.sampled_from([3, 8, 16]))
+def test_no_strategy_is_faster_than_the_default(found, batch):
+    ours = step_s("optimal", found, batch)
+    for strategy in STRATEGIES:
+        assert ours <= BEATEN * step_s(strategy, found, batch), strategy
+
+
+@pytest.mark.slow
+@examples(4)
+@given(found=clusters, batch=st.sampled_from([3, 8, 16]), seed=st.integers(0, 99))
+def test_no_random_climb_is_faster_than_the_default(found, batch, seed):
+    ours = step_s("optimal", found, batch)
+    request = PlanRequest(global_batch=batch)
+    assert ours <= BEATEN * Climb(found, request, budget=150, seed=seed).run()
+
+
+def test_a_climb_finds_what_the_default_does_where_stages_pay():
+    """Else it could beat nobody."""
+    found, request = cluster([(1e-3, 2), (2.6e-3, 2)], link=3e7), PlanRequest(global_batch=16)
+    plan = fastest(found, request)
+    assert len(plan.stages) > 1
+    best_s = min(Climb(found, request, budget=400, seed=seed).run() for seed in range(2))
+    assert best_s <= 1.1 * predicted(plan).step_s
