@@ -14,6 +14,7 @@ from gpumix.spec.cluster import Cluster, Device, DeviceClass
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 from harness import run_ranks
+from known_losses import known_loss
 from models import LENGTH, causal_model, packed_lm
 from reference import SEED
 from staging import own_samples
@@ -79,7 +80,8 @@ def _count(plans: dict[str, str]) -> dict[str, Counted]:
     for name, plan_json in plans.items():
         plan = Plan.model_validate_json(plan_json)
         with open_device(CLASS, 0) as runtime:
-            engine = prepare(gpumix.build(llama, SEED), plan)
+            model = gpumix.build(llama, SEED)
+            engine = prepare(model, plan, loss=known_loss(model))
             optimizer = torch.optim.AdamW(engine.parameters(), fused=True)
             batch = packed_lm(plan.global_batch, torch.Generator().manual_seed(2))
             own = own_samples(plan, rank, batch)

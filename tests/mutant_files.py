@@ -133,6 +133,7 @@ OWN = """\
 model:
   factory: mine:model
   arguments: {width: 8}
+  couples: micro-batch
 data:
   factory: mine:samples
   arguments: {number: 40, length: 32}

@@ -9,29 +9,30 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from gpumix import testing
 from gpumix.engine.deferred import build
 from gpumix.engine.engine import Engine
-from gpumix.engine.objective import Objective
 from gpumix.engine.prepare import prepare
+from gpumix.engine.reduction import TOLD, Objective, SummedLoss
 from gpumix.engine.staged import StagedCommunicator
-from gpumix.engine.units import dissect
 from gpumix.engine.weights import source_of
-from gpumix.spec.dtypes import communication_dtype
 from gpumix.spec.plan import Plan
-from gpumix.spec.stage import PLAIN, ComputeDtype, Mode, Stage, Worker
+from gpumix.spec.stage import PLAIN, Mode
+from gpumix.testing import Share
 from harness import run_ranks
+from known_losses import known_loss
 from models import ARCHITECTURES, LENGTH, Architecture, Batch, mean_loss
 
 Array = np.ndarray
@@ -44,17 +45,6 @@ SEED = 7
 SMALLEST_WEIGHT = 1e-4
 # The same for gradients, as a part of the root mean square of all of them.
 SMALLEST_GRADIENT = 1e-3
-
-
-class Share(NamedTuple):
-    """One rank's part of a plan; `state` is relative to the ranks that divide it with this one."""
-
-    samples: int
-    micro_batch: int
-    state: int
-    mode: Mode = PLAIN
-    kept: int = 0
-    host: str = "localhost"
 
 
 Case = tuple[str, Sequence[Share], Mapping[str, Any]]
@@ -82,65 +72,9 @@ def optimizer_for(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
 # -- plans -----------------------------------------------------------------------------------------
 
 
-def plan_for(
-    model: nn.Module,
-    shares: Sequence[Share],
-    *,
-    calls: Sequence[str] = (),
-    units: Sequence[str] = (),
-    length: int = LENGTH,
-    stage: Mapping[str, Any] | None = None,
-    on_host: Collection[int] = (),
-    head: Literal["whole", "chunked"] | None = None,
-    compute_dtype: ComputeDtype | Sequence[ComputeDtype] = "fp32",
-    **settings: Any,
-) -> Plan:
-    """A plan of one stage.
-
-    Args:
-        calls: the order of the unit calls; by default as the units are registered.
-        units: as for `prepare`.
-        stage: more fields of the stage.
-        on_host: ranks that keep their state there.
-        head: of all ranks, instead of their modes'.
-        compute_dtype: of all ranks, or of each.
-        settings: fields of the plan.
-    """
-    anatomy = dissect(model, units)
-    one = isinstance(compute_dtype, str)
-    dtypes = [compute_dtype] * len(shares) if one else list(compute_dtype)
-    settings.setdefault("communication_dtype", communication_dtype(dtypes))
-    by_host = settings.get("sharding") == "host"
-    workers = tuple(
-        Worker(
-            device=f"d{rank}",
-            device_class="cpu",
-            samples=share.samples,
-            micro_batch=share.micro_batch,
-            state_share=share.state
-            / sum(s.state for s in shares if s.host == share.host or not by_host),
-            mode=share.mode.model_copy(update={"head": head}) if head else share.mode,
-            kept_graphs=share.kept,
-            host=share.host,
-            state_on="host" if rank in on_host else "device",
-            compute_dtype=dtypes[rank],
-        )
-        for rank, share in enumerate(shares)
-    )
-    return Plan(
-        strategy="test",
-        model=anatomy.fingerprint(),
-        sequence_length=length,
-        global_batch=sum(share.samples for share in shares),
-        stages=(
-            Stage(
-                units=tuple(calls) or tuple(u.name for u in anatomy.units),
-                workers=workers,
-                **(stage or {}),
-            ),
-        ),
-        **settings,
-    )
+def plan_for(model: nn.Module, shares: Sequence[Share], **settings: Any) -> Plan:
+    """A plan of one stage for samples of `LENGTH` tokens; see `gpumix.testing.plan_for`."""
+    return testing.plan_for(model, shares, **{"length": LENGTH, **settings})
 
 
 def random_shares(world: int, rng: random.Random) -> list[Share]:
@@ -320,7 +254,8 @@ def engine_for(
     model = build(factory, SEED)
     plan = plan_for(model, shares, calls=calls, units=units, **settings)
     comm = through_host(staged_on) if staged_on else None
-    return prepare(model, plan, comm=comm, units=units, loss=loss, weights=weights)
+    known = known_loss(model) if loss is None else SummedLoss(loss, TOLD)
+    return prepare(model, plan, comm=comm, units=units, loss=known, weights=weights)
 
 
 def through_host(device: str) -> StagedCommunicator:

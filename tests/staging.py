@@ -14,7 +14,6 @@ from torch import nn
 
 from gpumix.engine.deferred import build
 from gpumix.engine.engine import Engine
-from gpumix.engine.objective import objective_of
 from gpumix.engine.prepare import prepare
 from gpumix.engine.switches import Switches
 from gpumix.engine.units import dissect
@@ -24,6 +23,7 @@ from gpumix.profiler.specimen import Specimens
 from gpumix.spec.plan import Plan, Schedule
 from gpumix.spec.stage import Mode, Stage, Worker
 from harness import run_ranks
+from known_losses import known_loss
 from models import (
     ARCHITECTURES,
     DEEP,
@@ -328,7 +328,7 @@ def flows_of(name: str, *, in_chunks: bool = False) -> Flows:
         dissect(model),
         device=torch.device("cpu"),
         compute_dtype=torch.float32,
-        objective=objective_of(model),
+        objective=known_loss(model),
     )
     batch = architecture.batch(2, torch.Generator().manual_seed(0))
     tell_apart(specimens, batch)
@@ -410,7 +410,8 @@ def _trained(results: Sequence[tuple[list[float], Any]]) -> tuple[list[list[floa
 def staged_engine(name: str, plan: Plan, staged_on: str = "") -> Engine:
     """On a rank."""
     comm = through_host(staged_on) if staged_on else None
-    return prepare(build(EVERY[name].factory, SEED), plan, comm=comm)
+    model = build(EVERY[name].factory, SEED)
+    return prepare(model, plan, comm=comm, loss=known_loss(model))
 
 
 def own_samples(plan: Plan, rank: int, batch: Batch) -> Batch:

@@ -30,6 +30,7 @@ MAY_IMPORT = {
     "doctor": BELOW_TRAIN | {"train"},
     "report": BELOW_TRAIN | {"train"},
     "integrations": BELOW_TRAIN | {"train"},
+    "testing": BELOW_TRAIN,
     "cli": BELOW_CLI,
     "__init__": BELOW_CLI,
     "__main__": {"cli"},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 
 import pytest
 import yaml
@@ -158,12 +158,12 @@ def test_a_tuned_file_is_whole_or_not_there(job, monkeypatch):
     tuned = job.with_name("tuned.yaml")
     tuned.write_text("what was there")
 
-    def interrupted(self: Path, text: str, **given: str) -> int:
-        self.write_bytes(text[:9].encode())
+    def interrupted(*paths: object, **given: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "write_text", interrupted)
+        patched.setattr(os, "replace", interrupted)
+        patched.setattr(os, "rename", interrupted)
         with pytest.raises(KeyboardInterrupt):
             write_tuned(job, tuned, CHANGES)
     assert tuned.read_text() == "what was there"

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from gpumix.engine.coroutine import ModelError
-from gpumix.engine.objective import mean_over_labels
+from gpumix.spec.stage import Mode
+from known_losses import known_loss
 from models import ARCHITECTURES, Block, Regression, own_blocks, vectors
-from reference import batches, engine_alone
+from reference import batches, engine_alone, initialised
 
 
 def step(factory, samples=4, micro_batch=2, **settings):
@@ -123,7 +124,7 @@ def test_tensors_hidden_in_objects(takes, gives, verb):
 def test_caches_are_off_in_a_step_and_as_they_were_after_it():
     def loss(model, batch):
         assert model.config.use_cache is False
-        return mean_over_labels(model, batch)
+        return known_loss(model)(model, batch)
 
     engine = engine_alone(ARCHITECTURES["llama"].factory, 2, 1, loss=loss)
     batch = next(batches(ARCHITECTURES["llama"], 2, 1))
@@ -152,7 +153,7 @@ def test_a_models_own_recompute_is_switched_off():
 
     def loss(model, batch):
         assert not model.model.layers[0].gradient_checkpointing
-        return mean_over_labels(model, batch)
+        return known_loss(model)(model, batch)
 
     engine = engine_alone(factory, 2, 1, loss=loss)
     engine.step(next(batches(ARCHITECTURES["llama"], 2, 1)))
@@ -215,3 +216,38 @@ def test_after_an_error_training_goes_on(action):
         optimizer.step()
         losses.append(engine.step(batch).item())
     assert losses[0] == losses[1]
+
+
+class WeightOfABlockInTheHead(nn.Module):
+    """Its head uses the weight of its first block, with a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first = x
+        for block in self.blocks:
+            x = block(x)
+        decay = self.blocks[0][0].weight.square().sum() * len(first)
+        return (x.square().sum() + decay, torch.tensor(len(first)))
+
+
+@pytest.mark.parametrize(
+    "stage, order", [(n, "layered") for n in range(4)] + [(0, "sequential"), (1, "sequential")]
+)
+def test_a_blocks_weight_outside_of_the_block_is_right_or_refused(stage, order):
+    batch = {"x": torch.randn(4, 4, generator=torch.Generator().manual_seed(1))}
+    plain = initialised(WeightOfABlockInTheHead)
+    total, count = plain(**batch)
+    (total / count).backward()
+    mode = Mode(order=order)
+    engine = engine_alone(WeightOfABlockInTheHead, 4, 2, mode=mode, zero_stage=stage)
+    try:
+        engine.step(batch)
+    except ModelError as error:
+        assert "outside of the unit" in error.what or "is used while its unit" in error.what
+        return
+    found = {piece.name: piece.local.grad for piece in engine.pieces()}
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad.flatten())

@@ -204,7 +204,8 @@ def test_top_and_report_read_what_a_loop_leaves(stock, ours, folder):
     assert norms == pytest.approx(stock["norms"], rel=1e-4)
     assert [one.learning_rate for one in run.history.steps] == [1e-2] * len(expected)
     assert [one.step for one in run.history.windows] == [10]
-    assert [one.step for one in run.history.events] == [5]  # a checkpoint
+    events = [(one.step, one.event) for one in run.history.events]
+    assert events == [(1, "losses"), (5, "checkpoint")]
     assert run.record is not None and run.record.script is not None
     assert run.record.script.plans == "Accelerator"
     assert run.progress.steps is None and run.progress.step == len(expected)

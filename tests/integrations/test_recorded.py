@@ -39,6 +39,7 @@ class Loop:
             copies=WaitClock(HOST),
             losses_counted=torch.tensor(4.0),
             computed=[(4, None)],
+            reduction="",
         )
         self.folder, self.steps = folder, 0
         engine.plan.save(folder / run_files.PLAN)

@@ -47,7 +47,7 @@ def test_sources_say_what_there_is(module):
     """How names are read is right where it can be compared."""
     there = import_module(module)
     for one in integrations.names(module):
-        told = re.sub(r"\s+", "", one.signature().removeprefix(one.name)).replace(",)", ")")
+        told = re.sub(r"[\s']+", "", one.signature().removeprefix(one.name)).replace(",)", ")")
         real = re.sub(r"[\s']+", "", str(inspect.signature(getattr(there, one.name))))
         passed_on = "(*args:Any,**kwargs:Any)"
         assert real.removesuffix("->None") in (told, passed_on)

@@ -140,7 +140,7 @@ def test_hosts_that_the_cluster_only_invents_have_its_devices_in_turn(named):
 
 def test_who_asks_nobody_has_the_device_of_its_own_host():
     here = socket.gethostname()
-    hosts = cluster("!", here, here)
+    hosts = cluster("elsewhere", here, here)
     runner = TorchrunRunner(place(rank=1, world=3, local_rank=1))
     assert runner.own_device(hosts).id == "d2"
     alone = TorchrunRunner(place(rank=1, world=3, local_rank=1, one_host=True))

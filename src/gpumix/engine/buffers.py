@@ -55,12 +55,13 @@ class BufferCopies:
             for owner in owners
         ]
 
-    def keep_changed(self) -> None:
-        """After the call: forget the modules that it left alone."""
+    def keep_changed(self) -> list[nn.Module]:
+        """After the call: forget the modules that it left alone; the others are returned."""
         # By module, for batch norm updates its statistics unseen, but counts its calls in the open.
         self._owners = [owner for owner in self._owners if owner.changed]
         for owner in self._owners:
             owner.found.clear()
+        return [owner.module for owner in self._owners]
 
     def restore(self) -> None:
         """The modules have what they had before the call."""

@@ -254,6 +254,12 @@ class _Made:
         return torch.autograd.grad(self.outputs, self._source, gradient)[0]
 
 
+def _denominator(target: Tensor, ignore_index: int, *, mean: bool) -> Tensor:
+    """The number that the sum of the rows' losses is divided by."""
+    valid = (target != ignore_index).sum()
+    return valid if mean else torch.ones_like(valid)
+
+
 class Payment:
     """A loss whose gradients of `weight` and `bias` were added when it was computed, as if the
     loss's own gradient were `upstream`.
@@ -281,7 +287,8 @@ class Payment:
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """The loss in autograd's graph. Its node is the `ctx`, whose `payment` others may look for."""
+    """The loss in autograd's graph. Its node is the `ctx`, whose `payment` and `denominator` others
+    may look for."""
 
     @staticmethod
     def forward(
@@ -303,6 +310,9 @@ class ChunkedLoss(torch.autograd.Function):
         """
         stated = problem(hidden.detach(), weight.detach(), None if bias is None else bias.detach())
         ctx.problem, ctx.sum_of, ctx.payment = problem, sum_of, None
+        ctx.denominator = functools.partial(
+            _denominator, stated.target, stated.ignore_index, mean=stated.mean
+        )
         ctx.save_for_backward(hidden, weight, bias)
         if upstream is None:
             return stated.value()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -30,25 +29,24 @@ from gpumix.engine.guard import Guard
 from gpumix.engine.host import HostStore
 from gpumix.engine.inventory import Inventory
 from gpumix.engine.micro_batch import Loss, MicroBatch, closing, kept_by
-from gpumix.engine.objective import Objective, mean_over_labels
 from gpumix.engine.optimizers import check
 from gpumix.engine.optimizers.layout import Layout
-from gpumix.engine.own_gradients import OwnNorm, See
+from gpumix.engine.own_gradients import OwnNorm
 from gpumix.engine.parts import Parts
 from gpumix.engine.pipelined import Entrance, Place, Running
 from gpumix.engine.precision import TORCH_DTYPE, LossScaler
 from gpumix.engine.randomness import Randomness, evaluating, untouched
+from gpumix.engine.reduction import Objective, Reduces
 from gpumix.engine.replan import move_state, moves_state
 from gpumix.engine.samples import (
     Samples,
     compare_samples,
     padded_from,
     parts_of,
-    repeated,
     samples_in,
 )
-from gpumix.engine.sharded_model import ShardedModel
 from gpumix.engine.switches import Switches
+from gpumix.engine.trials import Trials
 from gpumix.engine.undo import Undo
 from gpumix.engine.updates import StepsOnHost, Updates, updates_elements
 from gpumix.spec.cut import cut_rows
@@ -59,13 +57,8 @@ from gpumix.spec.stage import Worker
 
 Function = Callable[[nn.Module, Any], Any]
 
-_OF_A_STEP = (  # what a step leaves in the engine, beside buffers and gradients
-    "_rows", "_own_norm", "scaler", "steps", "losses_counted", "exchanged", "overflowed",
-    "computed", "guard", "_to_take_back",
-)  # fmt: skip
 
-
-class Engine(ShardedModel):
+class Engine(Trials):
     """A model sharded over ranks by a plan. Made by `prepare`.
 
     `overflowed`: the last step's fp16 gradients overflowed, and there are none. `notice` is what
@@ -83,10 +76,11 @@ class Engine(ShardedModel):
         calls: Calls,
         *,
         comm: Communicator,
-        objective: Objective,
+        objective: Reduces,
         seed: int,
         inventory: Inventory,
         places: Sequence[Place] = (),
+        couples: str = "",
     ) -> None:
         shared = places[0].shared if places else ()  # all ranks go through buckets in this order
         buckets = dict.fromkeys((*shared, *(b for one in parts for b in one.buckets)))
@@ -96,12 +90,14 @@ class Engine(ShardedModel):
         self.scaler = LossScaler(active=any(w.compute_dtype == "fp16" for w in plan.workers))
         self.overflowed = False
         self.notice = self.report = 0.0
-        self._places = places
+        self.places = places
         self._pipeline = Pipeline.of(plan) if places else None
         self._parts = parts[0]  # of the first of its stages
         self._heads = [one.head for one in parts if one.head is not None]
         self._calls = calls
-        self._objective = objective
+        self._reduces = objective
+        self._objective: Objective = objective
+        self._couples = couples
         self._seed = seed
         self._worker = plan.workers[comm.rank]
         self._dtype = TORCH_DTYPE[self._worker.compute_dtype]
@@ -115,10 +111,13 @@ class Engine(ShardedModel):
         self._tells_samples = bool(places) or plan.in_teams
         tokens = float(plan.global_batch * plan.sequence_length)
         self.losses_counted = torch.full((), tokens, dtype=torch.float64, device=comm.device)
-        self._keepers = buffers.keepers(model)
+        self.keepers = buffers.keepers(model)
         self._switches = Switches(model)
         self._to_take_back: tuple[Undo, ...] = ()
         self.guard: Guard | None = None
+        self._settled = objective.rule is not None
+        self._trims = objective.trims
+        self.reduction = objective.rule.name if objective.rule is not None else ""
         self._failed = ""
         self._updates: Updates | None = None
         self.computed: list[tuple[int, int | None]] = []
@@ -153,10 +152,18 @@ class Engine(ShardedModel):
             InputError: samples are not as many as the plan says, more than it has, or none.
             TrainingError: an earlier step failed on this rank, and there are others.
         """
+        self.settle(batch, samples, in_step=True)
+        return self._step(batch, optimizer, samples)
+
+    def _step(
+        self, batch: Any, optimizer: Optimizer | None = None, samples: int | None = None
+    ) -> torch.Tensor:
+        """A step by the rule that is known."""
         # That of a mean loss, if losses are counted as in the last step: then gradients need not be
         # touched again. The exact count is known when the heads are done.
         scale = self.scaler.scale / self.losses_counted
         updates = self._updates_of(optimizer)
+        self._reduces.whole = samples or self.plan.global_batch
         with self._in_step():
             rows = self._rows_of_step(samples)
             cut = self._cut(batch, rows)
@@ -164,10 +171,10 @@ class Engine(ShardedModel):
             if self._tells_samples:  # first: others could be as long as no rank waits for
                 compare_samples(self.comm, self.plan, batch, rows)
                 self._tells_samples = False
-            undo = Undo.before(self._keepers, self.losses_counted)
+            undo = Undo.before(self.keepers, self.losses_counted)
             self.round_ahead()
             with untouched(self.device), torch.enable_grad():
-                if self._places:
+                if self.places:
                     table = self._step_in_stages(cut, rows, scale, updates)
                 elif self._worker.mode.order == "sequential":
                     table = self._step_sequentially(cut, scale, updates)
@@ -199,9 +206,9 @@ class Engine(ShardedModel):
         if moves_state(self.plan, plan):
             self._parts = replace(self._parts, division=self._parts.division.by(plan))
             move_state(self._buckets, self._parts.division, optimizer)
-        if self._places:
-            self._places[0].wires.replan(plan)
-            self._places = [replace(place, plan=plan) for place in self._places]
+        if self.places:
+            self.places[0].wires.replan(plan)
+            self.places = [replace(place, plan=plan) for place in self.places]
             self._pipeline = Pipeline.of(plan)
         self.plan = plan
         self._worker = plan.workers[self.comm.rank]
@@ -245,7 +252,7 @@ class Engine(ShardedModel):
     ) -> torch.Tensor:
         batches = [self._micro_batch(self._parts, cut, n, keep=True) for n in range(len(cut))]
         with closing(batches):
-            turns = layered.Turns(batches, in_order=bool(self._keepers))
+            turns = layered.Turns(batches, in_order=bool(self.keepers))
             begun = layered.Begun()
             layered.forward(self._parts, turns, keep=True)
             results = layered.head(self._parts, turns, scale.float(), begun)
@@ -265,7 +272,7 @@ class Engine(ShardedModel):
         assert self._pipeline is not None
         actions = self._pipeline.actions_of(self.plan, self.comm.rank)
         make, empty = self._maker(cut, keep=True), self._empty(rows)
-        step = pipelined.Step(self._places, actions, make, scale.float(), empty=empty)
+        step = pipelined.Step(self.places, actions, make, scale.float(), empty=empty)
         table, gradient_scale = self._exchange(step.run(), scale)
         self.comm.record.meets("other stage")
         gradient_scale()
@@ -366,6 +373,7 @@ class Engine(ShardedModel):
                 a batch of `samples`, as `gpumix.evaluation_batches` gives it.
             samples: of the global batch; default: the plan's.
         """
+        self.settle(batch, samples)
         with evaluating(self.model), self._in_step():
             results = self._forward_only(self._objective, batch, self._rows_given(batch, samples))
             table, gradient_scale = self._exchange(results, torch.ones(()), in_step=False)
@@ -414,7 +422,7 @@ class Engine(ShardedModel):
 
     def _rows_given(self, batch: Any, samples: int | None) -> tuple[range, ...]:
         """Places of this rank's samples where nothing is trained: of any number of them."""
-        if self._places:
+        if self.places:
             return share_of(self.plan, self.comm.rank).rows(samples)
         return cut_rows(range(samples_in(batch)), self._worker.micro_batch)
 
@@ -435,7 +443,7 @@ class Engine(ShardedModel):
         self.agree_on_buffers()
         self.round_ahead()
         with untouched(self.device), torch.no_grad():
-            results = self._through_stages(cut, rows) if self._places else self._through(cut)
+            results = self._through_stages(cut, rows) if self.places else self._through(cut)
         self._leave()
         return results
 
@@ -456,47 +464,11 @@ class Engine(ShardedModel):
         actions = self._pipeline.actions_of(self.plan, self.comm.rank)
         forwards = [action for action in actions if action.kind == "forward"]
         make, empty = self._maker(cut, keep=False), self._empty(rows)
-        return pipelined.Step(self._places, forwards, make, None, empty=empty).run()
+        return pipelined.Step(self.places, forwards, make, None, empty=empty).run()
 
     def _empty(self, rows: Sequence[range]) -> list[int]:
         """Numbers of this rank's micro-batches in stages that have no samples."""
-        return [n for n, own in zip(self._places[0].batches, rows) if not own]
-
-    def replay(self, batch: Any, see: See) -> int:
-        """Forward and backward of a batch, as in a step but without dropout, after which all is as
-        it was before. Collective, between two steps; there are no gradients.
-
-        Args:
-            batch: one micro-batch, which may be another one on each rank; None for none. In several
-                stages, and of a team, it is one sample, the same on all of them: stages compute it
-                in place of each of theirs.
-            see: is told what this rank has of the gradients.
-
-        Returns:
-            How many times this rank has computed it.
-        """
-        before = {name: getattr(self, name) for name in _OF_A_STEP}
-        times = 1
-        if self._places:
-            times = sum(map(len, self._rows))
-            batch = repeated(batch, times)
-        else:
-            self._rows = (range(samples_in(batch)),) if batch is not None else ()
-        self._own_norm, self.scaler, self.guard = OwnNorm(self.device), copy(self.scaler), None
-        self._see_by(see)
-        try:
-            with evaluating(self.model):
-                self.step(batch)
-        finally:
-            vars(self).update(before)
-            self._see_by(self._own_norm.see)
-        for parameter in self.parameters():
-            parameter.grad = None
-        return times
-
-    def _see_by(self, see: See) -> None:
-        for bucket in self._buckets:
-            bucket.see = see
+        return [n for n, own in zip(self.places[0].batches, rows) if not own]
 
     def layout(self) -> Layout:
         """Who stores which part of every parameter, for `gpumix.Adafactor` and `gpumix.Muon`. Work
@@ -505,7 +477,7 @@ class Engine(ShardedModel):
         Raises:
             InputError: the plan has several stages, or teams.
         """
-        if self._places or self.plan.in_teams:
+        if self.places or self.plan.in_teams:
             raise InputError(
                 "Adafactor and Muon do not run with several stages or tensor parallelism yet",
                 why="their collectives are between all ranks, none of which has all matrices",
@@ -560,7 +532,7 @@ class Engine(ShardedModel):
                 "plan.rows_of(rank) says",
             )
         widths: list[int | None] = [None] * len(rows)
-        if objective is mean_over_labels:  # another loss may count what is padding
+        if self._trims and objective is self._objective:
             widths = padded_from(batch, rows)  # asks the host, before anything goes to the device
         with self.copies:
             batch = tree_map(self._to_device, batch)

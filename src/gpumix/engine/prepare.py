@@ -30,10 +30,11 @@ from gpumix.engine.head import HeadInChunks
 from gpumix.engine.inventory import Inventory
 from gpumix.engine.last_words import LastWords
 from gpumix.engine.launched import join_launched
-from gpumix.engine.objective import Objective, objective_of
+from gpumix.engine.objective import objective_of
 from gpumix.engine.parts import Parts, Storage, shard, share
 from gpumix.engine.pipelined import Place
 from gpumix.engine.precision import TORCH_DTYPE
+from gpumix.engine.reduction import Objective, reducing
 from gpumix.engine.shards import Dtypes
 from gpumix.engine.stages import divisions, own_parts, part_of, stand_ins, teams_of
 from gpumix.engine.tensor import Changes, divide
@@ -62,6 +63,7 @@ def prepare(
     units: Sequence[str] = (),
     tensor: Mapping[str, Any] | None = None,
     seed: int = 0,
+    couples: str = "",
 ) -> Engine:
     """Shard `model` in place, as `plan` says, over the ranks of the default process group.
 
@@ -76,6 +78,8 @@ def prepare(
         tensor: how modules are divided where ranks compute together: styles by patterns of names
             (`engine.tensor_plans`); default: the model's own plan.
         seed: of dropout.
+        couples: "micro-batch" where the loss couples samples of a batch, and each micro-batch may
+            have a loss of its own; such a loss is refused otherwise.
 
     Raises:
         InputError: the plan is for another model or number of ranks, or ranks disagree.
@@ -116,17 +120,17 @@ def prepare(
         compile_units(own_units, sizes=worker.micro_batches, device=comm.device)
     for unit in anatomy.units:
         intercept(unit.name, unit.module, calls)
-    objective = loss or objective_of(model)
     return Engine(
         model,
         plan,
         parts,
         calls,
         comm=comm,
-        objective=objective,
+        objective=objective_of(model) if loss is None else reducing(loss),
         seed=seed,
         inventory=inventory,
         places=places,
+        couples=couples,
     )
 
 

@@ -17,13 +17,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from gpumix.engine.comm import Communicator
 from gpumix.engine.micro_batch import Loss
-from gpumix.engine.objective import IGNORED_LABEL
 from gpumix.engine.randomness import Randomness
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Plan
 
 DIGITS = 2**40 - 1  # sums over thousands of ranks are exact in float64
 
+IGNORED_LABEL = -100  # torch.nn.functional.cross_entropy's and transformers' ignore_index
 LABELS, MASK = "labels", "attention_mask"
 PER_TOKEN = frozenset({"input_ids", LABELS, MASK, "position_ids", "token_type_ids"})
 

@@ -110,8 +110,10 @@ def dissect(model: nn.Module, wanted: Sequence[str] = ()) -> Anatomy:
         wanted: class names or module names of the units; by default they are found.
 
     Raises:
-        InputError: no units were found, or a wanted one does not exist.
+        InputError: no units were found, a wanted one does not exist, or a parameter is not one
+            that can be sharded.
     """
+    _refuse_unfit(model)
     found = _outermost(_wanted(model, wanted) if wanted else _found(model))
     found = [(name, module) for name, module in found if any(True for _ in module.parameters())]
     if not found:
@@ -129,6 +131,28 @@ def dissect(model: nn.Module, wanted: Sequence[str] = ()) -> Anatomy:
         units.append(Unit(name, module, _kind(module, own, kinds), own))
     root = Unit(ROOT, model, ROOT, tuple(s for s in slots if owner[s.name] == ROOT))
     return Anatomy(tuple(units), root)
+
+
+def _refuse_unfit(model: nn.Module) -> None:
+    """
+    Raises:
+        InputError: a parameter has complex values, or forward changes it by itself.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex():
+            raise InputError(
+                f"parameter '{name}' has complex values ({parameter.dtype})",
+                why="shards, and sums of gradients, are of real numbers",
+                fix="keep it as real numbers with a last dimension of 2, and use "
+                "torch.view_as_complex in forward",
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise InputError(
+                f"module '{name}' has max_norm={module.max_norm:g}: its forward changes its weight",
+                why="a rank computes with a copy of a weight, which is not what is updated",
+                fix="leave max_norm out, and limit norms in a callback or by weight decay",
+            )
 
 
 def _wanted(model: nn.Module, wanted: Sequence[str]) -> list[tuple[str, nn.Module]]:

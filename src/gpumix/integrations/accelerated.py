@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
+from gpumix.engine.additivity import padding_counts
 from gpumix.engine.engine import Engine
 from gpumix.engine.groups import all_ranks, device_of_group
 from gpumix.hardware.environment import ranks_here
@@ -40,10 +41,10 @@ from gpumix.integrations.called import ARGS, KWARGS, NAME_PARTS, call_of
 from gpumix.integrations.gathering import all_numbers, all_objects, all_rows
 from gpumix.integrations.hosted import Training, host, plan_of, refuse_gpu, world
 from gpumix.integrations.loop_record import LoopRecord
-from gpumix.integrations.looped import LABELS, Looped, objective
+from gpumix.integrations.looped import LABELS, Looped, LoopLoss
 from gpumix.integrations.optimizers import optimizer_like, taken_over
 from gpumix.integrations.overflows import tells_of_skips, told_norm
-from gpumix.integrations.own_batches import CollatedTree, OwnLoader, Part, collated_tree
+from gpumix.integrations.own_batches import CollatedTree, OwnLoader, Part, Width, collated_tree
 from gpumix.integrations.rows import PlannedRows, looped_rows
 from gpumix.integrations.samplers import prepared, seed_of_all
 from gpumix.integrations.saving import Saver, dtypes_of
@@ -135,9 +136,19 @@ class Accelerator(accelerate.Accelerator):
     Args:
         plan: trains by this one, or that of a file; by default the devices are measured and one is
             made, when the model is prepared.
+        couples: "micro-batch" where the model's loss couples samples of a batch, and each
+            micro-batch may have a loss of its own; such a loss is refused otherwise.
     """
 
-    def __init__(self, *args: Any, plan: Plan | Path | str | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        plan: Plan | Path | str | None = None,
+        couples: str = "",
+        **kwargs: Any,
+    ) -> None:
+        self._couples = couples
+        self._width = Width()
         given = bound(args, kwargs)
         refuse_without_meaning(given)
         self._compile, self._on_cpu = compiles(given), given.get("cpu", False)
@@ -197,21 +208,23 @@ class Accelerator(accelerate.Accelerator):
         specimen = specimen_of(loaders[0].dataset, loaders[0].collate_fn, collated_tree)
         inside = LABELS in call_of(model, specimen.batch(1))[KWARGS]
         dtypes, self._names = dtypes_of(model), {id(p): n for n, p in model.named_parameters()}
+        loss = LoopLoss()
         training = Training(
             lambda samples: call_of(model, specimen.batch(samples)),
             sequence_length=specimen.sequence_length,
             global_batch=batch_size * world(),
-            loss=objective if inside else _stand_in_loss,
+            loss=loss if inside else _stand_in_loss,
             optimizer=optimizer_like(optimizers[0]) if optimizers else None,
             precision=self._precision,
             compile=self._compile,
             space=EVERYTHING.in_one_stage(),
             seed=torch.initial_seed() % 2**31,
             told=f"loop {inside} {[type(one).__name__ for one in optimizers]}",
+            couples=self._couples,
         )
         folder = Path(self.project_dir, run_files.OF_SCRIPT) if self.project_dir else None
         try:
-            self._engine = host(model, training, plan=self._given, own=objective, folder=folder)
+            self._engine = host(model, training, plan=self._given, own=loss, folder=folder)
         except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as error:
             if self._given is not None or is_out_of_memory(error):
                 raise
@@ -226,10 +239,15 @@ class Accelerator(accelerate.Accelerator):
                 why="every rank of a loop calls the model, and looks at what it returns",
                 fix="make one with techniques.most_stages=1 and techniques.tensor=1",
             )
+        if padded := specimen.padded():
+            # Nobody knows what a loop makes of outputs of padding.
+            self._width.common = not inside or padding_counts(
+                self._engine, loss, *(call_of(model, one) for one in padded)
+            )
         self._saver = Saver(self._engine, dtypes, ranks_here())
         saves_whole(model, self._saver)
         self._record = LoopRecord(self._engine, folder, type(self).__name__)
-        self._looped = Looped(model, self._engine, self._at, self._record)
+        self._looped = Looped(model, self._engine, self._at, loss, self._record)
 
     def prepare_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(model, Looped):
@@ -254,7 +272,7 @@ class Accelerator(accelerate.Accelerator):
         if isinstance(data_loader, Loader):
             return data_loader
         given = Batching.of(data_loader)
-        collate = CollatedTree(data_loader.collate_fn, stand_ins=True)
+        collate = CollatedTree(data_loader.collate_fn, self._width, stand_ins=True)
         config = self.dataloader_config
         if config.use_seedable_sampler:
             seed = seed_of_all() if config.data_seed is None else config.data_seed
@@ -287,10 +305,16 @@ class Accelerator(accelerate.Accelerator):
 
     # -- the loop ----------------------------------------------------------------------------------
 
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        super().backward(loss, **kwargs)
+    def backward(self, loss: Tensor, *, count: Tensor | float | None = None, **kwargs: Any) -> None:
+        """As Accelerate's.
+
+        Args:
+            count: what the loss is a mean over, on this rank, where its graph does not tell.
+        """
         assert self._looped is not None
-        self._looped.backward_done(loss.detach())
+        weight = self._looped.weight_of(loss, count)
+        super().backward(loss, **kwargs)
+        self._looped.backward_done(loss.detach(), weight)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: int = 2) -> Any:
         """Of all gradients of the model."""

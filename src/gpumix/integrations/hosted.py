@@ -24,10 +24,10 @@ from torch import nn
 
 from gpumix.engine.engine import Engine
 from gpumix.engine.launched import leave_at_end
-from gpumix.engine.objective import Objective
 from gpumix.engine.optimizers.base import WholeOptimizer
 from gpumix.engine.prepare import prepare
 from gpumix.engine.randomness import untouched
+from gpumix.engine.reduction import Objective
 from gpumix.hardware import runtime
 from gpumix.integrations.adapters import refuse_prompts, tell_names
 from gpumix.integrations.alike import make_alike
@@ -56,6 +56,7 @@ class Training:
         precision, compile, space: as for `gpumix.profile`.
         seed: of dropout.
         told: what else tells its steps from others': how losses and updates are computed.
+        couples: as for `gpumix.prepare`.
     """
 
     make_batch: Callable[[int], Any]
@@ -68,6 +69,7 @@ class Training:
     space: Space = EVERYTHING
     seed: int = 0
     told: str = ""
+    couples: str = ""
 
 
 class Device:
@@ -138,7 +140,9 @@ def host(
     leave_at_end()
     # What was trained before lies in cycles of its program, and its memory with it.
     gc.collect()
-    engine = prepare(model, plan, loss=own or training.loss, seed=training.seed)
+    engine = prepare(
+        model, plan, loss=own or training.loss, seed=training.seed, couples=training.couples
+    )
     tell_names(model, everywhere=False)
     return engine
 

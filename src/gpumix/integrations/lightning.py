@@ -48,7 +48,7 @@ from gpumix.integrations.hosted import (  # noqa: E402
     world,
 )
 from gpumix.integrations.optimizers import optimizer_like, taken_over  # noqa: E402
-from gpumix.integrations.own_batches import collated_tree  # noqa: E402
+from gpumix.integrations.own_batches import Width, collated_tree  # noqa: E402
 from gpumix.integrations.rows import PlannedRows, evaluated_rows  # noqa: E402
 from gpumix.integrations.saving import Saver, dtypes_of  # noqa: E402
 from gpumix.integrations.specimens import specimen_of  # noqa: E402
@@ -85,8 +85,9 @@ class GpumixStrategy(Together, Checkpoints):
         plan: trains by this one, or that of a file; by default the devices are measured and one is
             made, when the trainer first needs it.
         count: of a batch, what the mean loss that `training_step` returns is a mean over; default:
-            its `labels` that are not -100 (for causal models of transformers without each first
-            one, which they do not predict), else its samples.
+            found by a rehearsal of the first step.
+        couples: "micro-batch" where the loss couples samples of a batch, and each micro-batch may
+            have a loss of its own; such a loss is refused otherwise.
         space: what plans may use.
         compile: whether blocks run in compiled code.
         seed: of dropout.
@@ -99,6 +100,7 @@ class GpumixStrategy(Together, Checkpoints):
         *,
         plan: Plan | Path | str | None = None,
         count: Callable[[Any], Tensor | int] | None = None,
+        couples: str = "",
         space: Space = EVERYTHING,
         compile: bool = False,
         seed: int = 0,
@@ -107,6 +109,8 @@ class GpumixStrategy(Together, Checkpoints):
         super().__init__(cluster_environment=Launched())
         self._given = plan_of(plan)
         self._steps = Steps(count)
+        self._couples = couples
+        self._width = Width()
         self._space = space
         self._compile = compile
         self._seed = seed
@@ -212,6 +216,7 @@ class GpumixStrategy(Together, Checkpoints):
             space=METRICS if metrics and self._space == EVERYTHING else self._space,
             seed=self._seed,
             told=self._steps.told([type(optimizer).__name__ for optimizer in self.optimizers]),
+            couples=self._couples,
         )
         self._engine = host(module, training, plan=self._given, folder=_folder(trainer))
         if metrics and self._engine.plan.in_teams:
@@ -229,6 +234,8 @@ class GpumixStrategy(Together, Checkpoints):
         module._device = self._device
         for metric in metrics:
             metric.to(self._device)
+        if padded := specimen.padded():
+            self._width.common = not fitting or self._steps.depend_on_padding(*padded)
 
     def _computed_in(self, module: nn.Module) -> Any:
         """What the trainer says; where that is `32-true`, what the weights are."""
@@ -261,7 +268,7 @@ class GpumixStrategy(Together, Checkpoints):
         elif self._engine is not None:
             samples = min(samples, self._engine.plan.global_batch)
         rows = self._rows(rows_of if training else evaluated_rows)
-        return planned_loader(given, samples, rows, self._recording)
+        return planned_loader(given, samples, rows, self._recording, self._width)
 
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0

@@ -35,7 +35,7 @@ class LoopRecord(Record):
         self._folder = Path(told) if told else None
         self._engine: Engine | None = engine
         self._plans = plans
-        self._losses: list[tuple[Tensor, int | None]] = []  # of the step under way
+        self._losses: list[tuple[Tensor, Tensor | None]] = []  # of the step under way
         self._norm: Tensor | None = None
 
     def computes(self) -> None:
@@ -57,14 +57,14 @@ class LoopRecord(Record):
 
         sys.excepthook = failed
 
-    def computed(self, loss: Tensor, rows: int | None) -> None:
+    def computed(self, loss: Tensor, weight: Tensor | None) -> None:
         """The loop went backward from a loss.
 
         Args:
-            rows: samples of this rank that it is a mean over; None where it is of all ranks.
+            weight: what it counts for among those of all ranks; None where it is of all of them.
         """
         if self._recorded is not None:
-            self._losses.append((loss.detach(), rows))
+            self._losses.append((loss.detach(), weight))
             self._recorded.batch()
 
     def clipped(self, norm: Tensor) -> None:
@@ -85,14 +85,10 @@ class LoopRecord(Record):
         self._folder = self._engine = None
         return super()._taken()
 
-    def _whole(self, loss: Tensor, rows: int | None) -> Tensor:
+    def _whole(self, loss: Tensor, weight: Tensor | None) -> Tensor:
         """The loss of all ranks' samples, float64; nothing waits for it."""
-        if rows is None:
+        if weight is None:
             return loss.double()
         assert self._engine is not None, "there is a record"
-        device = self._engine.device
-        count = torch.full((), rows, dtype=torch.float64, device=device)
-        own = loss.to(device).double() * count if rows else torch.zeros_like(count)
-        sums = torch.stack([own, count])
-        total, samples = self._engine.comm.all_reduce(sums, "loss of a record").unbind()
-        return total / samples
+        own = torch.where(weight > 0, loss.to(weight) * weight, 0.0)
+        return self._engine.comm.all_reduce(own.reshape(1), "loss of a record")[0]

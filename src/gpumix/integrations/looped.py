@@ -16,28 +16,51 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from gpumix.engine.engine import Engine
-from gpumix.engine.objective import number_of_labels
+from gpumix.engine.reduction import TOLD, ReducedLoss, Rule, integer_labels
 from gpumix.integrations.called import ARGS, KWARGS
 from gpumix.integrations.loop_record import LoopRecord
+from gpumix.integrations.loop_weights import LoopWeights
 from gpumix.integrations.own_batches import Part
 from gpumix.spec.errors import InputError
 
-GRADIENTS = "gradients"
+GRADIENTS, WEIGHTS = "gradients", "weights"
 LABELS = "labels"
 
 
-def objective(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-    """(summed loss, count) of a micro-batch of the loop's."""
-    given = batch[KWARGS]
-    if GRADIENTS not in batch:
-        outputs = model(*batch[ARGS], **given)
-        count = _count(model, batch)
-        return _loss(outputs).float() * count, count
-    outputs = model(*batch[ARGS], **given)
-    pairs = zip(_differentiable(outputs), batch[GRADIENTS], strict=True)
-    sums = [(made.float() * wanted).sum() for made, wanted in pairs]
-    rows = torch.full((), _rows(batch), device=sums[0].device)
-    return torch.stack(sums).sum(), rows
+class LoopLoss(ReducedLoss):
+    """The loss of a micro-batch of the loop's: the model's own, or what gives the outputs the
+    gradients that the loop came to.
+
+    Attributes:
+        by_loop: whether the loop computes its losses itself, from what the model returns.
+    """
+
+    by_loop = False
+
+    def __init__(self) -> None:
+        super().__init__(_computed_by_model, lambda batch: integer_labels(batch[KWARGS]))
+
+    @property
+    def rule(self) -> Rule | None:
+        return TOLD if self.by_loop else self._rule
+
+    @rule.setter
+    def rule(self, rule: Rule | None) -> None:
+        self._rule = rule
+
+    def __call__(self, model: nn.Module, batch: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        if GRADIENTS not in batch:
+            return super().__call__(model, batch, *args)
+        outputs = model(*batch[ARGS], **batch[KWARGS])
+        pairs = zip(_differentiable(outputs), batch[GRADIENTS], strict=True)
+        sums = [(made.float() * wanted).sum() for made, wanted in pairs]
+        return torch.stack(sums).sum(), batch[WEIGHTS].sum()
+
+
+def _computed_by_model(
+    model: nn.Module, batch: Any, labels: Mapping[str, Tensor], count: Tensor | None
+) -> Tensor:
+    return _loss(model(*batch[ARGS], **{**batch[KWARGS], **labels}))
 
 
 class Looped(nn.Module):
@@ -46,6 +69,7 @@ class Looped(nn.Module):
     Args:
         module: the model, sharded by `engine`.
         at: this rank's part of the batch that the loop is at; None if it is at none.
+        loss: of its micro-batches.
         record: is told what the loop does.
 
     Attributes:
@@ -59,6 +83,7 @@ class Looped(nn.Module):
         module: nn.Module,
         engine: Engine,
         at: Callable[[], Part | None],
+        loss: LoopLoss,
         record: LoopRecord,
     ) -> None:
         super().__init__()
@@ -66,6 +91,8 @@ class Looped(nn.Module):
         self.module = module
         self._engine = engine
         self._at = at
+        self._loss = loss
+        self._weights = LoopWeights(engine.comm)
         self._samples: int | None = None  # of the batch of the last call
         self._begun: _Begun | None = None
         self._has_stepped = False  # the optimizer, since gradients were added
@@ -111,7 +138,23 @@ class Looped(nn.Module):
         self.overflowed = False
         self._without_gradients()
 
-    def backward_done(self, loss: Tensor) -> None:
+    def weight_of(self, loss: Tensor, count: Tensor | float | None) -> Tensor | None:
+        """What this rank's loss counts for among those of all ranks, before the loop's backward
+        from it; None of a loss that is of all ranks' samples. Collective.
+
+        Args:
+            count: what the loop says that the loss is a mean over.
+
+        Raises:
+            InputError: that cannot be known, or parameters are in the loss.
+        """
+        if self._begun is None or self._begun.made is not None:
+            return None
+        _refuse_parameters(loss, self._begun.leaves)
+        own = _rows(self._begun.batch)
+        return self._weights.of(loss, own, max(own, 1), count)
+
+    def backward_done(self, loss: Tensor, weight: Tensor | None) -> None:
         """The loop's backward from `loss` has come to what the model returned; now gradients of
         parameters are there, added to those that were.
 
@@ -124,17 +167,20 @@ class Looped(nn.Module):
                 "the loss does not come from the last call of the model",
                 fix="compute it of what the model returned, and call accelerator.backward once",
             )
-        rows = _rows(begun.batch)
-        if begun.made is None:  # the loop's loss is a mean over its rows
-            wanted = [_gradient(leaf) * rows for leaf in begun.leaves]
+        if weight is not None:
+            rows = _rows(begun.batch)
+            wanted = [_gradient(leaf) * weight.to(leaf) for leaf in begun.leaves]
             wanted = wanted if rows else tree_map(_without_rows, wanted)
-            _, made = self._computed({**begun.batch, GRADIENTS: wanted})
+            weights = (weight / max(rows, 1)).expand(rows)
+            batch = {**begun.batch, GRADIENTS: wanted, WEIGHTS: weights}
+            _, made = self._computed(batch)
         else:
+            assert begun.made is not None, "its gradients were made along with the loss"
             made, worth = begun.made, begun.leaves[0].grad
             assert worth is not None
             for gradient in made.values():
                 gradient.mul_(worth.to(gradient.device))
-        self._record.computed(loss, rows if begun.made is None else None)
+        self._record.computed(loss, weight)
         self._add(made)
 
     def check_done(self) -> None:
@@ -157,6 +203,7 @@ class Looped(nn.Module):
         them may come before its backward or after it."""
         before = {p: p.grad.clone() for p in self._with_gradients() if p.grad is not None}
         self._without_gradients()
+        self._loss.by_loop = GRADIENTS in batch
         loss = self._engine.step(batch, samples=self._samples)
         made = {p: p.grad for p in self._with_gradients() if p.grad is not None}
         for parameter in self._engine.parameters():
@@ -185,10 +232,17 @@ class Looped(nn.Module):
         """What the model returns, without gradients; a loss is that of the global batch."""
 
         def made(model: nn.Module, part: Any) -> tuple[Any, Tensor]:
-            return model(*part[ARGS], **part[KWARGS]), _count(model, part)
+            count = self._loss.count(part) if labelled else torch.tensor(_rows(part))
+            return model(*part[ARGS], **part[KWARGS]), count
 
+        labelled = LABELS in batch[KWARGS]
         with torch.inference_mode(False), torch.no_grad():
             batch = tree_map(_tracked, batch)
+            if labelled:
+                self._loss.by_loop = False
+                self._engine.settle(batch)
+                given = self._at()
+                self._loss.whole = _rows(batch) if given is None else given.samples
             found = list(self._engine.outputs(made, batch).values())
         outputs = self._joined([outputs for outputs, _ in found])
         if not (isinstance(outputs, Mapping) and outputs.get("loss") is not None):
@@ -273,14 +327,6 @@ def _loss(outputs: Any) -> Tensor:
     return loss
 
 
-def _count(model: nn.Module, batch: Any) -> Tensor:
-    """Labels that count, which the model's loss is a mean over; samples without any."""
-    labels = batch[KWARGS].get(LABELS)
-    if isinstance(labels, Tensor):
-        return number_of_labels(model, labels)
-    return torch.tensor(_rows(batch))
-
-
 def _rows(batch: Any) -> int:
     tensors = (t for t in tree_flatten((batch[ARGS], batch[KWARGS]))[0] if isinstance(t, Tensor))
     return len(next(tensors))
@@ -301,6 +347,28 @@ def _with(outputs: Any, leaves: Sequence[Tensor]) -> Any:
         return next(rest) if known else value
 
     return tree_map(other, outputs)
+
+
+def _refuse_parameters(loss: Tensor, leaves: Sequence[Tensor]) -> None:
+    """
+    Raises:
+        InputError: the loss has a term over parameters, of which a rank has pieces.
+    """
+    known, seen, left = {id(leaf) for leaf in leaves}, set(), [loss.grad_fn]
+    while left:
+        node: Any = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, nn.Parameter) and id(variable) not in known:
+            raise InputError(
+                "the loss has a term over parameters of the model",
+                where="accelerator.backward",
+                why="each rank has pieces of them, so the term would be another one on each",
+                fix="use weight_decay of the optimizer, or let the model's forward return the term",
+            )
+        left += [following for following, _ in node.next_functions]
 
 
 def _gradient(leaf: Tensor) -> Tensor:

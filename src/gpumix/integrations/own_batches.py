@@ -49,18 +49,40 @@ class Part:
     values: Any
 
 
+@dataclass
+class Width:
+    """How far a rank's samples are padded.
+
+    Attributes:
+        common: as far as those of the whole batch, which each rank then reads; else as far as its
+            own.
+    """
+
+    common: bool = False
+
+
 @dataclass(frozen=True)
 class Wanted:
-    """What a rank reads of a batch of `samples`: `indices`, or instead of none `stand_in`, which is
-    read for what it looks like."""
+    """What a rank reads of a batch.
+
+    Attributes:
+        samples: of the whole batch.
+        read: indices of samples that are read: this rank's, or those of the whole batch; instead of
+            none one that is read for what it looks like.
+        own: places of this rank's samples in `read`.
+    """
 
     samples: int
-    indices: tuple[Any, ...]
-    stand_in: Any
+    read: list[Any]
+    own: tuple[int, ...]
 
-    @property
-    def read(self) -> list[Any]:
-        return list(self.indices) or [self.stand_in]
+    @classmethod
+    def of(cls, batch: Sequence[Any], rows: Rows, width: Width) -> Wanted:
+        places = tuple(place for of in rows(len(batch)) for place in of)
+        if width.common:
+            return cls(len(batch), list(batch), places)
+        read = [batch[place] for place in places] or [batch[0]]
+        return cls(len(batch), read, tuple(range(len(places))))
 
 
 class GlobalBatches(BatchSampler):
@@ -95,8 +117,9 @@ class OwnPart:
         skipped: batches at the beginning that are passed over, the next time it is read.
     """
 
-    def __init__(self, batch_sampler: GlobalBatches, rows: Rows) -> None:
+    def __init__(self, batch_sampler: GlobalBatches, rows: Rows, width: Width) -> None:
         self.batch_sampler = batch_sampler
+        self._width = width
         self.skipped = 0
         self.batch_size, self.drop_last = batch_sampler.batch_size, batch_sampler.drop_last
         self._rows = rows
@@ -110,7 +133,7 @@ class OwnPart:
     def __iter__(self) -> Iterator[Wanted]:
         skipped, self.skipped = self.skipped, 0
         for batch in islice(self.batch_sampler, skipped, None):
-            yield _wanted(batch, self._rows)
+            yield Wanted.of(batch, self._rows, self._width)
 
 
 class Collated:
@@ -118,10 +141,12 @@ class Collated:
 
     Args:
         collate: the program's own.
+        width: how far samples are padded, to be changed before the first batch is read.
     """
 
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+    def __init__(self, collate: Callable[[list[Any]], Any], width: Width | None = None) -> None:
         self.collate = collate
+        self.width = width or Width()
 
     def __call__(self, read: tuple[list[Any], Wanted]) -> Any:
         samples, wanted = read
@@ -129,7 +154,7 @@ class Collated:
             return self._handed_over(samples, wanted)
 
     def _handed_over(self, samples: list[Any], wanted: Wanted) -> Any:
-        kept = _first(len(wanted.indices), collated(self.collate, samples))
+        kept = _rows(wanted.own, collated(self.collate, samples))
         return Given.of(kept, samples=wanted.samples)
 
 
@@ -140,18 +165,27 @@ class CollatedTree(Collated):
         stand_ins: whether the row is kept that is read where a rank has none.
     """
 
-    def __init__(self, collate: Callable[[list[Any]], Any], *, stand_ins: bool = False) -> None:
-        super().__init__(collate)
+    def __init__(
+        self,
+        collate: Callable[[list[Any]], Any],
+        width: Width | None = None,
+        *,
+        stand_ins: bool = False,
+    ) -> None:
+        super().__init__(collate, width)
         self._stand_ins = stand_ins
 
     def _handed_over(self, samples: list[Any], wanted: Wanted) -> Part:
-        own = len(wanted.indices)
-        rows = max(own, 1) if self._stand_ins else own
-        return Part(wanted.samples, own, _first(rows, collated_tree(self.collate, samples)))
+        own = len(wanted.own)
+        rows = wanted.own or ((0,) if self._stand_ins else ())
+        return Part(wanted.samples, own, _rows(rows, collated_tree(self.collate, samples)))
 
 
-def _first(rows: int, batch: Any) -> Any:
-    return tree_map(lambda leaf: leaf[:rows] if isinstance(leaf, Tensor) else leaf, batch)
+def _rows(places: Sequence[int], batch: Any) -> Any:
+    """These rows of all tensors; a view, where they are the first ones."""
+    first = tuple(places) == tuple(range(len(places)))
+    which = slice(len(places)) if first else list(places)
+    return tree_map(lambda leaf: leaf[which] if isinstance(leaf, Tensor) else leaf, batch)
 
 
 class Readable(Dataset[Any]):
@@ -205,7 +239,7 @@ class OwnOfStream(IterableDataset[Any]):
                 if len(batch) < self._batch_size and self._drop_last:
                     return
                 for part in _in_parts(batch, self._most):
-                    wanted = _wanted(part, self._rows)
+                    wanted = Wanted.of(part, self._rows, self._collate.width)
                     yield self._collate((wanted.read, wanted))
 
 
@@ -293,7 +327,7 @@ def own_loader(  # a DataLoader has as many settings
         )
         loader = kind(
             Readable(dataset),
-            batch_sampler=OwnPart(batches, rows),  # type: ignore[arg-type]
+            batch_sampler=OwnPart(batches, rows, collate.width),  # type: ignore[arg-type]
             collate_fn=collate,  # type: ignore[arg-type]
             **settings,
         )
@@ -305,11 +339,6 @@ def own_loader(  # a DataLoader has as many settings
 def _in_parts(batch: list[Any], most: int) -> Iterator[list[Any]]:
     for begin in range(0, len(batch), most):
         yield batch[begin : begin + most]
-
-
-def _wanted(batch: Sequence[Any], rows: Rows) -> Wanted:
-    indices = tuple(batch[place] for of in rows(len(batch)) for place in of)
-    return Wanted(len(batch), indices, batch[0])
 
 
 def collated(collate: Callable[[list[Any]], Any], samples: list[Any]) -> dict[str, Any]:

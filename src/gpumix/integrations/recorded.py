@@ -163,6 +163,7 @@ class Recorded:
                 shares=spent.shares(),
                 samples=self._engine.plan.global_batch,
             )
+            self._log.reduction(given.number, self._engine.reduction)
             self._log.step(record)
         if len(self._times) == CLASSES_STEPS:
             self._classes(given.number)

@@ -1,6 +1,7 @@
 """Batches to measure with: as large as any that a program's dataset gives.
 
-Of samples of unlike length the longest one that is found stands for all.
+Of samples of unlike length the longest one that is found stands for all. The first sample is kept
+too: padded to the longest one's length, it shows whether padding counts for a model.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import IterableDataset
 
+from gpumix.engine.samples import padded_from
 from gpumix.hardware.memory import host_memory
 from gpumix.integrations.gathering import all_numbers
 from gpumix.integrations.own_batches import collated, collated_tree
@@ -32,16 +36,34 @@ class Specimen:
 
     Attributes:
         sequence_length: its tokens; 1 where it has none.
+        shortest: the shortest sample that was found.
     """
 
     sample: Any
     collate: Callable[[list[Any]], Any]
     sequence_length: int
+    shortest: Any = None
 
     def batch(self, samples: int) -> Any:
         with host_memory():
             # A collator may change what it is given.
             return collated_tree(self.collate, [_fresh(self.sample) for _ in range(samples)])
+
+    def padded(self) -> tuple[Any, Any] | None:
+        """Batches of the shortest sample, alone and padded as beside the longest one; None if that
+        is the same."""
+        with host_memory():
+            alone = collated_tree(self.collate, [_fresh(self.shortest)])
+            both = collated_tree(self.collate, [_fresh(self.shortest), _fresh(self.sample)])
+        beside = tree_map(lambda t: t[:1] if isinstance(t, Tensor) else t, both)
+        if isinstance(beside, dict) and (width := padded_from(beside, [range(1)])[0]):
+            # What a collator draws is the same then.
+            alone = {key: value[:, :width].contiguous() for key, value in beside.items()}
+        shapes = [
+            [leaf.shape for leaf in tree_leaves(one) if isinstance(leaf, Tensor)]
+            for one in (alone, beside)
+        ]
+        return None if shapes[0] == shapes[1] else (alone, beside)
 
 
 def specimen_of(
@@ -59,7 +81,7 @@ def specimen_of(
         InputError: there is none.
     """
     with host_memory():
-        longest = _longest(dataset)
+        shortest, longest = _extremes(dataset)
         if longest is None:
             raise InputError("the dataset has no samples", fix="give it some")
         batch = check(collate, [_fresh(longest), _fresh(longest)])
@@ -68,26 +90,35 @@ def specimen_of(
     own = tokens.shape[1] if known else 1  # type: ignore[union-attr]
     # A collator may draw how long it makes a batch, and the plan must be the same on all ranks.
     every = all_numbers([own], "comparison of lengths of samples")
-    return Specimen(longest, collate, max(length for (length,) in every))
+    return Specimen(longest, collate, max(length for (length,) in every), shortest)
 
 
-def _longest(dataset: Any) -> Any:
-    """The longest of what any rank found while it looked: the others' time may not have sufficed
-    for it. Collective. None of an empty dataset."""
-    longest, most, found = None, -1, 0
+def _extremes(dataset: Any) -> tuple[Any, Any]:
+    """The shortest and the longest of what any rank found while it looked: the others' time may not
+    have sufficed for it. Collective. None of an empty dataset."""
+    found: dict[int, tuple[int, int, Any]] = {}  # by sign: its length times that, place, sample
     begun, samples = time.monotonic(), _samples(dataset)
     for place, sample in samples:
-        if (length := _length(sample)) > most:
-            longest, most, found = sample, length, place
+        length = _length(sample)
+        for sign in (-1, 1):
+            if sign not in found or sign * length > found[sign][0]:
+                found[sign] = sign * length, place, sample
         if time.monotonic() - begun > LOOKS_S:
             break
-    every = all_numbers([most, -found], "comparison of samples")
-    place = -max(every)[1]
-    if place == found:
-        return longest
+    return _agreed(dataset, samples, found.get(-1)), _agreed(dataset, samples, found.get(1))
+
+
+def _agreed(
+    dataset: Any, samples: Iterator[tuple[int, Any]], found: tuple[int, int, Any] | None
+) -> Any:
+    """The sample of the rank that found the most extreme one. Collective."""
+    length, own, sample = found or (-(2**40), 0, None)
+    place = -max(all_numbers([length, -own], "comparison of samples"))[1]
+    if place == own:
+        return sample
     if not isinstance(dataset, IterableDataset):
-        return dataset[place] if place < len(dataset) else longest
-    return next((sample for at, sample in samples if at == place), longest)
+        return dataset[place] if place < len(dataset) else sample
+    return next((one for at, one in samples if at == place), sample)
 
 
 def _samples(dataset: Any) -> Iterator[tuple[int, Any]]:
@@ -95,29 +126,41 @@ def _samples(dataset: Any) -> Iterator[tuple[int, Any]]:
     if isinstance(dataset, IterableDataset):
         yield from enumerate(islice(dataset, OF_STREAM))
         return
-    place = _longest_of(dataset)
-    places = range(min(len(dataset), LOOKED_AT)) if place is None else [place]
+    places = _extreme_places(dataset) or range(min(len(dataset), LOOKED_AT))
     yield from ((place, dataset[place]) for place in places)
 
 
-def _longest_of(dataset: Any) -> int | None:
-    """Where the longest sample is, of a `datasets.Dataset` that keeps lists of tokens."""
+def _extreme_places(dataset: Any) -> tuple[int, ...]:
+    """Where the longest and the shortest sample are, of a `datasets.Dataset` that keeps lists of
+    tokens."""
     table = getattr(dataset, "data", None)
     columns = getattr(dataset, "column_names", None) or ()
     if TOKENS not in columns or table is None or not len(dataset):
-        return None
+        return ()
     import pyarrow.compute as pc
 
     lengths = pc.list_value_length(table.column(TOKENS))
     if (shown := getattr(dataset, "_indices", None)) is not None:  # of its table, in another order
         lengths = lengths.take(shown.column(0))
-    return int(lengths.to_numpy().argmax())
+    numbers = lengths.to_numpy()
+    return int(numbers.argmax()), int(numbers.argmin())
 
 
 def _length(sample: Any) -> int:
-    """In tokens, where it has any."""
-    tokens = sample.get(TOKENS) if isinstance(sample, Mapping) else None
-    return len(tokens) if hasattr(tokens, "__len__") else 0  # type: ignore[arg-type]
+    """In tokens, where it has any, else in elements."""
+    if isinstance(sample, Mapping):
+        if hasattr(sample.get(TOKENS), "__len__"):
+            return len(sample[TOKENS])
+        return sum(_elements(value) for value in sample.values())
+    return sum(map(_elements, sample)) if isinstance(sample, tuple | list) else _elements(sample)
+
+
+def _elements(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.numel()
+    if isinstance(value, np.ndarray):
+        return value.size
+    return len(value) if hasattr(value, "__len__") and not isinstance(value, str) else 0
 
 
 def _fresh(sample: Any) -> Any:

@@ -24,7 +24,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling  # noqa: E40
 
 from gpumix.engine.documents import mask_of_documents  # noqa: E402
 from gpumix.engine.engine import Engine  # noqa: E402
-from gpumix.engine.objective import IGNORED_LABEL  # noqa: E402
+from gpumix.engine.samples import IGNORED_LABEL  # noqa: E402
 from gpumix.integrations.fields import Fields  # noqa: E402
 from gpumix.integrations.gathering import all_texts  # noqa: E402
 from gpumix.integrations.trainer.arguments import PLANNED, TRAINING, tell_of_cpus  # noqa: E402

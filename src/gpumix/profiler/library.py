@@ -22,8 +22,8 @@ from gpumix.data.streams import is_stream
 from gpumix.engine.deferred import build as deferred
 from gpumix.engine.groups import group_timeout
 from gpumix.engine.launched import join_launched
-from gpumix.engine.objective import Objective
 from gpumix.engine.ranks import Ranks
+from gpumix.engine.reduction import Objective
 from gpumix.hardware.device import DeviceRuntime
 from gpumix.hardware.device import open_device as open_runtime
 from gpumix.hardware.discover import discover, runs_on_cpu

@@ -16,8 +16,9 @@ from torch import nn
 from gpumix.cost.curves import undisturbed
 from gpumix.engine.coroutine import ModelError
 from gpumix.engine.efficient import make_efficient
-from gpumix.engine.objective import Objective, objective_of
+from gpumix.engine.objective import objective_of
 from gpumix.engine.precision import TORCH_DTYPE
+from gpumix.engine.reduction import Objective
 from gpumix.engine.switches import Switches
 from gpumix.engine.tensor import all_of, divide
 from gpumix.engine.tensor_plans import tensor_plan

@@ -25,8 +25,8 @@ from gpumix.engine.division import Division
 from gpumix.engine.elsewhere import Elsewhere, Returned, plain_run
 from gpumix.engine.glue import Glue, Link, hand, without_memory
 from gpumix.engine.head import HeadInChunks
-from gpumix.engine.objective import Objective
 from gpumix.engine.parts import ShardedUnit, Storage, alone
+from gpumix.engine.reduction import Objective
 from gpumix.engine.sequence import Positions
 from gpumix.engine.shards import Dtypes, FlatGroup
 from gpumix.engine.units import Anatomy, Unit
@@ -163,13 +163,16 @@ class Specimens:
         """The specimen of the called unit, given what that was called with. It runs as often as one
         likes: what the model takes from inside it is handed over by `Outputs` alone."""
         context, _ = Captured(call.context).apart()
-        return Cut(
+        cut = Cut(
             call._replace(context=context),
             self.of_kind[self.kind_of[call.unit]],
             compute_dtype=self.compute_dtype,
             seed=_no_seed,
             recompute=recompute,
         )
+        # Its backward gives the gradients of all inputs, to be counted and compared.
+        cut.links = [link._replace(handed=None) for link in cut.links]
+        return cut
 
 
 class Walk:

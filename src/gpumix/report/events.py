@@ -100,6 +100,10 @@ def _plan(one: Happened) -> _Words:
     return what, _sentences(one.text("why"), in_words(one.told)), "change"
 
 
+def _losses(one: Happened) -> _Words:
+    return "How losses of micro-batches add up", one.text("rule"), "note"
+
+
 def _rebalanced(one: Happened) -> _Words:
     now, before = one.number("step_s"), one.number("step_before_s")
     if now is None or before is None:
@@ -168,4 +172,5 @@ WORDS: dict[str, Callable[[Happened], _Words]] = {
     "replay": _replay,
     "clocks": _clocks,
     "compared": _compared,
+    "losses": _losses,
 }

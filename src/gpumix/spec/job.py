@@ -72,6 +72,11 @@ class ModelSpec(Value):
         description="how modules are divided where devices compute together: styles by patterns "
         "of names, as `tp_plan` of transformers has them; null: the model's own",
     )
+    couples: Literal["micro-batch"] | None = Field(
+        default=None,
+        description="`micro-batch`: the loss may couple samples of a batch (batch norm, a "
+        "balancing term), and each micro-batch have a loss of its own; null: that is refused",
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

@@ -289,6 +289,11 @@ class Plan(Document):
         recomputes = any(one.mode.recompute for one in together if one.micro_batches)
         return self.schedule == "zero-bubble" and not recomputes
 
+    @cached_property
+    def is_uncut(self) -> bool:
+        """Whether all samples of a batch are computed at once."""
+        return len(self.stages[0].micro_batches(self.waves)) == 1
+
     @property
     def in_teams(self) -> bool:
         """Whether ranks compute units together."""

@@ -91,6 +91,7 @@ class Trainer:
             units=job.model.units,
             tensor=job.model.tensor_plan,
             seed=job.seed,
+            couples=job.model.couples or "",
         )
         self.optimizer = optimizer_for(
             job.optimizer,

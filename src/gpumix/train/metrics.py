@@ -341,6 +341,7 @@ class RunLog:
     recent_tokens: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     _file: TextIO | None = None
     _told_of_starvation: bool = False
+    _rule: str = ""
 
     def __enter__(self) -> RunLog:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -417,6 +418,12 @@ class RunLog:
         self._write(
             "restart", {"step": step, "resumed_from": resumed_from, "kept_in": kept_in} | told
         )
+
+    def reduction(self, step: int, rule: str) -> None:
+        """By which rule the losses of micro-batches add up, if that is another one than before."""
+        if rule and rule != self._rule:
+            self._rule = rule
+            self._write("losses", {"step": step, "rule": rule})
 
     def tell(self, step: int, told: Told) -> None:
         """What was found, or done, after a step."""

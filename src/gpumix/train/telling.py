@@ -104,6 +104,7 @@ class Telling:
 
     def step(self, record: StepRecord) -> None:
         if self._display is not None:
+            self._log.reduction(record.step, self._engine.reduction)
             self._log.step(record)
             self._display.step(record)
 

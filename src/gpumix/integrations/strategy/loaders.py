@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from gpumix.integrations.batching import Batching
-from gpumix.integrations.own_batches import CollatedTree, OwnLoader, OwnPart
+from gpumix.integrations.own_batches import CollatedTree, OwnLoader, OwnPart, Width
 from gpumix.integrations.recorded import Record
 from gpumix.integrations.rows import Rows
 
@@ -72,9 +72,11 @@ class PlannedLoader:
         self._goes_on = state
 
 
-def planned_loader(given: Batching, batch_size: int, rows: Rows, record: Record) -> PlannedLoader:
+def planned_loader(
+    given: Batching, batch_size: int, rows: Rows, record: Record, width: Width
+) -> PlannedLoader:
     """This rank's part of a loader's batches, of which each is one of `batch_size` samples."""
-    collate = CollatedTree(given.loader.collate_fn)
+    collate = CollatedTree(given.loader.collate_fn, width)
     return PlannedLoader(given.own_part(batch_size, rows, collate, OwnLoader), record)
 
 

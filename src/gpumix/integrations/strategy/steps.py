@@ -3,7 +3,8 @@ micro-batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,9 +15,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torchmetrics import Metric
 
+from gpumix.engine.additivity import padding_counts
 from gpumix.engine.engine import Engine
 from gpumix.engine.head import expected_gradient
-from gpumix.engine.objective import number_of_labels
+from gpumix.engine.reduction import ReducedLoss, Reduces, SummedLoss, integer_labels
 from gpumix.engine.samples import samples_in
 from gpumix.hardware.memory import host_memory
 from gpumix.integrations.forward import by_places
@@ -41,6 +43,11 @@ class Steps:
         self._logs: dict[str, Logs] = {}
         self._now: tuple[Logs, int] | None = None  # of the last step, and its samples
         self._engine: Engine | None = None
+        self.loss: Reduces = (
+            ReducedLoss(self._computed, integer_labels)
+            if count is None
+            else SummedLoss(self._summed)
+        )
 
     def begin(self, trainer: Any, module: LightningModule) -> None:
         """Before the engine is there, copies of the module are measured."""
@@ -56,13 +63,23 @@ class Steps:
     def serve(self, engine: Engine) -> None:
         self._engine = engine
 
+    def depend_on_padding(self, narrow: Any, wide: Any) -> bool:
+        """Whether a sample's loss depends on how far it is padded; see `padding_counts`."""
+        assert self._engine is not None
+        self._noted(TRAINING, 1)
+        with self._silently():
+            return padding_counts(self._engine, self.loss, narrow, wide)
+
     # -- steps -------------------------------------------------------------------------------------
 
     def train(self, values: Any, others: tuple[Any, ...], samples: int) -> Tensor:
         """The loss of a batch of so many samples, of which these are this rank's. Collective."""
         assert self._engine is not None
         self._others = others
-        with self._noted(TRAINING, samples).listening():
+        logs = self._noted(TRAINING, samples)
+        with self._silently():
+            self._engine.settle(values, samples, in_step=True)
+        with logs.listening():
             return self._engine.step(values, samples=samples)
 
     def evaluate(self, hook: str, values: Any, others: tuple[Any, ...], samples: int) -> Any:
@@ -73,8 +90,7 @@ class Steps:
         step = getattr(self._module, hook)
 
         def made(model: nn.Module, batch: Any) -> Any:
-            batch, count = self._counted(model, batch)
-            with logs.micro_batch(count):
+            with logs.micro_batch(self._weight(batch)):
                 told = step(batch, *others)
             if hook != "predict_step":
                 return torch.zeros(samples_in(batch))
@@ -90,28 +106,38 @@ class Steps:
             logs, samples = self._now
             logs.publish(samples)
 
-    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """(summed loss, count) of a micro-batch."""
-        batch, count = self._counted(model, batch)
+    def _summed(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """(summed loss, count) of a micro-batch, by the count that the user gives."""
+        assert self._count is not None
+        count = torch.as_tensor(self._count(batch))
+        with expected_gradient(count) as expected:
+            loss = self._computed(model, batch, {}, count)
+            expected.settle(loss)
+        return loss.float() * count, count
+
+    def _computed(
+        self, model: Any, batch: Any, labels: Mapping[str, Tensor], count: Tensor | None
+    ) -> Tensor:
+        """The loss of a micro-batch."""
+        if labels:
+            batch = {**batch, **labels}
         if model is not self._module:
             self._attach(model)
-            return self._loss(model, batch, count)
+            return self._returned(model, batch)
         assert self._now is not None
-        with self._now[0].micro_batch(count):
-            return self._loss(model, batch, count)
+        with self._now[0].micro_batch(_samples(batch) if count is None else count):
+            return self._returned(model, batch)
 
-    def _loss(self, model: Any, batch: Any, count: Tensor) -> tuple[Tensor, Tensor]:
-        with expected_gradient(count) as expected:
-            made = model.training_step(batch, *self._others)
-            loss = made.get("loss") if isinstance(made, Mapping) else made
-            if not isinstance(loss, Tensor) or loss.numel() != 1:
-                raise InputError(
-                    f"{type(model).__name__}.training_step returned no loss",
-                    why="all ranks take every step together",
-                    fix="return a mean loss, or a dictionary with one as 'loss'",
-                )
-            expected.settle(loss)
-        return loss.reshape(()).float() * count, count
+    def _returned(self, model: Any, batch: Any) -> Tensor:
+        made = model.training_step(batch, *self._others)
+        loss = made.get("loss") if isinstance(made, Mapping) else made
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise InputError(
+                f"{type(model).__name__}.training_step returned no loss",
+                why="all ranks take every step together",
+                fix="return a mean loss, or a dictionary with one as 'loss'",
+            )
+        return loss.reshape(())
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -126,16 +152,24 @@ class Steps:
         self._now = (self._logs[hook], samples)
         return self._logs[hook]
 
-    def _counted(self, model: nn.Module, batch: Any) -> tuple[Any, Tensor]:
-        """The batch, and what its mean loss is a mean over. Without any label that would be 0 / 0;
-        with some other label it is finite, and counts 0."""
-        labels = batch.get(LABELS) if isinstance(batch, Mapping) else None
+    def _weight(self, batch: Any) -> Tensor:
+        """What values that are logged of a micro-batch count for."""
         if self._count is not None:
-            return batch, torch.as_tensor(self._count(batch))
-        if not isinstance(labels, Tensor) or labels.is_floating_point():
-            return batch, _samples(batch)
-        count = number_of_labels(self._inner(model), labels)
-        return batch | {LABELS: torch.where(count > 0, labels, torch.zeros_like(labels))}, count
+            return torch.as_tensor(self._count(batch))
+        assert isinstance(self.loss, ReducedLoss)
+        return self.loss.count(batch)
+
+    @contextmanager
+    def _silently(self) -> Iterator[None]:
+        """Inside, steps of the module tell nobody of what they compute."""
+        metrics = [module for module in self._module.modules() if isinstance(module, Metric)]
+        _silence(self._module, metrics)
+        try:
+            yield
+        finally:
+            del self._module.log
+            for metric in metrics:
+                del metric.forward, metric.update
 
     def _inner(self, model: nn.Module) -> nn.Module:
         """The model of transformers in the module; the module, if there is none."""
@@ -149,16 +183,19 @@ class Steps:
         if model._trainer is not None:
             return
         model.trainer = self._trainer
-        model.log = silent
-        for metric in model.modules():
-            if isinstance(metric, Metric):
-                metric.forward = metric.update = _nothing  # type: ignore[assignment, method-assign]
+        _silence(model, [module for module in model.modules() if isinstance(module, Metric)])
 
 
 def _samples(batch: Any) -> Tensor:
     tensors = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
     device = next((tensor.device for tensor in tensors), None)
     return torch.full((), samples_in(batch), device=device)
+
+
+def _silence(module: Any, metrics: Sequence[Metric]) -> None:
+    module.log = silent
+    for metric in metrics:
+        metric.forward = metric.update = _nothing  # type: ignore[assignment, method-assign]
 
 
 def _nothing(*args: Any, **kwargs: Any) -> Tensor:

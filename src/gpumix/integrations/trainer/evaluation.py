@@ -23,10 +23,11 @@ from transformers.trainer_utils import (
 )
 
 from gpumix.engine.engine import Engine
+from gpumix.engine.samples import LABELS
 from gpumix.hardware.memory import host_memory
 from gpumix.integrations.forward import by_places
 from gpumix.integrations.gathering import PADDING, all_rows
-from gpumix.integrations.trainer.loss import LABELS, compute
+from gpumix.integrations.trainer.loss import Computed, TrainerLoss
 
 SUM, COUNT, LOGITS, INPUTS, LOSSES = "sum", "count", "logits", "inputs", "losses"
 
@@ -144,6 +145,8 @@ def _batches(
     following = next(batches, None)
     while following is not None:
         batch, following = following, next(batches, None)
+        if _has_loss(trainer, batch):
+            trainer._settle(batch)
         parts = by_places(engine, made, dict(batch), batch.samples)
         with host_memory():
             rows = all_rows(parts, engine.comm, "gathering of predictions")
@@ -157,9 +160,12 @@ def _made(
     names = trainer.label_names
     rows = len(next(value for value in batch.values() if isinstance(value, Tensor)))
     told: dict[str, Any] = {}
-    labelled = bool(names) and all(batch.get(name) is not None for name in names)
-    if labelled or (not names and batch.get("return_loss", trainer.can_return_loss)):
-        found = compute(trainer, model, batch, wants_outputs=not loss_only)
+    if _has_loss(trainer, batch):
+        loss: TrainerLoss = trainer._loss
+        if loss_only:
+            found = Computed(*loss(model, batch), outputs=None)
+        else:
+            found = loss.with_outputs(model, batch)
         outputs = found.outputs
         told[SUM] = _spread(found.loss.detach().mean(), rows)
         told[COUNT] = _spread(found.count, rows)
@@ -167,7 +173,7 @@ def _made(
         outputs = model(**batch)
     if loss_only:
         return told
-    labels = tuple(batch[name] for name in names) if labelled else None
+    labels = tuple(batch[name] for name in names) if _is_labelled(trainer, batch) else None
     if labels is not None:
         told[LABELS] = _one_or_all(labels)
     told[LOGITS] = _logits(trainer, outputs, told.get(LABELS), ignored)
@@ -175,6 +181,18 @@ def _made(
         told[INPUTS] = _inputs(trainer, batch)
     with host_memory():
         return {name: tree_map(_on_host, value) for name, value in told.items()}
+
+
+def _is_labelled(trainer: Any, batch: Mapping[str, Any]) -> bool:
+    names = trainer.label_names
+    return bool(names) and all(batch.get(name) is not None for name in names)
+
+
+def _has_loss(trainer: Any, batch: Mapping[str, Any]) -> bool:
+    """Whether transformers computes a loss of the batch."""
+    if trainer.label_names:
+        return _is_labelled(trainer, batch)
+    return bool(batch.get("return_loss", trainer.can_return_loss))
 
 
 def _inputs(trainer: Any, batch: Any) -> Any:

@@ -21,6 +21,7 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import seed_worker
 from transformers.utils import is_datasets_available
 
+from gpumix.engine.additivity import padding_counts
 from gpumix.engine.engine import Engine
 from gpumix.hardware.environment import ranks_here
 from gpumix.hardware.runtime import is_available, is_gpu
@@ -29,7 +30,7 @@ from gpumix.integrations.fields import Fields
 from gpumix.integrations.hosted import Training, host, plan_of, refuse_gpu, world
 from gpumix.integrations.optimizers import Pieces, like, taken_over
 from gpumix.integrations.overflows import Skips, told_norm
-from gpumix.integrations.own_batches import Collated, OwnLoader, own_loader
+from gpumix.integrations.own_batches import Collated, OwnLoader, Width, own_loader
 from gpumix.integrations.recorded import Recorded
 from gpumix.integrations.rows import PlannedRows, evaluated_rows
 from gpumix.integrations.samplers import Whole, prepared
@@ -43,7 +44,7 @@ from gpumix.integrations.trainer.arguments import (
     space_of,
 )
 from gpumix.integrations.trainer.evaluation import evaluate
-from gpumix.integrations.trainer.loss import by_itself, loss_of
+from gpumix.integrations.trainer.loss import TrainerLoss, by_itself
 from gpumix.integrations.trainer.subclasses import (
     LOADERS,
     computes_by_itself,
@@ -106,6 +107,8 @@ class Planned:
     Args:
         plan: trains by this one, or that of a file; by default the devices are measured and one is
             made, when it is first needed.
+        couples: "micro-batch" where the loss couples samples of a batch, and each micro-batch may
+            have a loss of its own; such a loss is refused otherwise.
     """
 
     _arguments: tuple[type, Fields] = (TrainingArguments, TRAINING)
@@ -119,8 +122,16 @@ class Planned:
     accelerator: Any
     is_in_train: bool
 
-    def __init__(self, *args: Any, plan: Plan | Path | str | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        plan: Plan | Path | str | None = None,
+        couples: str = "",
+        **kwargs: Any,
+    ) -> None:
         self._given = plan_of(plan)
+        self._couples = couples
+        self._width = Width()
         self._engine: Engine | None = None
         self._recorded: Recorded | None = None
         self._stepped: Tensor | None = None  # the loss of a step that is not recorded yet
@@ -188,20 +199,24 @@ class Planned:
         if self.optimizer is None and overrides(self, "create_optimizer", Planned):
             self.create_optimizer()  # by the program, which knows the whole model
         specimen = specimen_of(dataset, collate)
+        self._loss = TrainerLoss(self, self._accumulates)
         training = Training(
             specimen.batch,
             sequence_length=specimen.sequence_length,
             global_batch=self._global_batch,
-            loss=partial(loss_of, self),
+            loss=self._loss,
             optimizer=like(self),
             precision=precision_of(args, model),
             compile=args.torch_compile,
             space=self._space,
             seed=args.seed,
             told=f"{type(self).__name__} {args.optim} {type(self.optimizer).__name__}",
+            couples=self._couples,
         )
         with by_itself(self.accelerator), self._measured():
             self._engine = host(model, training, plan=self._given, folder=self._folder)
+            if padded := specimen.padded():
+                self._width.common = padding_counts(self._engine, self._loss, *padded)
         self._saver = Saver(self._engine, dtypes, ranks_here())
         saves_whole(model, self._saver)
         return self._engine
@@ -250,7 +265,7 @@ class Planned:
             batch_size=self._global_batch if is_training else batch_size * world(),
             most=self._global_batch,
             rows=self._rows(is_training),
-            collate=Collated(collate),
+            collate=Collated(collate, self._width),
             sampler=sampler,
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory and is_available(),
@@ -280,7 +295,8 @@ class Planned:
                 )
         if not is_training:
             self._hosted(loader.dataset, loader.collate_fn)
-        collate, rows = Collated(loader.collate_fn), self._rows(is_training)
+        collate = Collated(loader.collate_fn, self._width)
+        rows = self._rows(is_training)
         samples, most = given.batch_size * world(), self._global_batch
         return given.own_part(samples, rows, collate, OwnLoader, most=most)
 
@@ -372,10 +388,18 @@ class Planned:
             self.optimizer.train()
         if self._recorded is not None:
             self._recorded.computes()
+        self._settle(inputs, in_step=True)
         with by_itself(self.accelerator):
             loss = self._engine.step(dict(inputs), samples=inputs.samples)
         self._stepped = loss
         return loss.float()
+
+    def _settle(self, inputs: Any, *, in_step: bool = False) -> None:
+        """See by the first batch how losses of its parts add up. Collective."""
+        assert self._engine is not None
+        with by_itself(self.accelerator), self._measured():
+            self._engine.settle(dict(inputs), inputs.samples, in_step=in_step)
+        self._loss.whole = inputs.samples
 
     def _checked_step(self, step: Any, *args: Any, **kwargs: Any) -> Tensor:
         """A step by the program's own method, which has to come to ours."""

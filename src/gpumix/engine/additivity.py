@@ -1,0 +1,517 @@
+"""A rehearsal of the first step: whether losses of parts of a batch add up to that of the whole.
+
+A few samples are computed at once, and in two unlike parts. By the right rule, the loss of the
+whole is the sum of the losses of the parts, each times its denominator, over the denominator of the
+whole; and so are the gradients. Where no rule makes them agree, the loss couples samples: cutting
+the batch into micro-batches would train something else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from gpumix.engine.buffers import BufferCopies
+from gpumix.engine.comm import Communicator
+from gpumix.engine.coroutine import ModelError
+from gpumix.engine.reduction import GRAPH, Objective, Probe, ReducedLoss, Reduces, Rule
+from gpumix.engine.samples import IGNORED_LABEL, LABELS, MASK, padded_from, samples_in
+from gpumix.engine.shards import FlatGroup
+from gpumix.spec.plan import Plan
+
+SAMPLES = 3  # that are computed at once, where a micro-batch has as many
+PARTS, COLUMNS = 64, 61  # of a gradient: how many sums are compared
+MOST_RULES = 8
+# How far apart a loss, and gradients, may be for rounding alone, by the dtype that is computed in.
+TOLERANCE = {"fp32": (1e-4, 1e-3), "fp16": (1e-2, 5e-2), "bf16": (2e-2, 1e-1)}
+NO_RULE = "micro-batch"  # of `couples`: each micro-batch has a loss of its own, whatever it couples
+
+
+class Engine(Protocol):
+    """What a rehearsal needs of an engine; see `Trials`."""
+
+    plan: Plan
+    places: Sequence[Any]
+    comm: Communicator
+    device: torch.device
+    model: nn.Module
+    keepers: list[nn.Module]
+
+    def groups(self) -> Iterator[FlatGroup]: ...
+
+    def tried(
+        self,
+        batch: Any,
+        rows: tuple[range, ...],
+        objective: Objective,
+        *,
+        trims: bool,
+        backward: bool,
+        seen: Callable[[Iterator[nn.Parameter]], Any],
+    ) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the rehearsal runs: on all ranks that compute one micro-batch.
+
+    Attributes:
+        number: of the micro-batch among this rank's own; None: it has no samples of it.
+        size: how many samples it has.
+    """
+
+    number: int | None
+    size: int
+
+
+@dataclass
+class Trial:
+    """The loss of some samples, the denominators that it may have, sums of the gradient.
+
+    Attributes:
+        sums: of this rank's part of the gradient; None if there was no backward.
+        counts: by rule; NaN of those that do not exist.
+        denominators: of the terms of the loss, from its graph.
+        ignores_labels: whether the loss leaves out labels of -100.
+    """
+
+    sums: Tensor | None
+    loss: float = math.nan
+    counts: Sequence[float] = ()
+    denominators: Sequence[float] = ()
+    ignores_labels: bool = False
+    changed: list[nn.Module] = field(default_factory=list)
+
+
+def rehearse(
+    engine: Engine, batch: Any, rows: Sequence[range], objective: Reduces, couples: str
+) -> str:
+    """Find the rule that a loss follows, and whether padding may be cut off. Collective, before the
+    first step or evaluation.
+
+    Args:
+        batch, rows: this rank's samples, and the places of those of each of its micro-batches.
+        couples: `NO_RULE`: it is no error if there is no rule.
+
+    Returns:
+        What a record says of it.
+
+    Raises:
+        ModelError: losses of parts do not add up, by any rule.
+    """
+    place = _choose(engine, batch, rows, objective)
+    if place is None:
+        return ""
+    own = None if place.number is None else _unlike(_rows_of(batch, rows, place.number), objective)
+    return _Rehearsal(engine, batch, own, place, objective).run(couples)
+
+
+def is_told_apart(engine: Engine, batch: Any, objective: Reduces) -> bool:
+    """Whether a rank's samples would tell the rule of a loss from its rivals. Collective."""
+    own = isinstance(objective, ReducedLoss) and objective.tells_rivals_apart(batch)
+    return any(told for (told,) in _exchanged(engine, [float(own)]))
+
+
+def padding_counts(engine: Engine, objective: Reduces, narrow: Any, wide: Any) -> bool:
+    """Whether a sample's loss, or its gradient, depends on how far it is padded. Collective.
+
+    Args:
+        narrow, wide: batches of one sample on the host, the same ones on all ranks, which differ in
+            padding alone.
+    """
+    plan, rank = engine.plan, engine.comm.rank
+    if engine.places:
+        number = next((n for n, known in enumerate(engine.places[0].batches) if not known), None)
+    else:
+        first = next(r for r, worker in enumerate(plan.workers) if worker.samples)
+        number = 0 if first in plan.team_of(rank, 0) else None
+    place = Place(number, 1)
+    trials = [
+        _Rehearsal(engine, one, None if number is None else one, place, objective).alone()
+        for one in (narrow, wide)
+    ]
+    return not alike(engine, *trials)
+
+
+def _choose(engine: Engine, batch: Any, rows: Sequence[range], objective: Reduces) -> Place | None:
+    """The micro-batch with most samples, and with most labels; None if the batch is not cut.
+    Collective."""
+    plan, rank = engine.plan, engine.comm.rank
+    first = plan.team_of(rank, plan.stages_of(rank)[0])[0]
+    numbers = list(engine.places[0].batches) if engine.places else [first] * len(rows)
+    known = [
+        (len(of), _labels_in(_rows_of(batch, rows, n), objective), -numbers[n])
+        for n, of in enumerate(rows)
+    ]
+    largest = max(known, default=(0, 0, 0))
+    cut = _tells(engine) * sum(bool(of) for of in rows)
+    table = _exchanged(engine, [*map(float, largest), float(cut)])
+    if sum(row[-1] for row in table) <= 1:
+        return None
+    found = max(tuple(map(int, row[:-1])) for row in table)
+    own = next((n for n, one in enumerate(known) if one == found), None)
+    return Place(own, found[0])
+
+
+def _labels_in(batch: Any, objective: Reduces) -> int:
+    own = next(iter(objective.labels_of(batch).values()), None)
+    return 0 if own is None else int((own != IGNORED_LABEL).sum())
+
+
+def _tells(engine: Engine) -> bool:
+    """Whether this rank tells others the loss of micro-batches: the first one of a team that has
+    the last stage."""
+    plan, rank, last = engine.plan, engine.comm.rank, len(engine.plan.stages) - 1
+    return last in plan.stages_of(rank) and plan.team_of(rank, last)[0] == rank
+
+
+def _tolerance(engine: Engine) -> tuple[float, float]:
+    """Of losses and of gradients, where the plan computes most coarsely."""
+    workers = engine.plan.workers
+    of_tf32 = "fp16" if any(worker.efficiency.tf32 for worker in workers) else "fp32"
+    return max(TOLERANCE[dtype] for dtype in (of_tf32, *(w.compute_dtype for w in workers)))
+
+
+def _rows_of(batch: Any, rows: Sequence[range], number: int) -> Any:
+    """The samples of one micro-batch."""
+    begin = sum(len(of) for of in rows[:number])
+    end = begin + len(rows[number])
+    return tree_map(lambda t: t[begin:end] if isinstance(t, Tensor) else t, batch)
+
+
+def _unlike(batch: Any, objective: Reduces) -> Any:
+    """A few samples of a micro-batch, with few labels and with many. Where there is a single
+    sample, it twice."""
+    labels = next(iter(objective.labels_of(batch).values()), None)
+    order = list(range(samples_in(batch)))
+    if labels is not None:
+        counted = (labels != IGNORED_LABEL).unsqueeze(1).flatten(1).sum(1).tolist()
+        order.sort(key=lambda row: counted[row])
+    order = [order[0], order[-1], *order[1:-1]][:SAMPLES]  # of a single one: it twice
+    return tree_map(lambda t: t[order] if isinstance(t, Tensor) else t, batch)
+
+
+class _Rehearsal:
+    def __init__(
+        self, engine: Engine, batch: Any, own: Any, place: Place, objective: Reduces
+    ) -> None:
+        self._engine = engine
+        self._nothing = tree_map(lambda t: t[:0] if isinstance(t, Tensor) else t, batch)
+        self._own = own
+        self._place = place
+        self._objective = objective
+        self._rules = objective.rules(batch)
+        self._samples = max(2, min(SAMPLES, place.size))
+        self._training: list[nn.Module] = []
+
+    def run(self, couples: str) -> str:
+        objective = self._objective
+        whole, parts = slice(0, self._samples), [slice(0, 1), slice(1, self._samples)]
+        trained = self._trial(whole, training=True)
+        if trained.changed and couples != NO_RULE:
+            raise _keeps_state(self._engine.model, trained.changed[0])
+        self._training = trained.changed  # such as batch norm, which couples samples in training
+        trials = [self._trial(rows) for rows in (whole, *parts)]
+        if not math.isfinite(trials[0].loss):
+            return f"unknown: the first loss is {trials[0].loss}"
+        errors = self._errors(trials)
+        rule = self._rule(trials, errors)
+        if not alike(self._engine, trained, trials[0]) and alike(
+            self._engine, trained, self._trial(whole, training=True, start=1)
+        ):  # no chance, but another computation in training
+            trials = [trained, *(self._trial(rows, training=True) for rows in parts)]
+            errors = self._errors(trials)
+            rule = self._rule(trials, errors)
+        if errors[rule] > 1 and couples != NO_RULE:
+            raise self._couples(trials)
+        objective.rule = self._rules[rule]
+        objective.rivals = self._rivals(trials, errors, rule)
+        if errors[rule] > 1:
+            return f"each micro-batch has a loss of its own, taken for {objective.rule.name}"
+        objective.trims = objective.may_trim and self._may_trim()
+        return objective.rule.name
+
+    def alone(self) -> Trial:
+        """The first sample's."""
+        return self._trial(slice(0, 1))
+
+    # -- what is compared --------------------------------------------------------------------------
+
+    def _errors(self, trials: Sequence[Trial]) -> list[float]:
+        """By rule: how far the parts are from the whole, 1 for as much as rounding explains.
+        Collective."""
+        whole, *parts = trials
+        of_loss, of_gradient = _tolerance(self._engine)
+        weights = [_weights(whole, parts, n) for n in range(len(self._rules))]
+        told = [number for own in weights for number in _gradient_error(whole, parts, own)]
+        sums = torch.tensor(_exchanged(self._engine, told), dtype=torch.float64).sum(0).tolist()
+        errors = []
+        for n, own in enumerate(weights):
+            found = sum(w * part.loss for part, w in zip(parts, own) if w)
+            scale = max(abs(whole.loss), *(w * abs(p.loss) for p, w in zip(parts, own) if w), 1e-30)
+            wrong, size = sums[2 * n : 2 * n + 2]
+            error = [
+                abs(found - whole.loss) / scale / of_loss,
+                math.sqrt(wrong / max(size, 1e-60)) / of_gradient,
+            ]
+            adds = self._rules[n].kind == "sum" or math.isclose(
+                sum(part.counts[n] for part in parts), whole.counts[n], rel_tol=1e-6
+            )
+            errors.append(max(error) if adds and not any(map(math.isnan, error)) else math.inf)
+        return errors
+
+    def _rule(self, trials: Sequence[Trial], errors: Sequence[float]) -> int:
+        """The number of the rule: of those that hold, the one by whose denominator the loss itself
+        was divided; else the first one."""
+        holds = [n for n, error in enumerate(errors) if error <= 1]
+        if not holds:
+            return min(range(len(errors)), key=lambda n: errors[n])
+        read = [t for t in trials if t.denominators]
+        for n in holds if read else ():
+            if self._rules[n] is not GRAPH and all(
+                _is_any(t.counts[n], t.denominators) for t in read
+            ):
+                return n
+        return holds[0]
+
+    def _rivals(
+        self, trials: Sequence[Trial], errors: Sequence[float], rule: int
+    ) -> tuple[Rule, ...]:
+        """Means that nothing has told apart from the one by the rule."""
+        if self._rules[rule].kind not in ("labels", "samples"):
+            return ()
+        return tuple(
+            other
+            for n, other in enumerate(self._rules)
+            if n != rule
+            and errors[n] <= 1
+            and other.kind in ("labels", "samples")
+            and all(math.isclose(t.counts[n], t.counts[rule]) for t in trials)
+            and not (trials[0].ignores_labels and other.kind == "samples")
+        )
+
+    def _may_trim(self) -> bool:
+        """Whether a sample gives the same without the columns that are padding. Collective."""
+        last = self._samples - 1
+        padded = None if self._own is None else _padded(self._own, last)
+        known = padded is not None or self._own is None
+        if not all(ok for (ok,) in _exchanged(self._engine, [float(known)])):
+            return False
+        rows = slice(last, last + 1)
+        trials = [self._trial(rows, own=padded, trims=trims) for trims in (True, False)]
+        return alike(self._engine, *trials)
+
+    def _couples(self, trials: Sequence[Trial]) -> ModelError:
+        whole, first, others = trials
+        names = ", ".join(rule.name for rule in self._rules if rule is not GRAPH)
+        return ModelError(
+            "the loss of a batch is not made of the losses of its parts",
+            where=type(self._engine.model).__name__,
+            why=f"of {self._samples} samples it is {whole.loss:.6g}, of the first one alone "
+            f"{first.loss:.6g}, of the others {others.loss:.6g}: neither these nor their gradients "
+            f"add up as {names}. Samples of a batch are coupled (batch norm, negatives in the "
+            "batch, a balancing term), or several means over unlike numbers are added",
+            fix="change the loss, or train by a plan that does not cut batches; "
+            f"couples='{NO_RULE}' accepts that each micro-batch has a loss of its own",
+        )
+
+    # -- trials ------------------------------------------------------------------------------------
+
+    def _trial(
+        self,
+        rows: slice,
+        *,
+        own: Any = None,
+        training: bool = False,
+        start: int = 0,
+        trims: bool = False,
+    ) -> Trial:
+        """Forward and backward of some samples, at once. Collective."""
+        engine = self._engine
+        own = self._own if own is None else own
+        some = self._nothing
+        if own is not None:
+            some = tree_map(lambda t: t[rows] if isinstance(t, Tensor) else t, own)
+        probes: list[Probe] = []
+
+        def objective(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+            self._objective.whole = samples_in(batch)
+            probes.append(self._objective.probe(model, batch))
+            return probes[-1].loss.float(), torch.ones((), device=probes[-1].loss.device)
+
+        # As many samples as a micro-batch has are computed in a step; more need not have room.
+        backward = len(range(*rows.indices(self._samples))) <= self._place.size
+        copies = BufferCopies(engine.keepers)
+        versions = _versions(engine)
+        with _in_training(engine.model, training or self._training):
+            trial = Trial(
+                engine.tried(
+                    some,
+                    self._rows(range(start, start + samples_in(some))),
+                    objective,
+                    trims=trims,
+                    backward=backward,
+                    seen=_sums_of if backward else lambda parameters: None,
+                )
+            )
+        trial.changed = copies.keep_changed()
+        copies.restore()
+        _refuse_changes(versions, _versions(engine))
+        self._tell(trial, probes[-1] if probes and _tells(engine) else None)
+        return trial
+
+    def _rows(self, own: range) -> tuple[range, ...]:
+        """Of each of this rank's micro-batches, of which one alone has samples."""
+        places, number = self._engine.places, self._place.number
+        if not places:
+            return () if number is None else (own,)
+        return tuple(own if n == number else range(0) for n in range(len(places[0].batches)))
+
+    def _tell(self, trial: Trial, probe: Probe | None) -> None:
+        """All ranks know what the one that computed the loss has seen."""
+        told = [0.0] * (2 + 2 * MOST_RULES)
+        if probe is not None:
+            found = [1.0 + probe.ignores_labels, float(probe.loss.detach())]
+            found += [float(count.detach()) for count in probe.counts][:MOST_RULES]
+            found += [math.nan] * (2 + MOST_RULES - len(found))
+            found += [float(one) for one in probe.denominators][:MOST_RULES]
+            told = found + [math.nan] * (len(told) - len(found))
+        row = next(row for row in _exchanged(self._engine, told) if row[0])
+        trial.ignores_labels = row[0] > 1
+        trial.loss, trial.counts = row[1], row[2 : 2 + MOST_RULES]
+        trial.denominators = [d for d in row[2 + MOST_RULES :] if not math.isnan(d)]
+
+
+def alike(engine: Engine, one: Trial, other: Trial) -> bool:
+    """Whether two trials came to the same loss and gradient. Collective."""
+    of_loss, of_gradient = _tolerance(engine)
+    told = [0.0, 0.0]
+    if one.sums is not None and other.sums is not None:
+        told = [_square(one.sums - other.sums), _square(other.sums)]
+    wrong, size = (sum(column) for column in zip(*_exchanged(engine, told)))
+    near = abs(one.loss - other.loss) <= of_loss * max(abs(other.loss), 1e-30)
+    return near and math.sqrt(wrong / max(size, 1e-60)) <= of_gradient
+
+
+def _weights(whole: Trial, parts: Sequence[Trial], rule: int) -> list[float]:
+    """What each part's loss counts for in the loss of the whole."""
+    total = whole.counts[rule]
+    return [part.counts[rule] / total if total else math.nan for part in parts]
+
+
+def _gradient_error(
+    whole: Trial, parts: Sequence[Trial], weights: Sequence[float]
+) -> tuple[float, float]:
+    """The square of what the parts' gradients are from the whole's, and of their size, of this
+    rank's part; nothing without gradients."""
+    if whole.sums is None:
+        return 0.0, 0.0
+    added = [p.sums * w for p, w in zip(parts, weights) if w and p.sums is not None]
+    difference = whole.sums - torch.stack(added).sum(0) if added else whole.sums
+    return _square(difference), max(_square(one) for one in (whole.sums, *added))
+
+
+def _square(sums: Tensor) -> float:
+    return float(sums.square().sum())
+
+
+@contextmanager
+def _in_training(model: nn.Module, which: bool | Sequence[nn.Module]) -> Iterator[None]:
+    """Inside these modules are in training, all or none, and the others are not."""
+    before = {module: module.training for module in model.modules()}
+    model.train(which is True)
+    for module in which if not isinstance(which, bool) else ():
+        module.training = True
+    try:
+        yield
+    finally:
+        for module, training in before.items():
+            module.training = training
+
+
+def _sums_of(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """Sums of parts of their gradients, and of columns, float64 on the host: what is added in
+    gradients is added in them."""
+    found = [torch.zeros(1, dtype=torch.float64)]
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None or not gradient.numel():
+            continue
+        found += [part.sum(dtype=torch.float64)[None].cpu() for part in gradient.chunk(PARTS)]
+        whole = gradient.numel() // COLUMNS * COLUMNS
+        columns = gradient[:whole].view(-1, COLUMNS)
+        found.append(columns.sum(0, dtype=torch.float64).cpu())
+    return torch.cat(found)
+
+
+def _versions(engine: Engine) -> dict[str, int]:
+    """How often the values of each parameter were changed in place where the model holds them."""
+    return {
+        name: one._version
+        for group in engine.groups()
+        for one, name in group.names_by_parameter()
+        if type(one) is nn.Parameter
+    }
+
+
+def _refuse_changes(before: dict[str, int], after: dict[str, int]) -> None:
+    changed = next((name for name, version in after.items() if before[name] != version), None)
+    if changed is not None:
+        raise ModelError(
+            f"the model's forward changes the values of parameter '{changed}'",
+            why="a rank computes with a copy of a weight, which is not what is updated",
+            fix="change weights between steps only, as optimizers do",
+        )
+
+
+def _padded(batch: Any, row: int) -> Any:
+    """The same with padding at the end of one sample, if there is none; None where what is padding
+    is not known."""
+    if not isinstance(batch, dict) or LABELS not in batch or MASK not in batch:
+        return None
+    width = batch[MASK].shape[-1]
+    [own] = padded_from(_only(batch, row), [range(1)])
+    if own is None or width < 4:
+        return None
+    if own < width:
+        return batch
+    kept = width - width // 3
+    padded = {name: value.clone() for name, value in batch.items()}
+    padded[MASK][row, kept:] = 0
+    padded[LABELS][row, kept:] = IGNORED_LABEL
+    padded[LABELS][row, 1] = batch["input_ids"][row, 1]  # a label that is there
+    return padded
+
+
+def _only(batch: Any, row: int) -> Any:
+    return {name: value[row : row + 1] for name, value in batch.items()}
+
+
+def _is_any(count: float, denominators: Sequence[float]) -> bool:
+    return any(math.isclose(count, one, rel_tol=1e-6) for one in denominators)
+
+
+def _keeps_state(model: nn.Module, module: nn.Module) -> ModelError:
+    name = next(name for name, one in model.named_modules() if one is module)
+    return ModelError(
+        f"in training, forward changes buffers of module '{name}', a {type(module).__name__}",
+        why="it does so for each micro-batch, so what it keeps depends on how the batch is cut",
+        fix="freeze it (.eval() for batch norm), take a module without state (group or layer "
+        f"norm), or train by a plan that does not cut batches; couples='{NO_RULE}' accepts it: all "
+        "ranks then use the buffers of one of them, as under DDP",
+    )
+
+
+def _exchanged(engine: Engine, told: Sequence[float]) -> list[list[float]]:
+    """What all ranks told."""
+    row = torch.tensor(told, dtype=torch.float64, device=engine.device)
+    table, exchanged = engine.comm.exchange(row, "rehearsal of the first step")
+    exchanged.wait()
+    return table.tolist()  # type: ignore[no-any-return]

@@ -1,0 +1,121 @@
+"""The denominator of a loss, read from its autograd graph.
+
+A loss that was reduced is a sum over items divided by a number: of labels, of samples, of elements,
+of class weights. The nodes of the graph have saved that number.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Nodes whose output is their input, cast or in another shape.
+_UNCHANGED = frozenset(
+    (
+        "ToCopyBackward0", "ViewBackward0", "ReshapeAliasBackward0", "UnsafeViewBackward0",
+        "AliasBackward0", "CloneBackward0", "ExpandBackward0", "SqueezeBackward0",
+        "SqueezeBackward1", "UnsqueezeBackward0",
+    )
+)  # fmt: skip
+# Nodes of loss functions that are means over the elements of `self`.
+_ELEMENTWISE = frozenset(
+    (
+        "MseLossBackward0", "SmoothL1LossBackward0", "HuberLossBackward0",
+        "SoftMarginLossBackward0", "BinaryCrossEntropyBackward0",
+        "BinaryCrossEntropyWithLogitsBackward0",
+    )
+)  # fmt: skip
+_LIKELIHOOD = frozenset(("NllLossBackward0", "NllLoss2DBackward0"))
+_PRODUCTS = frozenset(("MulBackward0", "MulBackward1"))
+_QUOTIENTS = frozenset(("DivBackward0", "DivBackward1"))
+MOST_NODES = 50  # of a graph between a loss and its logits
+_MEAN, _SUM = 1, 2  # torch's numbers of reductions
+
+
+def ignores_labels(loss: Tensor) -> bool:
+    """Whether a loss is made by functions that leave out labels of -100, as cross entropy."""
+    left, seen = [loss.grad_fn], set()
+    while left:
+        node: Any = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__ in _LIKELIHOOD or hasattr(node, "denominator"):
+            return True
+        if len(seen) > MOST_NODES:
+            return False
+        left += [following for following, _ in node.next_functions]
+    return False
+
+
+def denominators_of(loss: Tensor) -> tuple[Tensor, ...]:
+    """The numbers that the terms of a loss are sums divided by: each term times its denominator
+    adds up over items.
+
+    Args:
+        loss: of one element, with its graph.
+
+    Returns:
+        float64 tensors without dimensions, on the loss's device, one for each term of a sum; none
+        at all where the graph has a node that this function does not know.
+    """
+    if loss.grad_fn is None or loss.numel() != 1:
+        return ()
+    one = torch.ones((), dtype=torch.float64, device=loss.device)
+    with torch.no_grad():
+        found = _denominators(loss.grad_fn, one)
+    return () if any(term is None for term in found) else tuple(found)  # type: ignore[arg-type]
+
+
+def _denominators(node: Any, factor: Tensor) -> list[Tensor | None]:
+    """
+    Args:
+        node: None: a constant.
+        factor: what the node's output is multiplied with on its way to the loss.
+    """
+    if node is None:
+        return []
+    name = type(node).__name__
+    if name in _UNCHANGED:
+        return _denominators(node.next_functions[0][0], factor)
+    if name in ("AddBackward0", "SubBackward0"):
+        (first, _), (second, _) = node.next_functions
+        alpha = node._saved_alpha if name == "AddBackward0" else -node._saved_alpha
+        return _denominators(first, factor) + _denominators(second, factor * alpha)
+    if name == "NegBackward0":
+        return _denominators(node.next_functions[0][0], -factor)
+    if name in _PRODUCTS | _QUOTIENTS:
+        return _of_product(node, factor, divides=name in _QUOTIENTS)
+    own = _own_denominator(node, name, factor)
+    return [None if own is None else own / factor]
+
+
+def _of_product(node: Any, factor: Tensor, *, divides: bool) -> list[Tensor | None]:
+    """Of a product with a constant, or a quotient by one."""
+    places = [place for place, (n, _) in enumerate(node.next_functions) if n is not None]
+    if len(places) != 1 or (divides and places != [0]):
+        return [None]
+    other = node._saved_self if places == [1] else node._saved_other
+    if other is None or (isinstance(other, Tensor) and other.numel() != 1):
+        return [None]
+    if isinstance(other, Tensor) and other.dim():
+        other = other.reshape(())
+    factor = (factor / other if divides else factor * other).double()
+    return _denominators(node.next_functions[places[0]][0], factor)
+
+
+def _own_denominator(node: Any, name: str, like: Tensor) -> Tensor | None:
+    """Of a node that reduces: 1 where that is a sum."""
+    reduction = getattr(node, "_saved_reduction", None)
+    if name == "SumBackward0" or (name in _LIKELIHOOD | _ELEMENTWISE and reduction == _SUM):
+        return torch.ones_like(like)
+    if name == "MeanBackward0":
+        return torch.full_like(like, node._saved_self_sym_numel)
+    if name in _LIKELIHOOD and reduction == _MEAN:
+        return node._saved_total_weight.detach().double()  # type: ignore[no-any-return]
+    if name in _ELEMENTWISE and reduction == _MEAN:
+        return torch.full_like(like, node._saved_self.numel())
+    of_chunks = getattr(node, "denominator", None)  # see `ChunkedLoss`
+    return None if of_chunks is None else of_chunks().double()

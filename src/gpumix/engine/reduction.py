@@ -1,0 +1,279 @@
+"""Losses that a model or a program has reduced, as a sum and a count.
+
+The mean over a batch is the sum of the means over its parts, each times its denominator. Which
+number that is (labels, samples, class weights) is a `Rule`; a rehearsal finds the rule that holds
+(`engine.additivity`), before the first step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from gpumix.engine.coroutine import ModelError
+from gpumix.engine.head import expected_gradient
+from gpumix.engine.loss_graph import denominators_of, ignores_labels
+from gpumix.engine.samples import IGNORED_LABEL, LABELS, samples_in
+
+Objective = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
+"""Gives (summed loss, count) of a micro-batch."""
+Compute = Callable[[nn.Module, Any, Mapping[str, Tensor], Tensor | None], Tensor]
+"""Gives the loss of a micro-batch, from (model, batch, labels to use instead of the batch's own,
+the denominator as far as it is known)."""
+SHIFTED_LABELS = "shift_labels"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The denominator of a reduced loss.
+
+    Attributes:
+        name: as messages and records have it, such as "a mean over samples".
+        labels: of a mean over labels that are not -100, their name in the batch.
+        shifted: whether the first label of each row is left out.
+        kind: "labels", "samples", "sum", "told" by the loss function, or "graph": read from the
+            loss's autograd graph.
+    """
+
+    name: str
+    kind: str
+    labels: str = ""
+    shifted: bool = False
+
+    def count(self, labels: Mapping[str, Tensor], samples: Tensor, whole: int) -> Tensor:
+        """The denominator of a micro-batch's loss.
+
+        Args:
+            labels: of the micro-batch, by name.
+            samples: of the micro-batch, a tensor without dimensions.
+            whole: samples of the global batch.
+        """
+        if self.kind == "labels":
+            own = labels[self.labels]
+            return ((own[..., 1:] if self.shifted else own) != IGNORED_LABEL).sum()
+        return samples / whole if self.kind == "sum" else samples
+
+
+SAMPLES = Rule("a mean over samples", "samples")
+SUM = Rule("a sum over samples", "sum")
+TOLD = Rule("a sum and a count, as the loss function returns them", "told")
+GRAPH = Rule("a mean over what the loss itself divides by", "graph")
+
+
+def rules_for(labels: Mapping[str, Tensor]) -> tuple[Rule, ...]:
+    """The rules that the loss of a batch with these labels may follow, the likeliest first."""
+    found = []
+    for name, own in labels.items():
+        if own.dim() > 1 and own.shape[-1] > 1 and name != SHIFTED_LABELS:
+            found.append(Rule(f"a mean over shifted '{name}'", "labels", name, shifted=True))
+        found.append(Rule(f"a mean over '{name}'", "labels", name))
+    return (*found, SAMPLES, SUM)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A micro-batch's loss, and how it may have been reduced.
+
+    Attributes:
+        loss: with its graph.
+        counts: the denominator by each rule.
+        denominators: those of the loss's own graph, none where it is not understood.
+        ignores_labels: whether labels of -100 are left out.
+    """
+
+    loss: Tensor
+    counts: tuple[Tensor, ...]
+    denominators: tuple[Tensor, ...]
+    ignores_labels: bool = False
+
+
+class Reduces(Protocol):
+    """An objective whose rule a rehearsal finds.
+
+    Attributes:
+        rule: that holds; None as long as it is not known.
+        rivals: other rules that gave the same with all samples that were tried so far.
+        trims: whether columns that are padding may be cut off a micro-batch.
+        may_trim: whether that could be done at all.
+        whole: samples of the global batch of the step.
+    """
+
+    rule: Rule | None
+    rivals: tuple[Rule, ...]
+    trims: bool
+    may_trim: bool
+    whole: int
+
+    def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """(summed loss, count) of a micro-batch."""
+
+    def labels_of(self, batch: Any) -> Mapping[str, Tensor]:
+        """The integer labels of a batch, by name."""
+
+    def rules(self, batch: Any) -> tuple[Rule, ...]:
+        """Those that may hold."""
+
+    def probe(self, model: nn.Module, batch: Any) -> Probe:
+        """A micro-batch's loss, and the denominators that it may have."""
+
+
+class SummedLoss:
+    """A loss that is a sum already.
+
+    Args:
+        function: gives (summed loss, count) of a micro-batch.
+        rule: `TOLD` where no rehearsal is wanted.
+    """
+
+    may_trim = trims = False
+    rivals: tuple[Rule, ...] = ()
+    whole = 1
+
+    def __init__(self, function: Objective, rule: Rule | None = None) -> None:
+        self._function = function
+        self.rule = rule
+
+    def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        return self._function(model, batch)
+
+    def labels_of(self, batch: Any) -> Mapping[str, Tensor]:
+        return integer_labels(batch)
+
+    def rules(self, batch: Any) -> tuple[Rule, ...]:
+        return (TOLD,)
+
+    def probe(self, model: nn.Module, batch: Any) -> Probe:
+        loss, count = self._function(model, batch)
+        count = torch.as_tensor(count)
+        return Probe(loss / count.clamp(min=1).to(loss.device), (count,), ())
+
+
+def reducing(objective: Objective | Reduces) -> Reduces:
+    """The objective itself, if it knows rules; a sum and a count of a user's function."""
+    return objective if hasattr(objective, "rule") else SummedLoss(objective)  # type: ignore[return-value]
+
+
+class ReducedLoss:
+    """A loss that was reduced: a mean over something, or a sum.
+
+    Args:
+        compute: gives the loss of a micro-batch.
+        labels_of: the integer labels of a batch, by name.
+        rule: the one that holds, if that is known.
+        may_trim: whether columns of padding could be cut off.
+        steps: how many steps of another program one batch stands for; a sum is divided by that.
+    """
+
+    def __init__(
+        self,
+        compute: Compute,
+        labels_of: Callable[[Any], Mapping[str, Tensor]],
+        *,
+        rule: Rule | None = None,
+        may_trim: bool = False,
+        steps: int = 1,
+    ) -> None:
+        self._compute = compute
+        self.labels_of = labels_of
+        self.rule = rule
+        self.rivals: tuple[Rule, ...] = ()
+        self.may_trim = may_trim
+        self.trims = False
+        self.whole = 1
+        self._steps = steps
+
+    def __call__(
+        self, model: nn.Module, batch: Any, compute: Compute | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """
+        Args:
+            compute: as the one of all micro-batches, for this one.
+        """
+        compute = compute or self._compute
+        labels = self.labels_of(batch)
+        rule = self.rule or rules_for(labels)[0]
+        if rule.kind == "graph":
+            with torch.enable_grad():  # in evaluations too
+                loss = compute(model, batch, {}, None)
+            found = denominators_of(loss)
+            if not found:
+                raise ModelError(
+                    "the loss is computed in another way than when training began",
+                    why="what it is a mean over was read from its graph, which is another one now",
+                    fix="return (summed loss, count) from a loss function of your own",
+                )
+            return loss.float() * found[0], found[0]
+        count = self.count(batch)
+        # Without any label a mean is 0 / 0; with some other label it is finite, and counts 0.
+        filled = {
+            name: torch.where(count > 0, own, torch.zeros_like(own))
+            for name, own in (labels.items() if rule.kind == "labels" else ())
+        }
+        factor = torch.ones_like(count) if rule.kind == "sum" else count
+        with expected_gradient(factor) as expected:
+            loss = compute(model, batch, filled, count)
+            expected.settle(loss)
+        # In fp32: a sum over many labels is beyond fp16's range.
+        return loss.float() * factor, count
+
+    def count(self, batch: Any, rule: Rule | None = None) -> Tensor:
+        """The denominator of a micro-batch's loss, by the rule that holds."""
+        labels = self.labels_of(batch)
+        rule = rule or self.rule or rules_for(labels)[0]
+        tensors = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+        device = next((tensor.device for tensor in tensors), None)
+        samples = torch.full((), samples_in(batch), device=device)
+        count = rule.count(labels, samples, self.whole)
+        return count * self._steps if rule.kind == "sum" else count
+
+    def rules(self, batch: Any) -> tuple[Rule, ...]:
+        return (*rules_for(self.labels_of(batch)), GRAPH)
+
+    def tells_rivals_apart(self, batch: Any) -> bool:
+        """Whether a rival of the rule counts other numbers than it in some sample of a batch."""
+        labels = self.labels_of(batch)
+        counted = [_counted_rows(rule, labels) for rule in (self.rule, *self.rivals)]
+        return any(
+            one is not None and counted[0] is not None and not torch.equal(one, counted[0])
+            for one in counted[1:]
+        )
+
+    def probe(self, model: nn.Module, batch: Any) -> Probe:
+        rules = self.rules(batch)
+        counts = [self.count(batch, rule) for rule in rules if rule is not GRAPH]
+        loss = self._compute(model, batch, {}, counts[0])
+        denominators = denominators_of(loss)
+        of_graph = denominators[0] if denominators else torch.full((), torch.nan)
+        return Probe(loss, (*counts, of_graph), denominators, ignores_labels(loss))
+
+
+def _counted_rows(rule: Rule | None, labels: Mapping[str, Tensor]) -> Tensor | None:
+    """How many labels of each sample a rule counts; 1 where it counts samples."""
+    own = labels.get(rule.labels) if rule is not None and rule.labels else None
+    if own is None:
+        first = next(iter(labels.values()), None)
+        return None if first is None else torch.ones(len(first), dtype=torch.int64)
+    counted = (own[..., 1:] if rule is not None and rule.shifted else own) != IGNORED_LABEL
+    return counted.unsqueeze(1).flatten(1).sum(1).cpu()
+
+
+def integer_labels(batch: Any, names: tuple[str, ...] = (LABELS,)) -> dict[str, Tensor]:
+    """The labels of a batch that are numbers of classes, by name; those that were shifted alone,
+    where there are any."""
+    if not isinstance(batch, Mapping):
+        return {}
+    if isinstance(batch.get(SHIFTED_LABELS), Tensor):
+        return {SHIFTED_LABELS: batch[SHIFTED_LABELS]}
+    return {
+        name: own
+        for name in names
+        if isinstance(own := batch.get(name), Tensor)
+        and own.dim() > 0
+        and not own.is_floating_point()
+        and not own.is_complex()
+    }

@@ -1,0 +1,108 @@
+"""What the loss of each rank's samples counts for in a loop that computes its losses itself.
+
+A loop knows its own rank's samples only: its loss is a sum over items of these, divided by their
+number, or by the number of all ranks' items. Either way the loss of the whole batch is the mean of
+the ranks' losses, each weighted by what it was divided by, which its autograd graph tells.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gpumix.engine.comm import Communicator
+from gpumix.engine.loss_graph import denominators_of
+from gpumix.spec.errors import InputError
+
+MOST_TERMS = 6
+COUNT = "accelerator.backward(loss, count=N), N the number of items that the loss is a mean over"
+
+
+class LoopWeights:
+    """The weight of this rank's loss, step by step."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._is_known = False  # that losses are computed in a way that is understood
+
+    def of(self, loss: Tensor, own: int, rows: int, count: Tensor | float | None) -> Tensor:
+        """What the loss counts for, float64 on the device; the weights of all ranks add up to 1.
+        Collective.
+
+        Args:
+            loss: of this rank's samples, with its graph.
+            own: how many samples these are; 0 where the loss is of one that stands in.
+            rows: samples that the loss was computed of.
+            count: what the loop says that the loss is a mean over.
+
+        Raises:
+            InputError: the graph does not tell how the loss was reduced, and ranks have unlike
+                numbers of samples.
+        """
+        terms = () if count is not None else denominators_of(loss)[:MOST_TERMS]
+        if self._is_known and count is None and not terms:
+            raise InputError(
+                "the loss is computed in another way than before",
+                where="accelerator.backward",
+                why="its autograd graph does not tell what it is a mean over",
+                fix=COUNT,
+            )
+        device = self._comm.device
+        row = torch.full((3 + MOST_TERMS,), torch.nan, dtype=torch.float64, device=device)
+        row[0].fill_(float(own > 0))
+        row[1].fill_(float(rows))
+        if count is not None:
+            row[2].copy_(torch.as_tensor(count))
+        for place, term in enumerate(terms, 3):
+            row[place].copy_(term)
+        table, exchanged = self._comm.exchange(row, "weights of losses")
+        exchanged.wait()
+        column = 3
+        if not self._is_known:
+            column = _column(table.tolist())
+            self._is_known = column == 3
+        elif count is not None:
+            column = 2
+        of_ranks = torch.where(table[:, 0] > 0, table[:, column], 0.0)
+        return of_ranks[self._comm.rank] / of_ranks.sum()
+
+
+def _column(table: Sequence[Sequence[float]]) -> int:
+    """Which column of what ranks told has the weights: what the loop says, what the graph tells, or
+    the rows where all ranks have as many."""
+    known = [row for row in table if row[0]]
+    if not any(math.isnan(row[2]) for row in known):
+        return 2
+    alike = all(_are_alike(row[3:], known[0][3:]) for row in known)
+    idle = len(known) < len(table)
+    equal = all(math.isclose(row[3], known[0][3], rel_tol=1e-6) for row in known)
+    if alike and not (idle and equal and len(known) > 1):
+        return 3
+    if not idle and len({row[1] for row in known}) == 1:
+        return 1
+    if alike:
+        raise InputError(
+            "a rank has no samples, and the loss is divided by a number of all ranks",
+            where="accelerator.backward",
+            why="the number counts the sample that stands in on the rank without any",
+            fix="use batches of at least as many samples as there are devices, or plan without "
+            "the slowest device",
+        )
+    raise InputError(
+        "nothing tells what the loop's loss is a mean over, and ranks have unlike numbers of "
+        "samples",
+        where="accelerator.backward",
+        why="its autograd graph has operations after the mean or sum, or terms that are means over "
+        "different things",
+        fix=COUNT,
+    )
+
+
+def _are_alike(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether the denominators of all terms of two ranks' losses have the same ratio."""
+    pairs = [(a, b) for a, b in zip(one, other) if not (math.isnan(a) and math.isnan(b))]
+    ratios = [a / b if b else math.nan for a, b in pairs]
+    return bool(pairs) and all(math.isclose(r, ratios[0], rel_tol=1e-6) for r in ratios)

@@ -1,0 +1,305 @@
+"""The rehearsal before the first step: by which rule losses of micro-batches add up to the loss of
+the whole batch, and that a loss for which there is none is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from gpumix.engine.coroutine import ModelError
+from gpumix.engine.engine import Engine
+from gpumix.engine.prepare import prepare
+from gpumix.engine.reduction import ReducedLoss, integer_labels
+from gpumix.engine.units import dissect
+from gpumix.spec.errors import InputError
+from gpumix.spec.plan import Plan
+from harness import run_ranks
+from models import ARCHITECTURES, WIDTH, mean_loss
+from reference import SEED, Share, batches, build, engine_alone, initialised, plan_for
+from staging import own_samples
+
+CLASSES = 7
+WEIGHTS = torch.linspace(0.1, 3.0, CLASSES)
+
+
+class Blocks(nn.Module):
+    """Two blocks and a head, which gives logits (samples, length, classes)."""
+
+    def __init__(self, kind: type[nn.Module] = nn.Identity, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(kind, dropout) for _ in range(2))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Block(nn.Module):
+    def __init__(self, kind: type[nn.Module], dropout: float) -> None:
+        super().__init__()
+        self.linear, self.other = nn.Linear(WIDTH, WIDTH), kind()
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(torch.tanh(self.other(self.linear(x))))
+
+
+class Normed(nn.BatchNorm1d):
+    """Of each channel, over samples and positions."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.flatten(0, 1)).view_as(x)
+
+
+class Mixed(nn.Module):
+    """In training alone it looks at other samples."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + x.mean(0, keepdim=True) if self.training else x
+
+
+def a_batch(samples: int = 6, length: int = 5) -> dict[str, torch.Tensor]:
+    """Samples of unlike numbers of labels."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(samples, length, WIDTH, generator=generator)
+    labels = torch.randint(0, CLASSES, (samples, length), generator=generator)
+    labels[torch.arange(length)[None] > torch.arange(samples)[:, None] % length] = -100
+    return {"x": x, "labels": labels}
+
+
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, **how: Any) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), **how)
+
+
+def each(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+
+
+def of_samples(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    counted = (labels != -100).sum(1).clamp(min=1)
+    return (each(logits, labels).sum(1) / counted).mean()
+
+
+ADDITIVE = {
+    "labels": (cross_entropy, "a mean over 'labels'"),
+    "shifted labels": (
+        lambda z, y: cross_entropy(z[:, :-1], y[:, 1:]),
+        "a mean over shifted 'labels'",
+    ),
+    "samples": (of_samples, "a mean over samples"),
+    "a sum": (lambda z, y: each(z, y).sum() / 100, "a sum over samples"),
+    "class weights": (
+        lambda z, y: cross_entropy(z, y, weight=WEIGHTS),
+        "a mean over what the loss itself divides by",
+    ),
+    "smoothed labels": (
+        lambda z, y: cross_entropy(z, y, label_smoothing=0.1),
+        "a mean over 'labels'",
+    ),
+    "half of a mean": (lambda z, y: 0.5 * cross_entropy(z, y) + 1, "a mean over 'labels'"),
+    "a focal loss": (
+        lambda z, y: ((1 - (-each(z, y)).exp()) ** 2 * each(z, y)).sum() / (y != -100).sum(),
+        "a mean over 'labels'",
+    ),
+    "outputs": (lambda z, y: z.square().mean(), "a mean over samples"),
+    "a root of a mean of each sample": (
+        lambda z, y: z.square().mean((1, 2)).sqrt().mean(),
+        "a mean over samples",
+    ),
+}
+COUPLED = {
+    "negatives in the batch": lambda z, y: F.cross_entropy(
+        z.mean(1) @ z.mean(1).T, torch.arange(len(z))
+    ),
+    "two means": lambda z, y: cross_entropy(z, y) + z.square().mean(),
+    "a balancing term": lambda z, y: (
+        cross_entropy(z, y) + z.softmax(-1).mean((0, 1)).square().sum()
+    ),
+    "a root of a mean": lambda z, y: z.square().mean().sqrt(),
+}  # fmt: skip
+
+
+def reduced(loss: Any) -> ReducedLoss:
+    def compute(model: nn.Module, batch: Any, labels: Any, count: Any) -> torch.Tensor:
+        return loss(model(batch["x"]), {**batch, **labels}["labels"])
+
+    return ReducedLoss(compute, integer_labels)
+
+
+def an_engine(loss: Any, factory: Any = Blocks, micro_batch: int = 3, **more: Any) -> Engine:
+    """Of one rank, by a plan that cuts the batch."""
+    model = build(factory, SEED)
+    plan = plan_for(model, [Share(6, micro_batch, 1)])
+    return prepare(model, plan, loss=reduced(loss), **more)
+
+
+def plainly(loss: Any, factory: Any = Blocks) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss and the gradients of the whole batch in plain PyTorch."""
+    model = initialised(factory)
+    found = loss(model(a_batch()["x"]), a_batch()["labels"])
+    found.backward()
+    return found.item(), {name: p.grad.flatten() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ADDITIVE)
+def test_the_rule_is_found_and_gives_the_loss_and_gradients_of_the_whole(name):
+    loss, rule = ADDITIVE[name]
+    engine, (expected, gradients) = an_engine(loss), plainly(loss)
+    assert engine.step(a_batch()).item() == pytest.approx(expected, rel=1e-5)
+    assert engine.reduction == rule
+    found = {piece.name: piece.local.grad for piece in engine.pieces()}
+    for parameter, gradient in gradients.items():
+        torch.testing.assert_close(found[parameter], gradient, rtol=1e-4, atol=1e-7)
+    assert engine.evaluate(a_batch()).item() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_a_loss_that_couples_samples_is_refused_where_the_batch_is_cut(name):
+    engine = an_engine(COUPLED[name])
+    with pytest.raises(ModelError, match="the loss of a batch is not made of the losses of its"):
+        engine.step(a_batch())
+    whole, (expected, _) = an_engine(COUPLED[name], micro_batch=6), plainly(COUPLED[name])
+    assert whole.step(a_batch()).item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_loss_of_its_own_for_each_micro_batch_is_accepted_and_told():
+    engine = an_engine(COUPLED["two means"], couples="micro-batch")
+    assert engine.step(a_batch()).isfinite()
+    assert engine.reduction.startswith("each micro-batch has a loss of its own")
+
+
+def test_what_couples_in_training_alone_is_seen():
+    with pytest.raises(ModelError, match="is not made of the losses of its parts"):
+        an_engine(cross_entropy, lambda: Blocks(Mixed)).step(a_batch())
+
+
+def test_state_that_forward_keeps_is_refused_by_name_unless_it_is_accepted():
+    with pytest.raises(ModelError, match=r"changes buffers of module 'blocks\.0\.other', a Normed"):
+        an_engine(cross_entropy, lambda: Blocks(Normed)).step(a_batch())
+    engine = an_engine(cross_entropy, lambda: Blocks(Normed), couples="micro-batch")
+    assert engine.step(a_batch()).isfinite()
+
+
+class Scaled(nn.Linear):
+    """It limits its weight when it runs."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-1, 1)
+        return super().forward(x)
+
+
+def test_a_forward_that_changes_weights_is_refused():
+    with pytest.raises(ModelError, match=r"changes the values of parameter 'blocks\.0\.other\.w"):
+        an_engine(cross_entropy, lambda: Blocks(Scaled)).step(a_batch())
+
+
+@pytest.mark.parametrize(
+    "other, what",
+    [
+        (lambda: nn.Linear(2, 2, dtype=torch.complex64), "has complex values"),
+        (lambda: nn.Embedding(4, 2, max_norm=1.0), "has max_norm=1: its forward changes"),
+    ],
+)
+def test_parameters_that_cannot_be_sharded_are_refused(other, what):
+    with pytest.raises(InputError, match=what):
+        dissect(Blocks(other))
+
+
+def test_rules_that_the_first_batch_does_not_tell_apart_are_by_a_later_one():
+    loss, rule = ADDITIVE["shifted labels"]
+    first = a_batch()
+    first["labels"][:, 0] = -100  # so both rules count as many
+    first["labels"][:, 1] = 1
+    engine = an_engine(lambda z, y: cross_entropy(z[:, :-1], y[:, 1:]))
+    engine.step(first)
+    plain = an_engine(cross_entropy)
+    plain.step(first)
+    for one, expected in (engine, rule), (plain, "a mean over 'labels'"):
+        for parameter in one.parameters():
+            parameter.grad = None
+        found = one.step(a_batch()).item()
+        assert one.reduction == expected
+        wanted = loss if one is engine else cross_entropy
+        assert found == pytest.approx(plainly(wanted)[0], rel=1e-5)
+
+
+def test_dropout_is_no_coupling():
+    engine = an_engine(cross_entropy, lambda: Blocks(dropout=0.5))
+    engine.step(a_batch())
+    assert engine.reduction == "a mean over 'labels'"
+
+
+def test_a_count_that_does_not_add_up_is_refused():
+    def loss(model, batch):
+        return cross_entropy(model(batch["x"]), batch["labels"]), torch.tensor(1)
+
+    model = build(Blocks, SEED)
+    engine = prepare(model, plan_for(model, [Share(6, 3, 1)]), loss=loss)
+    with pytest.raises(ModelError, match="a sum and a count, as the loss function returns them"):
+        engine.step(a_batch())
+
+
+def test_of_micro_batches_of_one_sample_nothing_larger_goes_backward():
+    loss, _ = ADDITIVE["shifted labels"]
+    engine, (expected, _) = an_engine(loss, micro_batch=1), plainly(loss)
+    assert engine.step(a_batch()).item() == pytest.approx(expected, rel=1e-5)
+    assert engine.reduction == "a mean over shifted 'labels'"
+
+
+def test_a_rehearsal_leaves_nothing():
+    """The step after it is, to the last bit, that of an engine which knew its rule."""
+    architecture = ARCHITECTURES["gpt2"]
+    batch = next(batches(architecture, 6, 1))
+    known = engine_alone(architecture.factory, 6, 2)
+    model = build(architecture.factory, SEED)
+    rehearsed = prepare(model, plan_for(model, [Share(6, 2, 1)]))
+    assert rehearsed.step(batch) == known.step(batch)
+    for one, other in zip(rehearsed.parameters(), known.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+    assert rehearsed.steps == 1
+
+
+# -- on several ranks ------------------------------------------------------------------------------
+
+SHIFTED, PLAINLY = "a mean over shifted 'labels'", "a mean over 'labels'"
+MODELS = {"gpt2": SHIFTED, "t5": PLAINLY, "bert": PLAINLY}
+SHARES = [Share(3, 2, 1), Share(2, 1, 2), Share(0, 0, 1)]
+
+
+def _rules(cases: Any) -> list[tuple[str, float]]:
+    found = []
+    for name, plan_json in cases:
+        architecture, plan = ARCHITECTURES[name], Plan.model_validate_json(plan_json)
+        engine = prepare(build(architecture.factory, SEED), plan)
+        batch = next(batches(architecture, plan.global_batch, 1))
+        loss = engine.step(own_samples(plan, dist.get_rank(), batch))
+        found.append((engine.reduction, loss.item()))
+    return found
+
+
+def test_ranks_with_unlike_shares_and_stages_agree():
+    cases = []
+    for name in MODELS:
+        model = ARCHITECTURES[name].factory()
+        plans = [plan_for(model, SHARES, zero_stage=stage) for stage in (0, 3)]
+        cases += [(name, plan.model_dump_json()) for plan in plans]
+    for told in run_ranks(_rules, 3, cases):
+        for (name, _), (rule, loss) in zip(cases, told, strict=True):
+            architecture = ARCHITECTURES[name]
+            batch = next(batches(architecture, 5, 1))
+            expected = mean_loss(initialised(architecture.factory), batch).item()
+            assert (rule, loss) == (MODELS[name], pytest.approx(expected, rel=1e-5)), name

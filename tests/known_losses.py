@@ -1,0 +1,25 @@
+"""Losses of models whose rule is known here, so that engines need not rehearse their first step."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from gpumix.engine.objective import objective_of
+from gpumix.engine.reduction import TOLD, Reduces, Rule
+
+
+def known_loss(model: nn.Module) -> Reduces:
+    """The objective of one of `models.ARCHITECTURES`: transformers computes means over labels,
+    which decoders shift. Padding is cut off where it may be."""
+    objective = objective_of(model, rule_of(model))
+    objective.trims = objective.may_trim
+    return objective
+
+
+def rule_of(model: nn.Module) -> Rule:
+    loss = getattr(model, "loss_function", None)
+    if loss is None:
+        return TOLD
+    encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    shifts = getattr(loss, "__name__", "") == "ForCausalLMLoss" and not encoder_decoder
+    return Rule("a mean over 'labels'", "labels", "labels", shifted=shifts)
