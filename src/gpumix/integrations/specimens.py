@@ -22,6 +22,7 @@ from gpumix.engine.samples import padded_from
 from gpumix.hardware.memory import host_memory
 from gpumix.integrations.gathering import all_numbers
 from gpumix.integrations.own_batches import collated, collated_tree
+from gpumix.integrations.same_data import check_same_data
 from gpumix.spec.errors import InputError
 
 LOOKED_AT = 4096  # samples, in order; those of a stream would be read again
@@ -78,8 +79,9 @@ def specimen_of(
         check: collates two samples, if batches are as they should be.
 
     Raises:
-        InputError: there is none.
+        InputError: there is none, or ranks have unlike datasets.
     """
+    check_same_data(dataset)
     with host_memory():
         shortest, longest = _extremes(dataset)
         if longest is None:

@@ -1,0 +1,110 @@
+"""Ranks read the same data: a program may have shared it out among them already, or have shuffled
+or split it on each by chance. Samples would then be trained on twice, or not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from gpumix.hardware.memory import host_memory
+from gpumix.integrations.gathering import all_numbers
+from gpumix.spec.errors import InputError
+
+COMPARED = 3  # samples
+UNKNOWN = -1
+
+
+def check_same_data(dataset: Any) -> None:
+    """Compare lengths and some samples of a dataset over all ranks. Collective.
+
+    Raises:
+        InputError: they differ.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    length = len(dataset) if hasattr(dataset, "__len__") else UNKNOWN
+    told = all_numbers([length, *_digests(dataset, max(0, length))], "comparison of datasets")
+    lengths = {row[0] for row in told}
+    if len(lengths) > 1:
+        each = ", ".join(f"rank {rank} has {row[0]}" for rank, row in enumerate(told))
+        raise _differ(f"{each} samples")
+    for column in list(zip(*told))[1:]:
+        other = next((r for r, one in enumerate(column) if one != column[0]), None)
+        if other is not None and UNKNOWN not in column:
+            raise _differ(f"rank {other} has other samples than rank 0")
+
+
+def _differ(why: str) -> InputError:
+    return InputError(
+        "ranks have unlike datasets",
+        why=f"{why}: gpumix shares out each batch among ranks, which read the same dataset",
+        fix="give every rank the whole dataset: leave out split_dataset_by_node, sharding by rank, "
+        "and shuffles or splits without a seed",
+    )
+
+
+def _digests(dataset: Any, length: int) -> list[int]:
+    """Of some samples, `UNKNOWN` where a sample is another one each time that it is read."""
+    first, again = (list(_read(dataset, length)) for _ in range(2))
+    found = [one if one == other else UNKNOWN for one, other in zip(first, again)]
+    return found + [UNKNOWN] * (COMPARED - len(found))
+
+
+def _read(dataset: Any, length: int) -> Iterator[int]:
+    """Digests of the first samples of a stream, else of the first, the middle and the last one."""
+    with _seeded(), host_memory():
+        if isinstance(dataset, IterableDataset):
+            yield from map(_digest, islice(dataset, COMPARED))
+        elif length:
+            yield from (_digest(dataset[n]) for n in (0, length // 2, length - 1))
+
+
+def _digest(sample: Any) -> int:
+    digest = hashlib.sha256()
+    _add(digest, sample)
+    return int.from_bytes(digest.digest()[:6], "little")
+
+
+def _add(digest: Any, value: Any) -> None:
+    if isinstance(value, Mapping):
+        for key in sorted(value, key=str):
+            digest.update(str(key).encode())
+            _add(digest, value[key])
+    elif isinstance(value, list | tuple):
+        for one in value:
+            _add(digest, one)
+    elif isinstance(value, Tensor):
+        _add(digest, value.detach().cpu().double().numpy())
+    elif isinstance(value, np.ndarray):
+        digest.update(f"{value.shape}".encode() + np.ascontiguousarray(value).tobytes())
+    elif isinstance(value, str | int | float | bool | bytes | None):
+        digest.update(repr(value).encode())
+    else:  # such as a picture
+        digest.update(type(value).__name__.encode())
+
+
+@contextmanager
+def _seeded() -> Iterator[None]:
+    """Inside, what datasets draw from the global generators is the same each time; afterwards these
+    go on as before."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
