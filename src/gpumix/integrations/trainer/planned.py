@@ -43,6 +43,7 @@ from gpumix.integrations.trainer.arguments import (
     refuse_without_meaning,
     space_of,
 )
+from gpumix.integrations.trainer.control import AgreedControl
 from gpumix.integrations.trainer.evaluation import evaluate
 from gpumix.integrations.trainer.loss import TrainerLoss, by_itself
 from gpumix.integrations.trainer.subclasses import (
@@ -131,6 +132,7 @@ class Planned:
     ) -> None:
         self._given = plan_of(plan)
         self._couples = couples
+        self._agreed = AgreedControl()
         self._width = Width()
         self._engine: Engine | None = None
         self._recorded: Recorded | None = None
@@ -367,7 +369,12 @@ class Planned:
                 learning_rate=self._get_learning_rate(),  # type: ignore[attr-defined]
                 norm=_finite(grad_norm),
             )
+        control = self.control
+        self._agreed.agree(control)
+        calls_back = control.should_log or control.should_evaluate or control.should_save
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kw)  # type: ignore[misc]
+        if calls_back:
+            self._agreed.agree(self.control)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """As transformers does, of the pieces that this rank has."""
