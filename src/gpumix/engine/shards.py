@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gpumix.engine.away import Away
 from gpumix.engine.comm import Borrowed, Pending
+from gpumix.engine.coroutine import ModelError
 from gpumix.engine.division import Division, Kind
 from gpumix.engine.shard import Member, Piece, Scale, Shard, Source
 from gpumix.engine.units import Slot
@@ -110,6 +111,30 @@ class Alike:
 
 
 @dataclass
+class Receiving:
+    """Whether gradients of a group's parameters are summed now: from the begin of its backward to
+    that of its reduction. Those that come at another time are of another part of the model, and
+    would be lost."""
+
+    label: str
+    now: bool = False
+
+    def refuse_other(self) -> None:
+        """
+        Raises:
+            ModelError: this is another time.
+        """
+        if not self.now:
+            raise ModelError(
+                f"a parameter of unit '{self.label}' gets a gradient from outside of the unit",
+                why="another part of the model, or a term of the loss, uses it too, when the "
+                "unit's gradient is not summed",
+                fix="use it inside of the unit alone, or move it out of the blocks; for decay use "
+                "weight_decay of the optimizer",
+            )
+
+
+@dataclass
 class OwnGradient:
     """Where the gradient of a parameter is summed, and the hook that copies the first one there.
 
@@ -178,6 +203,7 @@ class FlatGroup:
         self._install(alike)
         self._parts = _Parts(self.views, alike) if in_parts else None
         self._gradients: list[OwnGradient] = []
+        self._receiving = Receiving(label)
         if self.trainable:
             self._point_gradients(alike.numels)
 
@@ -218,7 +244,7 @@ class FlatGroup:
         for view, gradient in zip(self.views, self.gradient.split(numels)):
             place = gradient.view(view.shape)
             view.grad = place
-            put = view.register_post_accumulate_grad_hook(partial(_put, place))
+            put = view.register_post_accumulate_grad_hook(partial(_put, place, self._receiving))
             self._gradients.append(OwnGradient(view, place, put))
 
     def names_by_parameter(self) -> Iterator[tuple[nn.Parameter, str]]:
@@ -291,6 +317,7 @@ class FlatGroup:
     def begin_gradient(self) -> None:
         """Nothing is in the gradient buffer yet; but remember what earlier steps have left to be
         added."""
+        self._receiving.now = True
         for shard in self.shards:
             shard.begin_gradient()
         for gradient in self._gradients:
@@ -298,6 +325,7 @@ class FlatGroup:
 
     def end_gradient(self) -> None:
         """What got no gradient has one of zero."""
+        self._receiving.now = False
         for gradient in self._gradients:
             if gradient.view.grad is None:
                 gradient.view.grad = gradient.place.zero_()
@@ -354,6 +382,7 @@ class FlatGroup:
 
     def forget_sums(self) -> None:
         """Nothing of this step counts."""
+        self._receiving.now = False
         for shard in self.shards:
             shard.forget_sums()
 
@@ -426,8 +455,9 @@ def _put_together(window: Window, parts: Sequence[torch.Tensor]) -> torch.Tensor
     return found
 
 
-def _put(place: torch.Tensor, view: torch.Tensor) -> None:
+def _put(place: torch.Tensor, receiving: Receiving, view: torch.Tensor) -> None:
     """Copy the first gradient of `view` to where the next ones are added."""
+    receiving.refuse_other()
     if view.grad is not place:
         assert view.grad is not None, "it has just been accumulated"
         place.copy_(view.grad)
