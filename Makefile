@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # Many tests wait: more workers than CI has cores.
-WORKERS := 4
+WORKERS := 3
 STAMP := $(VENV)/.installed
 DEVICE_WORKERS := 2
 ON_DEVICE = $(shell grep -rl --include='test_*.py' 'pytest\.mark\.gpu' tests)
