@@ -303,3 +303,22 @@ def test_ranks_with_unlike_shares_and_stages_agree():
             batch = next(batches(architecture, 5, 1))
             expected = mean_loss(initialised(architecture.factory), batch).item()
             assert (rule, loss) == (MODELS[name], pytest.approx(expected, rel=1e-5)), name
+
+
+def _refused() -> str:
+    """On ranks of which one alone computes."""
+    model = build(lambda: Blocks(Normed), SEED)
+    plan = plan_for(model, [Share(6, 3, 1), Share(0, 0, 1)])
+    engine = prepare(model, plan, loss=reduced(cross_entropy))
+    rows = 6 if dist.get_rank() == 0 else 0
+    try:
+        engine.step({key: value[:rows] for key, value in a_batch().items()})
+    except ModelError as error:
+        return error.what
+    return ""
+
+
+def test_all_ranks_refuse_what_one_of_them_has_seen():
+    first, second = run_ranks(_refused, 2)
+    assert "changes buffers of module 'blocks.0.other'" in first
+    assert second == "rank 0 refuses the model"

@@ -28,7 +28,7 @@ from gpumix.spec.plan import Plan
 
 SAMPLES = 3  # that are computed at once, where a micro-batch has as many
 PARTS, COLUMNS = 64, 61  # of a gradient: how many sums are compared
-MOST_RULES = 8
+MOST_RULES = 12
 # How far apart a loss, and gradients, may be for rounding alone, by the dtype that is computed in.
 TOLERANCE = {"fp32": (1e-4, 1e-3), "fp16": (1e-2, 5e-2), "bf16": (2e-2, 1e-1)}
 NO_RULE = "micro-batch"  # of `couples`: each micro-batch has a loss of its own, whatever it couples
@@ -215,8 +215,8 @@ class _Rehearsal:
         objective = self._objective
         whole, parts = slice(0, self._samples), [slice(0, 1), slice(1, self._samples)]
         trained = self._trial(whole, training=True)
-        if trained.changed and couples != NO_RULE:
-            raise _keeps_state(self._engine.model, trained.changed[0])
+        if couples != NO_RULE:
+            self._refuse_any(_kept_state(self._engine.model, trained.changed))
         self._training = trained.changed  # such as batch norm, which couples samples in training
         trials = [self._trial(rows) for rows in (whole, *parts)]
         if not math.isfinite(trials[0].loss):
@@ -363,9 +363,20 @@ class _Rehearsal:
             )
         trial.changed = copies.keep_changed()
         copies.restore()
-        _refuse_changes(versions, _versions(engine))
+        self._refuse_any(_changed_weight(versions, _versions(engine)))
         self._tell(trial, probes[-1] if probes and _tells(engine) else None)
         return trial
+
+    def _refuse_any(self, found: ModelError | None) -> None:
+        """Raise what was found against the model, on all ranks if on any. Collective."""
+        told = _exchanged(self._engine, [float(found is not None)])
+        if found is not None:
+            raise found
+        other = next((rank for rank, (is_found,) in enumerate(told) if is_found), None)
+        if other is not None:
+            raise ModelError(
+                f"rank {other} refuses the model", fix="its own error says why, and what to do"
+            )
 
     def _rows(self, own: range) -> tuple[range, ...]:
         """Of each of this rank's micro-batches, of which one alone has samples."""
@@ -461,14 +472,16 @@ def _versions(engine: Engine) -> dict[str, int]:
     }
 
 
-def _refuse_changes(before: dict[str, int], after: dict[str, int]) -> None:
+def _changed_weight(before: dict[str, int], after: dict[str, int]) -> ModelError | None:
+    """The error of a forward that changed a parameter between two `_versions`."""
     changed = next((name for name, version in after.items() if before[name] != version), None)
-    if changed is not None:
-        raise ModelError(
-            f"the model's forward changes the values of parameter '{changed}'",
-            why="a rank computes with a copy of a weight, which is not what is updated",
-            fix="change weights between steps only, as optimizers do",
-        )
+    if changed is None:
+        return None
+    return ModelError(
+        f"the model's forward changes the values of parameter '{changed}'",
+        why="a rank computes with a copy of a weight, which is not what is updated",
+        fix="change weights between steps only, as optimizers do",
+    )
 
 
 def _padded(batch: Any, row: int) -> Any:
@@ -498,7 +511,11 @@ def _is_any(count: float, denominators: Sequence[float]) -> bool:
     return any(math.isclose(count, one, rel_tol=1e-6) for one in denominators)
 
 
-def _keeps_state(model: nn.Module, module: nn.Module) -> ModelError:
+def _kept_state(model: nn.Module, changed: Sequence[nn.Module]) -> ModelError | None:
+    """The error of modules whose buffers a forward in training has changed."""
+    if not changed:
+        return None
+    module = changed[0]
     name = next(name for name, one in model.named_modules() if one is module)
     return ModelError(
         f"in training, forward changes buffers of module '{name}', a {type(module).__name__}",

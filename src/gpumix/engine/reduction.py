@@ -26,6 +26,7 @@ Compute = Callable[[nn.Module, Any, Mapping[str, Tensor], Tensor | None], Tensor
 """Gives the loss of a micro-batch, from (model, batch, labels to use instead of the batch's own,
 the denominator as far as it is known)."""
 SHIFTED_LABELS = "shift_labels"
+MOST_LABELS = 4  # of a batch, that rules are tried with
 
 
 @dataclass(frozen=True)
@@ -271,7 +272,7 @@ def integer_labels(batch: Any, names: tuple[str, ...] = (LABELS,)) -> dict[str, 
         return {SHIFTED_LABELS: batch[SHIFTED_LABELS]}
     return {
         name: own
-        for name in names
+        for name in names[:MOST_LABELS]
         if isinstance(own := batch.get(name), Tensor)
         and own.dim() > 0
         and not own.is_floating_point()
