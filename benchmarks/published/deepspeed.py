@@ -21,11 +21,24 @@ from gpumix.cost.pipeline import Action, Times, Transfer, replay
 from gpumix.cost.staged import Reductions, StagedStep
 
 
-class Send(Action):
+class Message(Action):
+    """Equal to messages of its kind alone, not to the pass whose numbers it has."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and tuple.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash((type(self), *self))
+
+
+class Send(Message):
     """What a stage sends of a micro-batch: forward its output, backward a gradient."""
 
 
-class Receive(Action):
+class Receive(Message):
     """The same, where it arrives."""
 
 
