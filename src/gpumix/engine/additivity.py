@@ -21,8 +21,16 @@ from torch.utils._pytree import tree_map
 from gpumix.engine.buffers import BufferCopies
 from gpumix.engine.comm import Communicator
 from gpumix.engine.coroutine import ModelError
-from gpumix.engine.reduction import GRAPH, Objective, Probe, ReducedLoss, Reduces, Rule
-from gpumix.engine.samples import IGNORED_LABEL, LABELS, MASK, padded_from, samples_in
+from gpumix.engine.reduction import (
+    GRAPH,
+    Objective,
+    Probe,
+    ReducedLoss,
+    Reduces,
+    Rule,
+    counted_by_row,
+)
+from gpumix.engine.samples import IGNORED_LABEL, LABELS, MASK, padded_from, parts_of, samples_in
 from gpumix.engine.shards import FlatGroup
 from gpumix.spec.plan import Plan
 
@@ -109,7 +117,9 @@ def rehearse(
     place = _choose(engine, batch, rows, objective)
     if place is None:
         return ""
-    own = None if place.number is None else _unlike(_rows_of(batch, rows, place.number), objective)
+    own = None
+    if place.number is not None:
+        own = _unlike(list(parts_of(batch, rows, [None] * len(rows)))[place.number], objective)
     return _Rehearsal(engine, batch, own, place, objective).run(couples)
 
 
@@ -146,9 +156,10 @@ def _choose(engine: Engine, batch: Any, rows: Sequence[range], objective: Reduce
     plan, rank = engine.plan, engine.comm.rank
     first = plan.team_of(rank, plan.stages_of(rank)[0])[0]
     numbers = list(engine.places[0].batches) if engine.places else [first] * len(rows)
+    parts = parts_of(batch, rows, [None] * len(rows))
     known = [
-        (len(of), _labels_in(_rows_of(batch, rows, n), objective), -numbers[n])
-        for n, of in enumerate(rows)
+        (len(of), _labels_in(part, objective), -number)
+        for of, part, number in zip(rows, parts, numbers)
     ]
     largest = max(known, default=(0, 0, 0))
     cut = _tells(engine) * sum(bool(of) for of in rows)
@@ -179,20 +190,13 @@ def _tolerance(engine: Engine) -> tuple[float, float]:
     return max(TOLERANCE[dtype] for dtype in (of_tf32, *(w.compute_dtype for w in workers)))
 
 
-def _rows_of(batch: Any, rows: Sequence[range], number: int) -> Any:
-    """The samples of one micro-batch."""
-    begin = sum(len(of) for of in rows[:number])
-    end = begin + len(rows[number])
-    return tree_map(lambda t: t[begin:end] if isinstance(t, Tensor) else t, batch)
-
-
 def _unlike(batch: Any, objective: Reduces) -> Any:
     """A few samples of a micro-batch, with few labels and with many. Where there is a single
     sample, it twice."""
     labels = next(iter(objective.labels_of(batch).values()), None)
     order = list(range(samples_in(batch)))
     if labels is not None:
-        counted = (labels != IGNORED_LABEL).unsqueeze(1).flatten(1).sum(1).tolist()
+        counted = counted_by_row(labels).tolist()
         order.sort(key=lambda row: counted[row])
     order = [order[0], order[-1], *order[1:-1]][:SAMPLES]  # of a single one: it twice
     return tree_map(lambda t: t[order] if isinstance(t, Tensor) else t, batch)

@@ -55,8 +55,7 @@ class Rule:
             whole: samples of the global batch.
         """
         if self.kind == "labels":
-            own = labels[self.labels]
-            return ((own[..., 1:] if self.shifted else own) != IGNORED_LABEL).sum()
+            return counted_by_row(labels[self.labels], shifted=self.shifted).sum()
         return samples / whole if self.kind == "sum" else samples
 
 
@@ -259,8 +258,13 @@ def _counted_rows(rule: Rule | None, labels: Mapping[str, Tensor]) -> Tensor | N
     if own is None:
         first = next(iter(labels.values()), None)
         return None if first is None else torch.ones(len(first), dtype=torch.int64)
-    counted = (own[..., 1:] if rule is not None and rule.shifted else own) != IGNORED_LABEL
-    return counted.unsqueeze(1).flatten(1).sum(1).cpu()
+    return counted_by_row(own, shifted=rule is not None and rule.shifted).cpu()
+
+
+def counted_by_row(labels: Tensor, *, shifted: bool = False) -> Tensor:
+    """How many labels of each sample are not -100; `shifted`: without each first one."""
+    counted = (labels[..., 1:] if shifted else labels) != IGNORED_LABEL
+    return counted.unsqueeze(1).flatten(1).sum(1)
 
 
 def integer_labels(batch: Any, names: tuple[str, ...] = (LABELS,)) -> dict[str, Tensor]:

@@ -67,6 +67,11 @@ class Trials(ShardedModel):
     @abstractmethod
     def _in_step(self) -> contextlib.AbstractContextManager[None]: ...
 
+    def is_settled(self, *, in_step: bool) -> bool:
+        """Whether `settle` has nothing to do."""
+        is_known = self._reduces.rule is not None and not self._reduces.rivals
+        return self._settled or is_known or (in_step and self.plan.is_uncut)
+
     def settle(self, batch: Any, samples: int | None = None, *, in_step: bool = False) -> None:
         """Rehearse with the first batch by which rule losses of micro-batches add up, if that is
         not known yet; see `engine.additivity`. Collective; `step` and `evaluate` do so.
@@ -74,11 +79,9 @@ class Trials(ShardedModel):
         Raises:
             ModelError: by none, and the plan cuts the batch.
         """
-        if in_step and self.plan.is_uncut:
+        if self.is_settled(in_step=in_step):
             return
         reduces = self._reduces
-        if self._settled or (reduces.rule is not None and not reduces.rivals):
-            return
         if reduces.rivals and not additivity.is_told_apart(self, batch, reduces):
             return
         rows = self._rows_of_step(samples) if in_step else self._rows_given(batch, samples)

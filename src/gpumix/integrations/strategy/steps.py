@@ -77,8 +77,9 @@ class Steps:
         assert self._engine is not None
         self._others = others
         logs = self._noted(TRAINING, samples)
-        with self._silently():
-            self._engine.settle(values, samples, in_step=True)
+        if not self._engine.is_settled(in_step=True):
+            with self._silently():
+                self._engine.settle(values, samples, in_step=True)
         with logs.listening():
             return self._engine.step(values, samples=samples)
 

@@ -404,8 +404,9 @@ class Planned:
     def _settle(self, inputs: Any, *, in_step: bool = False) -> None:
         """See by the first batch how losses of its parts add up. Collective."""
         assert self._engine is not None
-        with by_itself(self.accelerator), self._measured():
-            self._engine.settle(dict(inputs), inputs.samples, in_step=in_step)
+        if not self._engine.is_settled(in_step=in_step):
+            with by_itself(self.accelerator), self._measured():
+                self._engine.settle(dict(inputs), inputs.samples, in_step=in_step)
         self._loss.whole = inputs.samples
 
     def _checked_step(self, step: Any, *args: Any, **kwargs: Any) -> Tensor:
