@@ -34,6 +34,7 @@ class Block(nn.Module):
         self.filters = nn.Parameter(torch.randn(3, 4, 5))
         self.gain = nn.Parameter(torch.tensor(0.5))
         self.nothing = nn.Parameter(torch.empty(0, 3))
+        self.unused = nn.Parameter(torch.randn(5))
         self.frozen = nn.Parameter(torch.randn(16, 16) / 4, requires_grad=False)
         self.order = nn.Parameter(torch.randperm(16), requires_grad=False)
         self.register_buffer("scale", torch.rand(16))

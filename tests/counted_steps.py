@@ -35,7 +35,8 @@ llama = causal_model(
 
 
 class Counted(NamedTuple):
-    """Of one rank: collectives and messages of a step, their bytes, and the peak of two steps."""
+    """Of one rank: collectives and messages of a step, their bytes, and the peak of two steps.
+    Flags, a byte for each parameter, are in no plan's traffic."""
 
     counts: dict[str, int]
     bytes: dict[str, int]
@@ -92,6 +93,8 @@ def _count(plans: dict[str, str]) -> dict[str, Counted]:
                 counts, sizes = engine.comm.counts - counts, engine.comm.bytes - sizes
                 optimizer.step()
                 optimizer.zero_grad()
+            if engine.comm.world > 1:
+                assert (counts.pop("flags"), sizes.pop("flags") > 0) == (1, True)
             found[name] = Counted(dict(counts), dict(sizes), runtime.peak_bytes())
             del engine, optimizer
     return found

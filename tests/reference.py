@@ -195,6 +195,8 @@ def expected_counts(engine: Engine) -> dict[str, int]:
     parts, stage = engine._parts, engine.plan.zero_stage
     trained = sum(len(bucket.trainable) for bucket in parts.buckets)
     counts = Counter({"exchange": 1})
+    if engine.comm.world > 1:
+        counts["flags"] = 1
     if stage == 0:
         counts["all_reduce"] = trained
         return dict(counts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from math import ceil
 from typing import Any, NamedTuple, get_args
@@ -28,6 +28,7 @@ from models import (
     ARCHITECTURES,
     DEEP,
     LENGTH,
+    WIDTH,
     Architecture,
     Batch,
     Block,
@@ -217,6 +218,43 @@ def frozen_bottom() -> nn.Module:
     return model
 
 
+class BranchingBlock(Block):
+    """Samples whose first number is above a bound take a branch, which gets no gradient where
+    there are none; `idle` never has one."""
+
+    def __init__(self, bound: float) -> None:
+        super().__init__()
+        self.bound = bound
+        self.branch = nn.Linear(WIDTH, WIDTH)
+        self.idle = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        above = chosen > self.bound
+        return x.index_put((above,), x[above] + self.branch(x[above])) if above.any() else x
+
+
+class Branching(Regression):
+    """Its blocks, and its head if it `branches`, use a part of their parameters for some samples
+    only."""
+
+    def __init__(self, branches: bool = False) -> None:
+        super().__init__([BranchingBlock(bound) for bound in (0.5, 1.0, 3.0, 0.0)])
+        self.branches = branches
+        self.second = nn.Linear(4, 4)
+        self.idle = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        chosen, x = x[:, 0, 0], self.enter(x)
+        for block in self.blocks:
+            x = block(x, chosen)
+        error, count = self.error(x, target)
+        above = target[:, 0, 0] > 0.8
+        if self.branches and above.any():
+            error = error + self.second(target[above]).square().sum()
+        return error, count
+
+
 EVERY = (
     ARCHITECTURES
     | DEEP
@@ -235,6 +273,8 @@ EVERY = (
             "looks_inside": looks_inside,
             "goes_by_numbers": GoesByNumbers,
             "frozen_bottom": frozen_bottom,
+            "branching_blocks": Branching,
+            "branching": partial(Branching, branches=True),
         }.items()
     }
 )

@@ -61,7 +61,7 @@ def _count_on_ranks(shares):
 def test_ranks_with_other_micro_batches_take_the_same_collectives():
     shares = [Share(5, 1, 1), Share(0, 0, 2), Share(4, 4, 0)]
     counts = run_ranks(_count_on_ranks, 3, shares)
-    assert counts == [{"gather": 6, "reduce": 4, "exchange": 1}] * 3
+    assert counts == [{"gather": 6, "reduce": 4, "exchange": 1, "flags": 1}] * 3
 
 
 def test_frozen_parameters_are_gathered_but_not_reduced():

@@ -33,6 +33,7 @@ from reference import (
     train_alone,
     worst_error,
 )
+from staging import EVERY
 
 GPT2 = ARCHITECTURES["gpt2"]
 STEPS = 5
@@ -65,6 +66,7 @@ CASES: list[Case] = [
     ("gpt2", "bf16 and fp32", "AdamW"),
     ("gpt2", "one on its host", "AdamW"),
     ("frozen", "stage 3", "AdamW"),
+    ("branching", "stage 3", "AdamW"),
 ]
 
 
@@ -83,7 +85,7 @@ def _train_each() -> dict[Case, list[Any]]:
 
 @pytest.mark.parametrize("case", CASES, ids=", ".join)
 def test_nothing_changes_to_the_last_bit(case, trained):
-    """Nor what is frozen."""
+    """Nor what is frozen, or used in some steps only."""
     stays, moves = zip(*(of_rank[case] for of_rank in trained))
     assert [losses for losses, _, _ in moves] == [losses for losses, _, _ in stays]
     for which in (1, 2):
@@ -117,12 +119,13 @@ def _train(
 ) -> tuple[list[float], Any, Any]:
     """Losses, and pieces of the weights and of what the optimizer keeps; a step by each division
     of the state."""
-    factory = frozen_block if model == "frozen" else GPT2.factory
+    architecture = EVERY.get(model, GPT2)
+    factory = frozen_block if model == "frozen" else architecture.factory
     engine = engine_for(factory, shares_of(states[0]), **settings)
     optimizer = optimizer_of(optimizer_name, engine)
     losses = []
     size = sum(n for n, _ in SAMPLES)
-    for batch, state in zip(batches(GPT2, size, len(states)), states, strict=True):
+    for batch, state in zip(batches(architecture, size, len(states)), states, strict=True):
         plan = plan_for(build(factory, SEED), shares_of(state), **settings)
         engine.replan(plan, optimizer)
         loss = engine.step(own_rows(batch, shares_of(state), engine.comm.rank))

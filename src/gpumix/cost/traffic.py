@@ -1,7 +1,8 @@
 """Which collectives a step issues and how many bytes it gives them, counted from a plan.
 
 A pure count, by the names by which `engine.comm` counts what it really does. It is of any step but
-the first one, which also gathers what is frozen below ZeRO stage 3.
+the first one, which also gathers what is frozen below ZeRO stage 3. Left out are the flags of which
+parameters have a gradient, a byte for each.
 """
 
 from __future__ import annotations

@@ -432,6 +432,13 @@ class Communicator:
         with reported(label):
             return Pending([dist.all_reduce(value, group=self.group, async_op=True)], label, self)
 
+    def start_any(self, flags: torch.Tensor, label: str) -> Pending:
+        """Begin to make each of `flags`, uint8, in place, that of any rank which has it set."""
+        self._count("flags", flags)
+        with reported(label):
+            work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        return Pending([work], label, self)
+
     def all_reduce(self, value: torch.Tensor, label: str) -> torch.Tensor:
         """`value` summed over ranks, in place."""
         self.start_all_reduce(value, label).wait()
@@ -575,7 +582,7 @@ def _sent_bytes(operation: str, size: int, world: int) -> int:
         return size if operation == "send" else 0
     if operation == "exchange":
         return size * (world - 1)
-    return (2 if operation == "all_reduce" else 1) * size * (world - 1) // world
+    return (2 if operation in ("all_reduce", "flags") else 1) * size * (world - 1) // world
 
 
 @cache

@@ -48,6 +48,7 @@ from gpumix.engine.samples import (
 from gpumix.engine.switches import Switches
 from gpumix.engine.trials import Trials
 from gpumix.engine.undo import Undo
+from gpumix.engine.unused import UnusedParameters
 from gpumix.engine.updates import StepsOnHost, Updates, updates_elements
 from gpumix.spec.cut import cut_rows
 from gpumix.spec.errors import GpumixError, InputError, TrainingError, in_a_line
@@ -106,6 +107,7 @@ class Engine(Trials):
         self._rows = plan.rows_of(comm.rank)
         self.exchanged = Exchanged.nothing(comm.world)
         self._own_norm = OwnNorm(comm.device)
+        self._unused = UnusedParameters(comm, self._buckets, inventory)
         self._see_by(self._own_norm.see)
         # Ranks that are to have the same samples see in their first step that they do.
         self._tells_samples = bool(places) or plan.in_teams
@@ -173,6 +175,7 @@ class Engine(Trials):
                 self._tells_samples = False
             undo = Undo.before(self.keepers, self.losses_counted)
             self.round_ahead()
+            self._unused.begin()
             with untouched(self.device), torch.enable_grad():
                 if self.places:
                     table = self._step_in_stages(cut, rows, scale, updates)
@@ -180,8 +183,10 @@ class Engine(Trials):
                     table = self._step_sequentially(cut, scale, updates)
                 else:
                     table = self._step_in_layers(cut, scale, updates)
+            self._unused.drop()
             if updates is not None:
                 updates.finish()
+            self._unused.finish()
             if self.state_on_host:
                 self.comm.transfers.arrived()  # whoever looks at gradients finds them
             self._leave()

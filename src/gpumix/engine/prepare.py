@@ -248,6 +248,7 @@ def _check(plan: Plan, anatomy: Anatomy, comm: Communicator) -> None:
     check_names(plan, [unit.name for unit in anatomy.units])
     root = [slot.name for slot in anatomy.root.slots]
     check_ends(plan, root, root)
+    _check_kept(plan, root)
     if missing := EVERYTHING.model_copy(update={"tensor": plan.degrees}).missing(plan):
         raise InputError(
             f"the engine does not run this plan: {missing}",
@@ -271,6 +272,21 @@ def _check(plan: Plan, anatomy: Anatomy, comm: Communicator) -> None:
             f"ranks disagree about the plan: rank {comm.rank} has another one than rank(s) "
             f"{', '.join(map(str, others))}",
             fix="give the same job and plan file to every host",
+        )
+
+
+def _check_kept(plan: Plan, root: Sequence[str]) -> None:
+    """Refuse a plan of several stages, none of which has some parameter of the root."""
+    roots = [stage.root for stage in plan.stages]
+    if len(roots) == 1 or None in roots:
+        return
+    lacking = set(root).difference(*(names or () for names in roots))
+    if lacking:
+        name = min(lacking)
+        raise InputError(
+            f"no stage of the plan has parameter '{name}'",
+            why="no stage computes with it, but it is a part of the model that is saved",
+            fix="profile and plan again for this model, or add it to 'root' of the first stage",
         )
 
 

@@ -113,7 +113,8 @@ def _move(shard: Shard, division: Division, optimizer: Optimizer) -> None:
     # All ranks have the same keys: each of them has a piece of every parameter.
     kept = {}
     for key in _keys(shard, optimizer):
-        parts = [optimizer.state[piece.local].pop(key) for piece in shard.pieces]
+        states = [optimizer.state.get(piece.local, {}) for piece in shard.pieces]
+        parts = [s.pop(key, p.local) for s, p in zip(states, shard.pieces)]
         moved = _moved(torch.cat(parts), before, after, comm, label)
         if division.on_host:
             there = empty_on_host(moved.numel(), moved.dtype, comm.device)
@@ -124,17 +125,22 @@ def _move(shard: Shard, division: Division, optimizer: Optimizer) -> None:
     for key, flat in kept.items():
         sizes = [piece.end - piece.start for piece in shard.pieces]
         for piece, part in zip(shard.pieces, flat.split(sizes)):
-            optimizer.state[piece.local][key] = part
+            if piece.local in optimizer.state:
+                optimizer.state[piece.local][key] = part
 
 
 def _keys(shard: Shard, optimizer: Optimizer) -> list[str]:
-    """Under which the optimizer keeps a value for each element of a shard."""
-    if not shard.trainable or any(p.local not in optimizer.state for p in shard.pieces):
+    """Under which the optimizer keeps a value for each element of a shard; of a parameter that
+    never had a gradient it keeps none."""
+    if not shard.trainable:
         return []
     return sorted(
-        key
-        for key, value in optimizer.state[shard.pieces[0].local].items()
-        if isinstance(value, torch.Tensor) and value.shape == shard.pieces[0].local.shape
+        {
+            key
+            for piece in shard.pieces
+            for key, value in optimizer.state.get(piece.local, {}).items()
+            if isinstance(value, torch.Tensor) and value.shape == piece.local.shape
+        }
     )
 
 

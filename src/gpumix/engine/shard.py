@@ -5,7 +5,7 @@ Ranks divide such a vector in unequal parts; or, at ZeRO stage 0, each of them h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 from zlib import crc32
@@ -113,6 +113,7 @@ class Shard:
         self.pieces = list(self._fill(members, source))
         self._carried: torch.Tensor | None = None
         self._summed = False
+        self._new: list[bool] = []  # of each piece: whether its gradient is of the last step alone
         if self.trainable:
             self._own_gradients()
 
@@ -352,7 +353,15 @@ class Shard:
         """Nothing of this step counts."""
         self._summed, self._carried = False, None
 
+    def drop_new_gradients(self, names: Collection[str]) -> None:
+        """Parameters of these names have no gradient of this step: what it put there is dropped,
+        unless it was added to gradients of earlier steps."""
+        for piece, is_new in zip(self.pieces, self._new):
+            if is_new and piece.name in names:
+                piece.local.grad = None
+
     def _hand_out(self) -> None:
+        self._new = self._fresh()
         for piece, gradient in zip(self.pieces, self._piece_gradients):
             piece.local.grad = gradient
 

@@ -15,7 +15,7 @@ then, and only then, parameters and gradients are copied between the buffers and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -141,6 +141,7 @@ class OwnGradient:
     Until the first one comes the parameter's `grad` is None, and what is in `place` means nothing.
     """
 
+    name: str
     view: nn.Parameter
     place: torch.Tensor
     put: RemovableHandle
@@ -204,8 +205,9 @@ class FlatGroup:
         self._parts = _Parts(self.views, alike) if in_parts else None
         self._gradients: list[OwnGradient] = []
         self._receiving = Receiving(label)
+        self.unused: set[str] | None = None  # since the step began; None: no backward has ended
         if self.trainable:
-            self._point_gradients(alike.numels)
+            self._point_gradients(alike)
 
     @property
     def pieces(self) -> list[Piece]:
@@ -232,7 +234,7 @@ class FlatGroup:
             self.views.append(shaped)
         self.remove()
 
-    def _point_gradients(self, numels: list[int]) -> None:
+    def _point_gradients(self, alike: Alike) -> None:
         """Make autograd accumulate in fp32 into views of the gradient buffer.
 
         The first gradient of a step is copied there as soon as autograd has it: nothing has to be
@@ -241,11 +243,12 @@ class FlatGroup:
         for view in self.views:
             if view.dtype != torch.float32:
                 view.grad_dtype = torch.float32  # type: ignore[attr-defined]
-        for view, gradient in zip(self.views, self.gradient.split(numels)):
+        places = self.gradient.split(alike.numels)
+        for slot, view, gradient in zip(alike.slots, self.views, places):
             place = gradient.view(view.shape)
             view.grad = place
             put = view.register_post_accumulate_grad_hook(partial(_put, place, self._receiving))
-            self._gradients.append(OwnGradient(view, place, put))
+            self._gradients.append(OwnGradient(slot.name, view, place, put))
 
     def names_by_parameter(self) -> Iterator[tuple[nn.Parameter, str]]:
         """What the modules may hold in the places of parameters, with the name of the piece."""
@@ -324,11 +327,20 @@ class FlatGroup:
             gradient.view.grad = None
 
     def end_gradient(self) -> None:
-        """What got no gradient has one of zero."""
+        """What got no gradient has one of zero, and is remembered."""
         self._receiving.now = False
+        absent = set()
         for gradient in self._gradients:
             if gradient.view.grad is None:
                 gradient.view.grad = gradient.place.zero_()
+                absent.add(gradient.name)
+        self.unused = absent if self.unused is None else self.unused & absent
+
+    def unused_names(self) -> Collection[str]:
+        """Parameters that got no gradient on this rank since the step began."""
+        if self.unused is None:
+            return [gradient.name for gradient in self._gradients]
+        return self.unused
 
     def gradients_of(self, module: nn.Module) -> list[OwnGradient]:
         """Those of a module's own parameters, for who adds to them by itself."""

@@ -80,6 +80,7 @@ class Updates:
         self._thread = None if arrivals is None else ThreadPoolExecutor(1, "gpumix-update")
         self._under_way: list[Future[None]] = []
         self._members: dict[int, list[list[torch.nn.Parameter]]] = {}
+        self._late: set[torch.nn.Parameter] = set()
         for bucket in buckets:
             own = {id(piece.local) for piece in bucket.pieces}
             self._members[id(bucket)] = [
@@ -87,10 +88,19 @@ class Updates:
             ]
 
     def update(self, bucket: Bucket) -> None:
-        """The gradient of `bucket` is done."""
+        """The gradient of `bucket` is done. Parameters without a gradient on this rank wait for
+        `finish`: until then it is not known whether other ranks have one."""
         members = self._members[id(bucket)]
-        if not any(members):
-            return
+        unused = {name for group in bucket.trainable for name in group.unused_names()}
+        if unused:
+            late = {piece.local for piece in bucket.pieces if piece.name in unused}
+            self._late |= late
+            members = [[p for p in group if p not in late] for group in members]
+        if any(members):
+            self._update(members)
+
+    def _update(self, members: list[list[torch.nn.Parameter]]) -> None:
+        """Step for these parameters of each group, once their gradients have arrived."""
         if self._arrivals is None or self._thread is None:
             self._step(members)
             return
@@ -98,7 +108,11 @@ class Updates:
         self._under_way.append(self._thread.submit(self._step, members, arrived))
 
     def finish(self) -> None:
-        """Wait for all of them."""
+        """Wait for all of them; which parameters have no gradient is known."""
+        late, self._late = self._late, set()
+        if any(p.grad is not None for p in late):
+            groups = self.optimizer.param_groups
+            self._update([[p for p in group["params"] if p in late] for group in groups])
         for one in self._under_way:
             one.result()
         self._under_way = []

@@ -179,6 +179,9 @@ def _found(specimens: Specimens, batch: Any, *, in_chunks: bool) -> Flows:
     for number, unit in enumerate(walk.calls[:-1]):
         if number not in taken:
             raise Untold(f"call {number}, of unit '{unit}'", why="nothing uses what it returns")
+    # The first stage keeps what no stage computes with: it is a part of what is saved.
+    unused = {slot.name for slot in specimens.root_slots}.difference(*needed)
+    needed[0] = needed[0] | unused
     before = [name for name, uses in notes.uses.items() if uses == {(0, True)}]
     after = [name for name, uses in notes.uses.items() if {p for p, _ in uses} == {notes.place}]
     return Flows(
