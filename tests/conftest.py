@@ -10,6 +10,7 @@ What must not change by accident is in golden files; `make golden` writes them a
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import threading
@@ -65,6 +66,13 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if not item.get_closest_marker("extended")]
     long = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in long)
+
+
+def pytest_collection_finish(session):
+    """What is here by now stays: no collection of garbage goes through it again, also not in the
+    processes that are forked."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_addoption(parser):

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from gpumix.engine.optimizers.adafactor import Adafactor
     from gpumix.engine.optimizers.groups import parameter_groups
     from gpumix.engine.optimizers.muon import Muon
+    from gpumix.engine.outside import unshard, whole
     from gpumix.engine.prepare import prepare
     from gpumix.integrations.accelerate import Accelerator
     from gpumix.planner.explain import plan
@@ -52,6 +53,8 @@ _HOME = {
     "Muon": "gpumix.engine.optimizers.muon",
     "parameter_groups": "gpumix.engine.optimizers.groups",
     "prepare": "gpumix.engine.prepare",
+    "unshard": "gpumix.engine.outside",
+    "whole": "gpumix.engine.outside",
     "Accelerator": "gpumix.integrations.accelerate",
     "plan": "gpumix.planner.explain",
     "open_device": "gpumix.profiler.library",
@@ -92,6 +95,8 @@ __all__ = [
     "prepare",
     "profile",
     "sample_generator",
+    "unshard",
+    "whole",
 ]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gpumix.engine.coroutine import ModelError
 from gpumix.spec.stage import Mode
 from known_losses import known_loss
-from models import ARCHITECTURES, Block, Regression, own_blocks, vectors
+from models import ARCHITECTURES, Block, Regression, vectors
 from reference import batches, engine_alone, initialised
 
 
@@ -158,12 +158,6 @@ def test_a_models_own_recompute_is_switched_off():
     engine = engine_alone(factory, 2, 1, loss=loss)
     engine.step(next(batches(ARCHITECTURES["llama"], 2, 1)))
     assert engine.model.model.layers[0].gradient_checkpointing
-
-
-def test_a_unit_that_is_called_outside_of_a_step():
-    engine = engine_alone(own_blocks, 2, 1)
-    with pytest.raises(ModelError, match=r"unit 'blocks\.0' was called outside of the engine"):
-        engine.model.blocks[0](torch.zeros(1, 12, 32))
 
 
 def test_a_loss_that_depends_on_nothing_that_is_trained():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gpumix.engine.away import Away
+from gpumix.engine.away import AtRest, Away
 from gpumix.engine.engine import Engine
 from gpumix.spec.stage import Mode
 from memory import assert_no_tensor_waits_for_the_collector, count_tensors
@@ -39,11 +39,11 @@ def test_two_units_are_gathered_at_a_time_and_two_have_gradients():
 
 
 def present(engine: Engine) -> set[str]:
-    """Units whose modules hold parameters, rather than what says that they are away."""
+    """Units whose modules hold parameters to compute with."""
     return {
         name
         for name, unit in engine._parts.units.items()
-        if not any(isinstance(p, Away) for p in unit.module.parameters())
+        if not any(isinstance(p, Away | AtRest) for p in unit.module.parameters())
     }
 
 

@@ -114,7 +114,6 @@ OF_TRAINING: dict[str, Any] = {
     "gradient_accumulation_steps": 0,
 }
 NOT_INSTALLED = ("deepspeed", "parallelism_config")
-OF_DECODERS = {"predict_with_generate": True}
 OF_SFT: dict[str, dict[str, Any]] = {
     "activation_offloading": {"activation_offloading": True},
     "padding_free": {"padding_free": True, "max_length": None},
@@ -182,9 +181,6 @@ def _refused(folder: Path) -> dict[str, str]:
             name,
             lambda n=name, v=value: trainer(ours.Trainer, transformers.TrainingArguments, n, v),
         )
-    for name, value in OF_DECODERS.items():
-        kinds = ours.Seq2SeqTrainer, transformers.Seq2SeqTrainingArguments
-        note(name, lambda n=name, v=value, kinds=kinds: trainer(*kinds, n, v))
     for name, settings in OF_SFT.items():
         note(name, lambda given=settings: sft(given))
     for name, value in OF_LOOPS.items():
@@ -192,7 +188,7 @@ def _refused(folder: Path) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("name", [*OF_TRAINING, *OF_DECODERS, *OF_SFT])
+@pytest.mark.parametrize("name", [*OF_TRAINING, *OF_SFT])
 def test_arguments_without_meaning_are_refused(name, refused):
     said = refused[name]
     of_config = OF_TRAINING[name] if name.startswith("accelerator_config") else {}
@@ -211,7 +207,7 @@ def test_arguments_of_a_loop_without_meaning_are_refused(name, refused):
 
 
 def test_all_that_are_refused_are_tried():
-    tried = {name.strip() for name in [*OF_TRAINING, *OF_DECODERS, *OF_SFT]}
+    tried = {name.strip() for name in [*OF_TRAINING, *OF_SFT]}
     for name in ("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig"):
         assert set(classes()[name][1].refused) <= tried
     assert set(classes()["Accelerator"][1].refused) <= set(OF_LOOPS)

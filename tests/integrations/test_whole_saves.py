@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
-from gpumix.engine.coroutine import ModelError
 from gpumix.integrations import meeting
 from gpumix.spec.errors import InputError
 from harness import run_ranks
@@ -160,12 +159,10 @@ def _of_trainer(folder: Path, world: int, kind: str) -> None:
     trainer.model.save_pretrained(folder / f"trainer-{world}-{kind}")
     if world == 1:
         return
-    uses = {
-        "generate": lambda: trainer.model.generate(torch.ones(1, 3, dtype=torch.long)),
-        "merge": getattr(trainer.model, "merge_and_unload", None),
-    }
-    for use in filter(None, uses.values()):
-        with pytest.raises(ModelError) as told:
-            use()
-        for way in ("trainer.save_model()", "accelerator.get_state_dict(model)"):
-            assert way in told.value.fix
+    generated = trainer.model.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=2)
+    assert generated.shape == (1, 5)
+    merge = getattr(trainer.model, "merge_and_unload", None)
+    if merge is not None:
+        merged = merge()
+        assert all(p.device.type == "cpu" for p in merged.parameters())
+        assert not any("lora" in name for name, _ in merged.named_parameters())

@@ -1,4 +1,4 @@
-"""What a module holds in the place of a parameter whose values are not on this device."""
+"""What a module holds in the place of a parameter: between steps, or where its values are not."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from gpumix.engine.coroutine import ModelError
+from gpumix.engine.shard import Piece
+from gpumix.spec.errors import InputError
 
 HARMLESS_PROPERTIES = ("shape", "dtype", "device", "requires_grad", "is_leaf", "ndim", "layout",
                        "is_cuda", "is_cpu", "is_meta", "is_quantized", "is_sparse")  # fmt: skip
 HARMLESS_METHODS = ("size", "dim", "numel", "nelement", "element_size", "is_floating_point",
-                    "is_complex", "stride", "__hash__")  # fmt: skip
+                    "is_complex", "stride", "requires_grad_", "__hash__")  # fmt: skip
+_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 # What may be asked of a parameter that is away.
 HARMLESS = frozenset(
     [getattr(torch.Tensor, name).__get__ for name in HARMLESS_PROPERTIES]
     + [getattr(torch.Tensor, name) for name in HARMLESS_METHODS]
+    + [_REQUIRES_GRAD.__set__]
 )
 
 
@@ -48,8 +52,75 @@ class Away(nn.Parameter):
         raise ModelError(
             f"parameter '{named[0]}' is used while its unit is not computed",
             why="its values are sharded over ranks, and gathered when the model calls the unit",
-            fix="outside of a step use the engine: parameters(), named_parameters(), state_dict(), "
-            "clip_grad_norm_(); in a script save the whole model, and load what was saved: "
-            "trainer.save_model(), or accelerator.get_state_dict(model) on all ranks; inside of "
-            "the model use a unit's parameters in that unit only",
+            fix="outside of a step: `with gpumix.whole(model):` on all ranks, inside of which the "
+            "model has all of its weights; inside of the model use a unit's parameters in that "
+            "unit only",
+        )
+
+
+class AtRest(nn.Parameter):
+    """A parameter between two steps, of a rank that has all of its values: those that the
+    optimizer updates. Its `grad` is that which the optimizer will take."""
+
+    # Copies of it, and what is loaded from a file, are parameters without a piece.
+    _piece: Piece | None = None
+
+    @staticmethod
+    def of(values: torch.Tensor, piece: Piece) -> AtRest:
+        rest = torch.Tensor._make_subclass(AtRest, values, piece.local.requires_grad)
+        rest._piece = piece
+        return rest
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        if self._piece is None:
+            return _OWN_GRAD.__get__(self)  # type: ignore[no-any-return]
+        gradient = self._piece.local.grad
+        return None if gradient is None else gradient.view(self.shape)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if self._piece is None:
+            _OWN_GRAD.__set__(self, value)
+        else:
+            self._piece.local.grad = None if value is None else value.reshape(-1)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    @property
+    def parameter_name(self) -> str:
+        assert self._piece is not None, "of an engine"
+        return self._piece.name
+
+    def refuse_gradient(self) -> None:
+        """
+        Raises:
+            InputError: a backward pass outside of the engine has come to it.
+        """
+        if _OWN_GRAD.__get__(self) is not None:
+            raise InputError(
+                f"a backward pass outside of the engine gave parameter '{self.parameter_name}' a "
+                "gradient, which no optimizer would see",
+                fix="compute the loss in what is trained: compute_loss, or the model's forward; "
+                "with an Accelerator of what the prepared model returns",
+            )
+
+
+_OWN_GRAD: Any = torch.Tensor.grad
+
+
+def refuse_thawed(parameter: Away | AtRest, trained: bool) -> None:
+    """
+    Raises:
+        InputError: the model's user has frozen the parameter, or thawed it, since it was sharded.
+    """
+    if parameter.requires_grad is not trained:
+        done = "frozen" if trained else "thawed"
+        raise InputError(
+            f"parameter '{parameter.parameter_name}' was {done} after the model was sharded",
+            why="the state of the parameters that are trained is laid out before the first step",
+            fix="freeze parameters first; to train in phases, make a new Trainer, or prepare the "
+            "model again, for each phase",
         )

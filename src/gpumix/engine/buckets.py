@@ -100,9 +100,16 @@ class Bucket:
         """What is trained and what is frozen differs from what was gathered."""
         self._ever_gathered = False
 
+    def begin_step(self) -> None:
+        """A step begins, or another pass through the model; see `FlatGroup.begin_step`."""
+        for group in self.groups:
+            group.begin_step()
+
     def leave(self) -> None:
         """The parameters are not needed until the next step, which may find others in masters."""
         self._put_away()
+        for group in self.groups:
+            group.rest()
         for group in self.trainable:
             group.may_change()
 

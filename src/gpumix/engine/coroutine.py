@@ -164,10 +164,11 @@ Answer = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Calls:
-    """Where unit calls outside of a coroutine go: nowhere, but inside `answered`."""
+    """Where unit calls outside of a coroutine go: to `outside`, but inside of `answered`."""
 
     def __init__(self) -> None:
         self._answer: Answer | None = None
+        self.outside: Answer | None = None
 
     @contextlib.contextmanager
     def answered(self, answer: Answer) -> Iterator[None]:
@@ -179,13 +180,14 @@ class Calls:
             self._answer = None
 
     def answer(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._answer is None:
+        answer = self._answer or self.outside
+        if answer is None:
             raise ModelError(
                 f"unit '{name}' was called outside of the engine",
                 why="its parameters are sharded over ranks and only there during a step",
                 fix="train with engine.step(batch), evaluate with engine.evaluate(batch)",
             )
-        return self._answer(name, args, kwargs)
+        return answer(name, args, kwargs)
 
 
 def intercept(name: str, module: nn.Module, calls: Calls) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 
 from gpumix.cost.pipeline import Pipeline
 from gpumix.engine import buffers, layered, pipelined, sequential, stands
-from gpumix.engine.buckets import Reductions
+from gpumix.engine.buckets import Bucket, Reductions
 from gpumix.engine.comm import Communicator, WaitClock
 from gpumix.engine.coroutine import Calls
 from gpumix.engine.efficient import channels_last
@@ -31,6 +31,7 @@ from gpumix.engine.inventory import Inventory
 from gpumix.engine.micro_batch import Loss, MicroBatch, closing, kept_by
 from gpumix.engine.optimizers import check
 from gpumix.engine.optimizers.layout import Layout
+from gpumix.engine.outside import OutsideSteps, refuse_stages
 from gpumix.engine.own_gradients import OwnNorm
 from gpumix.engine.parts import Parts
 from gpumix.engine.pipelined import Entrance, Place, Running
@@ -46,6 +47,7 @@ from gpumix.engine.samples import (
     samples_in,
 )
 from gpumix.engine.switches import Switches
+from gpumix.engine.tensor import Changes
 from gpumix.engine.trials import Trials
 from gpumix.engine.undo import Undo
 from gpumix.engine.unused import UnusedParameters
@@ -62,11 +64,12 @@ Function = Callable[[nn.Module, Any], Any]
 class Engine(Trials):
     """A model sharded over ranks by a plan. Made by `prepare`.
 
-    `overflowed`: the last step's fp16 gradients overflowed, and there are none. `notice` is what
-    this rank tells all others in the next step, at no further cost, and so is `report`;
-    `exchanged` is what all said in the last one. `losses_counted` is what the sum of all losses of
-    the last step was divided by, float64 on the device; `computed` has the samples of each of this
-    rank's micro-batches in it, and their padded tokens. `copies` is the clock of waits for copies.
+    `ended`: its model is an ordinary one again. `overflowed`: the last step's fp16 gradients
+    overflowed, and there are none. `notice` is what this rank tells all others in the next step, at
+    no further cost, and so is `report`; `exchanged` is what all said in the last one.
+    `losses_counted` is what the sum of all losses of the last step was divided by, float64 on the
+    device; `computed` has the samples of each of this rank's micro-batches in it, and their padded
+    tokens. `copies` is the clock of waits for copies.
     """
 
     def __init__(
@@ -82,6 +85,8 @@ class Engine(Trials):
         inventory: Inventory,
         places: Sequence[Place] = (),
         couples: str = "",
+        changes: Changes,
+        forwards: Mapping[str, Callable[..., Any]],
     ) -> None:
         shared = places[0].shared if places else ()  # all ranks go through buckets in this order
         buckets = dict.fromkeys((*shared, *(b for one in parts for b in one.buckets)))
@@ -117,10 +122,11 @@ class Engine(Trials):
         self._switches = Switches(model)
         self._to_take_back: tuple[Undo, ...] = ()
         self.guard: Guard | None = None
+        self.outside = calls.outside = OutsideSteps(self, changes, forwards)
         self._settled = objective.rule is not None
         self._trims = objective.trims
         self.reduction = objective.rule.name if objective.rule is not None else ""
-        self._failed = ""
+        self._failed, self.ended = "", False
         self._updates: Updates | None = None
         self.computed: list[tuple[int, int | None]] = []
         self.copies = WaitClock(self.device)
@@ -175,7 +181,6 @@ class Engine(Trials):
                 self._tells_samples = False
             undo = Undo.before(self.keepers, self.losses_counted)
             self.round_ahead()
-            self._unused.begin()
             with untouched(self.device), torch.enable_grad():
                 if self.places:
                     table = self._step_in_stages(cut, rows, scale, updates)
@@ -495,12 +500,62 @@ class Engine(Trials):
         comm = division.comm if not division.replicated else self.comm.alone()
         return Layout(self.pieces(), comm, root=root, speeds=speeds)
 
+    # -- outside of steps --------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def gathered_unit(self, name: str) -> Iterator[None]:
+        """Inside, a unit has its parameters, outside of a step. Collective.
+
+        Raises:
+            ModelError: by this plan no rank computes all of the model.
+        """
+        self._refuse_stages()
+        bucket = self._parts.units[name].bucket
+        bucket.gathered()
+        try:
+            yield
+        finally:
+            bucket.leave()
+
+    def gather_root(self) -> None:
+        """Gather what lies outside of the units, outside of a step. Collective.
+
+        Raises:
+            ModelError: by this plan no rank computes all of the model.
+        """
+        self._refuse_stages()
+        for bucket in self._root_buckets:
+            bucket.gathered()
+
+    def _refuse_stages(self) -> None:
+        if not self.outside.can_be_called:
+            raise refuse_stages()
+
+    def leave_root(self) -> None:
+        """The end of what `gather_root` has begun."""
+        for bucket in self._root_buckets:
+            bucket.leave()
+
+    @property
+    def _root_buckets(self) -> tuple[Bucket, ...]:
+        return (*self._parts.throughout, self._parts.before, self._parts.after)
+
+    def end(self, why: str) -> None:
+        """No step follows; memory of parameters, gradients and masters is free."""
+        self.ended, self._failed = True, why
+        self._buckets, self._heads, self.places = [], [], ()
+        del self._parts
+
     # -- inside ------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _in_step(self) -> Iterator[None]:
         """What fails inside leaves nothing of the step. With other ranks there is no going on: they
         stand elsewhere in their step, and collectives would not meet."""
+        if self.ended:
+            raise TrainingError(
+                "the engine is at its end", why=self._failed, fix="prepare the model again"
+            )
         if self._failed:
             raise TrainingError(
                 f"an earlier step failed on rank {self.comm.rank}, the others are not where it is",
@@ -508,6 +563,9 @@ class Engine(Trials):
                 fix="start all ranks again, from a checkpoint",
             )
         try:
+            self.outside.in_step = True
+            for bucket in self._buckets:
+                bucket.begin_step()
             with self._switches:
                 yield
         except BaseException as error:
@@ -523,6 +581,7 @@ class Engine(Trials):
                 raise account from error
             raise
         finally:
+            self.outside.in_step = False
             stands.computes()
 
     def _cut(

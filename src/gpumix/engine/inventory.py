@@ -15,11 +15,12 @@ from gpumix.spec.plan import Plan
 
 @dataclass(frozen=True)
 class Stored:
-    """A parameter: its shape, the dtype in which it is stored, whether it is trained, and the first
-    rank that has a part of it."""
+    """A parameter: its shape, the dtype in which it is stored and the one in which it was given,
+    whether it is trained, and the first rank that has a part of it."""
 
     shape: torch.Size
     dtype: torch.dtype
+    given_dtype: torch.dtype
     trained: bool
     rank: int
 
@@ -55,7 +56,7 @@ class Inventory:
                 frozen = sent if old.is_floating_point() else old.dtype
                 dtype = torch.float32 if old.requires_grad else frozen
                 rank = plan.ranks_of(stage)[0]
-                parameters[slot.name] = Stored(old.shape, dtype, old.requires_grad, rank)
+                parameters[slot.name] = Stored(old.shape, dtype, old.dtype, old.requires_grad, rank)
         names = {n: own[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
         return cls(names, parameters, stages, plan)
 

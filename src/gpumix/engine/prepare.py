@@ -99,6 +99,7 @@ def prepare(
     comm.words = LastWords.of_default_group(rank=comm.rank, world=comm.world, on_gloo=comm.on_gloo)
     inventory = Inventory.of(model, anatomy, plan)
     head = _head_in_chunks(model, anatomy, plan, comm.rank)
+    forwards = {unit.name: unit.module.forward for unit in anatomy.units}
     # Tensor.
     teams = teams_of(plan, comm)
     anatomy, changes = _divided(plan, anatomy, comm.rank, teams, tensor, head)
@@ -131,6 +132,8 @@ def prepare(
         inventory=inventory,
         places=places,
         couples=couples,
+        changes=changes,
+        forwards=forwards,
     )
 
 

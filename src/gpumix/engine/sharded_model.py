@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from gpumix.engine import buffers, state
 from gpumix.engine.buckets import Bucket
 from gpumix.engine.comm import Communicator
-from gpumix.engine.inventory import Inventory
+from gpumix.engine.inventory import Inventory, Stored
 from gpumix.engine.optimizers import check
 from gpumix.engine.shard import Piece, Shard
 from gpumix.engine.shards import FlatGroup
@@ -62,6 +62,21 @@ class ShardedModel:
     def trained_names(self) -> list[str]:
         """Names of all parameters that are trained, whoever has a part of them."""
         return [name for name, one in self._inventory.parameters.items() if one.trained]
+
+    @property
+    def parameter_names(self) -> Mapping[str, str]:
+        """Every name that a parameter has in the model, and the one that its piece has."""
+        return self._inventory.names
+
+    @property
+    def stored_parameters(self) -> Mapping[str, Stored]:
+        """All parameters, whoever has a part of them, by the names of their pieces."""
+        return self._inventory.parameters
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank has all values of the model, in ordinary parameters between steps."""
+        return self._inventory.of_one_stage and all(group.is_whole for group in self.groups())
 
     def shapes(self) -> dict[str, torch.Size]:
         """Shapes of all parameters by name, as in the unsharded model."""

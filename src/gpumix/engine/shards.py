@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from gpumix.engine.away import Away
+from gpumix.engine.away import AtRest, Away, refuse_thawed
 from gpumix.engine.comm import Borrowed, Pending
 from gpumix.engine.coroutine import ModelError
 from gpumix.engine.division import Division, Kind
@@ -201,6 +201,12 @@ class FlatGroup:
             )
             for number, division in enumerate(alike.divisions)
         ]
+        # Between steps a rank that has all of the masters has an ordinary model.
+        self.is_whole = (
+            not (in_parts or on_host)
+            and self._division.team is None
+            and (self._division.replicated or self._division.comm.world == 1)
+        )
         self._install(alike)
         self._parts = _Parts(self.views, alike) if in_parts else None
         self._gradients: list[OwnGradient] = []
@@ -222,7 +228,13 @@ class FlatGroup:
         """Put views of the buffer in the places of the parameters."""
         self.views: list[nn.Parameter] = []
         self._places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, Away]] = []
-        for slot, view in zip(alike.slots, self.full.data.split(alike.numels)):
+        self._at_rest: list[tuple[dict[str, nn.Parameter | None], str, AtRest]] = []
+        masters: Sequence[torch.Tensor | None] = [None] * len(alike.slots)
+        if self.is_whole:
+            masters = self.shards[0].master.split(alike.numels)
+        for number, (slot, view, master) in enumerate(
+            zip(alike.slots, self.full.data.split(alike.numels), masters)
+        ):
             # `.data` gives the view a version counter of its own: the next gather is no in-place
             # change of what autograd saved.
             shaped = nn.Parameter(
@@ -231,8 +243,14 @@ class FlatGroup:
             away = Away.of(shaped, slot.name)
             for module, attribute in slot.places:
                 self._places.append((module._parameters, attribute, shaped, away))
+            if master is not None:
+                rest = AtRest.of(
+                    master.view(slot.window.local_shape), self.shards[0].pieces[number]
+                )
+                self._at_rest += [(m._parameters, attribute, rest) for m, attribute in slot.places]
             self.views.append(shaped)
         self.remove()
+        self.rest()
 
     def _point_gradients(self, alike: Alike) -> None:
         """Make autograd accumulate in fp32 into views of the gradient buffer.
@@ -298,6 +316,29 @@ class FlatGroup:
         """Until the next gather the modules hold what says that the parameters are away."""
         for parameters, attribute, _, away in self._places:
             parameters[attribute] = away
+
+    def rest(self) -> None:
+        """Between steps the modules hold parameters with the values of the masters, where this rank
+        has all of them."""
+        for parameters, attribute, rest in self._at_rest:
+            parameters[attribute] = rest
+
+    def begin_step(self) -> None:
+        """A step begins: no parameter has a gradient yet, or may be used before it is gathered.
+
+        Raises:
+            InputError: parameters were frozen or thawed since the model was sharded, or have
+                gradients of somebody else's backward pass.
+        """
+        self.unused = None
+        for _, _, rest in self._at_rest:
+            refuse_thawed(rest, self.trainable)
+            rest.refuse_gradient()
+        if self._at_rest:
+            self.remove()
+            return
+        for _, _, _, away in self._places:
+            refuse_thawed(away, self.trainable)
 
     def gather_masters(self) -> Iterator[tuple[Piece, torch.Tensor]]:
         """Every parameter, whole: views of temporary memory. Collective."""

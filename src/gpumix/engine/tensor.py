@@ -48,16 +48,24 @@ class Changes:
             (module, attribute, getattr(module, attribute))
             for module, attribute, _ in self._changes
         ]
-        for module, attribute, before in reversed(self._changes):
-            if before is None:
-                delattr(module, attribute)
-            else:
-                setattr(module, attribute, before)
+        self._take_back()
         try:
             yield
         finally:
             for module, attribute, value in now:  # a unit's stops at its boundary by now
                 setattr(module, attribute, value)
+
+    def undo(self) -> None:
+        """For good."""
+        self._take_back()
+        self._changes.clear()
+
+    def _take_back(self) -> None:
+        for module, attribute, before in reversed(self._changes):
+            if before is None:
+                delattr(module, attribute)
+            else:
+                setattr(module, attribute, before)
 
 
 @dataclass(frozen=True)

@@ -33,11 +33,6 @@ class UnusedParameters:
         self._all_used = torch.tensor(flags, dtype=torch.uint8, device=comm.device)
         self._told: Pending | None = None
 
-    def begin(self) -> None:
-        """A step begins, in which no parameter has a gradient yet."""
-        for group in self._groups:
-            group.unused = None
-
     def drop(self) -> None:
         """All gradients of the step are there: drop those of parameters that no rank used, where
         earlier steps left none to be added to. Collective."""

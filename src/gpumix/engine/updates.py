@@ -80,7 +80,7 @@ class Updates:
         self._thread = None if arrivals is None else ThreadPoolExecutor(1, "gpumix-update")
         self._under_way: list[Future[None]] = []
         self._members: dict[int, list[list[torch.nn.Parameter]]] = {}
-        self._late: set[torch.nn.Parameter] = set()
+        self._late: list[list[torch.nn.Parameter]] = [[] for _ in optimizer.param_groups]
         for bucket in buckets:
             own = {id(piece.local) for piece in bucket.pieces}
             self._members[id(bucket)] = [
@@ -94,7 +94,8 @@ class Updates:
         unused = {name for group in bucket.trainable for name in group.unused_names()}
         if unused:
             late = {piece.local for piece in bucket.pieces if piece.name in unused}
-            self._late |= late
+            for waiting, group in zip(self._late, members):
+                waiting += [p for p in group if p in late]
             members = [[p for p in group if p not in late] for group in members]
         if any(members):
             self._update(members)
@@ -109,10 +110,9 @@ class Updates:
 
     def finish(self) -> None:
         """Wait for all of them; which parameters have no gradient is known."""
-        late, self._late = self._late, set()
-        if any(p.grad is not None for p in late):
-            groups = self.optimizer.param_groups
-            self._update([[p for p in group["params"] if p in late] for group in groups])
+        late, self._late = self._late, [[] for _ in self._late]
+        if any(p.grad is not None for group in late for p in group):
+            self._update(late)
         for one in self._under_way:
             one.result()
         self._under_way = []

@@ -26,8 +26,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
 from gpumix.engine.additivity import padding_counts
+from gpumix.engine.comm import Communicator
 from gpumix.engine.engine import Engine
 from gpumix.engine.groups import all_ranks, device_of_group
+from gpumix.engine.outside import unshard
 from gpumix.hardware.environment import ranks_here
 from gpumix.hardware.memory import is_out_of_memory
 from gpumix.integrations.accelerator_arguments import (
@@ -45,7 +47,7 @@ from gpumix.integrations.looped import LABELS, Looped, LoopLoss
 from gpumix.integrations.optimizers import optimizer_like, taken_over
 from gpumix.integrations.overflows import tells_of_skips, told_norm
 from gpumix.integrations.own_batches import CollatedTree, OwnLoader, Part, Width, collated_tree
-from gpumix.integrations.rows import PlannedRows, looped_rows
+from gpumix.integrations.rows import PlannedRows, equal_rows, looped_rows
 from gpumix.integrations.samplers import prepared, seed_of_all
 from gpumix.integrations.saving import Saver, dtypes_of
 from gpumix.integrations.specimens import specimen_of
@@ -189,11 +191,17 @@ class Accelerator(accelerate.Accelerator):
                 "several models cannot be trained by one Accelerator",
                 fix="call accelerator.free_memory() before the next one is prepared",
             )
-        if models:
+        if models and not self._only_infers(models[0], args):
             loaders = [one for one in args if isinstance(one, DataLoader)]
             optimizers = [one for one in args if isinstance(one, torch.optim.Optimizer)]
             self._host(models[0], loaders, optimizers)
         return super().prepare(*args, device_placement=device_placement)
+
+    def _only_infers(self, model: nn.Module, args: Sequence[Any]) -> bool:
+        """Whether a model is prepared that nothing trains: it stays an ordinary one, on each rank's
+        device."""
+        alone = not any(isinstance(one, DataLoader | torch.optim.Optimizer) for one in args)
+        return alone or not any(p.requires_grad for p in model.parameters())
 
     def _host(self, model: nn.Module, loaders: Sequence[Any], optimizers: Sequence[Any]) -> None:
         if not loaders:
@@ -252,6 +260,9 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(model, Looped):
             return model
+        if self._looped is None or self._looped.module is not model:
+            kwargs["evaluation_mode"] = True
+            return super().prepare_model(model, *args, **kwargs)
         return self._looped
 
     def prepare_optimizer(self, optimizer: Any, device_placement: Any = None) -> Any:
@@ -277,7 +288,9 @@ class Accelerator(accelerate.Accelerator):
         if config.use_seedable_sampler:
             seed = seed_of_all() if config.data_seed is None else config.data_seed
             given = replace(given, sampler=prepared(given.sampler, seedable=True, seed=seed))
-        rows = PlannedRows(self._made, looped_rows)
+        rows = PlannedRows(
+            lambda: self._engine, looped_rows, rank=self.process_index, world=world()
+        )
         loader = given.own_part(given.batch_size * world(), rows, collate, Loader)
         loader.device, loader.next_of = self.device, self._next_of
         return loader
@@ -293,11 +306,6 @@ class Accelerator(accelerate.Accelerator):
     def _next_of(self, batches: Iterator[Any]) -> Any:
         return next(batches, None) if self._engine is None else self._record.next_of(batches)
 
-    def _made(self) -> Engine:
-        if self._engine is None:
-            raise InputError("a loader is read before the model is prepared")
-        return self._engine
-
     def _at(self) -> Part | None:
         """This rank's part of the batch that the loop is at."""
         active = self.gradient_state.active_dataloader
@@ -311,7 +319,12 @@ class Accelerator(accelerate.Accelerator):
         Args:
             count: what the loss is a mean over, on this rank, where its graph does not tell.
         """
-        assert self._looped is not None
+        if self._looped is None:
+            raise InputError(
+                "backward is called, and no model was prepared to be trained",
+                why="a model that is prepared alone, or has nothing to train, is for inference",
+                fix="accelerator.prepare(model, optimizer, loader)",
+            )
         weight = self._looped.weight_of(loss, count)
         super().backward(loss, **kwargs)
         self._looped.backward_done(loss.detach(), weight)
@@ -333,12 +346,10 @@ class Accelerator(accelerate.Accelerator):
 
     def gather(self, tensor: Any) -> Any:
         """Rows of all ranks, of which each may have another number, on all of them."""
-        if self._engine is None:
-            return super().gather(tensor)
         lifted = tree_map(lambda t: t[None] if t.dim() == 0 else t, tensor)
         rows = len(next(t for t in tree_leaves(lifted)))
-        begin = self._engine.comm.rank * PLACES_OF_A_RANK
-        found = all_rows({range(begin, begin + rows): lifted}, self._engine.comm, "gather")
+        begin = self.process_index * PLACES_OF_A_RANK
+        found = all_rows({range(begin, begin + rows): lifted}, self._ranks(), "gather")
         return tree_map(lambda t: t.to(self.device), found)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
@@ -348,8 +359,7 @@ class Accelerator(accelerate.Accelerator):
         one, as by Accelerate."""
         leaves, label = tree_leaves(input_data), "gather_for_metrics"
         if use_gather_object or not leaves or not all(isinstance(t, Tensor) for t in leaves):
-            comm = all_ranks(device_of_group()) if self._engine is None else self._engine.comm
-            lists = all_objects(input_data, comm, label)
+            lists = all_objects(input_data, self._ranks(), label)
             kept = self._of_samples([len(one) for one in lists])
             things = [thing for one, own in zip(lists, kept.own) for thing in one[:own]]
             return things[: kept.together]
@@ -358,7 +368,7 @@ class Accelerator(accelerate.Accelerator):
         lifted = tree_map(lambda t: t[None] if t.dim() == 0 else t, input_data)
         rows = all_numbers([len(tree_leaves(lifted)[0])], label)
         kept = self._of_samples([number for (number,) in rows])
-        own = kept.own[self._made().comm.rank]
+        own = kept.own[self.process_index]
         gathered = self.gather(tree_map(lambda t: t[:own], lifted))
         return tree_map(lambda t: t[: kept.together], gathered)
 
@@ -367,13 +377,20 @@ class Accelerator(accelerate.Accelerator):
         given = self._at()
         if given is None:
             return Kept(rows, None)
-        samples, plan = given.samples, self._made().plan
-        own = [sum(map(len, rows_of(plan, rank, samples))) for rank in range(len(rows))]
+        samples, own = given.samples, []
+        for rank in range(len(rows)):
+            of_rank = equal_rows(len(rows), rank, samples)
+            if self._engine is not None:
+                of_rank = rows_of(self._engine.plan, rank, samples)
+            own.append(sum(map(len, of_rank)))
         if all(found == max(1, number) for found, number in zip(rows, own)):
             return Kept(own, None)
         whole = self.gradient_state.active_dataloader.total_batch_size
         repeated = all(found == whole // len(rows) for found in rows)
         return Kept(rows, samples if repeated else None)
+
+    def _ranks(self) -> Communicator:
+        return all_ranks(device_of_group()) if self._engine is None else self._engine.comm
 
     def end_training(self) -> None:
         if self._engine is not None:
@@ -381,8 +398,11 @@ class Accelerator(accelerate.Accelerator):
         super().end_training()
 
     def free_memory(self, *objects: Any) -> Any:
-        """As Accelerate's; another model may then be prepared. Collective."""
+        """As Accelerate's; another model may then be prepared. Collective. The model is an ordinary
+        one again, with its weights on the first rank; `gpumix.unshard(model)` before lets each have
+        them."""
         if self._engine is not None:
+            unshard(self._engine.model, everywhere=False)
             self._record.finish(self._record.done)
             self._engine = self._looped = None
             del self._saver, self._record
@@ -397,6 +417,8 @@ class Accelerator(accelerate.Accelerator):
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Tensor]:
         """That of the whole model, on the first rank."""
+        if self._engine is None:
+            return super().get_state_dict(model, unwrap)  # type: ignore[no-any-return]
         return self._saver.asked_for()
 
     def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gpumix.engine.outside import outside_of
 from gpumix.engine.state import persistent_buffers
 from gpumix.spec.errors import InputError
 
@@ -41,6 +42,14 @@ def tell_names(model: nn.Module, *, everywhere: bool) -> None:
     for module in _trained_whole(model):
         names = _names_of(module) if everywhere or first else ()
         module.state_dict = partial(_named, names)  # type: ignore[method-assign, assignment]
+    outside = outside_of(model)
+    if outside is not None:
+        outside.at_end(partial(_forget_names, model))
+
+
+def _forget_names(model: nn.Module) -> None:
+    for module in _trained_whole(model):
+        vars(module).pop("state_dict", None)
 
 
 def adapters_in(folder: Path, model: Any) -> dict[str, Tensor] | None:

@@ -25,6 +25,7 @@ from torch import nn
 from gpumix.engine.engine import Engine
 from gpumix.engine.launched import leave_at_end
 from gpumix.engine.optimizers.base import WholeOptimizer
+from gpumix.engine.outside import unshard
 from gpumix.engine.prepare import prepare
 from gpumix.engine.randomness import untouched
 from gpumix.engine.reduction import Objective
@@ -118,6 +119,7 @@ def host(
         NoFeasiblePlanError: no plan fits the devices.
     """
     refuse_prompts(model)
+    unshard(model)  # by which it was trained before
     first = rank() == 0
     if first and folder is not None:
         check_folder(folder)

@@ -98,6 +98,22 @@ class Looped(nn.Module):
         self._has_stepped = False  # the optimizer, since gradients were added
         self._like: Any = None  # what the model returned last, without rows
 
+    def __getattr__(self, name: str) -> Any:
+        """Whatever else a loop asks of its model: `config`, `generate`, ..."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.module.named_parameters(*args, **kwargs)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         batch = {ARGS: args, KWARGS: kwargs}
         if not (self.training and torch.is_grad_enabled()):

@@ -18,27 +18,43 @@ Rows = Callable[[int], Sequence[range]]
 
 
 class PlannedRows:
-    """By the plan of an engine that is made before the first batch is read. A worker of a loader
-    gets what the plan says, and nothing of the program.
+    """By the plan of an engine that is made before the first batch is read; as many for each rank,
+    where none is made. A worker of a loader gets what the plan says, and nothing of the program.
 
     Args:
-        engine: gives it.
+        engine: gives it, or None.
         rows: of a plan, a rank and a number of samples.
+        rank, world: of this process.
     """
 
     def __init__(
-        self, engine: Callable[[], Engine], rows: Callable[[Plan, int, int], Sequence[range]]
+        self,
+        engine: Callable[[], Engine | None],
+        rows: Callable[[Plan, int, int], Sequence[range]],
+        *,
+        rank: int = 0,
+        world: int = 1,
     ) -> None:
         self._engine = engine
         self._rows = rows
+        self._equal = partial(equal_rows, world, rank)
 
     def __call__(self, samples: int) -> Sequence[range]:
         engine = self._engine()
+        if engine is None:
+            return self._equal(samples)
         return self._rows(engine.plan, engine.comm.rank, samples)
 
     def __reduce__(self) -> tuple[Any, ...]:
         engine = self._engine()
+        if engine is None:
+            return partial, (equal_rows, *self._equal.args)
         return partial, (self._rows, engine.plan, engine.comm.rank)
+
+
+def equal_rows(world: int, rank: int, samples: int) -> Sequence[range]:
+    """Without a plan."""
+    return (range(samples * rank // world, samples * (rank + 1) // world),)
 
 
 def evaluated_rows(plan: Plan, rank: int, samples: int) -> Sequence[range]:

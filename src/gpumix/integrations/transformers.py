@@ -31,6 +31,6 @@ class Trainer(Planned, transformers.Trainer):
 
 
 class Seq2SeqTrainer(Planned, transformers.Seq2SeqTrainer):
-    """`transformers.Seq2SeqTrainer`, run by a plan. It evaluates by losses and logits."""
+    """`transformers.Seq2SeqTrainer`, run by a plan."""
 
     _arguments = (transformers.Seq2SeqTrainingArguments, SEQ2SEQ)

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from gpumix.engine.outside import outside_of
 from gpumix.integrations.hosted import rank
 from gpumix.integrations.saving import Saver
 
@@ -36,3 +37,6 @@ def saves_whole(model: nn.Module, saver: Saver) -> None:
         return save(**given)
 
     model.save_pretrained = save_pretrained  # type: ignore[assignment]
+    outside = outside_of(model)
+    assert outside is not None, "it is sharded"
+    outside.at_end(lambda: vars(model).pop("save_pretrained", None))

@@ -119,6 +119,15 @@ def measure_class(
     """
     try:
         return _measured(subject, runtime, device_class, progress)
+    except NotImplementedError as error:
+        if "meta tensor" not in str(error):
+            raise
+        raise ModelError(
+            "the loss, or the model outside of its blocks, computes with parameters of the blocks",
+            why="the parameters of a block are on the device only while the model calls the block",
+            fix="for decay use weight_decay of the optimizer; leave out a term over "
+            "model.parameters(), or compute it inside of the blocks",
+        ) from error
     except Exception as error:
         if not is_out_of_memory(error):
             raise

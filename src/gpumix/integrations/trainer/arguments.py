@@ -78,12 +78,9 @@ TRAINING = Fields.of(
     },
 )
 SEQ2SEQ = Fields.of(
-    heard="",
+    heard="predict_with_generate",
     theirs="sortish_sampler generation_max_length generation_num_beams generation_config",
-    refused={
-        "predict_with_generate": "leave it out, and generate with the saved model after training: "
-        "no device has the whole model, which generating asks for token by token",
-    },
+    refused={},
 ).and_of(TRAINING)
 ACCELERATOR = Fields.of(
     # No sample is read twice, so batches are as uneven as they are.

@@ -145,7 +145,7 @@ def _batches(
     following = next(batches, None)
     while following is not None:
         batch, following = following, next(batches, None)
-        if _has_loss(trainer, batch):
+        if has_loss(trainer, batch):
             trainer._settle(batch)
         parts = by_places(engine, made, dict(batch), batch.samples)
         with host_memory():
@@ -160,7 +160,7 @@ def _made(
     names = trainer.label_names
     rows = len(next(value for value in batch.values() if isinstance(value, Tensor)))
     told: dict[str, Any] = {}
-    if _has_loss(trainer, batch):
+    if has_loss(trainer, batch):
         loss: TrainerLoss = trainer._loss
         if loss_only:
             found = Computed(*loss(model, batch), outputs=None)
@@ -188,7 +188,7 @@ def _is_labelled(trainer: Any, batch: Mapping[str, Any]) -> bool:
     return bool(names) and all(batch.get(name) is not None for name in names)
 
 
-def _has_loss(trainer: Any, batch: Mapping[str, Any]) -> bool:
+def has_loss(trainer: Any, batch: Mapping[str, Any]) -> bool:
     """Whether transformers computes a loss of the batch."""
     if trainer.label_names:
         return _is_labelled(trainer, batch)

@@ -23,6 +23,7 @@ from transformers.utils import is_datasets_available
 
 from gpumix.engine.additivity import padding_counts
 from gpumix.engine.engine import Engine
+from gpumix.engine.outside import unshard
 from gpumix.hardware.environment import ranks_here
 from gpumix.hardware.runtime import is_available, is_gpu
 from gpumix.integrations.batching import Batching
@@ -34,7 +35,7 @@ from gpumix.integrations.own_batches import Collated, OwnLoader, Width, own_load
 from gpumix.integrations.recorded import Recorded
 from gpumix.integrations.rows import PlannedRows, evaluated_rows
 from gpumix.integrations.samplers import Whole, prepared
-from gpumix.integrations.saving import STATE, Saver, dtypes_of
+from gpumix.integrations.saving import Saver, dtypes_of
 from gpumix.integrations.specimens import specimen_of
 from gpumix.integrations.trainer.arguments import (
     TRAINING,
@@ -43,9 +44,11 @@ from gpumix.integrations.trainer.arguments import (
     refuse_without_meaning,
     space_of,
 )
+from gpumix.integrations.trainer.checkpoints import PlannedCheckpoints
 from gpumix.integrations.trainer.control import AgreedControl
 from gpumix.integrations.trainer.evaluation import evaluate
 from gpumix.integrations.trainer.loss import TrainerLoss, by_itself
+from gpumix.integrations.trainer.stock_evaluation import StockEvaluation, is_called_by_blocks
 from gpumix.integrations.trainer.subclasses import (
     LOADERS,
     computes_by_itself,
@@ -102,7 +105,7 @@ class Handle:
         return iter(self._looks)
 
 
-class Planned:
+class Planned(PlannedCheckpoints):
     """Put before `transformers.Trainer` or a class that derives from it.
 
     Args:
@@ -140,6 +143,11 @@ class Planned:
         self._filters_itself = False  # bad losses are taken out of what is logged
         refuse_not_called(self, Planned)
         super().__init__(*args, **kwargs)
+        always = overrides(self, "prediction_step", Planned)
+        generates = getattr(self.args, "predict_with_generate", False)
+        self._stock = StockEvaluation(self, always=always or generates)
+        calls_back = self.callback_handler.call_event
+        self.callback_handler.call_event = partial(self._called_back, calls_back)
         for name in LOADERS:
             if overrides(self, name, Planned):
                 setattr(self, name, partial(self._loaded, getattr(self, name), name))
@@ -154,9 +162,8 @@ class Planned:
         """The first thing that is made, by arguments that are looked at before."""
         self._check_arguments()
         self._space = space_of(self.args)
-        self._accumulates = self.args.gradient_accumulation_steps
-        self.args = folded(self.args)
-        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        with self._folded():
+            super().create_accelerator_and_postprocess()  # type: ignore[misc]
         # A program's own loader is not split evenly: `_loaded` takes it apart.
         self.accelerator.prepare_data_loader = lambda loader, *args, **kwargs: loader
 
@@ -180,15 +187,31 @@ class Planned:
         """What is trained by, once it is made."""
         return None if self._engine is None else self._engine.plan
 
+    @property
+    def has_engine(self) -> bool:
+        """Whether the model is sharded, by this trainer."""
+        engine = self._engine
+        return engine is not None and engine.model is self.model and not engine.ended
+
+    @property
+    def is_called_by_blocks(self) -> bool:
+        """Whether the model can be called between steps as it is."""
+        return is_called_by_blocks(self.model)
+
     def _hosted(self, dataset: Any, collate: Any) -> Engine:
         """The engine of the model, made when it is first needed. Collective.
 
         Args:
             dataset, collate: what says what batches look like.
         """
-        if self._engine is not None and self._engine.model is self.model:
+        if self.has_engine:
+            assert self._engine is not None
             return self._engine
         model, args = self.model, self.args
+        before = self._engine
+        if before is not None and before.model is model:  # another trainer had it since
+            self._given = before.plan
+        unshard(model)
         if args.use_cpu:
             refuse_gpu(join(), "use_cpu=True", where="TrainingArguments")
         self._looks = [
@@ -232,7 +255,7 @@ class Planned:
 
     @property
     def _global_batch(self) -> int:
-        return int(self.args.train_batch_size) * world()
+        return int(folded(self._as_given).train_batch_size) * world()
 
     def _get_dataloader(
         self,
@@ -242,10 +265,19 @@ class Planned:
         sampler_fn: Any = None,
         is_training: bool = False,
         dataloader_key: str | None = None,
-    ) -> OwnLoader:
+    ) -> Any:
         """This rank's part of global batches, in the order of transformers' own sampler."""
         args = self.args
         collate: Any = self.data_collator  # type: ignore[attr-defined]
+        of_stock = partial(
+            super()._get_dataloader,  # type: ignore[misc]
+            dataset,
+            description,
+            batch_size,
+            sampler_fn,
+            is_training,
+            dataloader_key,
+        )
         if _in_columns(dataset):
             dataset = self._remove_unused_columns(dataset, description=description)  # type: ignore[attr-defined]
         else:
@@ -260,13 +292,12 @@ class Planned:
             if is_training:
                 number, rank = args.dataloader_num_workers, args.process_index
                 begin = partial(seed_worker, num_workers=number, rank=rank)
-        if not is_training:
-            self._hosted(dataset, collate)
-        return own_loader(
+        planned = partial(
+            own_loader,
             dataset,
             batch_size=self._global_batch if is_training else batch_size * world(),
             most=self._global_batch,
-            rows=self._rows(is_training),
+            rows=self._rows(is_training, dataset, collate),
             collate=Collated(collate, self._width),
             sampler=sampler,
             num_workers=args.dataloader_num_workers,
@@ -276,6 +307,11 @@ class Planned:
             multiprocessing_context=args.dataloader_multiprocessing_context,
             worker_init_fn=begin,
         )
+        if not is_training:
+            if self._stock.wanted(dataset, collate):
+                return self._stock.loader(of_stock, planned)
+            self._hosted(dataset, collate)
+        return planned()
 
     def _sampler(self, sampler: Any) -> Any:
         """Of transformers' own, as Accelerate makes it."""
@@ -296,18 +332,20 @@ class Planned:
                     fix="make the loader with batch_size=self.args.train_batch_size",
                 )
         if not is_training:
+            if self._stock.is_of(loader):
+                return loader
+            if self._stock.wanted(loader.dataset, loader.collate_fn):
+                return self._stock.prepared(loader)
             self._hosted(loader.dataset, loader.collate_fn)
         collate = Collated(loader.collate_fn, self._width)
-        rows = self._rows(is_training)
+        rows = self._rows(is_training, loader.dataset, loader.collate_fn)
         samples, most = given.batch_size * world(), self._global_batch
         return given.own_part(samples, rows, collate, OwnLoader, most=most)
 
-    def _rows(self, is_training: bool) -> PlannedRows:
-        return PlannedRows(self._made, rows_of if is_training else evaluated_rows)
-
-    def _made(self) -> Engine:
-        assert self._engine is not None, "made before the first batch is read"
-        return self._engine
+    def _rows(self, is_training: bool, dataset: Any, collate: Any) -> PlannedRows:
+        """Of a loader, whose reader may come before the training."""
+        made = partial(self._hosted, dataset, collate)
+        return PlannedRows(made, rows_of if is_training else evaluated_rows)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -342,6 +380,10 @@ class Planned:
             done=self.state.global_step,
         )
         return Handle(self, self._engine, self._looks), train_dataloader
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        with self._folded():
+            return super().train(*args, **kwargs)  # type: ignore[misc]
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As transformers does, with a record for `gpumix top` and `gpumix report`."""
@@ -479,6 +521,17 @@ class Planned:
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> Any:
+        if self._stock.is_of(dataloader):
+            rest = (description, prediction_loss_only, ignore_keys, metric_key_prefix)
+            with self._stock.under_way(super()._move_model_to_device):  # type: ignore[misc]
+                told = super().evaluation_loop(dataloader, *rest)  # type: ignore[misc]
+            name = f"{metric_key_prefix}_loss"
+            planned = self._stock.planned(dataloader)
+            if planned is not None and name in told.metrics:  # there it is a mean of ranks' means
+                told.metrics[name] = self.evaluation_loop(
+                    planned, description, True, None, metric_key_prefix
+                ).metrics[name]
+            return told
         assert self._engine is not None
         loss_only = prediction_loss_only
         if loss_only is None:
@@ -500,51 +553,6 @@ class Planned:
         if self._recorded is not None and self.is_in_train and loss is not None:
             self._recorded.evaluation(self.state.global_step, loss)
         return found
-
-    # -- saving ------------------------------------------------------------------------------------
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As transformers does; all ranks call it."""
-        if self._engine is None:
-            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
-            return
-        state = self._saver.model_state() if _internal_call else self._saver.asked_for()
-        if self.args.should_save:
-            self._save(output_dir or self.args.output_dir, state_dict=state)  # type: ignore[attr-defined]
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
-
-    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
-        if self._recorded is not None:
-            step = self.state.global_step
-            self._recorded.checkpoint(step, Path(self.args.output_dir) / f"checkpoint-{step}")
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        self._saver.save(Path(output_dir), self.state.global_step, self.optimizer)
-        if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Before the model is sharded, its weights; afterwards all comes with the state."""
-        if self._engine is None:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
-        elif not (Path(resume_from_checkpoint) / STATE).is_dir():
-            self._saver.load(Path(resume_from_checkpoint), None)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return
-        self._saver.load(Path(checkpoint), self.optimizer)
-        path = Path(checkpoint) / "scheduler.pt"
-        if path.is_file():
-            self.lr_scheduler.load_state_dict(torch.load(path, weights_only=True))
-            rates = self.lr_scheduler.get_last_lr()
-            for group, rate in zip(self.optimizer.param_groups, rates):
-                group["lr"] = rate
-
-    def _load_best_model(self) -> None:
-        self._saver.load(Path(self.state.best_model_checkpoint), None)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         raise InputError(

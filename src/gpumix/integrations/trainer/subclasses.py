@@ -12,7 +12,6 @@ from gpumix.spec.errors import InputError
 
 LOSSES = "override compute_loss, which is called for each micro-batch"
 NOT_CALLED = {
-    "prediction_step": f"{LOSSES}, or give preprocess_logits_for_metrics",
     "compute_loss_context_manager": f"{LOSSES}, and enter the context there",
     "autocast_smart_context_manager": "say bf16=True or fp16=True",
     "_prepare_inputs": "change the batch in the data collator, or in compute_loss",

@@ -1,0 +1,71 @@
+"""What a trainer saves and loads: folders of transformers, with the sharded state in them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpumix.engine.engine import Engine
+from gpumix.integrations.recorded import Recorded
+from gpumix.integrations.saving import STATE, Saver
+from gpumix.integrations.trainer.given_arguments import GivenArguments
+
+
+class PlannedCheckpoints(GivenArguments):
+    """The part of a trainer that saves."""
+
+    state: Any
+    optimizer: Any
+    lr_scheduler: Any
+    _engine: Engine | None
+    _recorded: Recorded | None
+    _saver: Saver
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As transformers does; all ranks call it."""
+        if self._engine is None:
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+            return
+        state = self._saver.model_state() if _internal_call else self._saver.asked_for()
+        if self.args.should_save:
+            self._save(output_dir or self.args.output_dir, state_dict=state)  # type: ignore[attr-defined]
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
+
+    def _save(self, *args: Any, **kwargs: Any) -> None:
+        with self._unfolded():
+            super()._save(*args, **kwargs)  # type: ignore[misc]
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
+        if self._recorded is not None:
+            step = self.state.global_step
+            self._recorded.checkpoint(step, Path(self.args.output_dir) / f"checkpoint-{step}")
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        self._saver.save(Path(output_dir), self.state.global_step, self.optimizer)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Before the model is sharded, its weights; afterwards all comes with the state."""
+        if self._engine is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+        elif not (Path(resume_from_checkpoint) / STATE).is_dir():
+            self._saver.load(Path(resume_from_checkpoint), None)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        self._saver.load(Path(checkpoint), self.optimizer)
+        path = Path(checkpoint) / "scheduler.pt"
+        if path.is_file():
+            self.lr_scheduler.load_state_dict(torch.load(path, weights_only=True))
+            rates = self.lr_scheduler.get_last_lr()
+            for group, rate in zip(self.optimizer.param_groups, rates):
+                group["lr"] = rate
+
+    def _load_best_model(self) -> None:
+        self._saver.load(Path(self.state.best_model_checkpoint), None)

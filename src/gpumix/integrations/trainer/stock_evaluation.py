@@ -1,0 +1,102 @@
+"""Evaluations by transformers' own loop, on the model as a user has it between steps.
+
+Such are: a model that trains nothing, predictions of samples without labels before any training,
+text that is generated, a program's own `prediction_step`. There is nothing to plan by for the first
+two; the others call the model in ways that only they know. Each rank evaluates an equal part.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from gpumix.engine.outside import outside_of
+from gpumix.engine.outside import whole as whole_model
+from gpumix.integrations.specimens import specimen_of
+from gpumix.integrations.trainer.evaluation import has_loss
+
+
+class StockEvaluation:
+    """What a trainer evaluates so.
+
+    Args:
+        always: whatever the data are like: the program has its own `prediction_step`, or generates.
+    """
+
+    def __init__(self, trainer: Any, *, always: bool) -> None:
+        self._trainer: Any = weakref.proxy(trainer)
+        self._always = always
+        # Of each of these loaders, the one that gives ranks of a plan the same batches.
+        self._loaders: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+    def wanted(self, dataset: Any, collate: Any) -> bool:
+        """Whether batches of a dataset are evaluated so. Collective."""
+        trainer = self._trainer
+        if self._always:
+            return True
+        if trainer.has_engine:
+            return False
+        if not any(p.requires_grad for p in trainer.model.parameters()):
+            return True
+        return not has_loss(trainer, specimen_of(dataset, collate).batch(1))
+
+    def loader(self, make: Callable[[], Any], planned: Callable[[], Any] | None) -> Any:
+        """The loader that transformers makes, which gives each rank an equal part.
+
+        Args:
+            planned: makes the one that gives each rank what the plan says.
+        """
+        accelerator = self._trainer.accelerator
+        ours = vars(accelerator).pop("prepare_data_loader")
+        try:
+            made = make()
+        finally:
+            accelerator.prepare_data_loader = ours
+        several = self._trainer.has_engine and accelerator.num_processes > 1
+        self._loaders[made] = planned() if planned is not None and several else None
+        return made
+
+    def prepared(self, loader: Any) -> Any:
+        """The same of a loader that the program makes."""
+        return self.loader(lambda: self._trainer.accelerator.prepare_data_loader(loader), None)
+
+    def planned(self, loader: Any) -> Any:
+        """The loader of the same batches by the plan, of several ranks; else None."""
+        return self._loaders[loader]
+
+    def is_of(self, loader: Any) -> bool:
+        return loader in self._loaders
+
+    @contextmanager
+    def under_way(self, move: Callable[[Any, Any], None]) -> Iterator[None]:
+        """Inside, the model is one that transformers' loop can call. Collective.
+
+        Args:
+            move: takes an ordinary model to a device, as transformers does.
+        """
+        trainer, accelerator = self._trainer, self._trainer.accelerator
+        if not trainer.has_engine:
+            move(trainer.model, trainer.args.device)
+            try:
+                yield
+            finally:  # which may have wrapped its forward
+                accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
+                accelerator._models.clear()
+            return
+        with ExitStack() as stack:
+            if not trainer.is_called_by_blocks:
+                stack.enter_context(whole_model(trainer.model))
+            # The model is where it is, and computes in its own dtype.
+            accelerator.prepare_model = lambda model, **kwargs: model
+            stack.callback(lambda: vars(accelerator).pop("prepare_model"))
+            # No sample counts twice, whatever is predicted of it.
+            trainer.gather_function = accelerator.gather_for_metrics
+            yield
+
+
+def is_called_by_blocks(model: Any) -> bool:
+    """Whether a model can be called as it is: it is ordinary, or gathers block after block."""
+    outside = outside_of(model)
+    return outside is None or outside.can_be_called
