@@ -44,8 +44,8 @@ SCRIPTS = {
     "sft_lora": (FOUND, "--per_device_train_batch_size"),
     "clm_no_trainer": (["--steps", str(STEPS)], "--per_device_batch_size"),
 }
-# Are started so too, as pages say: scripts with trainers, and one with a loop.
-BY_TORCHRUN = ("run_clm", "sft_lora", "clm_no_trainer")
+# Are started so too, as pages say: a script with a trainer, and one with a loop.
+BY_TORCHRUN = ("sft_lora", "clm_no_trainer")
 MORE = {"lightning_clm": SCRIPTS["clm_no_trainer"]}  # more than their import is changed
 BATCH = 12
 LOSSES = "losses.json"

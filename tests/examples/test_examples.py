@@ -76,6 +76,7 @@ def test_compare_plans_shows_both_strategies_for_each_batch(cache):
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_resume_elsewhere_goes_on_with_the_losses(cache):
     """First it trains `gpt2-text.yaml`, as that says itself."""
     out = python("examples/resume_elsewhere.py", cache=cache)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from extended import every_second
 from gpumix.spec.errors import InputError
 from harness import run_ranks
 from programs import GLOBAL_BATCH, Texts, as_launched, model, other_ranks, unlike_ranks
@@ -55,8 +56,9 @@ def gathered(folder: Path, world: int, batch: int = BATCH) -> dict[str, list[Any
     return found
 
 
-@pytest.mark.parametrize("batch", [BATCH, 12])
-@pytest.mark.parametrize("world", PLANS)
+@pytest.mark.parametrize(
+    ("world", "batch"), every_second([(2, BATCH), (2, 12), (3, 12), (3, BATCH)])
+)
 def test_losses_count_for_each_sample_as_with_the_stock_script(tmp_path, world, batch):
     (stock,) = run_ranks(gathered, 1, tmp_path, 1, batch)
     assert len(stock["losses"]) == EVALUATED

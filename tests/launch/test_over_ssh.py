@@ -102,6 +102,7 @@ def test_hosts_that_nobody_counted_run_a_process_for_each_device(two, tmp_path):
     assert sorted(done.out.splitlines()) == [f"gpx-{h} | {r} of 2: 3.0" for h, r in ("a0", "b1")]
 
 
+@pytest.mark.extended
 def test_printed_commands_of_two_hosts_meet(two, tmp_path):
     (tmp_path / "meets.py").write_text(ADDS)
     words = [*options(two, "--hosts", "gpx-a:1,gpx-b:1", "--print-commands"), "meets.py"]
@@ -171,6 +172,7 @@ def test_a_launcher_that_is_killed_leaves_nothing(two, tmp_path):
     assert saved(tmp_path) == ["saved-0", "saved-1", "saved-2"]
 
 
+@pytest.mark.extended
 def test_what_runs_on_a_host_may_be_killed(two, tmp_path):
     with waiting(two, tmp_path) as started:
         os.kill(started.one(sys.executable, " --first-rank 0 "), signal.SIGKILL)

@@ -60,7 +60,7 @@ clusters = st.builds(
 
 
 @pytest.mark.slow
-@examples(4)
+@examples(3)
 @given(found=clusters, batch=st.sampled_from([3, 8, 16]))
 def test_no_strategy_is_faster_than_the_default(found, batch):
     ours = step_s("optimal", found, batch)
@@ -69,7 +69,7 @@ def test_no_strategy_is_faster_than_the_default(found, batch):
 
 
 @pytest.mark.slow
-@examples(4)
+@examples(2)
 @given(found=clusters, batch=st.sampled_from([3, 8, 16]), seed=st.integers(0, 99))
 def test_no_random_climb_is_faster_than_the_default(found, batch, seed):
     ours = step_s("optimal", found, batch)

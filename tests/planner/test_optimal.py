@@ -34,13 +34,13 @@ def test_no_plan_is_faster(profile, batch):
         assert found == about(expected)
 
 
-@examples(10)
+@examples(6)
 @given(linked_profiles(), st.integers(1, 3))
 def test_no_plan_on_some_devices_is_faster_where_links_are_stated(profile, batch):
     assert step_of(profile, batch) == best_of_some(profile, batch, lambda some: True)
 
 
-@examples(10)
+@examples(6)
 @given(linked_profiles(), st.integers(1, 3))
 def test_in_large_clusters_some_classes_and_hosts_are_left_out(profile, batch):
     def whole(some):
@@ -70,7 +70,7 @@ def subsets(devices):
     return {tuple((d.host, d.device_class) for d in some): some for some in every}.values()
 
 
-@examples(10)
+@examples(6)
 @given(small_profiles(), st.integers(2, 12))
 def test_a_rough_answer_first_changes_nothing(profile, batch):
     expected = step_of(profile, batch)

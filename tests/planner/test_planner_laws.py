@@ -18,8 +18,8 @@ from gpumix.spec.cluster import Device
 from gpumix.spec.curve import Curve
 from gpumix.spec.profile import ROOT, Profile
 
-EASY = examples(7)
-FEW = examples(4)
+EASY = examples(5)
+FEW = examples(3)
 BATCHES = st.integers(1, 12)
 PROFILES = st.one_of(small_profiles(), linked_profiles())
 

@@ -126,7 +126,7 @@ def is_the_fastest(found: Profile, batch: int, space: Space, *, short: bool) -> 
 
 
 @pytest.mark.slow
-@examples(3)
+@examples(2)
 @given(
     speeds=st.tuples(st.just(1e-3), st.sampled_from([1e-3, 2.2e-3])),
     batch=st.integers(2, 3),

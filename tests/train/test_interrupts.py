@@ -100,7 +100,7 @@ def test_a_signal_to_the_whole_group_saves_as_well(tmp_path, losses, fault):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["kill-launcher", "kill-launcher-and-hold-lock"])
+@pytest.mark.parametrize("fault", every_second(["kill-launcher-and-hold-lock", "kill-launcher"]))
 def test_ranks_do_not_outlive_their_launcher(tmp_path, fault):
     """Also where no thread of Python's can run in a rank any more."""
     disturbed(tmp_path, fault)
@@ -109,7 +109,10 @@ def test_ranks_do_not_outlive_their_launcher(tmp_path, fault):
 
 
 @pytest.mark.parametrize(
-    "fault", ["interrupt-launcher", "terminate-launcher", "terminate-launcher-twice", "terminate"]
+    "fault",
+    every_second(
+        ["interrupt-launcher", "terminate-launcher", "terminate", "terminate-launcher-twice"]
+    ),
 )
 def test_a_signal_to_any_process_stops_all_of_them(tmp_path, losses, fault):
     job, plan = disturbed(tmp_path, fault)

@@ -187,6 +187,7 @@ def test_without_copies_in_memory_the_step_is_waited_for(tmp_path, losses):
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
+@pytest.mark.extended
 def test_a_host_of_an_elastic_run_that_is_asked_to_end(tmp_path, losses):
     """torchrun passes it on to the ranks there; the others go on without them."""
     slow = toy(rank=1, at=3, sample_s=1.0)

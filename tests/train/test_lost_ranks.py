@@ -7,6 +7,7 @@ import re
 import pytest
 from jobs import EMULATED, checkpoints, gpumix, metrics, plan_for, progress, toy, train, write_job
 
+from extended import every_second
 from gpumix.spec.errors import GpumixError, MachineError, RankLost, TrainingError
 
 MIB = 2**20
@@ -209,8 +210,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, losses):
 
 
 @pytest.mark.slow  # it is waited for until the timeout
-@pytest.mark.parametrize("rank", [1, -1])
-@pytest.mark.parametrize("every_steps", [2, 0])
+@pytest.mark.parametrize(("rank", "every_steps"), every_second([(1, 2), (1, 0), (-1, 0), (-1, 2)]))
 def test_a_disk_that_hangs_is_named_with_the_rank_and_the_folder(tmp_path, rank, every_steps):
     """Of one rank, or of all; beside training, or at its end, where nothing else is waited for."""
     model = toy(fault="stuck-disk", rank=rank, at=1)

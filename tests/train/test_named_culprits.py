@@ -8,6 +8,7 @@ import re
 import pytest
 from jobs import BATCH, staged_plan_for, toy, train, write_job
 
+from extended import every_second
 from gpumix.spec.errors import RankLost
 from gpumix.spec.plan import Plan
 from gpumix.spec.stage import Mode
@@ -72,10 +73,11 @@ def check_stand(error: RankLost, block: int) -> None:
 
 # Who hangs is found by what the others tell, wherever it stands. Of one that ends or is stopped
 # nobody need tell: the two plans together have each of these faults on each rank.
-HANGS = [(rank, "hang") for rank in (0, 1, 2)]
+OF_STAGES = [(0, "hang"), (0, "stop"), (1, "kill"), (1, "hang"), (2, "hang"), (2, "stop")]
+OF_A_TEAM = [(0, "kill"), (0, "hang"), (1, "hang"), (2, "hang"), (1, "stop"), (2, "kill")]
 
 
-@pytest.mark.parametrize(("rank", "fault"), [*HANGS, (1, "kill"), (0, "stop"), (2, "stop")])
+@pytest.mark.parametrize(("rank", "fault"), every_second(OF_STAGES))
 def test_of_stages(tmp_path, in_stages, rank, fault):
     plan = in_stages[rank]
     first = plan.stages[plan.stages_of(rank)[0]].units[0]
@@ -87,7 +89,7 @@ def test_of_stages(tmp_path, in_stages, rank, fault):
         check_stand(error, block)
 
 
-@pytest.mark.parametrize(("rank", "fault"), [*HANGS, (0, "kill"), (2, "kill"), (1, "stop")])
+@pytest.mark.parametrize(("rank", "fault"), every_second(OF_A_TEAM))
 def test_of_a_team_of_two_and_the_stage_behind_it(tmp_path, a_team_and_one, rank, fault):
     block = 0 if rank < 2 else BLOCKS - 1
     error = named_after(tmp_path, a_team_and_one, fault, rank, block)

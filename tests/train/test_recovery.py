@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from jobs import checkpoints, metrics, plan_for, progress, toy, train, write_job
 
+from extended import every_second
 from gpumix.hardware.environment import shared_memory_folder
 from gpumix.spec.errors import DeviceMissing, GpumixError, RankLost, TrainingError
 from gpumix.spec.read import read_job
@@ -89,6 +90,7 @@ def test_a_rank_that_hangs(tmp_path, undisturbed):
 
 
 @pytest.mark.slow  # it is waited for until the timeout, twice
+@pytest.mark.extended
 def test_a_device_that_hangs_again_and_again_is_left_out(tmp_path, undisturbed):
     all_compute = {"strategy": "even"}
     sound = Pipeline.of_file(write_job(tmp_path / "sound", **all_compute), (), debug=False)
@@ -102,7 +104,7 @@ def test_a_device_that_hangs_again_and_again_is_left_out(tmp_path, undisturbed):
 
 
 @pytest.mark.slow  # it is waited for by the watchdog
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", every_second([2, 0]))
 def test_of_a_rank_that_hangs_and_those_that_their_watchdogs_abort_the_first_is_named(
     tmp_path, undisturbed, rank
 ):

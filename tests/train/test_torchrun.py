@@ -235,6 +235,7 @@ def test_ranks_that_begin_anew_after_they_were_asked_to_stop_save_and_end(roomy,
     assert checkpoints(tmp_path / "run") == [f"step-{len(losses):08d}"]
 
 
+@pytest.mark.extended
 def test_a_device_whose_rank_is_lost_again_and_again_is_left_out(tmp_path):
     """Its process, which has spoken for all and has their store, waits for the others."""
     changes = {"strategy": "even", "steps": 6, "optimizer": {"lr": 1e-4}, "restarts": 3}

@@ -199,6 +199,7 @@ def test_a_link_that_is_throttled_to_a_tenth_of_what_it_carries_is_waited_for(
     check_finished(run, expected)
 
 
+@pytest.mark.extended
 def test_a_late_link_is_waited_for(run, joined, expected):
     run.wait_for_steps(3)
     with skipped_without("links that are late"):

@@ -453,17 +453,24 @@ def _in_training(model: nn.Module, which: bool | Sequence[nn.Module]) -> Iterato
 
 def _sums_of(parameters: Iterable[nn.Parameter]) -> Tensor:
     """Sums of parts of their gradients, and of columns, float64 on the host: what is added in
-    gradients is added in them."""
-    found = [torch.zeros(1, dtype=torch.float64)]
+    gradients is added in them. Of each device they are copied together: a copy waits for it."""
+    by_device: dict[torch.device, list[Tensor]] = {}
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is None or not gradient.numel():
             continue
-        found += [part.sum(dtype=torch.float64)[None].cpu() for part in gradient.chunk(PARTS)]
-        whole = gradient.numel() // COLUMNS * COLUMNS
-        columns = gradient[:whole].view(-1, COLUMNS)
-        found.append(columns.sum(0, dtype=torch.float64).cpu())
-    return torch.cat(found)
+        wide = gradient.double()
+        size = math.ceil(len(wide) / PARTS)
+        parts, columns = (len(wide) // length * length for length in (size, COLUMNS))
+        by_device.setdefault(wide.device, []).extend(
+            [
+                wide[:parts].view(-1, size).sum(1),
+                wide[parts:].sum()[None],
+                wide[:columns].view(-1, COLUMNS).sum(0),
+            ]
+        )
+    found = [torch.cat(sums).cpu() for sums in by_device.values()]
+    return torch.cat([torch.zeros(1, dtype=torch.float64), *found])
 
 
 def _versions(engine: Engine) -> dict[str, int]:
