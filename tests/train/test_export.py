@@ -121,6 +121,8 @@ def test_bytes_as_tokens_have_a_tokenizer_too(tmp_path):
     ids = tokenizer("été,\n 1  2 don't")["input_ids"]
     assert ids == list("été,\n 1  2 don't".encode())
     assert tokenizer.decode(ids) == "été,\n 1  2 don't" and tokenizer.eos_token_id == 256
+    for kind in (transformers.AutoConfig, transformers.GenerationConfig):
+        assert kind.from_pretrained(folder).eos_token_id == 256
     shutil.rmtree(tmp_path / "checkpoints")
     run_ranks(_save_of_job, 1, tmp_path, job | {"data": {"factory": "own:samples"}})
     told = []

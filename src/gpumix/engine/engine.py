@@ -28,6 +28,7 @@ from gpumix.engine.exchanged import Exchanged, scale_of
 from gpumix.engine.guard import Guard
 from gpumix.engine.host import HostStore
 from gpumix.engine.inventory import Inventory
+from gpumix.engine.layer_drop import drops_layers
 from gpumix.engine.micro_batch import Loss, MicroBatch, closing, kept_by
 from gpumix.engine.optimizers import check
 from gpumix.engine.optimizers.layout import Layout
@@ -120,6 +121,7 @@ class Engine(Trials):
         self.losses_counted = torch.full((), tokens, dtype=torch.float64, device=comm.device)
         self.keepers = buffers.keepers(model)
         self._switches = Switches(model)
+        self._leaves_out = drops_layers(model)
         self._to_take_back: tuple[Undo, ...] = ()
         self.guard: Guard | None = None
         self.outside = calls.outside = OutsideSteps(self, changes, forwards)
@@ -261,10 +263,12 @@ class Engine(Trials):
         self, cut: list[Samples], scale: torch.Tensor, updates: Updates | None
     ) -> torch.Tensor:
         batches = [self._micro_batch(self._parts, cut, n, keep=True) for n in range(len(cut))]
-        with closing(batches):
+        with closing(batches), contextlib.ExitStack() as stack:
+            if self._leaves_out and self._parts.head is not None:
+                stack.enter_context(self._parts.head.whole())
             turns = layered.Turns(batches, in_order=bool(self.keepers))
             begun = layered.Begun()
-            layered.forward(self._parts, turns, keep=True)
+            layered.forward(self._parts, turns, keep=True, leaves_out=self._leaves_out)
             results = layered.head(self._parts, turns, scale.float(), begun)
             table, gradient_scale = self._exchange(results, scale)
             reductions = self._reductions(gradient_scale, updates)
@@ -356,7 +360,14 @@ class Engine(Trials):
             tables.append(table)
             return self._reductions(gradient_scale, updates)
 
-        sequential.run(self._parts, self._calls, batches, scale.float(), exchange)
+        sequential.run(
+            self._parts,
+            self._calls,
+            batches,
+            scale.float(),
+            exchange,
+            leaves_out=self._leaves_out,
+        )
         return tables[0]
 
     def _leave(self) -> None:

@@ -71,12 +71,17 @@ class Begun:
         return id(bucket) in self._reduced
 
 
-def forward(parts: Parts, turns: Turns, *, keep: bool) -> None:
-    """All micro-batches through all units; each then waits before the head."""
+def forward(parts: Parts, turns: Turns, *, keep: bool, leaves_out: bool = False) -> None:
+    """All micro-batches through all units; each then waits before the head.
+
+    Args:
+        leaves_out: whether the model may leave out its last units, and so come to the head early.
+    """
     record = parts.record
-    for bucket in (parts.before, *parts.throughout, parts.bucket(0)):
+    first = (parts.before, *parts.throughout, *((parts.after,) if leaves_out else ()))
+    for bucket in (*first, parts.bucket(0)):
         bucket.start_gather()
-    for bucket in (parts.before, *parts.throughout):
+    for bucket in first:
         bucket.gathered()
     record.computes("forward", ROOT)
     for batch in turns.of(-1):

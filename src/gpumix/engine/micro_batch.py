@@ -30,7 +30,8 @@ class Entry(Protocol):
 
 
 class MicroBatch:
-    """One micro-batch that stops at every unit.
+    """One micro-batch that stops at every unit. It may leave out units of a plan of one stage, as
+    LayerDrop does at random: then it waits while others are computed.
 
     Args:
         compute_loss: runs the model and returns (summed loss, count).
@@ -71,6 +72,7 @@ class MicroBatch:
         self._cuts: list[Cut | None] = []
         self._at: UnitCall | Finished | None = None
         self._outputs: Any = None
+        self._is_left_out = False  # the call that is under way
 
     def start(self) -> None:
         """Run the code before the stage's first unit."""
@@ -81,6 +83,11 @@ class MicroBatch:
 
     def forward(self, number: int, unit: ShardedUnit, *, keep: bool) -> None:
         """Run unit call `number`; `keep` what its backward needs."""
+        if self._leaves_out(number):
+            self._is_left_out = True
+            if keep:
+                self._cuts.append(None)
+            return
         call = self._called(len(self._earlier) + number, unit.name)
         cut = Cut(
             taken(call, unit),
@@ -100,6 +107,14 @@ class MicroBatch:
             self.sent[number, place] = value
         cut.sent = []
 
+    def _leaves_out(self, number: int) -> bool:
+        """Whether the model has gone past unit call `number` without it."""
+        if self._entry is not None:  # stages wait for each other's outputs
+            return False
+        if isinstance(self._at, UnitCall):
+            return goes_past(self._calls, number, self._at.unit)
+        return isinstance(self._at, Finished)
+
     def _called(self, number: int, name: str) -> UnitCall:
         """The call that the model has stopped at, which must be call `number` of all, of `name`."""
         call = self._at
@@ -110,6 +125,9 @@ class MicroBatch:
 
     def resume(self, number: int) -> None:
         """Go on after unit call `number` to the next unit call, or to the end."""
+        if self._is_left_out:
+            self._is_left_out = False
+            return
         outputs, self._outputs = self._outputs, None
         self._resume(2 * (len(self._earlier) + number) + 2, outputs)
 
@@ -198,6 +216,11 @@ def refuse_detached(loss: torch.Tensor) -> None:
         )
 
 
+def goes_past(calls: Sequence[str], number: int, called: str) -> bool:
+    """Whether a model that calls a unit instead of call `number` has only left out some."""
+    return called != calls[number] and called in calls[number + 1 :]
+
+
 def out_of_order(calls: Sequence[str], number: int, called: str) -> ModelError:
     """The error of a model that makes another unit call than the plan's: `called` ("" for none) as
     call `number`, counted from 0."""
@@ -209,8 +232,10 @@ def out_of_order(calls: Sequence[str], number: int, called: str) -> ModelError:
     return ModelError(
         f"the model calls its units in another order than the plan: {wanted} as call "
         f"{number + 1} of {len(calls)}, the model called '{called or 'none'}'",
-        why="the order of unit calls must be the same on every rank and in every step",
-        fix="profile and plan again for this model and its current settings",
+        why="the order of unit calls must be the same on every rank and in every step; a plan of "
+        "one stage lets a pass leave units out",
+        fix="profile and plan again for this model and its current settings; for LayerDrop plan "
+        "with techniques.most_stages=1",
     )
 
 

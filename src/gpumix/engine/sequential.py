@@ -33,7 +33,7 @@ from gpumix.engine.buffers import BufferCopies
 from gpumix.engine.captured import Captured
 from gpumix.engine.coroutine import Calls, ThreadState
 from gpumix.engine.given import Given
-from gpumix.engine.micro_batch import Loss, out_of_order, refuse_detached
+from gpumix.engine.micro_batch import Loss, goes_past, out_of_order, refuse_detached
 from gpumix.engine.parts import Parts, ShardedUnit
 from gpumix.engine.randomness import Randomness
 from gpumix.engine.recompute import Recomputed
@@ -63,6 +63,8 @@ def run(
     batches: Sequence[InlineBatch],
     scale: torch.Tensor,
     exchange: Callable[[list[Loss]], Reductions],
+    *,
+    leaves_out: bool = False,
 ) -> None:
     """Forward and backward of all micro-batches, the last one first: it may be smaller, and there
     is more to reduce than to gather.
@@ -71,8 +73,12 @@ def run(
         calls: where the model's unit calls arrive.
         scale: what each loss is multiplied with before its backward.
         exchange: starts to tell all ranks the losses and counts; gives what reduces.
+        leaves_out: whether the model may leave out its last units: then what comes behind these is
+            gathered first.
     """
     gathering = _Gathering(parts)
+    if leaves_out:
+        parts.after.gathered()
     results: list[Loss] = []
     reducing: _Reducing | None = None
     if not batches:
@@ -84,7 +90,7 @@ def run(
             with calls.answered(answers.answer):
                 batch.randomness.start(0)
                 loss, count = batch.compute_loss()
-            answers.refuse_missing()
+            answers.leave_out_rest()
             refuse_detached(loss)
             results.append((loss.detach(), count))
             if left == 0:
@@ -183,7 +189,10 @@ class _Answers:
         self._number = 0
 
     def answer(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        parts, number = self._parts, self._number
+        parts = self._parts
+        while self._number <= parts.last_call and goes_past(parts.calls, self._number, name):
+            self._leave_out()
+        number = self._number
         if number > parts.last_call or parts.calls[number] != name:
             raise out_of_order(parts.calls, number, name)
         self._number += 1
@@ -204,10 +213,15 @@ class _Answers:
             parts.record.computes("head", ROOT)
         return outputs
 
-    def refuse_missing(self) -> None:
-        """The model is at its end: raise a ModelError if it called too few units."""
-        if self._number <= self._parts.last_call:
-            raise out_of_order(self._parts.calls, self._number, "")
+    def _leave_out(self) -> None:
+        """The model goes past a call without it: other ranks gather what it takes."""
+        self._gathering.reach(self._number)
+        self._number += 1
+
+    def leave_out_rest(self) -> None:
+        """The model is at its end."""
+        while self._number <= self._parts.last_call:
+            self._leave_out()
 
     def _kept(
         self,

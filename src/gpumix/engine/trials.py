@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from gpumix.engine import additivity
+from gpumix.engine.layer_drop import stop_layer_drop
 from gpumix.engine.micro_batch import Loss
 from gpumix.engine.own_gradients import OwnNorm, See
 from gpumix.engine.pipelined import Place
@@ -150,9 +151,11 @@ class Trials(ShardedModel):
         before = {name: getattr(self, name) for name in _OF_A_STEP}
         self._own_norm, self.scaler, self.guard = OwnNorm(self.device), copy(self.scaler), None
         self._see_by(see)
+        drop_again = stop_layer_drop(self.model)
         try:
             yield
         finally:
+            drop_again()
             vars(self).update(before)
             self._see_by(self._own_norm.see)
             for parameter in self.parameters():

@@ -16,6 +16,7 @@ from torch import nn
 from gpumix.cost.curves import undisturbed
 from gpumix.engine.coroutine import ModelError
 from gpumix.engine.efficient import make_efficient
+from gpumix.engine.layer_drop import stop_layer_drop
 from gpumix.engine.objective import objective_of
 from gpumix.engine.precision import TORCH_DTYPE
 from gpumix.engine.reduction import Objective
@@ -202,6 +203,7 @@ def _swept(
     if kinds is not None:
         anatomy = anatomy.of_kinds(kinds)
     Switches(model).off()
+    stop_layer_drop(model)
     efficiency = subject.chosen_for(device_class).efficiency
     make_efficient(model, efficiency, runtime.torch_device)
     dtype, team = subject.dtypes[device_class], None

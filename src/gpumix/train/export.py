@@ -38,6 +38,7 @@ AT_ONCE = 100  # exports into one folder
 RECORD = "gpumix.json"
 
 TOKENIZER = "tokenizer.json"
+END = "eos_token_id"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 # What may lie beside it, in the folder that a job names.
 BESIDE_IT = (TOKENIZER_CONFIG, "special_tokens_map.json", "chat_template.jinja")
@@ -88,12 +89,14 @@ def export(
         files.forget_parts(to.parent)
         part.mkdir(parents=True)
         _write_weights(part, path, index, _DTYPES[dtype], file_bytes)
+        _copy_tokenizer(part, manifest, tell)
+        ends = _end_of_text(part)
         if config is not None:
-            _write_json(part / "config.json", _configuration(config, _DTYPES[dtype]))
+            own = _configuration(config, _DTYPES[dtype])
+            _write_json(part / "config.json", own | (ends if END in own else {}))
         generation = manifest.extra.get("generation_config")
         if isinstance(generation, dict):
-            _write_json(part / "generation_config.json", generation)
-        _copy_tokenizer(part, manifest, tell)
+            _write_json(part / "generation_config.json", generation | ends)
         _write_json(part / RECORD, _record(part, path, manifest))
         _replace(to, part)
     except (OSError, SafetensorError) as error:
@@ -157,6 +160,13 @@ def _copy_tokenizer(part: Path, manifest: Manifest, tell: Callable[[str], None])
         files.write_bytes(part / name, files.read_bytes(file))
     if TOKENIZER_CONFIG not in present:
         _write_json(part / TOKENIZER_CONFIG, AS_IT_IS)
+
+
+def _end_of_text(part: Path) -> dict[str, int]:
+    """By which token texts end, as transformers aligns a model's configuration with its tokenizer
+    before it trains: a configuration's own default is that of another vocabulary."""
+    tokenizer = part / TOKENIZER
+    return {END: FileTokenizer(tokenizer).end_of_text} if tokenizer.is_file() else {}
 
 
 def _check_beside(file: Path) -> None:

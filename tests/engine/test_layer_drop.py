@@ -1,0 +1,99 @@
+"""Blocks that a pass leaves out: at random as LayerDrop does, or for some samples only.
+
+A block that is left out of all micro-batches has no gradient, as in plain PyTorch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from gpumix.spec.stage import Mode
+from gpumix.testing import Share
+from harness import run_ranks
+from models import Block, Regression, mean_loss, vectors
+from reference import (
+    Trained,
+    engine_for,
+    initialised,
+    joined,
+    optimizer_for,
+    pieces_of,
+    worst_error,
+)
+
+INLINE = Mode(order="sequential", recompute=False)
+LEFT_OUT = [(), (1,), (0, 3), (2, 3), (0, 1, 2, 3)]  # of each step
+SAMPLES = 4
+
+
+class LeavesOut(Regression):
+    """The caller says which blocks."""
+
+    layerdrop = 0.0
+
+    def __init__(self) -> None:
+        super().__init__([Block() for _ in range(4)])
+        self.layerdrop = 0.5
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor, left_out: torch.Tensor) -> Any:
+        x = self.enter(x)
+        for number, block in enumerate(self.blocks):
+            if not (self.training and self.layerdrop and left_out[0, number]):
+                x = block(x)
+        return self.error(x, target)
+
+
+def batches() -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    found = []
+    for numbers in LEFT_OUT:
+        left_out = torch.zeros(SAMPLES, 4, dtype=torch.int64)
+        left_out[:, list(numbers)] = 1
+        found.append({**vectors(SAMPLES, generator), "left_out": left_out})
+    return found
+
+
+def train(shares: list[Share], settings: dict[str, Any]) -> tuple[list[float], Any]:
+    engine = engine_for(LeavesOut, shares, **settings)
+    engine.model.train()
+    optimizer = optimizer_for(engine.parameters())
+    begin = sum(share.samples for share in shares[: engine.comm.rank])
+    own = slice(begin, begin + shares[engine.comm.rank].samples)
+    losses = []
+    for batch in batches():
+        optimizer.zero_grad()
+        losses.append(engine.step({name: value[own] for name, value in batch.items()}).item())
+        optimizer.step()
+    return losses, pieces_of(engine)
+
+
+def train_alone() -> Trained:
+    model = initialised(LeavesOut)
+    optimizer = optimizer_for(model.parameters())
+    losses = []
+    for batch in batches():
+        optimizer.zero_grad()
+        loss = mean_loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return Trained(losses, {name: p.detach().numpy() for name, p in model.named_parameters()})
+
+
+@pytest.mark.parametrize(
+    ("shares", "settings"),
+    [
+        ([Share(4, 2, 1)], {"zero_stage": 3}),
+        ([Share(4, 2, 1, INLINE)], {"zero_stage": 0}),
+        ([Share(3, 2, 1), Share(1, 1, 2)], {"zero_stage": 3}),
+        ([Share(3, 1, 1, INLINE), Share(1, 1, 2, INLINE)], {"zero_stage": 1}),
+    ],
+    ids=["alone", "alone, in a row", "two ranks", "two ranks, in a row"],
+)
+def test_training_is_that_of_one_process(shares, settings):
+    results = run_ranks(train, len(shares), shares, settings)
+    found = Trained(results[0][0], joined([pieces for _, pieces in results]))
+    assert worst_error(found, train_alone()) < 2e-5
