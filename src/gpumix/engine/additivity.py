@@ -16,11 +16,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from gpumix.engine.buffers import BufferCopies
 from gpumix.engine.comm import Communicator
 from gpumix.engine.coroutine import ModelError
+from gpumix.engine.ragged import take
 from gpumix.engine.reduction import (
     GRAPH,
     Objective,
@@ -199,7 +199,7 @@ def _unlike(batch: Any, objective: Reduces) -> Any:
         counted = counted_by_row(labels).tolist()
         order.sort(key=lambda row: counted[row])
     order = [order[0], order[-1], *order[1:-1]][:SAMPLES]  # of a single one: it twice
-    return tree_map(lambda t: t[order] if isinstance(t, Tensor) else t, batch)
+    return take(batch, order)
 
 
 class _Rehearsal:
@@ -207,7 +207,7 @@ class _Rehearsal:
         self, engine: Engine, batch: Any, own: Any, place: Place, objective: Reduces
     ) -> None:
         self._engine = engine
-        self._nothing = tree_map(lambda t: t[:0] if isinstance(t, Tensor) else t, batch)
+        self._nothing = take(batch, slice(0))
         self._own = own
         self._place = place
         self._objective = objective
@@ -342,7 +342,7 @@ class _Rehearsal:
         own = self._own if own is None else own
         some = self._nothing
         if own is not None:
-            some = tree_map(lambda t: t[rows] if isinstance(t, Tensor) else t, own)
+            some = take(own, rows)
         probes: list[Probe] = []
 
         def objective(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
@@ -515,7 +515,7 @@ def _padded(batch: Any, row: int) -> Any:
 
 
 def _only(batch: Any, row: int) -> Any:
-    return {name: value[row : row + 1] for name, value in batch.items()}
+    return take(batch, slice(row, row + 1))
 
 
 def _is_any(count: float, denominators: Sequence[float]) -> bool:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from gpumix.engine.comm import Communicator
 from gpumix.engine.micro_batch import Loss
+from gpumix.engine.ragged import RaggedRows, has_rows, take
 from gpumix.engine.randomness import Randomness
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Plan
@@ -49,9 +50,11 @@ def repeated(batch: Any, times: int) -> Any:
     """So many samples that are all the one of `batch`."""
 
     def several(value: Any) -> Any:
+        if isinstance(value, RaggedRows):
+            return value.repeated(times)
         return value.expand(times, *value.shape[1:]) if torch.is_tensor(value) else value
 
-    return tree_map(several, batch)
+    return tree_map(several, batch, is_leaf=has_rows)
 
 
 def samples_in(batch: Any) -> int:
@@ -61,7 +64,7 @@ def samples_in(batch: Any) -> int:
         InputError: tensors differ in it, there is one without dimensions, or values that should be
             tensors.
     """
-    leaves = tree_leaves(batch, is_leaf=_uncut)
+    leaves = tree_leaves(batch, is_leaf=lambda value: has_rows(value) or _uncut(value))
     uncut = next(filter(_uncut, leaves), None)
     if uncut is not None:
         raise InputError(
@@ -69,13 +72,20 @@ def samples_in(batch: Any) -> int:
             "micro-batches",
             fix="make it a tensor whose first dimension is the samples",
         )
-    shapes = [tuple(t.shape) for t in leaves if isinstance(t, torch.Tensor)]
+    shapes = [_shape(t) for t in leaves if has_rows(t)]
     if any(not shape or shape[0] != shapes[0][0] for shape in shapes):
         raise InputError(
             f"the tensors of a batch must agree in their first dimension, these have {shapes}",
             fix="make the first dimension of every tensor the samples",
         )
     return shapes[0][0] if shapes else 0
+
+
+def _shape(value: torch.Tensor | RaggedRows) -> tuple[int, ...]:
+    """That of its tensor; of ragged rows, as if each sample had one."""
+    if isinstance(value, RaggedRows):
+        return (len(value), *value.tensor.shape[1:])
+    return tuple(value.shape)
 
 
 def _uncut(value: Any) -> bool:
@@ -111,7 +121,7 @@ def parts_of(batch: Any, rows: Sequence[range], widths: Sequence[int | None]) ->
     begin = 0
     for of_one, width in zip(rows, widths, strict=True):
         own = slice(begin, begin + len(of_one))
-        part = tree_map(lambda t, own=own: t[own] if torch.is_tensor(t) else t, batch)
+        part = take(batch, own)
         if width is not None:
             part = {key: value[:, :width].contiguous() for key, value in part.items()}
         yield part
@@ -127,14 +137,11 @@ def width_of(part: Any) -> int | None:
 def digest(batch: Any, rows: Sequence[range]) -> int:
     """Of a rank's samples, which are these rows of the global batch: those of several ranks add up
     to the same, whoever has which of them, padded to whatever length."""
-    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
-    found, begin = 0, 0
-    for of_one, width in zip(rows, padded_from(batch, rows)):
-        columns = (...,) if width is None else (slice(None), slice(width))
-        own = [_number(leaf[begin : begin + len(of_one)][columns]) for leaf in leaves]
-        parts = (number * (of_one.start + 1) * (2 * place + 1) for place, number in enumerate(own))
-        found = (found + sum(parts)) & DIGITS
-        begin += len(of_one)
+    found, widths = 0, padded_from(batch, rows)
+    for of_one, part in zip(rows, parts_of(batch, rows, widths)):
+        own = [_number(leaf) for leaf in tree_leaves(part) if isinstance(leaf, torch.Tensor)]
+        numbers = (number * (of_one.start + 1) * (2 * n + 1) for n, number in enumerate(own))
+        found = (found + sum(numbers)) & DIGITS
     return found
 
 

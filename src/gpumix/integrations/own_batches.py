@@ -7,16 +7,20 @@ epoch is as short as it is: no sample is read twice to fill it.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten_with_path, tree_map
+from torch.utils._pytree import tree_flatten_with_path
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, get_worker_info
 
+from gpumix.engine.ragged import RaggedRows, has_rows, take
 from gpumix.hardware.memory import host_memory
 from gpumix.integrations.rows import Rows
 from gpumix.spec.errors import InputError
@@ -184,8 +188,7 @@ class CollatedTree(Collated):
 def _rows(places: Sequence[int], batch: Any) -> Any:
     """These rows of all tensors; a view, where they are the first ones."""
     first = tuple(places) == tuple(range(len(places)))
-    which = slice(len(places)) if first else list(places)
-    return tree_map(lambda leaf: leaf[which] if isinstance(leaf, Tensor) else leaf, batch)
+    return take(batch, slice(len(places)) if first else places)
 
 
 class Readable(Dataset[Any]):
@@ -344,10 +347,16 @@ def _in_parts(batch: list[Any], most: int) -> Iterator[list[Any]]:
 def collated(collate: Callable[[list[Any]], Any], samples: list[Any]) -> dict[str, Any]:
     """What a collator makes of samples, for programs that know the parts of a batch by name.
 
+    Rows of a tensor that are more or fewer than the samples are told apart by collating each sample
+    alone.
+
     Raises:
-        InputError: it is no dictionary whose tensors have one row for each sample.
+        InputError: it is no dictionary whose tensors have rows of each sample.
     """
-    batch = collated_tree(collate, samples)
+    batch = collate(samples)
+    if isinstance(batch, Mapping):
+        batch = _ragged(collate, samples, dict(batch))
+    batch = collated_tree(lambda _: batch, samples)
     if not isinstance(batch, dict):
         raise InputError(
             f"the data collator made a {type(batch).__name__}, not a dictionary",
@@ -365,8 +374,8 @@ def collated_tree(collate: Callable[[list[Any]], Any], samples: list[Any]) -> An
     batch = collate(samples)
     if isinstance(batch, Mapping):  # trees are made of dictionaries, not of classes like them
         batch = dict(batch)
-    leaves = tree_flatten_with_path(batch)[0]
-    if not any(isinstance(leaf, Tensor) for _, leaf in leaves):
+    leaves = tree_flatten_with_path(batch, is_leaf=has_rows)[0]
+    if not any(has_rows(leaf) for _, leaf in leaves):
         raise InputError(
             f"the data collator made a {type(batch).__name__} without tensors",
             why="a batch is cut along the first dimension of its tensors",
@@ -382,6 +391,39 @@ def collated_tree(collate: Callable[[list[Any]], Any], samples: list[Any]) -> An
                 fix="use a collator that pads; to pack short samples do it in the dataset",
             )
     return batch
+
+
+def _ragged(
+    collate: Callable[[list[Any]], Any], samples: list[Any], batch: dict[str, Any]
+) -> dict[str, Any]:
+    """A batch whose tensors with another number of rows than samples, and those beside them, know
+    how many of them each sample has; the batch as it is, where that cannot be told."""
+    tensors = {n: t for n, t in batch.items() if isinstance(t, Tensor) and t.dim()}
+    if not samples or all(len(tensor) == len(samples) for tensor in tensors.values()):
+        return batch
+    with _numbers_undrawn():
+        alone = [dict(collate([sample])) for sample in samples]
+    found = dict(batch)
+    for name, tensor in tensors.items():
+        own = [one.get(name) for one in alone]
+        parts = [tensor[:0] if part is None or not part.numel() else part for part in own]
+        counts = tuple(map(len, parts))
+        alike = {part.shape[1:] for part in parts} == {tensor.shape[1:]}
+        if set(counts) != {1} and alike and torch.equal(torch.cat(parts), tensor):
+            found[name] = RaggedRows(tensor, counts)
+    return found
+
+
+@contextmanager
+def _numbers_undrawn() -> Iterator[None]:
+    """Inside, random numbers may be drawn that the program draws again."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
 
 
 def _named(path: tuple[Any, ...]) -> str:

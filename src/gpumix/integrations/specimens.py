@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset
 
+from gpumix.engine.ragged import take
 from gpumix.engine.samples import padded_from
 from gpumix.hardware.memory import host_memory
 from gpumix.integrations.gathering import all_numbers
@@ -25,6 +26,7 @@ from gpumix.integrations.own_batches import collated, collated_tree
 from gpumix.integrations.same_data import check_same_data
 from gpumix.spec.errors import InputError
 
+Make = Callable[[Callable[[list[Any]], Any], list[Any]], Any]
 LOOKED_AT = 4096  # samples, in order; those of a stream would be read again
 OF_STREAM = 256
 LOOKS_S = 2.0  # and no longer than this
@@ -38,25 +40,27 @@ class Specimen:
     Attributes:
         sequence_length: its tokens; 1 where it has none.
         shortest: the shortest sample that was found.
+        make: makes a batch of a collator and samples.
     """
 
     sample: Any
     collate: Callable[[list[Any]], Any]
     sequence_length: int
     shortest: Any = None
+    make: Make = collated_tree
 
     def batch(self, samples: int) -> Any:
         with host_memory():
             # A collator may change what it is given.
-            return collated_tree(self.collate, [_fresh(self.sample) for _ in range(samples)])
+            return self.make(self.collate, [_fresh(self.sample) for _ in range(samples)])
 
     def padded(self) -> tuple[Any, Any] | None:
         """Batches of the shortest sample, alone and padded as beside the longest one; None if that
         is the same."""
         with host_memory():
-            alone = collated_tree(self.collate, [_fresh(self.shortest)])
-            both = collated_tree(self.collate, [_fresh(self.shortest), _fresh(self.sample)])
-        beside = tree_map(lambda t: t[:1] if isinstance(t, Tensor) else t, both)
+            alone = self.make(self.collate, [_fresh(self.shortest)])
+            both = self.make(self.collate, [_fresh(self.shortest), _fresh(self.sample)])
+        beside = take(both, slice(1))
         if isinstance(beside, dict) and (width := padded_from(beside, [range(1)])[0]):
             # What a collator draws is the same then.
             alone = {key: value[:, :width].contiguous() for key, value in beside.items()}
@@ -70,7 +74,7 @@ class Specimen:
 def specimen_of(
     dataset: Any,
     collate: Callable[[list[Any]], Any],
-    check: Callable[[Callable[[list[Any]], Any], list[Any]], Any] = collated,
+    check: Make = collated,
 ) -> Specimen:
     """The longest sample of a dataset, or of as much of it as can be looked at; the same on all
     ranks. Collective.
@@ -92,7 +96,7 @@ def specimen_of(
     own = tokens.shape[1] if known else 1  # type: ignore[union-attr]
     # A collator may draw how long it makes a batch, and the plan must be the same on all ranks.
     every = all_numbers([own], "comparison of lengths of samples")
-    return Specimen(longest, collate, max(length for (length,) in every), shortest)
+    return Specimen(longest, collate, max(length for (length,) in every), shortest, check)
 
 
 def _extremes(dataset: Any) -> tuple[Any, Any]:

@@ -25,6 +25,7 @@ from gpumix.engine.boundary import Cut
 from gpumix.engine.coroutine import UnitCall
 from gpumix.engine.efficient import channels_last
 from gpumix.engine.elsewhere import given_looks
+from gpumix.engine.samples import samples_in
 from gpumix.engine.sequence import is_divided
 from gpumix.hardware.device import DeviceRuntime
 from gpumix.hardware.memory import is_out_of_memory
@@ -210,7 +211,7 @@ class _Measurement:
 
     def warm_up(self, batch: Batch) -> tuple[str, ...]:
         """Compute everything once; the names of the calls."""
-        size = next(t.shape[0] for t in tree_leaves(batch) if isinstance(t, torch.Tensor))
+        size = samples_in(batch)
         self._point = Point(size)
         calls: tuple[str, ...] = ()
         try:

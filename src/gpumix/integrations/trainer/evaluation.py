@@ -23,7 +23,8 @@ from transformers.trainer_utils import (
 )
 
 from gpumix.engine.engine import Engine
-from gpumix.engine.samples import LABELS
+from gpumix.engine.ragged import as_taken
+from gpumix.engine.samples import LABELS, samples_in
 from gpumix.hardware.memory import host_memory
 from gpumix.integrations.forward import by_places
 from gpumix.integrations.gathering import PADDING, all_rows
@@ -158,7 +159,7 @@ def _made(
 ) -> dict[str, Any]:
     """Of a micro-batch, each a tensor on the host with a row for each sample."""
     names = trainer.label_names
-    rows = len(next(value for value in batch.values() if isinstance(value, Tensor)))
+    rows = samples_in(batch)
     told: dict[str, Any] = {}
     if has_loss(trainer, batch):
         loss: TrainerLoss = trainer._loss
@@ -170,7 +171,7 @@ def _made(
         told[SUM] = _spread(found.loss.detach().mean(), rows)
         told[COUNT] = _spread(found.count, rows)
     else:
-        outputs = model(**batch)
+        outputs = model(**as_taken(batch))
     if loss_only:
         return told
     labels = tuple(batch[name] for name in names) if _is_labelled(trainer, batch) else None

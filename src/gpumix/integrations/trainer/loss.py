@@ -14,6 +14,7 @@ from typing import Any
 import transformers
 from torch import Tensor, nn
 
+from gpumix.engine.ragged import as_taken
 from gpumix.engine.reduction import ReducedLoss, integer_labels
 from gpumix.engine.samples import IGNORED_LABEL, LABELS
 
@@ -68,7 +69,7 @@ class TrainerLoss(ReducedLoss):
             items = items.clamp(min=1)
         made = self._trainer.compute_loss(
             model,
-            {**batch, **labels},
+            as_taken({**batch, **labels}),
             return_outputs=outputs is not None,
             num_items_in_batch=items,
         )
