@@ -100,7 +100,7 @@ def look(entry: Entry) -> Found:
             said.append(" ".join(text.split())[:300])
         if not entry.name.startswith("transformers/"):
             break  # they have one size
-    raise NotBuilt(said[0])
+    raise NotBuilt("; or: ".join(list(dict.fromkeys(said))[:2]))
 
 
 def silence(model: nn.Module) -> None:

@@ -39,6 +39,7 @@ class Size:
         width: of hidden states.
         layers: of a stack.
         heads, groups: of attention, and of its keys and values.
+    head: the width of heads, in parts of `width` among them.
         patch: pixels of a patch's side.
         image: of an image's side; 0: as by default.
         lists: whether lists of numbers are changed as well.
@@ -48,6 +49,7 @@ class Size:
     layers: int = 2
     heads: int = 4
     groups: int = 2
+    head: int = 1
     patch: int = 8
     image: int = IMAGE
     lists: bool = True
@@ -57,6 +59,7 @@ SIZES = (
     Size(),
     Size(heads=4, groups=4),
     Size(lists=False, width=64),
+    Size(groups=4, head=2),
     Size(layers=4),
     Size(width=64, heads=2, groups=2, image=64, patch=16),
     Size(width=64, layers=2, image=0, patch=0, lists=False),
@@ -65,7 +68,8 @@ SIZES = (
 
 def small_config(config_class: type[PretrainedConfig], size: Size) -> PretrainedConfig:
     """A configuration with its class's defaults, but for what makes models large or draws."""
-    config = _smaller(config_class(), size)
+    ids = iter(range(VOCABULARY - 1, max(ORDINARY), -1))
+    config = _smaller(config_class(), size, ids)
     config.use_cache = False
     texts = [config, *nested(config)]
     if not any(hasattr(one, "vocab_size") for one in texts):
@@ -87,18 +91,26 @@ def nested(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
             yield from nested(value)
 
 
-def _smaller(default: PretrainedConfig, size: Size) -> PretrainedConfig:
-    ids = iter(range(VOCABULARY - 1, max(ORDINARY), -1))
+def _smaller(default: PretrainedConfig, size: Size, ids: Iterator[int]) -> PretrainedConfig:
+    """
+    Args:
+        ids: of special tokens, which have to be within the vocabulary.
+    """
     changed: dict[str, Any] = {}
+    stages = [len(value) for value in vars(default).values() if isinstance(value, list | tuple)]
     for name, value in vars(default).items():
         if name.startswith("_") or (name in BASE and not TOKEN_ID.search(name)):
             continue
         if isinstance(value, PretrainedConfig):
-            changed[name] = _smaller(value, size)
+            changed[name] = _smaller(value, size, ids)
         elif TOKEN_ID.search(name):
             if isinstance(value, int) and not isinstance(value, bool) and value >= max(ORDINARY):
                 changed[name] = next(ids)
-        else:
+        elif value is None and CHOICES.search(name):
+            changed[name] = 2
+        elif name == "head_dim" and value is None and hasattr(default, "num_attention_heads"):
+            changed[name] = size.width // size.heads
+        elif "layers" not in name or value not in stages:
             new = _changed(name, value, size)
             if new != value:
                 changed[name] = new
@@ -141,12 +153,14 @@ RULES: tuple[tuple[str, Any], ...] = (
     (r"max.*position|n_positions|max_seq|max_length|seq_len|max_.*_positions", _least(512)),
     (r"image_size|img_size|input_size|crop_size", lambda v, s: min(v, s.image) if s.image else v),
     (r"patch_size|patch_stride", lambda v, s: min(v, s.patch) if s.patch else v),
+    (r"^(mamba|ssm).*(d_head|head_dim)", lambda v, s: min(v, 2 * s.width // s.heads)),
+    (
+        r"head_dim|d_kv|head_size|qk_.*dim|v_head_dim|d_head|attention_head_size|rotary_dim$",
+        lambda v, s: min(v, s.head * s.width // s.heads),
+    ),
     (r"kv_heads|key_value_heads|num_kv|n_kv|head_kv|kv_groups", lambda v, s: min(v, s.groups)),
     (r"heads?$|n_head|num_heads|attention_heads", lambda v, s: min(v, s.heads)),
-    (
-        r"head_dim|d_kv|head_size|qk_.*dim|v_head_dim|attention_head_size|rotary_dim$",
-        lambda v, s: min(v, s.width // s.heads),
-    ),
+    (r"^window_size", _least(2)),
     (r"lora_rank|_rank$", _least(16)),
     (r"layers$|n_layers?$|num_.*layers|num_blocks|depth$|n_blocks", lambda v, s: min(v, s.layers)),
     (
