@@ -27,8 +27,8 @@ from zoo_of.classes import Entry, NotBuilt, look
 from zoo_of.small import SIZES
 from zoo_of.training import Failed, Trained, plans_of, train
 
-LIMIT_S = 240.0  # for a class
-RANKS_S = 60.0  # for one plan of it
+LIMIT_S = 480.0  # for a class
+RANKS_S = 120.0  # for one plan of it
 GRACE_S = 5.0  # for the other ranks, when one has ended with an error
 REPEATS = 1e-5  # relative, of two runs in one process
 STIRRED = 1e-7  # a rounding of fp32
