@@ -8,6 +8,7 @@ of unlike length, padded at the right by `collate`.
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,8 @@ from zoo_of.small import IMAGE, LABELS, ORDINARY, nested
 IGNORED = -100
 LONGEST, SHORTEST = 16, 6
 MOST_TRIES = 60
+GRID = "image_grid_thw"  # with it, patches of all pictures of a batch are rows of one tensor
+PATCHES = (1, 4, 4)
 Sample = dict[str, Any]
 
 
@@ -35,7 +38,7 @@ class Shape:
 
     Attributes:
         labels: the kind of labels.
-        image: of pixel values.
+        image: of pixel values; none: no picture.
         sound: of a spectrogram or a wave.
         image_tokens: placeholders of an image in the text.
         more: whether optional inputs are given too.
@@ -91,7 +94,7 @@ class Feed:
         if isinstance(end, int):
             ids[-1] = end
         image = of_any(self.config, "image_token_id", "image_token_index")
-        if "pixel_values" in self.names and isinstance(image, int) and self.shape.image_tokens:
+        if "pixel_values" in self.names and isinstance(image, int) and self.shape.image:
             ids = torch.cat([torch.full((self.shape.image_tokens,), image), ids])
         made = {"input_ids": ids}
         if "attention_mask" in self.names:
@@ -104,18 +107,28 @@ class Feed:
 
     def _pictures(self, generator: torch.Generator) -> Sample:
         made: Sample = {}
-        if "pixel_values" in self.names:
+        if GRID in self.names and self.shape.image:
+            return self._patches(generator)
+        if "pixel_values" in self.names and self.shape.image:
             made["pixel_values"] = torch.randn(self.shape.image, generator=generator)
         if "image_sizes" in self.names and "pixel_values" in made:
             made["image_sizes"] = torch.tensor(self.shape.image[-2:])
         if "bool_masked_pos" in self.names and self.shape.labels in ("none", "class"):
             patch = of_any(self.config, "patch_size") or 8
             patch = patch if isinstance(patch, int) else patch[0]
-            number = (self.shape.image[-1] // patch) ** 2
+            number = ((self.shape.image or (IMAGE,))[-1] // patch) ** 2
             hidden = torch.rand(number, generator=generator) < 0.5
             hidden[0], hidden[1] = True, False
             made["bool_masked_pos"] = hidden
         return made
+
+    def _patches(self, generator: torch.Generator) -> Sample:
+        """Of a picture, one a row."""
+        sides = [of_any(self.config, "patch_size") or 8] * 2
+        channels = of_any(self.config, "in_channels", "in_chans", "num_channels") or 3
+        width = math.prod([channels, of_any(self.config, "temporal_patch_size") or 1, *sides])
+        rows = torch.randn(math.prod(PATCHES), width, generator=generator)
+        return {"pixel_values": rows, GRID: torch.tensor([PATCHES])}
 
     def _sounds(self, generator: torch.Generator) -> Sample:
         made: Sample = {}
@@ -123,6 +136,8 @@ class Feed:
         bins = bins if isinstance(bins, int) else 80
         long = of_any(self.config, "max_source_positions")
         frames = 2 * long if isinstance(long, int) and "encoder_layers" in vars(self.config) else 64
+        if "max_length" in vars(self.config):
+            frames = self.config.max_length
         for name in ("input_values", "input_features"):
             if name not in self.names:
                 continue
@@ -136,7 +151,7 @@ class Feed:
         for name in self.shape.more:
             if name in made or name not in self.names:
                 continue
-            if name == "decoder_input_ids":
+            if name.endswith("_input_ids"):
                 more[name] = _draw(ORDINARY, (SHORTEST,), generator)
             elif name == "visual_embeds":
                 width = of_any(self.config, "visual_embedding_dim") or 32
@@ -268,13 +283,17 @@ def _shapes(names: Sequence[str], task: str) -> Iterator[Shape]:
     images: tuple[tuple[int, ...], ...] = ((3, IMAGE, IMAGE),)
     if "pixel_values" in names:
         images += ((1, 3, IMAGE, IMAGE), (4, 3, IMAGE, IMAGE), (3, 64, 64), (1, IMAGE, IMAGE))
+        images = images[:1] if GRID in names else images
+        images += ((),) if "input_ids" in names else ()
     sounds: tuple[str, ...] = ("wave",)
     if {"input_values", "input_features"}.intersection(names):
         sounds = (
             ("wave", "bins", "frames") if "input_values" in names else ("bins", "frames", "wave")
         )
-    optional = ("decoder_input_ids", "visual_embeds", "visual_feats", "past_values",
-                "future_values", "target_values")  # fmt: skip
+    optional = (
+        "decoder_input_ids", "qformer_input_ids", "visual_embeds", "visual_feats", "past_values",
+        "future_values", "target_values",
+    )  # fmt: skip
     here = tuple(name for name in optional if name in names)
     mores: tuple[tuple[str, ...], ...] = ((), here) if here else ((),)
     for more, image, sound, kind in product(mores, images, sounds, kinds):
@@ -301,8 +320,12 @@ def collate(samples: Sequence[Sample], pads: Mapping[str, int] | None = None) ->
     """A batch: tensors padded at the right to the longest; what is no tensor stays a list."""
     pads = pads or {}
     batch: dict[str, Any] = {}
-    for name, first in samples[0].items():
+    first_sample = samples[0]
+    for name, first in first_sample.items():
         values = [sample[name] for sample in samples]
+        if GRID in first_sample and name in (GRID, "pixel_values"):
+            batch[name] = torch.cat(values)
+            continue
         batch[name] = _padded(values, pads.get(name, 0)) if isinstance(first, Tensor) else values
     return batch
 

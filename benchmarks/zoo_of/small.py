@@ -26,6 +26,7 @@ TOKEN_ID = re.compile(r"(_token_id|_token_index|_id|_token_ids|_ids|_idx)$")
 CHOICES = re.compile(
     r"^(num_experts_per_tok|moe_k|moe_top_?k|experts_per_token|top_?k|num_selects)"
 )
+SECTIONS = "mrope_section"
 BASE = frozenset(inspect.signature(PretrainedConfig.__init__).parameters) | {
     "transformers_version", "architectures", "id2label", "label2id", "model_type", "dtype",
 }  # fmt: skip
@@ -43,6 +44,7 @@ class Size:
         patch: pixels of a patch's side.
         image: of an image's side; 0: as by default.
         lists: whether lists of numbers are changed as well.
+        sections: whether rotations of heads are divided by axis.
     """
 
     width: int = 32
@@ -53,11 +55,13 @@ class Size:
     patch: int = 8
     image: int = IMAGE
     lists: bool = True
+    sections: bool = False
 
 
 SIZES = (
     Size(),
-    Size(heads=4, groups=4),
+    Size(groups=4),
+    Size(sections=True),
     Size(lists=False, width=64),
     Size(groups=4, head=2),
     Size(layers=4),
@@ -124,6 +128,10 @@ def _changed(name: str, value: Any, size: Size) -> Any:
         return 0.0 if OFF.search(name) else value
     if isinstance(value, int):
         return _number(name, value, size)
+    if isinstance(value, dict) and (SECTIONS in value or (size.sections and "rope_theta" in value)):
+        pairs = size.head * size.width // size.heads // 2
+        part = max(1, pairs // 4)
+        return {**value, SECTIONS: [pairs - 2 * part, part, part]}
     if isinstance(value, list | tuple) and value and size.lists:
         if all(isinstance(one, int) and not isinstance(one, bool) for one in value):
             return type(value)(_numbers(name, value, size))
@@ -160,7 +168,8 @@ RULES: tuple[tuple[str, Any], ...] = (
     ),
     (r"kv_heads|key_value_heads|num_kv|n_kv|head_kv|kv_groups", lambda v, s: min(v, s.groups)),
     (r"heads?$|n_head|num_heads|attention_heads", lambda v, s: min(v, s.heads)),
-    (r"^window_size", _least(2)),
+    (r"^mm_tokens_per_image", _least(4)),
+    (r"^window_size", lambda v, s: 2 if v <= 16 else v),
     (r"lora_rank|_rank$", _least(16)),
     (r"layers$|n_layers?$|num_.*layers|num_blocks|depth$|n_blocks", lambda v, s: min(v, s.layers)),
     (

@@ -183,14 +183,16 @@ def _plan_of(kind: str, entry: Entry, found: Found, number: int) -> Plan | NoPla
 
 
 def _calls(model: nn.Module, found: Found) -> list[str]:
-    """The units that a model calls, in order."""
+    """The units that a model calls, in order; all as they are registered, if it does not call some
+    of them."""
     calls: list[str] = []
-    for unit in dissect(model).units:
+    units = dissect(model).units
+    for unit in units:
         unit.module.register_forward_pre_hook(lambda *given, name=unit.name: calls.append(name))
     feed = found.feed(model)
     with torch.no_grad():
         model(**feed.collate(feed.samples(2, seed=0)))
-    return calls
+    return calls if {unit.name for unit in units} == {*calls} else [unit.name for unit in units]
 
 
 def _staged(entry: Entry, found: Found) -> Plan | NoPlan:
