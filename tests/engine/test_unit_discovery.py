@@ -47,6 +47,16 @@ def test_the_outermost_of_nested_lists_are_units():
     assert names(model) == ["blocks.0", "blocks.1"]
 
 
+def test_lists_of_lists_of_blocks_hold_blocks():
+    """A list is never called, so it cannot be a unit."""
+    model = Regression([])
+    stages = [[Block()], [Block(), Block()], [Block(), Block()]]
+    model.stages = nn.ModuleList([nn.ModuleList(stage) for stage in stages])
+    assert names(model) == ["stages.0.0", *(f"stages.{i}.{j}" for i in (1, 2) for j in (0, 1))]
+    model.stages = nn.ModuleList([nn.ModuleDict({"a": Block()}) for _ in range(2)])
+    assert names(model) == ["stages.0.a", "stages.1.a"]
+
+
 def test_modules_without_parameters_are_no_units():
     model = own_blocks()
     model.blocks.append(nn.Sequential(nn.Sequential(nn.ReLU())))

@@ -188,12 +188,15 @@ def _named_classes(model: nn.Module) -> set[str]:
 
 
 def _repeated(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Members of lists whose members have one class and submodules of their own."""
+    """Members of lists, and of dictionaries, whose members have one class and submodules of their
+    own; lists of lists have blocks inside, for a list itself is never called."""
     for name, module in model.named_modules():
-        if not isinstance(module, (nn.ModuleList, nn.Sequential)):
+        if not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
             continue
         members = list(module.named_children())
         same = len({type(child) for _, child in members}) == 1
+        if same and isinstance(members[0][1], nn.ModuleList | nn.ModuleDict):
+            continue
         if same and all(list(child.children()) for _, child in members):
             for key, child in members:
                 yield (f"{name}.{key}" if name else key), child
