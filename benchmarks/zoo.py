@@ -81,7 +81,7 @@ def figures_of(results: list[dict[str, Any]]) -> common.Figures:
         "refused_before_training": counts["refused"] + counts["refused without reason"],
         "refused_without_reason": counts["refused without reason"],
         "deviates_silently": counts["deviates"],
-        "crashed": counts["crashed"],
+        "crashed": counts["crashed"] + counts["broken"],  # broken: this walk itself
         "not_deterministic": counts["not deterministic"],
         "not_built": counts["not built"],
     }

@@ -72,6 +72,8 @@ def of_plan(made: Any) -> dict[str, Any]:
     """The verdict where there is no plan."""
     if isinstance(made, NoPlan):
         return {"verdict": "no plan", "why": made.why}
+    if not isinstance(made, GpumixError):
+        return {"verdict": "crashed", "why": f"{type(made).__name__}: {made}"[:600]}
     return {"verdict": refusal(made), "why": str(made)[:600]}
 
 

@@ -20,7 +20,6 @@ from gpumix.integrations.transformers import Trainer
 from gpumix.profiler.flows import find_flows
 from gpumix.profiler.kinds import tell_apart
 from gpumix.profiler.specimen import Specimens
-from gpumix.spec.errors import GpumixError
 from gpumix.spec.plan import Plan
 from gpumix.spec.stage import Stage, Worker
 from gpumix.testing import Share, plan_for
@@ -165,7 +164,7 @@ def plans_of(entry: Entry, found: Found, kinds: str, number: int) -> dict[str, A
         try:
             plan = _plan_of(kind, entry, found, number)
             made[kind] = plan if isinstance(plan, NoPlan) else plan.model_dump_json()
-        except GpumixError as error:
+        except Exception as error:  # one that is none of gpumix's own is a crash
             made[kind] = error
     return made
 
@@ -214,7 +213,11 @@ def _staged(entry: Entry, found: Found) -> Plan | NoPlan:
     flows = find_flows(specimens, batch, in_chunks=False)
     if flows.no_stages:
         return NoPlan(flows.no_stages)
-    ends, needs = [0, (len(calls) + 1) // 2, len(calls)], flows.needs
+    cuts = [n for n in range(1, len(calls)) if not {*calls[:n]}.intersection(calls[n:])]
+    if not cuts:
+        return NoPlan("its units are called again")
+    middle = min(cuts, key=lambda n: abs(2 * n - len(calls)))
+    ends, needs = [0, middle, len(calls)], flows.needs
     stages = []
     for number, (begin, end) in enumerate(pairwise(ends)):
         wanted = [*needs[begin:end], *(needs[-1:] if end == len(calls) else ())]
