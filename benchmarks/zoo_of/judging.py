@@ -40,10 +40,11 @@ def distance(found: Trained, truth: Trained) -> tuple[float, str]:
         "gradient": (gradients, true_gradients),
         "weight": weights,
     }.items():
+        for values in (own_of, true_of):  # a parameter without elements is no rank's
+            for name in [name for name, value in values.items() if not value.size]:
+                del values[name]
         if own_of.keys() != true_of.keys():
             return math.inf, f"{kind}s of {sorted(own_of.keys() ^ true_of.keys())[:3]}"
-        for name in [name for name, true in true_of.items() if not true.size]:
-            del own_of[name], true_of[name]
         for name, error in tensor_errors(own_of, true_of, floor=floors[kind]).items():
             errors[f"{kind} {name}"] = error
     worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])

@@ -74,8 +74,9 @@ def small_config(config_class: type[PretrainedConfig], size: Size) -> Pretrained
     """A configuration with its class's defaults, but for what makes models large or draws."""
     ids = iter(range(VOCABULARY - 1, max(ORDINARY), -1))
     config = _smaller(config_class(), size, ids)
-    config.use_cache = False
     texts = [config, *nested(config)]
+    for one in texts:
+        one.use_cache = False
     if not any(hasattr(one, "vocab_size") for one in texts):
         return config
     for one in texts:

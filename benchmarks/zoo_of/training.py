@@ -20,6 +20,7 @@ from gpumix.integrations.transformers import Trainer
 from gpumix.profiler.flows import find_flows
 from gpumix.profiler.kinds import tell_apart
 from gpumix.profiler.specimen import Specimens
+from gpumix.spec.errors import GpumixError
 from gpumix.spec.plan import Plan
 from gpumix.spec.stage import Stage, Worker
 from gpumix.testing import Share, plan_for
@@ -164,8 +165,10 @@ def plans_of(entry: Entry, found: Found, kinds: str, number: int) -> dict[str, A
         try:
             plan = _plan_of(kind, entry, found, number)
             made[kind] = plan if isinstance(plan, NoPlan) else plan.model_dump_json()
-        except Exception as error:  # one that is none of gpumix's own is a crash
+        except GpumixError as error:
             made[kind] = error
+        except Exception as error:  # a crash, of which the text can cross to another process
+            made[kind] = RuntimeError(f"{type(error).__name__}: {error}")
     return made
 
 
