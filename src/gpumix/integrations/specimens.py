@@ -139,9 +139,13 @@ def _extreme_places(dataset: Any) -> tuple[int, ...]:
     columns = getattr(dataset, "column_names", None) or ()
     if TOKENS not in columns or table is None or not len(dataset):
         return ()
+    import pyarrow as pa
     import pyarrow.compute as pc
 
-    lengths = pc.list_value_length(table.column(TOKENS))
+    column = table.column(TOKENS)
+    if not pa.types.is_integer(column.type.value_type):
+        return ()  # several rows in a sample
+    lengths = pc.list_value_length(column)
     if (shown := getattr(dataset, "_indices", None)) is not None:  # of its table, in another order
         lengths = lengths.take(shown.column(0))
     numbers = lengths.to_numpy()
@@ -152,9 +156,17 @@ def _length(sample: Any) -> int:
     """In tokens, where it has any, else in elements."""
     if isinstance(sample, Mapping):
         if hasattr(sample.get(TOKENS), "__len__"):
-            return len(sample[TOKENS])
+            return _tokens(sample[TOKENS])
         return sum(_elements(value) for value in sample.values())
     return sum(map(_elements, sample)) if isinstance(sample, tuple | list) else _elements(sample)
+
+
+def _tokens(value: Any) -> int:
+    """Of the longest row, where a sample has several, as those of multiple choice have."""
+    if isinstance(value, Tensor | np.ndarray):
+        return int(value.shape[-1])
+    rows = [len(row) for row in value if hasattr(row, "__len__") and not isinstance(row, str)]
+    return max(rows, default=len(value))
 
 
 def _elements(value: Any) -> int:
