@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import IterableDataset
 
-from gpumix.engine.samples import padded_from
+from gpumix.engine.samples import padded_from, with_last_label, with_words_for_padding
 from gpumix.hardware.memory import host_memory
 from gpumix.integrations.gathering import all_numbers
 from gpumix.integrations.own_batches import collated, collated_tree
@@ -64,7 +64,9 @@ class Specimen:
             [leaf.shape for leaf in tree_leaves(one) if isinstance(leaf, Tensor)]
             for one in (alone, beside)
         ]
-        return None if shapes[0] == shapes[1] else (alone, beside)
+        if shapes[0] == shapes[1]:
+            return None
+        return with_last_label(alone), with_words_for_padding(with_last_label(beside))
 
 
 def specimen_of(
