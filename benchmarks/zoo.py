@@ -17,7 +17,7 @@ end have to agree within 1e-4; or training has to be refused before its first st
 Figures: `classes` that torch trains deterministically; of these `exact` (A and B),
 `refused_before_training`, `refused_without_reason` (without a way out), `deviates_silently`,
 `crashed` (any other error, or no end in time); `exact_staged` (C). Beside them `not_deterministic`
-(as the second run, or one whose weights differ by a rounding, shows) and `not_built`, for which no
+(as a second run, or one in float64, shows) and `not_built`, for which no
 small configuration or no input was found.
 """
 

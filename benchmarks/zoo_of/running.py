@@ -31,8 +31,9 @@ LIMIT_S = 480.0  # for a class
 RANKS_S = 120.0  # for one plan of it
 GRACE_S = 5.0  # for the other ranks, when one has ended with an error
 REPEATS = 1e-5  # relative, of two runs in one process
-STIRRED = 1e-7  # a rounding of fp32
 SEEDS = 0, 1234
+OTHER_DATA = 2
+STIRRED = 1e-7, -1e-7, 2e-7, -2e-7  # roundings of fp32, relative
 
 
 def try_class(number: int, entry: Entry, kinds: str) -> dict[str, Any]:
@@ -62,16 +63,16 @@ def _class(number: int, entry: Entry, kinds: str, folder: Path) -> dict[str, Any
             plans[kind] = _by_plan(entry, prepared, made, folder / kind)
         else:
             plans[kind] = judging.of_plan(made)
-    status = judging.status(plans)
-    if status == "deviates":
-        errors = [one["error"] for one in plans.values() if one["verdict"] == "deviates"]
-        pid = _fork(lambda: _sensitivity(entry, prepared), folder / "stirred")
+    if any(one["verdict"] == "deviates" for one in plans.values()):
+        pid = _fork(lambda: _rounding(entry, prepared), folder / "rounding")
         _wait([pid], LIMIT_S)
-        stirred = _result(folder / "stirred")
-        if stirred is not None and stirred[0] * 10 > max(errors):
-            status = "not deterministic"
-            why = f"a rounding of the weights moves {stirred[1]} by {stirred[0]:.1e}"
-            return {"status": status, "why": why, "plans": plans}
+        rounding = _result(folder / "rounding")
+        if isinstance(rounding, float):
+            judging.excuse(plans.values(), rounding)
+        for kind, one in plans.items():
+            if one["verdict"] == "deviates" and one["error"] < judging.CHAOS:
+                plans[kind] = _once_more(entry, prepared, kind, one, folder)
+    status = judging.status(plans)
     worst = next((p for p in plans.values() if p["verdict"] == status), {})
     why = str(worst.get("why", worst.get("where", "")))
     return {"status": status, "why": why, "plans": plans}
@@ -95,10 +96,33 @@ def _prepared(number: int, entry: Entry, kinds: str) -> dict[str, Any]:
     return {"found": found, "truth": truth, "plans": plans}
 
 
-def _sensitivity(entry: Entry, prepared: dict[str, Any]) -> tuple[float, str]:
-    """How far a rounding of the initial weights moves the truth."""
-    stirred = train(entry, prepared["found"], stir=STIRRED)
-    return judging.distance(stirred, prepared["truth"])
+def _once_more(
+    entry: Entry, prepared: dict[str, Any], kind: str, found: dict[str, Any], folder: Path
+) -> dict[str, Any]:
+    """The verdict on a plan that deviated a little, with other data: a value that came to the other
+    side of a kink does so once, a wrong step is wrong with any."""
+    path = folder / f"{kind}-again"
+    pid = _fork(lambda: train(entry, prepared["found"], data=OTHER_DATA), path)
+    _wait([pid], LIMIT_S)
+    truth = _result(path)
+    if not isinstance(truth, Trained):
+        return found
+    other = {**prepared, "truth": truth, "data": OTHER_DATA}
+    again = _by_plan(entry, other, prepared["plans"][kind], path)
+    if again["verdict"] == "exact":
+        return {**again, "why": f"with other data {found['where']}"}
+    return found
+
+
+def _rounding(entry: Entry, prepared: dict[str, Any]) -> float:
+    """How far the truth is from itself in float64, and from those of weights that are rounded
+    otherwise: near a kink, as of ReLU, it is chance which side a value comes to."""
+    found, truth = prepared["found"], prepared["truth"]
+    others = [
+        train(entry, found, dtype=torch.float64),
+        *(train(entry, found, stir=stir) for stir in STIRRED),
+    ]
+    return max(judging.distance(truth, other)[0] for other in others)
 
 
 def _by_plan(entry: Entry, prepared: dict[str, Any], text: str, path: Path) -> dict[str, Any]:
@@ -138,7 +162,7 @@ def _rank(entry: Entry, prepared: dict[str, Any], plan: Plan, place: tuple[int, 
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo",
     )  # fmt: skip
     try:
-        return train(entry, prepared["found"], plan=plan)
+        return train(entry, prepared["found"], plan=plan, data=prepared.get("data", 1))
     except Failed as failed:
         error = failed.__cause__
         assert error is not None

@@ -65,9 +65,17 @@ class Feed:
         names = tuple(inspect.signature(model.forward).parameters)
         return cls(names, getattr(model, "config", None), shape, getattr(model, "sample", None))
 
-    def collate(self, samples: Sequence[Sample]) -> dict[str, Any]:
-        """A batch."""
-        return collate(samples, {} if self.config is None else pads(self.config))
+    def collate(
+        self, samples: Sequence[Sample], dtype: torch.dtype = torch.float32
+    ) -> dict[str, Any]:
+        """A batch, whose real numbers have a dtype."""
+        batch = collate(samples, {} if self.config is None else pads(self.config))
+        return {
+            name: value.to(dtype)
+            if isinstance(value, Tensor) and value.is_floating_point()
+            else value
+            for name, value in batch.items()
+        }
 
     def samples(self, number: int, seed: int) -> list[Sample]:
         generator = torch.Generator().manual_seed(seed)

@@ -74,19 +74,28 @@ class Failed(Exception):
 
 
 def train(
-    entry: Entry, found: Found, *, plan: Plan | None = None, seed: int = 0, stir: float = 0.0
+    entry: Entry,
+    found: Found,
+    *,
+    plan: Plan | None = None,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    stir: float = 0.0,
+    data: int = 1,
 ) -> Trained:
     """Three steps, in this process alone or as one of the ranks of `plan`.
 
     Args:
         seed: of numbers that are drawn in training.
-        stir: by which part of itself each weight is changed before.
+        dtype: of weights and data.
+        stir: by which part of itself each weight is changed before, more or less.
+        data: seed of samples.
 
     Raises:
         Failed: from the error.
     """
     transformers.logging.set_verbosity_error()
-    model = found.model(entry)
+    model = found.model(entry).to(dtype)
     feed = found.feed(model)
     if stir:
         with torch.no_grad():
@@ -108,8 +117,8 @@ def train(
             trainer = made(
                 model=model,
                 args=_arguments(folder, BATCH // world, seed),
-                train_dataset=feed.samples(STEPS * BATCH, seed=1),
-                data_collator=feed.collate,
+                train_dataset=feed.samples(STEPS * BATCH, seed=data),
+                data_collator=lambda samples: feed.collate(samples, dtype),
                 optimizers=(optimizer, None),
                 callbacks=[watch],
             )
