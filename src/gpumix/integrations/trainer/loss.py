@@ -93,7 +93,8 @@ class TrainerLoss(ReducedLoss):
         """Inside, notes whether a model that is given the number of labels hands it to its loss
         function; those that compute a loss of their own take their own mean. Gives what forward is
         to be given beside: no number, which is passed on as one is."""
-        base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+        base: Any = model
+        base = base.get_base_model() if hasattr(base, "get_base_model") else base
         own = type(self._trainer).compute_loss is not transformers.Trainer.compute_loss
         function = getattr(base, "loss_function", None)
         if own or function is None or not self._counts_first_labels(batch):
