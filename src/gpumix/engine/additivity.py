@@ -469,11 +469,11 @@ def _in_training(model: nn.Module, which: bool | Sequence[nn.Module]) -> Iterato
 
 def _sums_of(parameters: Iterable[nn.Parameter]) -> Tensor:
     """Sums of parts of their gradients, and of columns, float64 on the host: what is added in
-    gradients is added in them."""
+    gradients is added in them. No gradient adds zeros: other samples may use that parameter."""
     found = [torch.zeros(1, dtype=torch.float64)]
     for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is None or not gradient.numel():
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        if not gradient.numel():
             continue
         found += [part.sum(dtype=torch.float64)[None].cpu() for part in gradient.chunk(PARTS)]
         whole = gradient.numel() // COLUMNS * COLUMNS
