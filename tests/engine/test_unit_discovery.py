@@ -8,7 +8,7 @@ from torch import nn
 
 from gpumix.engine.units import ROOT, buffer_bytes, dissect
 from gpumix.spec.errors import InputError
-from models import ARCHITECTURES, WIDTH, Block, Regression, own_blocks, vectors
+from models import ARCHITECTURES, LENGTH, WIDTH, Block, Regression, own_blocks, vectors
 from reference import assert_step_is_plain, engine_alone
 
 
@@ -47,14 +47,46 @@ def test_the_outermost_of_nested_lists_are_units():
     assert names(model) == ["blocks.0", "blocks.1"]
 
 
+def test_lists_of_lists_of_blocks_hold_blocks():
+    """A list is never called, so it cannot be a unit."""
+    model = Regression([])
+    stages = [[Block()], [Block(), Block()], [Block(), Block()]]
+    model.stages = nn.ModuleList([nn.ModuleList(stage) for stage in stages])
+    assert names(model) == ["stages.0.0", *(f"stages.{i}.{j}" for i in (1, 2) for j in (0, 1))]
+    model.stages = nn.ModuleList([nn.ModuleDict({"a": Block()}) for _ in range(2)])
+    assert names(model) == ["stages.0.a", "stages.1.a"]
+
+
 def test_modules_without_parameters_are_no_units():
     model = own_blocks()
     model.blocks.append(nn.Sequential(nn.Sequential(nn.ReLU())))
     assert names(model, ["Block", "Sequential"]) == ["blocks.0", "blocks.1", "blocks.2"]
 
 
-def test_a_model_without_blocks_is_refused():
-    with pytest.raises(InputError, match="found no repeated blocks in Linear"):
+class Small(nn.Module):
+    """Without repeated blocks: a convolution, a list of one, a layer; returns (sum, count)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Conv1d(LENGTH, LENGTH, 3, padding=1)
+        self.act = nn.ReLU()
+        self.heads = nn.ModuleList([nn.Linear(WIDTH, 4)])
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x, target):
+        difference = self.heads[0](self.act(self.enter(x))) * self.scale - target
+        return (difference**2).sum(), torch.tensor(difference.numel())
+
+
+def test_a_model_without_repeated_blocks_consists_of_its_modules():
+    assert names(Small()) == ["enter", "heads.0"]
+    assert [slot.name for slot in dissect(Small()).root.slots] == ["scale"]
+    batch = vectors(4, torch.Generator().manual_seed(0))
+    assert_step_is_plain(engine_alone(Small, 4, 3), Small, batch)
+
+
+def test_a_model_without_modules_is_refused():
+    with pytest.raises(InputError, match="Linear has no modules with parameters"):
         dissect(nn.Linear(2, 2))
 
 

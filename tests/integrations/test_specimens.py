@@ -101,6 +101,25 @@ def test_of_a_table_the_longest_of_all_is_taken(name, monkeypatch):
     assert specimen_of(dataset, padded).sequence_length == (longest or max(dataset["more"]))
 
 
+@pytest.mark.parametrize("as_tensors", [True, False])
+def test_of_samples_with_several_rows_the_longest_row_counts(as_tensors):
+    """Each has as many rows as a question has choices; what differs is how long these are."""
+
+    def choices(length):
+        rows = torch.full((2, length), length)
+        return {"input_ids": rows if as_tensors else rows.tolist()}
+
+    def collate(samples):
+        rows = [torch.as_tensor(sample["input_ids"]).T for sample in samples]
+        padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        return {"input_ids": padded.transpose(1, 2)}
+
+    found = specimen_of([choices(length) for length in LENGTHS], collate)
+    assert found.batch(1)["input_ids"].shape == (1, 2, max(LENGTHS))
+    narrow, wide = found.padded()
+    assert (narrow["input_ids"].shape[2], wide["input_ids"].shape[2]) == (2, max(LENGTHS))
+
+
 def test_a_dataset_without_samples_is_told():
     for none in (made([]), []):
         with pytest.raises(InputError, match="the dataset has no samples"):

@@ -50,6 +50,10 @@ def kinds() -> dict[str, tuple[Callable[[], nn.Module], Rows]]:
         vocab_size=100, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, dropout_rate=0.0,
         decoder_start_token_id=0,
     )  # fmt: skip
+    pixels = t.ImageGPTConfig(
+        vocab_size=100, n_embd=32, n_layer=2, n_head=4, n_positions=16, resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
     places = {"start_positions": tokens[:, 0] % 12, "end_positions": tokens[:, 1] % 12}
     return {
         "a number": (
@@ -60,6 +64,10 @@ def kinds() -> dict[str, tuple[Callable[[], nn.Module], Rows]]:
         "pictures": (
             lambda: t.ViTForImageClassification(vit),
             Rows(pixel_values=pictures, labels=tokens[:, 0] % 3),
+        ),
+        "a loss of its own": (
+            lambda: t.ImageGPTForCausalImageModeling(pixels),
+            Rows(input_ids=tokens, labels=tokens),
         ),
         "a decoder": (
             lambda: t.T5ForConditionalGeneration(t5),

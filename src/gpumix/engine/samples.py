@@ -25,8 +25,8 @@ from gpumix.spec.plan import Plan
 DIGITS = 2**40 - 1  # sums over thousands of ranks are exact in float64
 
 IGNORED_LABEL = -100  # torch.nn.functional.cross_entropy's and transformers' ignore_index
-LABELS, MASK = "labels", "attention_mask"
-PER_TOKEN = frozenset({"input_ids", LABELS, MASK, "position_ids", "token_type_ids"})
+LABELS, MASK, TOKENS = "labels", "attention_mask", "input_ids"
+PER_TOKEN = frozenset({TOKENS, LABELS, MASK, "position_ids", "token_type_ids"})
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,39 @@ def padded_from(batch: Any, rows: Sequence[range]) -> list[int | None]:
         found.append(max([1, *last[begin : begin + len(of_one)].tolist()]))
         begin += len(of_one)
     return found
+
+
+def with_last_label(batch: Any) -> Any:
+    """The same with a label at each sample's last place before padding, as it has at another: the
+    place whose neighbour is padding."""
+    labels = batch.get(LABELS) if isinstance(batch, Mapping) else None
+    mask = batch.get(MASK) if isinstance(batch, Mapping) else None
+    if not isinstance(labels, torch.Tensor) or mask is None or labels.shape != mask.shape:
+        return batch
+    labels = labels.clone()
+    for row, used in zip(labels, mask != 0):
+        known, last = row[row != IGNORED_LABEL], used.nonzero()
+        if len(known) and len(last):
+            row[last[-1]] = known[0]
+    return {**batch, LABELS: labels}
+
+
+def with_words_for_padding(batch: Any) -> Any:
+    """The same with a word of each sample where its mask hides padding. The embedding of padding
+    begins as zeros, so that neighbours of it see no difference before the first step; after it
+    they do, where that embedding is the head's weight too."""
+    ids = batch.get(TOKENS) if isinstance(batch, Mapping) else None
+    mask = batch.get(MASK) if isinstance(batch, Mapping) else None
+    if ids is None or mask is None or ids.shape != mask.shape or ids.dim() != 2:
+        return batch
+    ids = ids.clone()
+    for row, used in zip(ids, (mask != 0).cpu()):
+        own = row[used.to(row.device)].tolist()
+        # Neither a mark of beginning or end, nor one of the placeholders of a picture.
+        word = next((one for one in own[1:-1] if own.count(one) == 1), None)
+        if word is not None:
+            row[~used.to(row.device)] = word
+    return {**batch, TOKENS: ids}
 
 
 def parts_of(batch: Any, rows: Sequence[range], widths: Sequence[int | None]) -> Iterator[Any]:

@@ -1,7 +1,8 @@
 """Finds the units of a model: what is gathered and scheduled as one.
 
 A unit is a transformer block; all else is the root unit. `transformers` models name their blocks
-in `_no_split_modules`; in other models a block is a member of a list of modules of one class.
+in `_no_split_modules`; in other models a block is a member of a list of modules of one class, and
+where there is none each module that the model consists of is a unit.
 A parameter used by more than one unit belongs to the root, which is gathered throughout a step.
 """
 
@@ -118,9 +119,9 @@ def dissect(model: nn.Module, wanted: Sequence[str] = ()) -> Anatomy:
     found = [(name, module) for name, module in found if any(True for _ in module.parameters())]
     if not found:
         raise InputError(
-            f"found no repeated blocks in {type(model).__name__}",
-            fix="name the class of the blocks: `model: {units: [MyBlock]}` in the job, or "
-            "`units=['MyBlock']` in Python",
+            f"{type(model).__name__} has no modules with parameters inside",
+            why="units, which are gathered and scheduled as one, are modules inside of a model",
+            fix="put it into a module whose forward calls it",
         )
     slots = _slots(model)
     owner = _owners(found, slots)
@@ -178,7 +179,7 @@ def _wanted(model: nn.Module, wanted: Sequence[str]) -> list[tuple[str, nn.Modul
 def _found(model: nn.Module) -> list[tuple[str, nn.Module]]:
     classes = _named_classes(model)
     named = [(n, m) for n, m in model.named_modules() if n and type(m).__name__ in classes]
-    return named or list(_repeated(model))
+    return named or list(_repeated(model)) or list(_children(model))
 
 
 def _named_classes(model: nn.Module) -> set[str]:
@@ -188,15 +189,28 @@ def _named_classes(model: nn.Module) -> set[str]:
 
 
 def _repeated(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Members of lists whose members have one class and submodules of their own."""
+    """Members of lists, and of dictionaries, whose members have one class and submodules of their
+    own; lists of lists have blocks inside, for a list itself is never called."""
     for name, module in model.named_modules():
-        if not isinstance(module, (nn.ModuleList, nn.Sequential)):
+        if not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
             continue
         members = list(module.named_children())
         same = len({type(child) for _, child in members}) == 1
+        if same and isinstance(members[0][1], nn.ModuleList | nn.ModuleDict):
+            continue
         if same and all(list(child.children()) for _, child in members):
             for key, child in members:
                 yield (f"{name}.{key}" if name else key), child
+
+
+def _children(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """What a model without repeated blocks is made of; of a list, which is never called, its
+    members."""
+    for name, child in model.named_children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _children(child, f"{prefix}{name}.")
+        else:
+            yield prefix + name, child
 
 
 def _outermost(found: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:

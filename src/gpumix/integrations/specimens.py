@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset
 
 from gpumix.engine.ragged import take
-from gpumix.engine.samples import padded_from
+from gpumix.engine.samples import padded_from, with_last_label, with_words_for_padding
 from gpumix.hardware.memory import host_memory
 from gpumix.integrations.gathering import all_numbers
 from gpumix.integrations.own_batches import collated, collated_tree
@@ -68,7 +68,9 @@ class Specimen:
             [leaf.shape for leaf in tree_leaves(one) if isinstance(leaf, Tensor)]
             for one in (alone, beside)
         ]
-        return None if shapes[0] == shapes[1] else (alone, beside)
+        if shapes[0] == shapes[1]:
+            return None
+        return with_last_label(alone), with_words_for_padding(with_last_label(beside))
 
 
 def specimen_of(
@@ -143,9 +145,13 @@ def _extreme_places(dataset: Any) -> tuple[int, ...]:
     columns = getattr(dataset, "column_names", None) or ()
     if TOKENS not in columns or table is None or not len(dataset):
         return ()
+    import pyarrow as pa
     import pyarrow.compute as pc
 
-    lengths = pc.list_value_length(table.column(TOKENS))
+    column = table.column(TOKENS)
+    if not pa.types.is_integer(column.type.value_type):
+        return ()  # several rows in a sample
+    lengths = pc.list_value_length(column)
     if (shown := getattr(dataset, "_indices", None)) is not None:  # of its table, in another order
         lengths = lengths.take(shown.column(0))
     numbers = lengths.to_numpy()
@@ -156,9 +162,17 @@ def _length(sample: Any) -> int:
     """In tokens, where it has any, else in elements."""
     if isinstance(sample, Mapping):
         if hasattr(sample.get(TOKENS), "__len__"):
-            return len(sample[TOKENS])
+            return _tokens(sample[TOKENS])
         return sum(_elements(value) for value in sample.values())
     return sum(map(_elements, sample)) if isinstance(sample, tuple | list) else _elements(sample)
+
+
+def _tokens(value: Any) -> int:
+    """Of the longest row, where a sample has several, as those of multiple choice have."""
+    if isinstance(value, Tensor | np.ndarray):
+        return int(value.shape[-1])
+    rows = [len(row) for row in value if hasattr(row, "__len__") and not isinstance(row, str)]
+    return max(rows, default=len(value))
 
 
 def _elements(value: Any) -> int:

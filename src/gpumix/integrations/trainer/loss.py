@@ -18,6 +18,7 @@ from gpumix.engine.ragged import as_taken
 from gpumix.engine.reduction import ReducedLoss, integer_labels
 from gpumix.engine.samples import IGNORED_LABEL, LABELS
 
+ITEMS = "num_items_in_batch"
 COLLECTIVES = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
 
 
@@ -43,6 +44,7 @@ class TrainerLoss(ReducedLoss):
         names = (LABELS, *(name for name in trainer.label_names or () if name != LABELS))
         super().__init__(self._computed, partial(integer_labels, names=names), steps=steps)
         self._trainer = trainer
+        self._takes_items = False  # the model's own loss does, as the last one showed
 
     def __call__(self, model: nn.Module, batch: Any, *args: Any) -> tuple[Tensor, Tensor]:
         loss, count = super().__call__(model, batch, *args)
@@ -67,12 +69,13 @@ class TrainerLoss(ReducedLoss):
         if self._wants_items(batch):
             items = self.count(batch, self.rules(batch)[0]) if count is None else count
             items = items.clamp(min=1)
-        made = self._trainer.compute_loss(
-            model,
-            as_taken({**batch, **labels}),
-            return_outputs=outputs is not None,
-            num_items_in_batch=items,
-        )
+        with self._noting_items(model, batch) as more:
+            made = self._trainer.compute_loss(
+                model,
+                as_taken({**batch, **labels, **more}),
+                return_outputs=outputs is not None,
+                num_items_in_batch=items,
+            )
         if outputs is None:
             return made  # type: ignore[no-any-return]
         outputs.append(made[1])
@@ -86,12 +89,41 @@ class TrainerLoss(ReducedLoss):
         told = trainer.compute_loss_func or (own and trainer.model_accepts_loss_kwargs)
         return bool(told) and batch.get(LABELS) is not None
 
-    def _told(self, batch: Any, count: Tensor) -> Tensor:
-        """What transformers divides by: of models whose class does not say that their labels are
-        shifted it counts the first one of each sample too."""
+    @contextmanager
+    def _noting_items(self, model: nn.Module, batch: Any) -> Iterator[dict[str, None]]:
+        """Inside, notes whether a model that is given the number of labels hands it to its loss
+        function; those that compute a loss of their own take their own mean. Gives what forward is
+        to be given beside: no number, which is passed on as one is."""
+        base: Any = model
+        base = base.get_base_model() if hasattr(base, "get_base_model") else base
+        own = type(self._trainer).compute_loss is not transformers.Trainer.compute_loss
+        function = getattr(base, "loss_function", None)
+        if own or function is None or not self._counts_first_labels(batch):
+            yield {}
+            return
+        self._takes_items = False
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            self._takes_items |= ITEMS in kwargs
+            return function(*args, **kwargs)
+
+        base.loss_function = noted
+        try:
+            yield {ITEMS: None}
+        finally:
+            base.loss_function = function
+
+    def _counts_first_labels(self, batch: Any) -> bool:
+        """Whether transformers counts the first label of each sample too, as of models whose class
+        does not say that their labels are shifted."""
         trainer = self._trainer
+        counts = trainer.model_accepts_loss_kwargs and not trainer._loss_shifts_labels
+        return bool(counts) and batch.get(LABELS) is not None
+
+    def _told(self, batch: Any, count: Tensor) -> Tensor:
+        """What transformers divides by."""
         shifted = self.rule is not None and self.rule.shifted
-        if shifted and trainer.model_accepts_loss_kwargs and not trainer._loss_shifts_labels:
+        if shifted and self._takes_items and self._counts_first_labels(batch):
             return (batch[LABELS] != IGNORED_LABEL).sum()
         return count
 
