@@ -39,7 +39,39 @@ class Rows(Dataset):
         return {name: values[index] for name, values in self.rows.items()}
 
 
-def kinds() -> dict[str, tuple[Callable[[], nn.Module], Rows]]:
+PICTURE, BEGIN, END = 90, 91, 92
+
+
+def of_texts_and_pictures() -> list[dict[str, Any]]:
+    """Samples with none, one or two pictures, each of four patches."""
+    generator = torch.Generator().manual_seed(2)
+    samples = []
+    for number in range(SAMPLES):
+        tokens, pictures = torch.randint(1, 89, (10,), generator=generator), number % 3
+        for place in range(pictures):
+            tokens[3 * place + 1 : 3 * place + 4] = torch.tensor([BEGIN, PICTURE, END])
+        patches = torch.randn(4 * pictures, 3 * 2 * 16, generator=generator)
+        samples.append({"tokens": tokens, "patches": patches})
+    return samples
+
+
+def with_patches(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """As the processor of Qwen2-VL lays them: the patches of all pictures behind one another."""
+    tokens = torch.stack([sample["tokens"] for sample in samples])
+    patches = torch.cat([sample["patches"] for sample in samples])
+    batch = {"input_ids": tokens, "labels": tokens.clone(), "mm_token_type_ids": tokens == PICTURE}
+    batch |= {"attention_mask": torch.ones_like(tokens)}
+    batch["mm_token_type_ids"] = batch["mm_token_type_ids"].int()
+    if len(patches):
+        batch["pixel_values"] = patches
+        batch["image_grid_thw"] = torch.tensor([[1, 2, 2]] * (len(patches) // 4))
+    return batch
+
+
+COLLATORS: dict[str, Any] = {"patches of pictures": with_patches}
+
+
+def kinds() -> dict[str, tuple[Callable[[], nn.Module], Any]]:
     import transformers as t
 
     tokens = torch.randint(5, 90, (SAMPLES, 12), generator=torch.Generator().manual_seed(0))
@@ -53,6 +85,20 @@ def kinds() -> dict[str, tuple[Callable[[], nn.Module], Rows]]:
     pixels = t.ImageGPTConfig(
         vocab_size=100, n_embd=32, n_layer=2, n_head=4, n_positions=16, resid_pdrop=0.0,
         embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    rotary = {"type": "mrope", "mrope_section": [1, 1, 2]}
+    qwen = t.Qwen2VLConfig(
+        text_config={
+            "vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "rope_scaling": rotary,
+            "pad_token_id": 0,
+        },
+        vision_config={
+            "depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "patch_size": 4,
+            "spatial_merge_size": 2, "temporal_patch_size": 2, "mlp_ratio": 2,
+        },
+        image_token_id=PICTURE, vision_start_token_id=BEGIN, vision_end_token_id=END,
+        video_token_id=93,
     )  # fmt: skip
     places = {"start_positions": tokens[:, 0] % 12, "end_positions": tokens[:, 1] % 12}
     return {
@@ -68,6 +114,10 @@ def kinds() -> dict[str, tuple[Callable[[], nn.Module], Rows]]:
         "a loss of its own": (
             lambda: t.ImageGPTForCausalImageModeling(pixels),
             Rows(input_ids=tokens, labels=tokens),
+        ),
+        "patches of pictures": (
+            lambda: t.Qwen2VLForConditionalGeneration(qwen),
+            of_texts_and_pictures(),
         ),
         "a decoder": (
             lambda: t.T5ForConditionalGeneration(t5),
@@ -101,11 +151,13 @@ def trained(folder: Path, ours: bool) -> dict[str, dict[str, Any]]:
                 learning_rate=5e-3,
                 logging_steps=1,
                 save_strategy="no",
+                remove_unused_columns=name not in COLLATORS,
                 report_to=[],
                 use_cpu=True,
                 disable_tqdm=True,
             ),
             train_dataset=data,
+            data_collator=COLLATORS.get(name),
             **more,
         )
         trainer.train()

@@ -86,6 +86,15 @@ class OutsideSteps:
         self._undo.callback(lambda: vars(self._model).pop(name, None))
 
     @property
+    def is_frozen_otherwise(self) -> bool:
+        """Whether its user has frozen or thawed parameters since the model was sharded."""
+        stored = self._engine.stored_parameters
+        return any(
+            registered[name].requires_grad is not stored[own].trained
+            for registered, name, own in self._places()
+        )
+
+    @property
     def can_be_called(self) -> bool:
         """Whether a rank computes all of the model, whose parameters come to it."""
         return not self._engine.places and not self._engine.plan.in_teams

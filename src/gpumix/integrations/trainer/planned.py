@@ -206,10 +206,11 @@ class Planned(PlannedCheckpoints):
         """
         if self.has_engine:
             assert self._engine is not None
-            return self._engine
+            if self.optimizer is not None or not self._engine.outside.is_frozen_otherwise:
+                return self._engine
         model, args = self.model, self.args
         before = self._engine
-        if before is not None and before.model is model:  # another trainer had it since
+        if before is not None and before.model is model and before.ended:  # by another trainer
             self._given = before.plan
         unshard(model)
         if args.use_cpu:

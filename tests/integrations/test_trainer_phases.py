@@ -1,0 +1,171 @@
+"""Trainers that do not begin by training, and models that more than one trainer has.
+
+Each part of the program is run as with the stock classes in one process, and on two ranks.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from harness import run_ranks
+from programs import as_launched
+from reference import Share, plan_for
+
+pytestmark = pytest.mark.slow
+
+BATCH, SAMPLES = 8, 24
+TOKENS = torch.randint(5, 90, (SAMPLES, 12), generator=torch.Generator().manual_seed(0))
+
+
+def llama() -> nn.Module:
+    import transformers as t
+
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    return t.LlamaForCausalLM(t.LlamaConfig(vocab_size=100, num_attention_heads=4, **sizes))
+
+
+def with_adapters(folder: Path) -> nn.Module:
+    """As they are loaded to be evaluated: nothing is trained."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    base = get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj"]))
+    base.save_pretrained(folder)
+    return PeftModel.from_pretrained(llama(), folder)
+
+
+def rows(labels: bool = True) -> list[dict[str, torch.Tensor]]:
+    named = ("input_ids", "labels") if labels else ("input_ids",)
+    return [dict.fromkeys(named, tokens) for tokens in TOKENS]
+
+
+class Seen:
+    """What callbacks see of the model while it trains."""
+
+    @staticmethod
+    def make() -> Any:
+        import transformers
+
+        class Looks(transformers.TrainerCallback):
+            def __init__(self) -> None:
+                self.texts: list[list[int]] = []
+                self.counts: set[tuple[int, int]] = set()
+
+            def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                self.counts.add(
+                    (args.per_device_train_batch_size, args.gradient_accumulation_steps)
+                )
+                generated = kwargs["model"].generate(
+                    TOKENS[:1, :4], max_new_tokens=3, do_sample=False, pad_token_id=0
+                )
+                self.texts.append(generated[0].tolist())
+
+        return Looks()
+
+
+def run(folder: Path, ours: bool) -> dict[str, Any]:
+    as_launched(folder)
+    import transformers
+
+    library: Any = transformers
+    if ours:
+        from gpumix.integrations import transformers as library
+    processes = 2 if ours else 1
+
+    def trainer(model: nn.Module, name: str, **more: Any) -> Any:
+        settings = {
+            "per_device_train_batch_size": BATCH // 2 // processes,
+            "gradient_accumulation_steps": 2,
+            "per_device_eval_batch_size": BATCH // processes,
+            "max_steps": 2,
+            "learning_rate": 5e-3,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": [],
+            "use_cpu": True,
+            "disable_tqdm": True,
+        }
+        args = transformers.TrainingArguments(output_dir=str(folder / name), **settings)
+        if ours and any(p.requires_grad for p in model.parameters()):
+            more["plan"] = plan_for(model, [Share(3, 2, 2), Share(5, 3, 1)], zero_stage=3)
+        return library.Trainer(model=model, args=args, **more)
+
+    def losses(one: Any) -> list[float]:
+        return [entry["loss"] for entry in one.state.log_history if "loss" in entry]
+
+    found: dict[str, Any] = {}
+    predicting = trainer(llama(), "predicting", train_dataset=rows())
+    found["without labels"] = predicting.predict(rows(labels=False)).predictions.sum().item()
+    predicting.train()
+    found["trained after that"] = losses(predicting)
+    adapted = trainer(with_adapters(folder / "adapter"), "adapted", eval_dataset=rows())
+    found["nothing to train"] = adapted.evaluate()["eval_loss"]
+    looks = Seen.make()
+    model = llama()
+    model.model.requires_grad_(False)
+    first = trainer(model, "first", train_dataset=rows(), callbacks=[looks])
+    batch = next(iter(first.get_train_dataloader()))
+    found["samples"] = len(batch["input_ids"])
+    found["given"] = first.args.gradient_accumulation_steps
+    first.train()
+    found["in callbacks"] = looks.texts
+    found["told callbacks"] = sorted(looks.counts)
+    model.requires_grad_(True)
+    second = trainer(model, "second", train_dataset=rows(), eval_dataset=rows())
+    second.train()
+    found["phases"] = [*losses(first), *losses(second)]
+    found["evaluated after that"] = second.evaluate()["eval_loss"]
+    second.save_model(str(folder / "saved"))
+    if second.is_world_process_zero():
+        saved = torch.load(folder / "saved" / "training_args.bin", weights_only=False)
+        found["saved"] = saved.gradient_accumulation_steps
+    if ours:
+        import gpumix
+
+        gpumix.unshard(model)
+    with torch.no_grad():
+        found["as a model"] = model(TOKENS[:2], labels=TOKENS[:2]).loss.item()
+    return found
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("phases")
+    (stock,) = run_ranks(run, 1, folder / "stock", False, timeout_s=120)
+    return stock, run_ranks(run, 2, folder / "ours", True, timeout_s=240)
+
+
+def test_evaluations_come_first(both):
+    """Predictions without labels, and a model that has nothing to train; training follows."""
+    stock, ours = both
+    for rank in ours:
+        for name in ("without labels", "trained after that", "nothing to train"):
+            assert rank[name] == pytest.approx(stock[name], rel=1e-4)
+
+
+def test_a_batch_is_looked_at_before_training(both):
+    """Each rank reads its part of the batch of all."""
+    stock, ours = both
+    assert sum(rank["samples"] for rank in ours) == BATCH == 2 * stock["samples"]
+
+
+def test_one_model_is_trained_in_two_phases(both):
+    """And is a model when they are over; callbacks generate while it trains."""
+    stock, ours = both
+    for rank in ours:
+        for name in ("phases", "evaluated after that", "as a model"):
+            assert rank[name] == pytest.approx(stock[name], rel=1e-4)
+        assert rank["in callbacks"] == stock["in callbacks"]
+
+
+def test_arguments_stay_as_they_were_given(both):
+    """In the trainer, for callbacks, and in the file that is saved."""
+    _, ours = both
+    for rank in ours:
+        assert (rank["given"], rank["told callbacks"]) == (2, [(2, 2)])
+    assert ours[0]["saved"] == 2
