@@ -45,7 +45,7 @@ SCRIPTS = {
     "clm_no_trainer": (["--steps", str(STEPS)], "--per_device_batch_size"),
 }
 # Are started so too, as pages say: a script with a trainer, and one with a loop.
-BY_TORCHRUN = ("sft_lora", "clm_no_trainer")
+BY_TORCHRUN = ("run_clm", "clm_no_trainer")
 MORE = {"lightning_clm": SCRIPTS["clm_no_trainer"]}  # more than their import is changed
 BATCH = 12
 LOSSES = "losses.json"

@@ -217,6 +217,11 @@ def expected_counts(engine: Engine) -> dict[str, int]:
 Pieces = list[tuple[str, tuple[int, ...], tuple[int, ...], Array]]
 
 
+def computed_in(engine: Engine) -> set[torch.dtype]:
+    """The dtypes of the parameters that a rank computes with."""
+    return {view.dtype for group in engine.groups() for view in group.views}
+
+
 def pieces_of(engine: Engine, gradients: bool = False) -> Pieces:
     """A rank's part of all parameters, or of their gradients, to be sent to the parent."""
     found = []

@@ -14,7 +14,7 @@ from gpumix.spec.dtypes import communication_dtype
 from gpumix.spec.plan import Plan
 from gpumix.spec.stage import ComputeDtype, Mode
 from models import mean_loss
-from reference import batches, initialised, joined, pieces_of, tensor_errors
+from reference import batches, computed_in, initialised, joined, pieces_of, tensor_errors
 from staging import (
     EVERY,
     Row,
@@ -73,7 +73,7 @@ def _train(plan_json: str, name: str) -> tuple[list[float], Any, set[torch.dtype
         losses.append(engine.step(own_samples(plan, engine.comm.rank, batch)).item())
         assert not engine.overflowed
         optimizer.step()
-    return losses, pieces_of(engine), {p.dtype for p in engine.model.parameters()}
+    return losses, pieces_of(engine), computed_in(engine)
 
 
 def trained_alone(name: str, plan: Plan) -> tuple[list[float], dict[str, np.ndarray]]:

@@ -12,6 +12,7 @@ from models import ARCHITECTURES, mean_loss
 from reference import (
     Share,
     batches,
+    computed_in,
     engine_alone,
     engine_for,
     initialised,
@@ -75,7 +76,7 @@ def _trained(shares, settings):
         assert not engine.overflowed
         optimizer.step()
     weights = {n: v.numpy() for n, v in engine.state_dict(rank0_only=True).items()}
-    computed = {str(p.dtype).removeprefix("torch.") for p in engine.model.parameters()}
+    computed = {str(dtype).removeprefix("torch.") for dtype in computed_in(engine)}
     return losses, weights, computed, engine.scaler.active
 
 

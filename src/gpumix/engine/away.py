@@ -64,11 +64,12 @@ class AtRest(nn.Parameter):
 
     # Copies of it, and what is loaded from a file, are parameters without a piece.
     _piece: Piece | None = None
+    _place: int = 0
 
     @staticmethod
     def of(values: torch.Tensor, piece: Piece) -> AtRest:
         rest = torch.Tensor._make_subclass(AtRest, values, piece.local.requires_grad)
-        rest._piece = piece
+        rest._piece, rest._place = piece, values.data_ptr()
         return rest
 
     @property
@@ -94,11 +95,20 @@ class AtRest(nn.Parameter):
         assert self._piece is not None, "of an engine"
         return self._piece.name
 
-    def refuse_gradient(self) -> None:
+    def refuse_changes(self) -> None:
         """
         Raises:
-            InputError: a backward pass outside of the engine has come to it.
+            InputError: it has other memory than that which the optimizer updates, or a backward
+                pass outside of the engine has come to it.
         """
+        if self.data_ptr() != self._place:
+            raise InputError(
+                f"parameter '{self.parameter_name}' was moved, cast or replaced since the model "
+                "was sharded",
+                why="the optimizer updates the values that the engine keeps",
+                fix="move or cast the model before; or call gpumix.unshard(model), and train it as "
+                "a new model",
+            )
         if _OWN_GRAD.__get__(self) is not None:
             raise InputError(
                 f"a backward pass outside of the engine gave parameter '{self.parameter_name}' a "

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from gpumix.engine.comm import Communicator, Pending
 
 Operation = Literal["gather", "reduce", "send", "receive"]
-Meeting = Literal["team", "other stage"]
+Meeting = Literal["team", "other stage", "slower rank"]
 # Seconds since the step began, which may be asked for when it is over.
 Mark = Callable[[], float]
 

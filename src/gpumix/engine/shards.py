@@ -333,7 +333,7 @@ class FlatGroup:
         self.unused = None
         for _, _, rest in self._at_rest:
             refuse_thawed(rest, self.trainable)
-            rest.refuse_gradient()
+            rest.refuse_changes()
         if self._at_rest:
             self.remove()
             return

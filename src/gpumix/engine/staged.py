@@ -67,6 +67,11 @@ class StagedCommunicator(Communicator):
         pending = self._host.start_all_reduce(staged, label)
         return pending.then(lambda: _set(value, staged))
 
+    def start_any(self, flags: torch.Tensor, label: str) -> Pending:
+        staged = flags.to("cpu", copy=True)
+        pending = self._host.start_any(staged, label)
+        return pending.then(lambda: _set(flags, staged))
+
     def exchange(
         self, row: torch.Tensor, label: str, *, into: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Pending]:

@@ -49,8 +49,13 @@ class UnusedParameters:
     def finish(self) -> None:
         """The step ends: other ranks may read the flags until then."""
         if self._told is not None:
-            self._told.wait()
+            self._wait(self._told)
             self._told = None
+
+    def _wait(self, told: Pending) -> None:
+        self._comm.record.meets("slower rank")
+        told.wait()
+        self._comm.record.goes_on()
 
     def _used_by_none(self, absent: Iterable[str]) -> list[str]:
         """Those of `absent`, which this rank has no gradient of, that the others have none of."""
@@ -62,6 +67,6 @@ class UnusedParameters:
         self._told = self._comm.start_any(flags, "exchange of which parameters have a gradient")
         if not absent:
             return []
-        self._told.wait()  # and then no more
+        self._wait(self._told)
         used = flags.tolist()
         return [name for name in absent if not used[self._numbers[name]]]

@@ -20,6 +20,7 @@ from gpumix.spec.job import Job
 from gpumix.spec.plan import Plan
 from gpumix.train import memory_folder, memory_reader, run_files
 from gpumix.train.checkpoint import Checkpointer, Saved
+from gpumix.train.checkpoint_content import Content
 from gpumix.train.checkpoint_file import Damaged, of_steps, step_of
 from gpumix.train.context import Context
 from gpumix.train.memory_buddies import Buddies
@@ -102,6 +103,8 @@ class Keeping:
         self._every_steps = 1 if every == "auto" else every
         # How long training stood still for the newest copies in memory.
         self._copied_s: deque[float] = deque(maxlen=MEASURED_COPIES)
+        # What cannot be saved is told now, and not when steps would be lost.
+        Content.of(0, engine, optimizer, cursor=loader.state_dict(), extra=self._extra)
 
     def _checkpointer_of(self, group: dist.ProcessGroup | None) -> Checkpointer:
         job = self._context.job

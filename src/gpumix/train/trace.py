@@ -60,7 +60,12 @@ class _Rank:
                 for cause, start_s, end_s in self._causes(done):
                     yield wait(cause, process=process, start_s=start_s, end_s=end_s)
                 continue
-            if done.kind == "overhead" or done.kind == "team" or done.kind == "other stage":
+            if (
+                done.kind == "overhead"
+                or done.kind == "team"
+                or done.kind == "other stage"
+                or done.kind == "slower rank"
+            ):
                 span = wait(done.kind, process=process, start_s=done.start_s, end_s=done.end_s)
                 yield span
                 continue
