@@ -1,7 +1,8 @@
-"""Tensors of which samples have unlike numbers of rows, one sample's behind the other's.
+"""What batches hold beside tensors with one row for each sample.
 
-Processors of pictures make such ones: the patches of all pictures of a batch lie in one tensor. A
-model takes them as they are; whoever cuts a batch must know which rows are whose.
+Processors of pictures lay the patches of all pictures of a batch into one tensor, and give the
+boxes of a picture as a dictionary. A model takes them as they are; whoever cuts a batch must know
+what is whose.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from torch.utils._pytree import register_pytree_node, tree_map
 
 @dataclass(frozen=True)
 class RaggedRows:
-    """A tensor, and how many of its rows each sample has. For trees it is a node."""
+    """A tensor with the rows of one sample behind those of another, and how many each has. For
+    trees it is a node."""
 
     tensor: Tensor
     counts: tuple[int, ...]
@@ -53,9 +55,45 @@ register_pytree_node(
 )
 
 
+@dataclass(frozen=True)
+class PerSample:
+    """A list with an entry for each sample, a tree of tensors, as the boxes in a picture. For trees
+    it is a node."""
+
+    entries: list[Any]
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __getitem__(self, samples: slice | Sequence[int]) -> PerSample:
+        if isinstance(samples, slice):
+            return PerSample(self.entries[samples])
+        return PerSample([self.entries[number] for number in samples])
+
+    def repeated(self, times: int) -> PerSample:
+        """All samples, so many times."""
+        return PerSample(self.entries * times)
+
+    def pin_memory(self, *args: Any) -> PerSample:
+        """As loaders ask for it."""
+        return PerSample(tree_map(_pinned, self.entries))
+
+
+def _pinned(value: Any) -> Any:
+    return value.pin_memory() if isinstance(value, Tensor) else value
+
+
+register_pytree_node(
+    PerSample,
+    lambda one: (one.entries, None),
+    lambda values, _: PerSample(list(values)),
+    serialized_type_name="gpumix.engine.ragged.PerSample",
+)
+
+
 def has_rows(value: Any) -> bool:
     """Whether it has rows of samples."""
-    return isinstance(value, Tensor | RaggedRows)
+    return isinstance(value, Tensor | RaggedRows | PerSample)
 
 
 def take(batch: Any, samples: slice | Sequence[int]) -> Any:
@@ -67,8 +105,11 @@ def take(batch: Any, samples: slice | Sequence[int]) -> Any:
 def as_taken(batch: Mapping[str, Any]) -> dict[str, Any]:
     """A batch as models take it: tensors of rows of all samples. Of what no sample has rows of, as
     pictures in a batch of texts, there is nothing."""
-    return {
-        name: value.tensor if isinstance(value, RaggedRows) else value
-        for name, value in batch.items()
-        if not (isinstance(value, RaggedRows) and not any(value.counts))
-    }
+    taken: dict[str, Any] = {}
+    for name, value in batch.items():
+        if isinstance(value, RaggedRows):
+            if any(value.counts):
+                taken[name] = value.tensor
+        else:
+            taken[name] = value.entries if isinstance(value, PerSample) else value
+    return taken

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from gpumix.engine.comm import Communicator
 from gpumix.engine.micro_batch import Loss
-from gpumix.engine.ragged import RaggedRows, has_rows, take
+from gpumix.engine.ragged import PerSample, RaggedRows, has_rows, take
 from gpumix.engine.randomness import Randomness
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Plan
@@ -50,7 +50,7 @@ def repeated(batch: Any, times: int) -> Any:
     """So many samples that are all the one of `batch`."""
 
     def several(value: Any) -> Any:
-        if isinstance(value, RaggedRows):
+        if isinstance(value, RaggedRows | PerSample):
             return value.repeated(times)
         return value.expand(times, *value.shape[1:]) if torch.is_tensor(value) else value
 
@@ -81,8 +81,10 @@ def samples_in(batch: Any) -> int:
     return shapes[0][0] if shapes else 0
 
 
-def _shape(value: torch.Tensor | RaggedRows) -> tuple[int, ...]:
-    """That of its tensor; of ragged rows, as if each sample had one."""
+def _shape(value: torch.Tensor | RaggedRows | PerSample) -> tuple[int, ...]:
+    """That of its tensor, as if each sample had one row."""
+    if isinstance(value, PerSample):
+        return (len(value),)
     if isinstance(value, RaggedRows):
         return (len(value), *value.tensor.shape[1:])
     return tuple(value.shape)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten_with_path
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, get_worker_info
 
-from gpumix.engine.ragged import RaggedRows, has_rows, take
+from gpumix.engine.ragged import PerSample, RaggedRows, has_rows, take
 from gpumix.hardware.memory import host_memory
 from gpumix.integrations.rows import Rows
 from gpumix.spec.errors import InputError
@@ -355,7 +355,8 @@ def collated(collate: Callable[[list[Any]], Any], samples: list[Any]) -> dict[st
     """
     batch = collate(samples)
     if isinstance(batch, Mapping):
-        batch = _ragged(collate, samples, dict(batch))
+        entries = {n: _entries(v) for n, v in batch.items() if _is_per_sample(v, len(samples))}
+        batch = _ragged(collate, samples, {**batch, **entries})
     batch = collated_tree(lambda _: batch, samples)
     if not isinstance(batch, dict):
         raise InputError(
@@ -391,6 +392,16 @@ def collated_tree(collate: Callable[[list[Any]], Any], samples: list[Any]) -> An
                 fix="use a collator that pads; to pack short samples do it in the dataset",
             )
     return batch
+
+
+def _is_per_sample(value: Any, samples: int) -> bool:
+    """Whether it is a list with a dictionary, or a tensor, for each sample."""
+    listed = isinstance(value, list) and len(value) == samples > 0
+    return listed and all(isinstance(entry, Mapping | Tensor) for entry in value)
+
+
+def _entries(values: Sequence[Any]) -> PerSample:
+    return PerSample([dict(one) if isinstance(one, Mapping) else one for one in values])
 
 
 def _ragged(

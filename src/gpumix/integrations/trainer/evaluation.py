@@ -23,12 +23,13 @@ from transformers.trainer_utils import (
 )
 
 from gpumix.engine.engine import Engine
-from gpumix.engine.ragged import as_taken
+from gpumix.engine.ragged import PerSample, as_taken
 from gpumix.engine.samples import LABELS, samples_in
 from gpumix.hardware.memory import host_memory
 from gpumix.integrations.forward import by_places
 from gpumix.integrations.gathering import PADDING, all_rows
 from gpumix.integrations.trainer.loss import Computed, TrainerLoss
+from gpumix.spec.errors import InputError
 
 SUM, COUNT, LOGITS, INPUTS, LOSSES = "sum", "count", "logits", "inputs", "losses"
 
@@ -175,6 +176,12 @@ def _made(
     if loss_only:
         return told
     labels = tuple(batch[name] for name in names) if _is_labelled(trainer, batch) else None
+    if any(isinstance(label, PerSample) for label in labels or ()):
+        raise InputError(
+            "labels that are a dictionary for each sample are not gathered",
+            why="they have another size for each sample",
+            fix="evaluate losses alone: TrainingArguments(prediction_loss_only=True)",
+        )
     if labels is not None:
         told[LABELS] = _one_or_all(labels)
     told[LOGITS] = _logits(trainer, outputs, told.get(LABELS), ignored)

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import transformers
+from accelerate import PartialState
 from torch import Tensor, nn
 
 from gpumix.engine.ragged import as_taken
@@ -131,12 +132,16 @@ class TrainerLoss(ReducedLoss):
 @contextmanager
 def by_itself(accelerator: Any) -> Iterator[None]:
     """Inside, what would be gathered from all ranks is this one's: ranks compute unlike numbers of
-    micro-batches, so what each computes of one must not wait for the others."""
+    micro-batches, so what each computes of one must not wait for the others. Losses of transformers
+    ask Accelerate's state whether there are others, as for how many boxes they have."""
     before = {name: vars(accelerator).get(name) for name in COLLECTIVES}
     vars(accelerator).update(dict.fromkeys(COLLECTIVES, _same))
+    of_all = vars(PartialState)["_shared_state"]  # a descriptor
+    PartialState._shared_state = {}
     try:
         yield
     finally:
+        PartialState._shared_state = of_all
         for name, own in before.items():
             if own is None:
                 delattr(accelerator, name)
