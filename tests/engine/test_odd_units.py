@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import copy
 import weakref
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 from gpumix.engine.coroutine import ModelError
+from gpumix.engine.prepare import prepare
 from gpumix.spec.errors import InputError
+from gpumix.spec.stage import Mode
 from models import ARCHITECTURES, WIDTH, Block, Regression, vectors
-from reference import assert_step_is_plain, batches, engine_alone
+from reference import Share, assert_step_is_plain, batches, engine_alone, plan_for
 
 BATCH = 4
 
@@ -84,6 +88,31 @@ def test_a_list_that_a_unit_appends_to_is_refused():
 # -- parameters that are not here ------------------------------------------------------------------
 
 
+class ChecksPoints(Regression):
+    """Its own code computes blocks again."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__([Block() for _ in range(3)])
+        self.reentrant = reentrant
+
+    def forward(self, x, target):
+        x = self.enter(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.error(x, target)
+
+
+@pytest.mark.parametrize("mode", [Mode(), Mode(order="sequential", recompute=False)])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_the_plan_decides_what_is_computed_again(reentrant, mode):
+    """And not the model; outside of steps its code does what it says."""
+    factory = partial(ChecksPoints, reentrant)
+    engine = engine_alone(factory, BATCH, 2, mode=mode, zero_stage=0)
+    batch = vectors(BATCH, torch.Generator().manual_seed(0))
+    assert_step_is_plain(engine, factory, batch)
+    assert engine.model(**batch)[0].isfinite()
+
+
 class Penalised(Regression):
     def forward(self, x, target):
         loss, count = super().forward(x, target)
@@ -114,6 +143,42 @@ def test_parameters_between_steps_are_ordinary_ones(use, tmp_path, monkeypatch):
     engine.step(batch)
     use(engine.model)
     engine.step(batch)
+
+
+@pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_on_a_gradient_is_refused(hook):
+    def factory():
+        model = Regression([Block(), Block()])
+        getattr(model.leave.weight, hook)(lambda _: None)
+        return model
+
+    with pytest.raises(InputError, match=r"'leave\.weight' has a hook on its gradient"):
+        prepare(factory(), plan_for(factory(), [Share(2, 1, 1)]))
+
+
+class CountsCalls(Block):
+    """Its state dict has a number that is in no tensor."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+    def get_extra_state(self):
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state):
+        self.calls = state["calls"]
+
+
+def test_a_state_dict_has_what_modules_say_beside():
+    engine = engine_alone(lambda: Regression([CountsCalls(), CountsCalls()]), BATCH, 2)
+    state = engine.state_dict()
+    assert state.keys() == Regression([CountsCalls(), CountsCalls()]).state_dict().keys()
+    state["blocks.1._extra_state"] = {"calls": 7}
+    engine.load_state_dict(state)
+    assert engine.model.blocks[1].calls == 7
 
 
 def test_a_model_that_was_cast_between_steps_is_refused():

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from gpumix.cost.pipeline import Pipeline
-from gpumix.engine import buffers, layered, pipelined, sequential, stands
+from gpumix.engine import buffers, layered, own_checkpoints, pipelined, sequential, stands
 from gpumix.engine.buckets import Bucket, Reductions
 from gpumix.engine.comm import Communicator, WaitClock
 from gpumix.engine.coroutine import Calls
@@ -577,7 +577,7 @@ class Engine(Trials):
             self.outside.in_step = True
             for bucket in self._buckets:
                 bucket.begin_step()
-            with self._switches:
+            with self._switches, own_checkpoints.taken_over():
                 yield
         except BaseException as error:
             if self.comm.world > 1:

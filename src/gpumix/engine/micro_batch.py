@@ -224,14 +224,14 @@ def goes_past(calls: Sequence[str], number: int, called: str) -> bool:
 def out_of_order(calls: Sequence[str], number: int, called: str) -> ModelError:
     """The error of a model that makes another unit call than the plan's: `called` ("" for none) as
     call `number`, counted from 0."""
-    wanted = (
-        f"unit '{calls[number]}' was to be called"
-        if number < len(calls)
-        else ("the loss was to come")
-    )
+    wanted = "the loss was to come"
+    if number < len(calls):
+        wanted = f"unit '{calls[number]}' was to be called as call {number + 1} of {len(calls)}"
+    elif called in calls:
+        wanted = f"units that are called behind '{called}' were called before it"
     return ModelError(
-        f"the model calls its units in another order than the plan: {wanted} as call "
-        f"{number + 1} of {len(calls)}, the model called '{called or 'none'}'",
+        f"the model calls its units in another order than the plan: {wanted}, the model called "
+        f"'{called or 'none'}'",
         why="the order of unit calls must be the same on every rank and in every step; a plan of "
         "one stage lets a pass leave units out",
         fix="profile and plan again for this model and its current settings; for LayerDrop plan "

@@ -311,6 +311,14 @@ def _refuse_unable(worker: Worker, device: torch.device) -> None:
 def _refuse_other_holders(model: nn.Module) -> None:
     """Parameters are replaced where modules register them; elsewhere the old ones would stay."""
     ours = {id(parameter): name for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+            raise InputError(
+                f"parameter '{name}' has a hook on its gradient, which would not be called",
+                why="a rank has the gradient of its own samples, and then a part of the sum",
+                fix="look at gradients after engine.step, or in a callback before the optimizer's "
+                "step; remove the hook",
+            )
     for path, module in model.named_modules():
         for attribute, value in vars(module).items():
             if attribute in REGISTERS or not isinstance(value, list | tuple | dict):

@@ -22,6 +22,7 @@ from gpumix.engine.shards import FlatGroup
 from gpumix.engine.window import Window
 from gpumix.spec.errors import InputError
 
+EXTRA = "_extra_state"  # as torch calls it in a state dict
 Scalar = torch.Tensor | bool | int | float
 T = TypeVar("T")
 
@@ -85,7 +86,18 @@ def full_state(
     state = {name: values[own] for name, own in inventory.names.items()}
     for name, buffer in persistent_buffers(model).items():
         state[name] = buffer.detach().to("cpu", copy=True)
+    for name, module in _with_extra_state(model).items():
+        state[name] = module.get_extra_state()
     return state
+
+
+def _with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules that have a state beside parameters and buffers, by its name in a state dict."""
+    return {
+        f"{path}.{EXTRA}" if path else EXTRA: module
+        for path, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
 
 
 def _tell_others(values: dict[str, torch.Tensor], comm: Communicator, inventory: Inventory) -> None:
@@ -114,7 +126,9 @@ def load_full_state(
     Raises:
         InputError: names are missing or unexpected, or shapes differ; nothing was changed.
     """
-    names = inventory.names
+    names, extra = inventory.names, _with_extra_state(model)
+    beside = {name: value for name, value in state.items() if name in extra}
+    state = {name: value for name, value in state.items() if name not in extra}
     given = {own: state[name] for name, own in names.items() if name in state}
     buffers = persistent_buffers(model)
     given_buffers = {name: state[name] for name in buffers if name in state}
@@ -131,6 +145,8 @@ def load_full_state(
         piece.local.copy_(shown[piece.start : piece.end])
     for name, value in given_buffers.items():
         buffers[name].copy_(value)
+    for name, value in beside.items():
+        extra[name].set_extra_state(value)
 
 
 def check_names_and_shapes(

@@ -8,7 +8,7 @@ on a device can be profiled on it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from gpumix.engine import own_checkpoints
 from gpumix.engine.boundary import Cut, cast, taken
 from gpumix.engine.captured import Captured, Collected
 from gpumix.engine.comm import Borrowed, Communicator, Pending
@@ -189,6 +190,7 @@ class Walk:
         self.leaves: list[int] = []
         self._specimens = specimens
         self._coroutine = coroutine
+        self._inside = ExitStack()
         self._glue = Glue()
         self._links: list[list[Link]] = []
         self._leaves: list[torch.Tensor] = []
@@ -196,10 +198,12 @@ class Walk:
         self._at: UnitCall | Finished | None = None
 
     def __enter__(self) -> Walk:
+        self._inside.enter_context(own_checkpoints.taken_over())
         return self
 
     def __exit__(self, *_: object) -> None:
         self._coroutine.close()
+        self._inside.close()
 
     @property
     def call(self) -> UnitCall | None:
