@@ -88,7 +88,7 @@ def prepare(
         join_launched(on_gpus=on_gpu(plan))
         comm = all_ranks(own_device(plan), plan.collectives)
     plan = _bound(plan, comm)
-    anatomy = dissect(model, units)
+    anatomy = _as_planned(model, plan, units)
     _check(plan, anatomy, comm)
     if plan.schedule == "zero-bubble":
         split_backward.refuse_unable()
@@ -135,6 +135,18 @@ def prepare(
         changes=changes,
         forwards=forwards,
     )
+
+
+def _as_planned(model: nn.Module, plan: Plan, units: Sequence[str]) -> Anatomy:
+    """The model taken apart as the plan has it: without other units, where its samples called
+    these alone when it was measured."""
+    anatomy = dissect(model, units)
+    planned = [name for stage in plan.stages for name in stage.units]
+    known = {unit.name for unit in anatomy.units}
+    if units or plan.model == anatomy.fingerprint() or not known.issuperset(planned):
+        return anatomy
+    of_plan = dissect(model, planned)
+    return of_plan if plan.model == of_plan.fingerprint() else anatomy
 
 
 def _head_in_chunks(

@@ -18,9 +18,9 @@ from gpumix.engine.elsewhere import Look, Returned, Untold, given_looks, hand_ov
 from gpumix.profiler.specimen import WEIGHT_STD, Specimens
 
 
-def tell_apart(specimens: Specimens, batch: Any) -> None:
+def tell_apart(specimens: Specimens, batch: Any) -> list[str]:
     """Make kinds of their own of units that are given, or return, what looks otherwise than what
-    others of their kind do.
+    others of their kind do. Gives the units that the model called.
 
     Args:
         batch: a small one, whose tensors are on the device.
@@ -45,6 +45,7 @@ def tell_apart(specimens: Specimens, batch: Any) -> None:
             leaves = [_values(leaf, call, specimens.device) for leaf in returned.leaves]
             walk.go_on(hand_over(call, returned, leaves))
     specimens.divide(_kinds(specimens.kind_of, done))
+    return walk.calls
 
 
 def _kinds(kind_of: Mapping[str, str], done: Mapping[str, Set[object]]) -> dict[str, str]:

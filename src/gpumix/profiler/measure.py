@@ -223,7 +223,13 @@ def _swept(
         fused_loss=efficiency.loss == "triton",
     )
     if kinds is None:
-        tell_apart(specimens, on_device(specimens, subject.make_batch(1)))
+        calls = tell_apart(specimens, on_device(specimens, subject.make_batch(1)))
+        called = tuple(unit.name for unit in anatomy.units if unit.name in calls)
+        if 0 < len(called) < len(anatomy.units):  # as what looks at pictures, of texts alone
+            others = len(anatomy.units) - len(called)
+            progress(f"{device_class}: {others} blocks are not called, and gathered with the rest")
+            of_called = replace(subject, units=called)
+            return _swept(of_called, runtime, device_class, progress, degree, sequence=sequence)
         anatomy = anatomy.of_kinds(specimens.kind_of)
     if device_class in subject.compiled and team is None:
         specimens.compile(range(1, subject.shape.global_batch + 1))

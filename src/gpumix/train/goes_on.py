@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from gpumix.engine.units import dissect
 from gpumix.spec.errors import InputError
 from gpumix.spec.job import Job
 from gpumix.train import checkpoint_folder, run_files
@@ -70,7 +71,7 @@ def check_goes_on(context: Context, model: nn.Module, fingerprint: str) -> None:
     if not isinstance(before, dict):  # no job saved it
         return
     now = job.model_dump(mode="json")
-    if saved.model != fingerprint:
+    if saved.model not in (fingerprint, _as_planned(model, saved)):
         differing = list(_of_model(saved, model, before, now))
         same = "its configuration or factory gives other units, shapes, dtypes or frozen parameters"
         _refuse("another model", differing or [same], where)
@@ -82,6 +83,16 @@ def check_goes_on(context: Context, model: nn.Module, fingerprint: str) -> None:
         same = "its samples are of other content, or there are more or fewer of them"
         _refuse("other data", differing or [same], where)
     _check_keys(before, now, where)
+
+
+def _as_planned(model: nn.Module, saved: Manifest) -> str:
+    """The fingerprint of a model with the units of the plan that it was saved by, which may lack
+    those that its samples did not call; empty where it has not these."""
+    try:
+        stages: Any = saved.extra["plan"]["stages"]  # type: ignore[index,call-overload]
+        return dissect(model, [unit for stage in stages for unit in stage["units"]]).fingerprint()
+    except (InputError, LookupError, TypeError):
+        return ""
 
 
 def _newest(folder: Path) -> tuple[str, Manifest] | None:
