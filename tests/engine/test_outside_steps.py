@@ -118,6 +118,14 @@ def test_a_backward_pass_of_somebody_else_is_refused():
         engine.step(batch)
 
 
+def test_a_step_is_refused_while_the_model_is_whole():
+    engine = engine_alone(EVERY["gpt2"].factory, 2, 1, zero_stage=3)
+    batch = next(batches(EVERY["gpt2"], 2, 1))
+    with gpumix.whole(engine.model), pytest.raises(InputError, match=r"inside of gpumix\.whole"):
+        engine.step(batch)
+    assert engine.step(batch).isfinite()
+
+
 def test_one_process_trains_on_as_an_ordinary_model():
     model, _ = trained("gpt2")
     engine = engine_alone(EVERY["gpt2"].factory, 5, 2, zero_stage=3)

@@ -573,8 +573,8 @@ class Engine(Trials):
                 why=self._failed,
                 fix="start all ranks again, from a checkpoint",
             )
+        self.outside.begin_step()
         try:
-            self.outside.in_step = True
             for bucket in self._buckets:
                 bucket.begin_step()
             with self._switches, own_checkpoints.taken_over():

@@ -7,6 +7,7 @@ are read inside of `whole`, which all ranks enter.
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from gpumix.engine.engine import Engine
 
 Forward = Callable[..., Any]
+SYNCHRONISED = "synced_gpus"  # of transformers
 UNSHARDING = ("merge_and_unload", "unload")  # of PEFT: they take the model's layers apart
 _of_models: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OutsideSteps]] = (
     weakref.WeakKeyDictionary()
@@ -108,11 +110,16 @@ class OutsideSteps:
         generate = getattr(self._model, "generate", None)
         if generate is None:
             return
+        # Ranks whose samples end early go on with the others: each block is gathered by all.
+        is_adapted = hasattr(self._model, "peft_config")
+        if is_adapted or SYNCHRONISED in inspect.signature(generate).parameters:
+            together = {SYNCHRONISED: self._engine.comm.world > 1}
+        else:
+            together = {}
 
         @wraps(generate)
         def generate_together(*args: Any, **kwargs: Any) -> Any:
-            # Ranks whose samples end early go on with the others: each block is gathered by all.
-            kwargs.setdefault("synced_gpus", self._engine.comm.world > 1)
+            kwargs = together | kwargs
             self._come()
             try:
                 return generate(*args, **kwargs)
@@ -121,6 +128,19 @@ class OutsideSteps:
 
         self._model.generate = generate_together  # type: ignore[assignment]
         self._undo.callback(lambda: vars(self._model).pop("generate", None))
+
+    def begin_step(self) -> None:
+        """
+        Raises:
+            InputError: the model is whole.
+        """
+        if self._is_whole:
+            raise InputError(
+                "a step is made inside of gpumix.whole(model)",
+                why="there the model is an ordinary one, which the engine does not run",
+                fix="leave the with statement before",
+            )
+        self.in_step = True
 
     def _come(self) -> None:
         if self.in_step or self._is_whole:
@@ -179,6 +199,10 @@ class OutsideSteps:
                 module.forward = self._forwards[name]
         for registered, name, own in self._places():
             registered[name] = parameters[own].requires_grad_(flags[own])
+        device = next((p.device for p in parameters.values()), self._engine.device)
+        for module in self._model.modules() if device.type != "meta" else ():
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.to(device)
         self._undo.close()
         del _of_models[self._model]
         self._engine.end("its model is an ordinary one again")
