@@ -18,6 +18,7 @@ from gpumix.engine.coroutine import ModelError
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Plan
 from harness import run_ranks
+from known_losses import known_loss
 from models import mean_loss
 from reference import (
     Share,
@@ -27,6 +28,7 @@ from reference import (
     initialised,
     optimizer_for,
     own_rows,
+    plan_for,
 )
 from staging import EVERY, Row, own_samples, run_in_turn, staged_engine, staged_plan
 
@@ -142,6 +144,20 @@ def test_one_process_trains_on_as_an_ordinary_model():
     assert ours.lm_head.weight.grad is not None
     with pytest.raises(gpumix.GpumixError, match="the engine is at its end"):
         engine.step(batch)
+
+
+def _prepared_unlike() -> float:
+    torch.manual_seed(torch.distributed.get_rank())
+    model = EVERY["gpt2"].factory()
+    engine = gpumix.prepare(model, plan_for(model, SHARES, zero_stage=3), loss=known_loss(model))
+    with gpumix.whole(model):
+        return model.transformer.wte.weight.detach().sum().item() + 0 * engine.steps
+
+
+def test_ranks_that_begin_with_unlike_weights_take_those_of_the_first():
+    torch.manual_seed(0)
+    expected = EVERY["gpt2"].factory().transformer.wte.weight.sum().item()
+    assert run_ranks(_prepared_unlike, 2) == pytest.approx([expected] * 2, rel=1e-6)
 
 
 def _use(zero_stage: int) -> tuple[Any, Any, Any, Any]:

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpumix.engine.alike import make_alike, refuse_other_models
 from gpumix.engine.groups import all_ranks
-from gpumix.integrations.alike import make_alike
 from gpumix.integrations.gathering import all_rows, all_texts
 from gpumix.spec.errors import InputError
 from harness import run_ranks
@@ -95,7 +95,7 @@ def _alike() -> tuple[list[str], float, float]:
     with torch.no_grad():
         model[1].weight.fill_(rank)
         model[0].running_mean.fill_(rank)
-    names = make_alike(model)
+    names = make_alike(model, all_ranks(torch.device("cpu")))
     return names, model[1].weight.max().item(), model[0].running_mean.max().item()
 
 
@@ -105,4 +105,5 @@ def test_ranks_with_other_models_are_told():
 
 
 def _unlike() -> None:
-    make_alike(torch.nn.Linear(3, 3 + torch.distributed.get_rank()))
+    model = torch.nn.Linear(3, 3 + torch.distributed.get_rank())
+    refuse_other_models(model, all_ranks(torch.device("cpu")))

@@ -19,6 +19,7 @@ from torch import nn
 
 from gpumix.cost.of_model import check_ends, check_names
 from gpumix.engine import split_backward, versions
+from gpumix.engine.alike import make_alike
 from gpumix.engine.comm import Communicator
 from gpumix.engine.compiled import compile_units
 from gpumix.engine.coroutine import Calls, intercept
@@ -93,6 +94,7 @@ def prepare(
     if plan.schedule == "zero-bubble":
         split_backward.refuse_unable()
     _refuse_other_holders(model)
+    make_alike(model, comm)
     worker = plan.workers[comm.rank]
     _refuse_unable(worker, comm.device)
     make_efficient(model, worker.efficiency, comm.device)

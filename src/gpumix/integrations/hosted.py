@@ -22,7 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gpumix.engine.alike import refuse_other_models
 from gpumix.engine.engine import Engine
+from gpumix.engine.groups import all_ranks, device_of_group
 from gpumix.engine.launched import leave_at_end
 from gpumix.engine.optimizers.base import WholeOptimizer
 from gpumix.engine.outside import unshard
@@ -31,7 +33,6 @@ from gpumix.engine.randomness import untouched
 from gpumix.engine.reduction import Objective
 from gpumix.hardware import runtime
 from gpumix.integrations.adapters import refuse_prompts, tell_names
-from gpumix.integrations.alike import make_alike
 from gpumix.planner.explain import plan as make_plan
 from gpumix.profiler.library import open_device, profile
 from gpumix.profiler.measure import OptimizerOf
@@ -123,7 +124,7 @@ def host(
     first = rank() == 0
     if first and folder is not None:
         check_folder(folder)
-    make_alike(model)
+    refuse_other_models(model, all_ranks(device_of_group()))
     if plan is None:
         with _numbers_untouched():
             plan = _planned(model, training, folder if first else None, say if first else _silent)

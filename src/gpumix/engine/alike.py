@@ -8,33 +8,23 @@ sent.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpumix.engine.comm import Communicator
-from gpumix.engine.groups import all_ranks, device_of_group
-from gpumix.integrations.gathering import all_numbers
 from gpumix.spec.errors import InputError
 
-COMPARISON = "comparison of models"
 
-
-def make_alike(model: nn.Module) -> list[str]:
-    """Give parameters and buffers of a model that is on the host the values of the first rank's;
-    the names of those that differed. Collective.
-
-    Raises:
-        InputError: a rank has made another model.
+def refuse_other_models(model: nn.Module, comm: Communicator) -> None:
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return []
-    comm = all_ranks(device_of_group())
-    named = list(_tensors(model))
-    look = hashlib.sha256(repr([(n, t.shape, t.dtype) for n, t in named]).encode()).hexdigest()
-    looks = all_numbers([int(look[:12], 16)], COMPARISON)
+    Raises:
+        InputError: a rank has made another model. Collective.
+    """
+    named = [(name, tensor.shape, tensor.dtype) for name, tensor in _tensors(model)]
+    digest = hashlib.sha256(repr(named).encode()).hexdigest()
+    looks = _all_numbers([int(digest[:12], 16)], comm)
     other = next((rank for rank, row in enumerate(looks) if row != looks[0]), None)
     if other is not None:
         raise InputError(
@@ -42,12 +32,29 @@ def make_alike(model: nn.Module) -> list[str]:
             why="names, shapes or dtypes of their parameters and buffers differ",
             fix="make the same model on all ranks, whatever their number",
         )
-    table = all_numbers([_digest(tensor) for _, tensor in named], COMPARISON)
+
+
+def make_alike(model: nn.Module, comm: Communicator) -> list[str]:
+    """Give parameters and buffers of a model, alike on all ranks in names and shapes, the values of
+    the first rank's; the names of those that differed. Collective."""
+    if comm.world == 1:
+        return []
+    named = list(_tensors(model))
+    if not named:  # it was made without weights
+        return []
+    table = _all_numbers([_digest(tensor) for _, tensor in named], comm)
     differing = [len(set(column)) > 1 for column in zip(*table)]
     found = [(name, tensor) for differs, (name, tensor) in zip(differing, named) if differs]
     for name, tensor in found:
         _take(tensor, name, comm)
     return [name for name, _ in found]
+
+
+def _all_numbers(own: Sequence[int], comm: Communicator) -> list[list[int]]:
+    told = torch.tensor(own, dtype=torch.int64, device=comm.device)
+    table, exchanged = comm.exchange(told, "comparison of models")
+    exchanged.wait()
+    return table.tolist()  # type: ignore[no-any-return]
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
