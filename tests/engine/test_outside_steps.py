@@ -6,6 +6,8 @@ The truth is the same model trained by plain PyTorch.
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -118,6 +120,27 @@ def test_a_backward_pass_of_somebody_else_is_refused():
     mean_loss(engine.model, batch).backward()
     with pytest.raises(InputError, match="a backward pass outside of the engine"):
         engine.step(batch)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_nothing_is_held_when_the_engine_is_gone(zero_stage):
+    """Not even until garbage is collected; and a model that is kept is still one."""
+    gc.disable()
+    try:
+        engine = engine_alone(EVERY["gpt2"].factory, 2, 1, zero_stage=zero_stage)
+        engine.step(next(batches(EVERY["gpt2"], 2, 1)))
+        kept, engine_itself = engine.model, weakref.ref(engine)
+        expected = output(kept, "gpt2")
+        del engine
+        assert engine_itself() is None
+        assert np.array_equal(output(kept, "gpt2"), expected)
+        gpumix.unshard(kept)
+        assert np.array_equal(output(kept, "gpt2"), expected)
+        model_itself = weakref.ref(kept)
+        del kept
+        assert model_itself() is None
+    finally:
+        gc.enable()
 
 
 def test_a_step_is_refused_while_the_model_is_whole():

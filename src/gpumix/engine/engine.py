@@ -124,7 +124,8 @@ class Engine(Trials):
         self._leaves_out = drops_layers(model)
         self._to_take_back: tuple[Undo, ...] = ()
         self.guard: Guard | None = None
-        self.outside = calls.outside = OutsideSteps(self, changes, forwards)
+        self.unit_names, self.changes = inventory.unit_names, changes
+        self.outside = calls.outside = OutsideSteps(self, forwards)
         self._settled = objective.rule is not None
         self._trims = objective.trims
         self.reduction = objective.rule.name if objective.rule is not None else ""

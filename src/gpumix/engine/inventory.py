@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,10 +32,12 @@ class Inventory:
     Attributes:
         names: every name that a parameter has in the model, and the one that its piece has.
         parameters: by the latter.
+        unit_names: of all units, whoever computes them.
     """
 
     names: Mapping[str, str]
     parameters: Mapping[str, Stored]
+    unit_names: Sequence[str]
     _stages: Mapping[str, int]
     _plan: Plan
 
@@ -58,7 +60,8 @@ class Inventory:
                 rank = plan.ranks_of(stage)[0]
                 parameters[slot.name] = Stored(old.shape, dtype, old.dtype, old.requires_grad, rank)
         names = {n: own[id(p)] for n, p in model.named_parameters(remove_duplicate=False)}
-        return cls(names, parameters, stages, plan)
+        units = [unit.name for unit in anatomy.units]
+        return cls(names, parameters, units, stages, plan)
 
     @property
     def of_one_stage(self) -> bool:

@@ -11,14 +11,13 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from gpumix.engine.coroutine import ModelError
-from gpumix.engine.tensor import Changes
 from gpumix.spec.errors import InputError
 
 if TYPE_CHECKING:
@@ -35,28 +34,54 @@ _of_models: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OutsideSteps]] = (
 class OutsideSteps:
     """What happens to a model that an engine has sharded while no step is under way.
 
+    The model leads here, and the engine: neither is held, so that their memory is free as soon as
+    nobody else holds them. A model that is whole outlives its engine.
+
     Attributes:
         in_step: whether the engine runs the model.
 
     Args:
-        changes: of its modules, for teams.
-        forwards: of each unit, from before its calls stopped.
+        forwards: of units, from before their calls stopped, where these are not their classes'.
     """
 
-    def __init__(self, engine: Engine, changes: Changes, forwards: Mapping[str, Forward]) -> None:
+    def __init__(self, engine: Engine, forwards: Mapping[str, Forward]) -> None:
         self.in_step = False
-        self._engine = engine
-        self._model = engine.model
-        self._changes = changes
-        self._forwards = dict(forwards)
+        self._of_engine = weakref.ref(engine)
+        self._of_model = weakref.ref(engine.model)
+        self._forwards = forwards
+        self._names = dict(engine.parameter_names)
+        self._stored = dict(engine.stored_parameters)
+        self._units = list(engine.unit_names)
+        self._always_whole = engine.is_whole
         self._is_whole = False
         self._root_is_here = 0
         self._undo = ExitStack()
-        if not engine.is_whole:
-            self._watch_calls()
+        if not self._always_whole:
+            self._watch_calls(engine.model)
         for name in UNSHARDING:
-            self._unshard_before(name)
+            self._unshard_before(engine.model, name)
         _of_models[engine.model] = weakref.ref(self)
+
+    @property
+    def _model(self) -> nn.Module:
+        model = self._of_model()
+        assert model is not None, "who comes here has it"
+        return model
+
+    @property
+    def _engine(self) -> Engine:
+        """
+        Raises:
+            ModelError: there is none any more, and with it a part of the weights is gone.
+        """
+        engine = self._of_engine()
+        if engine is None:
+            raise ModelError(
+                "the model's engine is gone, and with it this rank's part of the weights",
+                fix="call gpumix.unshard(model) on all ranks while the engine, the Trainer or the "
+                "Accelerator is still there",
+            )
+        return engine
 
     def __call__(self, unit: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a unit returns that is called outside of a step. Collective where state is divided.
@@ -64,35 +89,39 @@ class OutsideSteps:
         Raises:
             ModelError: the plan has stages or teams.
         """
-        forward = self._forwards[unit]
-        if self._is_whole or self._engine.is_whole:
+        forward = self._forward_of(unit)
+        if self._is_whole or self._always_whole:
             return forward(*args, **kwargs)
         with torch.no_grad(), self._engine.gathered_unit(unit):
             return forward(*args, **kwargs)
 
-    def _unshard_before(self, name: str) -> None:
+    def _forward_of(self, unit: str) -> Forward:
+        """A unit's own one, which does not stop."""
+        if unit in self._forwards:
+            return self._forwards[unit]
+        module = self._model.get_submodule(unit)
+        return partial(type(module).forward, module)
+
+    def _unshard_before(self, model: nn.Module, name: str) -> None:
         """Let a method of the model, if it has it, find an ordinary one."""
-        method = getattr(self._model, name, None)
-        if method is None:
+        if getattr(model, name, None) is None:
             return
-        of_model = weakref.ref(self._model)
+        of_model = weakref.ref(model)
 
-        @wraps(method)
         def unsharding(*args: Any, **kwargs: Any) -> Any:
-            model = of_model()
-            assert model is not None, "its method is called"
-            unshard(model)
-            return getattr(model, name)(*args, **kwargs)
+            whole = of_model()
+            assert whole is not None, "its method is called"
+            unshard(whole)
+            return getattr(whole, name)(*args, **kwargs)
 
-        vars(self._model)[name] = unsharding
+        vars(model)[name] = unsharding
         self._undo.callback(lambda: vars(self._model).pop(name, None))
 
     @property
     def is_frozen_otherwise(self) -> bool:
         """Whether its user has frozen or thawed parameters since the model was sharded."""
-        stored = self._engine.stored_parameters
         return any(
-            registered[name].requires_grad is not stored[own].trained
+            registered[name].requires_grad is not self._stored[own].trained
             for registered, name, own in self._places()
         )
 
@@ -101,32 +130,32 @@ class OutsideSteps:
         """Whether a rank computes all of the model, whose parameters come to it."""
         return not self._engine.places and not self._engine.plan.in_teams
 
-    def _watch_calls(self) -> None:
+    def _watch_calls(self, model: nn.Module) -> None:
         """Gather what lies outside of the blocks whenever the model is called or generates."""
-        before = self._model.register_forward_pre_hook(lambda *_: self._come())
-        after = self._model.register_forward_hook(lambda *_: self._leave(), always_call=True)
+        before = model.register_forward_pre_hook(lambda *_: self._come())
+        after = model.register_forward_hook(lambda *_: self._leave(), always_call=True)
         self._undo.callback(before.remove)
         self._undo.callback(after.remove)
-        generate = getattr(self._model, "generate", None)
-        if generate is None:
+        if getattr(model, "generate", None) is None:
             return
+        generate: Any = getattr(type(model), "generate", None)
+        known = inspect.signature(generate).parameters if generate is not None else {}
         # Ranks whose samples end early go on with the others: each block is gathered by all.
-        is_adapted = hasattr(self._model, "peft_config")
-        if is_adapted or SYNCHRONISED in inspect.signature(generate).parameters:
-            together = {SYNCHRONISED: self._engine.comm.world > 1}
-        else:
-            together = {}
+        is_told = SYNCHRONISED in known or hasattr(model, "peft_config")
 
-        @wraps(generate)
         def generate_together(*args: Any, **kwargs: Any) -> Any:
-            kwargs = together | kwargs
+            if is_told:
+                kwargs.setdefault(SYNCHRONISED, self._engine.comm.world > 1)
+            whole: Any = self._model
+            own = vars(whole).pop("generate")
             self._come()
             try:
-                return generate(*args, **kwargs)
+                return whole.generate(*args, **kwargs)
             finally:
                 self._leave()
+                vars(whole)["generate"] = own
 
-        self._model.generate = generate_together  # type: ignore[assignment]
+        vars(model)["generate"] = generate_together
         self._undo.callback(lambda: vars(self._model).pop("generate", None))
 
     def begin_step(self) -> None:
@@ -166,7 +195,7 @@ class OutsideSteps:
     def whole(self) -> Iterator[nn.Module]:
         """Inside, the model is an ordinary one with all of its weights. What is changed of them, on
         all ranks alike, is in the sharded model afterwards. Collective."""
-        if self._is_whole:
+        if self._is_whole or (self._of_engine() is None and self._always_whole):
             yield self._model
             return
         held = self._places()
@@ -177,7 +206,7 @@ class OutsideSteps:
             registered[name] = parameters[own]
         self._is_whole = True
         try:
-            with self._changes.undone(), self._plain_calls():
+            with self._engine.changes.undone(), self._plain_calls():
                 yield self._model
         finally:
             self._is_whole = False
@@ -190,40 +219,53 @@ class OutsideSteps:
     def dissolve(self, *, everywhere: bool) -> None:
         """Make the model an ordinary one for good; its engine is at its end. Collective. See
         `unshard`."""
+        model, engine = self._model, self._of_engine()
         flags = {own: registered[name].requires_grad for registered, name, own in self._places()}
-        parameters = self._whole_parameters(on_host=True, everywhere=everywhere)
-        self._changes.undo()
-        for name, module in self._units().items():
+        if engine is None and self._always_whole:
+            parameters = {
+                own: nn.Parameter(registered[name].detach().to(self._stored[own].given_dtype))
+                for registered, name, own in self._places()
+            }
+        else:
+            parameters = self._whole_parameters(on_host=True, everywhere=everywhere)
+        if engine is not None:
+            engine.changes.undo()
+        for name in self._units:
+            module = model.get_submodule(name)
             vars(module).pop("forward", None)
-            if module.forward != self._forwards[name]:  # it had one of its own
+            if name in self._forwards:
                 module.forward = self._forwards[name]
         for registered, name, own in self._places():
             registered[name] = parameters[own].requires_grad_(flags[own])
-        device = next((p.device for p in parameters.values()), self._engine.device)
-        for module in self._model.modules() if device.type != "meta" else ():
+        self._keep_buffers_beside(parameters)
+        self._undo.close()
+        del _of_models[model]
+        if engine is not None:
+            engine.end("its model is an ordinary one again")
+
+    def _keep_buffers_beside(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Where the parameters are."""
+        device = next((parameter.device for parameter in parameters.values()), None)
+        if device is None or device.type == "meta":
+            return
+        for module in self._model.modules():
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(device)
-        self._undo.close()
-        del _of_models[self._model]
-        self._engine.end("its model is an ordinary one again")
-        del self._engine, self._model  # each holds the other
 
     def _plain_calls(self) -> ExitStack:
         """Inside, units run as they did before their calls stopped."""
         stack = ExitStack()
-        for name, module in self._units().items():
+        for name in self._units:
+            module = self._model.get_submodule(name)
             stopping = module.forward
-            module.forward = self._forwards[name]
+            module.forward = self._forward_of(name)
             stack.callback(setattr, module, "forward", stopping)
         return stack
-
-    def _units(self) -> dict[str, nn.Module]:
-        return {name: self._model.get_submodule(name) for name in self._forwards}
 
     def _places(self) -> list[tuple[dict[str, Any], str, str]]:
         """Where modules register parameters: by which name, and the name of the piece."""
         found = []
-        for name, own in self._engine.parameter_names.items():
+        for name, own in self._names.items():
             path, _, attribute = name.rpartition(".")
             found.append((self._model.get_submodule(path)._parameters, attribute, own))
         return found
@@ -235,7 +277,8 @@ class OutsideSteps:
         all of them anyway, if so asked, or on that of the first rank alone."""
         engine = self._engine
         values = engine.state_dict(rank0_only=not everywhere)
-        device: torch.device | str = "cpu" if on_host and not engine.is_whole else engine.device
+        at_host = on_host and not self._always_whole
+        device: torch.device | str = "cpu" if at_host else engine.device
         if not values:
             device = "meta"
         return {
@@ -245,7 +288,7 @@ class OutsideSteps:
                 else torch.empty(one.shape, dtype=one.given_dtype, device=device),
                 one.trained,
             )
-            for own, one in engine.stored_parameters.items()
+            for own, one in self._stored.items()
         }
 
 

@@ -101,7 +101,8 @@ def prepare(
     comm.words = LastWords.of_default_group(rank=comm.rank, world=comm.world, on_gloo=comm.on_gloo)
     inventory = Inventory.of(model, anatomy, plan)
     head = _head_in_chunks(model, anatomy, plan, comm.rank)
-    forwards = {unit.name: unit.module.forward for unit in anatomy.units}
+    named = {unit.name: vars(unit.module).get("forward") for unit in anatomy.units}
+    forwards = {name: forward for name, forward in named.items() if forward is not None}
     # Tensor.
     teams = teams_of(plan, comm)
     anatomy, changes = _divided(plan, anatomy, comm.rank, teams, tensor, head)

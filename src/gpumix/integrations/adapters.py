@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -44,11 +45,12 @@ def tell_names(model: nn.Module, *, everywhere: bool) -> None:
         module.state_dict = partial(_named, names)  # type: ignore[method-assign, assignment]
     outside = outside_of(model)
     if outside is not None:
-        outside.at_end(partial(_forget_names, model))
+        of_model = weakref.ref(model)  # which leads here
+        outside.at_end(lambda: _forget_names(of_model()))
 
 
-def _forget_names(model: nn.Module) -> None:
-    for module in _trained_whole(model):
+def _forget_names(model: nn.Module | None) -> None:
+    for module in _trained_whole(model) if model is not None else ():
         vars(module).pop("state_dict", None)
 
 

@@ -39,4 +39,4 @@ def saves_whole(model: nn.Module, saver: Saver) -> None:
     model.save_pretrained = save_pretrained  # type: ignore[assignment]
     outside = outside_of(model)
     assert outside is not None, "it is sharded"
-    outside.at_end(lambda: vars(model).pop("save_pretrained", None))
+    outside.at_end(lambda: vars(of_model()).pop("save_pretrained", None))
