@@ -5,6 +5,8 @@ All processes are forked from the caller, which has imported what they need.
 
 from __future__ import annotations
 
+import copy
+import gc
 import os
 import re
 import sys
@@ -34,6 +36,7 @@ from zoo_of.forking import (
     result_of,
     wait_for,
 )
+from zoo_of.training import calls_of
 
 SCRIPTS = Path(__file__).parent / "scripts"
 LIMIT_S = 300.0  # for a script
@@ -67,7 +70,7 @@ class Script:
 
     Attributes:
         plan: A: two ranks, ZeRO 3; B: three, ZeRO 1, one stores nothing; C: three, ZeRO 3, one
-            computes nothing.
+            computes nothing; D: two, nothing is divided.
         limit: up to which results are the same; low precision has larger ones.
     """
 
@@ -118,8 +121,8 @@ def shares_of(kind: str, batch: int) -> tuple[list[Share], int]:
     """The ranks of a plan, and its ZeRO stage."""
     most = -(-batch * 7 // 12)
     rest = batch - most
-    if kind == "A":
-        return [Share(most, -(-most // 3), 1), Share(rest, rest, 3)], 3
+    if kind in "AD":
+        return [Share(most, -(-most // 3), 1), Share(rest, rest, 3)], 3 if kind == "A" else 0
     if kind == "C":
         return [Share(most, -(-most // 2), 1), Share(rest, rest, 3), Share(0, 0, 2)], 3
     half, third = batch // 2, batch // 3
@@ -214,8 +217,6 @@ def _run(script: Script, text: str, output: Path) -> Any:
 
 
 def _engines() -> list[Engine]:
-    import gc
-
     return [one for one in gc.get_objects() if isinstance(one, Engine)]
 
 
@@ -233,13 +234,25 @@ def _rank(script: Script, output: Path, place: tuple[int, int, int]) -> Any:
     launched(*place)
 
     def by_hand(model: nn.Module, training: hosted.Training, *_: Any) -> Plan:
-        shares, zero_stage = shares_of(script.plan, training.global_batch)
-        return plan_for(model, shares, zero_stage=zero_stage, compute_dtype=_dtype(model, training))
+        return plan_by_hand(script.plan, model, training)
 
     hosted._planned = by_hand
     return _run(script, script.changed(), output)
 
 
-def _dtype(model: nn.Module, training: hosted.Training) -> Any:
-    asked = training.precision
-    return hosted.precision_of_weights(model) if asked == "auto" else asked
+def plan_by_hand(kind: str, model: nn.Module, training: hosted.Training) -> Plan:
+    """Of a model that a program is about to train."""
+    shares, zero_stage = shares_of(kind, training.global_batch)
+    trial = copy.deepcopy(model)
+    batch = training.make_batch(2)
+    assert training.loss is not None
+    loss = training.loss
+    dtype = training.precision
+    return plan_for(
+        model,
+        shares,
+        calls=calls_of(trial, lambda: loss(trial, batch)),
+        length=training.sequence_length,
+        zero_stage=zero_stage,
+        compute_dtype=hosted.precision_of_weights(model) if dtype == "auto" else dtype,
+    )

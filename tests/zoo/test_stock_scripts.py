@@ -15,7 +15,7 @@ from harness import run_ranks
 from scripts_of.comparing import LIMIT, worst_of
 from scripts_of.running import Script, judged, scripts, shares_of
 
-SAME = ("classification[A]", "accelerate_tokens[recipe]")
+SAME = ("accelerate_tokens[recipe]", "precision[fp16]")
 REFUSED = ("own_losses[smoothness]",)
 TRUTH = {"logs": [{"loss": 2.0}], "weights": {"w": np.ones(4)}}
 
@@ -69,7 +69,7 @@ def test_each_script_has_one_import_to_change():
         assert "gpumix" not in script.path.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("kind", "ABC")
+@pytest.mark.parametrize("kind", "ABCD")
 @pytest.mark.parametrize("batch", [6, 12, 30])
 def test_plans_are_uneven_and_whole(kind, batch):
     shares, _ = shares_of(kind, batch)

@@ -35,4 +35,6 @@ trainer = Trainer(
 )
 trainer.train()
 predicted = trainer.predict(held_out)
-outcome(trainer, predicted=predicted.predictions, test_loss=predicted.metrics["test_loss"])
+# By length, samples of one length come in a random order.
+rows = sorted(predicted.predictions.tolist())
+outcome(trainer, predicted=rows, test_loss=predicted.metrics["test_loss"])

@@ -1,7 +1,7 @@
 """Computed in half precision, where the stock trainer casts within operations."""
 
 # variants: bf16 fp16
-# limit: 3e-2
+# limit: 1e-2
 from transformers import Trainer
 
 from scripts_of.parts import VARIANT, arguments, collate, language, llama, outcome

@@ -13,6 +13,15 @@ def metrics(predicted):
     return {"words": int(np.maximum(predicted.predictions, 0).sum())}
 
 
+def shifted(batch):
+    """What a smoothed loss, which the model does not compute, needs beside the labels."""
+    made = collate(batch)
+    if VARIANT == "smoothed":
+        made["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(made["labels"])
+    return made
+
+
+model = t5()
 args = arguments(
     Seq2SeqTrainingArguments,
     eval_strategy="steps",
@@ -23,11 +32,11 @@ args = arguments(
     label_smoothing_factor=0.1 if VARIANT == "smoothed" else 0.0,
 )
 trainer = Seq2SeqTrainer(
-    model=t5(),
+    model=model,
     args=args,
     train_dataset=rows,
     eval_dataset=rows[:9],
-    data_collator=collate,
+    data_collator=shifted,
     compute_metrics=metrics if VARIANT == "generated" else None,
 )
 trainer.train()
