@@ -40,6 +40,8 @@ class Trials(ShardedModel):
     plan: Plan
     places: Sequence[Place]
     scaler: LossScaler
+    steps: int
+    overflowed: bool
     losses_counted: torch.Tensor
     guard: Any
     keepers: list[nn.Module]
