@@ -1,6 +1,6 @@
-"""Lightning: fit with validation, predict, test; in one variant batches are accumulated."""
+"""Lightning: fit with validation, predict, test; batches accumulated, also at uneven ends."""
 
-# variants: plain accumulated
+# variants: plain accumulated ends
 import torch
 import torchmetrics
 from lightning.pytorch import LightningModule, Trainer
