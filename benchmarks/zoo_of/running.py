@@ -7,14 +7,8 @@ are forked from the caller, which has imported what they need.
 from __future__ import annotations
 
 import gc
-import os
-import pickle
-import signal
-import socket
 import tempfile
-import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,12 +18,21 @@ import torch
 from gpumix.spec.plan import Plan
 from zoo_of import judging
 from zoo_of.classes import Entry, NotBuilt, look
+from zoo_of.forking import (
+    fork,
+    free_port,
+    kill_group,
+    last_line,
+    launched,
+    packed,
+    result_of,
+    wait_for,
+)
 from zoo_of.small import SIZES
 from zoo_of.training import Failed, Trained, plans_of, train
 
 LIMIT_S = 480.0  # for a class
 RANKS_S = 120.0  # for one plan of it
-GRACE_S = 5.0  # for the other ranks, when one has ended with an error
 REPEATS = 1e-5  # relative, of two runs in one process
 SEEDS = 0, 1234
 OTHER_DATA = 2
@@ -40,19 +43,24 @@ def try_class(number: int, entry: Entry, kinds: str) -> dict[str, Any]:
     """What became of a class, as JSON has it: `status`, and the verdict on each of its `plans`."""
     with tempfile.TemporaryDirectory(prefix="zoo-") as name:
         folder = Path(name)
-        leader = _fork(lambda: _class(number, entry, kinds, folder), folder / "class", lead=True)
-        _wait([leader], LIMIT_S)
-        _kill_group(leader)
-        return _result(folder / "class") or {"status": "crashed", "why": "no end in time"}
+        leader = fork(
+            lambda: _class(number, entry, kinds, folder),
+            folder / "class",
+            lead=True,
+            limit_s=2 * LIMIT_S,
+        )
+        wait_for([leader], LIMIT_S)
+        kill_group(leader)
+        return result_of(folder / "class") or {"status": "crashed", "why": "no end in time"}
 
 
 def _class(number: int, entry: Entry, kinds: str, folder: Path) -> dict[str, Any]:
     with suppress(Exception), torch.device("meta"):
         entry.make(SIZES[0])  # imports for all that are forked from here
     gc.freeze()  # what is there is never collected: children would copy its pages
-    pid = _fork(lambda: _prepared(number, entry, kinds), folder / "truth")
-    _wait([pid], LIMIT_S)
-    prepared = _result(folder / "truth")
+    pid = fork(lambda: _prepared(number, entry, kinds), folder / "truth")
+    wait_for([pid], LIMIT_S)
+    prepared = result_of(folder / "truth")
     if prepared is None:
         return {"status": "not built", "why": "no end in time, or the process died"}
     if "status" in prepared:  # there is no truth
@@ -64,9 +72,9 @@ def _class(number: int, entry: Entry, kinds: str, folder: Path) -> dict[str, Any
         else:
             plans[kind] = judging.of_plan(made)
     if any(one["verdict"] == "deviates" for one in plans.values()):
-        pid = _fork(lambda: _rounding(entry, prepared), folder / "rounding")
-        _wait([pid], LIMIT_S)
-        rounding = _result(folder / "rounding")
+        pid = fork(lambda: _rounding(entry, prepared), folder / "rounding")
+        wait_for([pid], LIMIT_S)
+        rounding = result_of(folder / "rounding")
         if isinstance(rounding, float):
             judging.excuse(plans.values(), rounding)
         for kind, one in plans.items():
@@ -102,9 +110,9 @@ def _once_more(
     """The verdict on a plan that deviated a little, with other data: a value that came to the other
     side of a kink does so once, a wrong step is wrong with any."""
     path = folder / f"{kind}-again"
-    pid = _fork(lambda: train(entry, prepared["found"], data=OTHER_DATA), path)
-    _wait([pid], LIMIT_S)
-    truth = _result(path)
+    pid = fork(lambda: train(entry, prepared["found"], data=OTHER_DATA), path)
+    wait_for([pid], LIMIT_S)
+    truth = result_of(path)
     if not isinstance(truth, Trained):
         return found
     other = {**prepared, "truth": truth, "data": OTHER_DATA}
@@ -128,15 +136,15 @@ def _rounding(entry: Entry, prepared: dict[str, Any]) -> float:
 def _by_plan(entry: Entry, prepared: dict[str, Any], text: str, path: Path) -> dict[str, Any]:
     """The verdict on one plan."""
     plan = Plan.model_validate_json(text)
-    world, port = len({w.device for w in plan.workers}), _free_port()
+    world, port = len({w.device for w in plan.workers}), free_port()
     paths = [path.with_suffix(f".{rank}") for rank in range(world)]
 
     def rank_of(rank: int) -> Callable[[], Any]:
         return lambda: _rank(entry, prepared, plan, (rank, world, port))
 
-    pids = [_fork(rank_of(rank), paths[rank]) for rank in range(world)]
-    _wait(pids, RANKS_S, together=True)
-    results = [_result(one) for one in paths]
+    pids = [fork(rank_of(rank), paths[rank]) for rank in range(world)]
+    wait_for(pids, RANKS_S, together=True)
+    results = [result_of(one) for one in paths]
     errors = [one for one in results if isinstance(one, tuple)]
     if errors:
         return judging.of_errors(errors)
@@ -156,90 +164,10 @@ def _by_plan(entry: Entry, prepared: dict[str, Any], text: str, path: Path) -> d
 
 
 def _rank(entry: Entry, prepared: dict[str, Any], plan: Plan, place: tuple[int, int, int]) -> Any:
-    rank, world, port = place
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo",
-    )  # fmt: skip
+    launched(*place)
     try:
         return train(entry, prepared["found"], plan=plan, data=prepared.get("data", 1))
     except Failed as failed:
         error = failed.__cause__
         assert error is not None
-        frames = traceback.extract_tb(error.__traceback__)
-        last = f"{Path(frames[-1].filename).name}:{frames[-1].lineno} {frames[-1].line}"
-        return failed.steps, _packed(error), last
-
-
-def _packed(error: BaseException) -> BaseException:
-    """The error, or its text where it cannot cross to another process."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
-
-
-# -- processes -------------------------------------------------------------------------------------
-
-
-def _fork(function: Callable[[], Any], path: Path, *, lead: bool = False) -> int:
-    """A process that writes what a function returns; of an error the traceback.
-
-    Args:
-        lead: whether it begins a process group.
-    """
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        if lead:
-            os.setpgid(0, 0)
-            signal.alarm(int(2 * LIMIT_S))  # should the caller be killed outright
-        torch.set_num_threads(1)
-        log = os.open(path.with_name(path.name + ".log"), os.O_WRONLY | os.O_CREAT)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        payload = pickle.dumps(function())
-        part = path.with_name(path.name + ".part")
-        part.write_bytes(payload)
-        part.rename(path)
-    except BaseException:
-        path.write_bytes(pickle.dumps({"status": "broken", "why": traceback.format_exc()}))
-    finally:
-        os._exit(0)
-
-
-def _wait(pids: Sequence[int], limit_s: float, *, together: bool = False) -> None:
-    """Until all have ended; whoever has not by then is killed.
-
-    Args:
-        together: when one has ended, the others get `GRACE_S`.
-    """
-    end, left = time.monotonic() + limit_s, list(pids)
-    while left and time.monotonic() < end:
-        ended = [pid for pid in left if os.waitpid(pid, os.WNOHANG)[0]]
-        left = [pid for pid in left if pid not in ended]
-        if ended and together:
-            end = min(end, time.monotonic() + GRACE_S)
-        time.sleep(0.01)
-    for pid in left:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-
-
-def _kill_group(leader: int) -> None:
-    try:
-        os.killpg(leader, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-
-
-def _result(path: Path) -> Any:
-    return pickle.loads(path.read_bytes()) if path.exists() else None
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+        return failed.steps, packed(error), last_line(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -194,15 +195,19 @@ def _plan_of(kind: str, entry: Entry, found: Found, number: int) -> Plan | NoPla
 
 
 def _calls(model: nn.Module, found: Found) -> list[str]:
-    """The units that a model calls, in order; all as they are registered, if it does not call some
-    of them."""
+    feed = found.feed(model)
+    return calls_of(model, lambda: model(**feed.collate(feed.samples(2, seed=0))))
+
+
+def calls_of(model: nn.Module, run: Callable[[], Any]) -> list[str]:
+    """The units that a model calls in a run of it, in order; all as they are registered, if it does
+    not call some of them."""
     calls: list[str] = []
     units = dissect(model).units
     for unit in units:
         unit.module.register_forward_pre_hook(lambda *given, name=unit.name: calls.append(name))
-    feed = found.feed(model)
     with torch.no_grad():
-        model(**feed.collate(feed.samples(2, seed=0)))
+        run()
     return calls if {unit.name for unit in units} == {*calls} else [unit.name for unit in units]
 
 

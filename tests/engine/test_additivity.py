@@ -237,6 +237,24 @@ def test_rules_that_the_first_batch_does_not_tell_apart_are_by_a_later_one():
         assert found == pytest.approx(plainly(wanted)[0], rel=1e-5)
 
 
+def test_a_loss_that_leaves_out_another_label_is_by_what_it_divides_by():
+    """The samples that are rehearsed, those of the first micro-batch, have none of these."""
+
+    def loss(logits, labels):
+        return cross_entropy(logits, labels, ignore_index=3)
+
+    batch = a_batch()
+    batch["labels"] = batch["labels"].clamp(min=0)
+    batch["labels"][batch["labels"] == 3] = 2
+    batch["labels"][3, :4] = 3
+    batch["labels"][4:] = 3
+    engine = an_engine(loss, micro_batch=2)
+    expected = loss(initialised(Blocks)(batch["x"]), batch["labels"]).item()
+    assert engine.step(batch).item() == pytest.approx(expected, rel=1e-5)
+    assert engine.reduction == "a mean over what the loss itself divides by"
+    assert all(piece.local.grad.isfinite().all() for piece in engine.pieces())
+
+
 def test_dropout_is_no_coupling():
     engine = an_engine(cross_entropy, lambda: Blocks(dropout=0.5))
     engine.step(a_batch())

@@ -231,6 +231,8 @@ def test_losses_and_norms_are_those_of_the_stock_script(both):
     for rank in ours:
         assert rank["losses"] == pytest.approx(stock["losses"], rel=TOLERANCE)
         assert rank["norms"] == pytest.approx(stock["norms"], rel=1e-4)
+        # After training: a loss is not scaled by the number of processes.
+        assert rank["evaluated"] == pytest.approx(stock["evaluated"], rel=TOLERANCE)
 
 
 def test_metrics_are_of_all_ranks(both):

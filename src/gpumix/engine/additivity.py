@@ -96,14 +96,14 @@ class Trial:
         sums: of this rank's part of the gradient; None if there was no backward.
         counts: by rule; NaN of those that do not exist.
         denominators: of the terms of the loss, from its graph.
-        ignores_labels: whether the loss leaves out labels of -100.
+        ignored: the label that the loss leaves out, if any.
     """
 
     sums: Tensor | None
     loss: float = math.nan
     counts: Sequence[float] = ()
     denominators: Sequence[float] = ()
-    ignores_labels: bool = False
+    ignored: int | None = None
     changed: list[nn.Module] = field(default_factory=list)
 
 
@@ -287,6 +287,9 @@ class _Rehearsal:
         if not holds:
             return min(range(len(errors)), key=lambda n: errors[n])
         read = [t for t in trials if t.denominators]
+        if trials[0].ignored not in (None, IGNORED_LABEL):  # rules count labels that are not -100
+            holds.sort(key=lambda n: self._rules[n] is not GRAPH)
+            read = []
         for n in holds if read else ():
             if self._rules[n] is not GRAPH and all(
                 _is_any(t.counts[n], t.denominators) for t in read
@@ -307,7 +310,7 @@ class _Rehearsal:
             and errors[n] <= 1
             and other.kind in ("labels", "samples")
             and all(math.isclose(t.counts[n], t.counts[rule]) for t in trials)
-            and not (trials[0].ignores_labels and other.kind == "samples")
+            and not (trials[0].ignored is not None and other.kind == "samples")
         )
 
     def _may_trim(self) -> bool:
@@ -400,17 +403,18 @@ class _Rehearsal:
 
     def _tell(self, trial: Trial, probe: Probe | None) -> None:
         """All ranks know what the one that computed the loss has seen."""
-        told = [0.0] * (2 + 2 * MOST_RULES)
+        told = [0.0] * (3 + 2 * MOST_RULES)
         if probe is not None:
-            found = [1.0 + probe.ignores_labels, float(probe.loss.detach())]
+            found = [1.0, math.nan if probe.ignored is None else float(probe.ignored)]
+            found += [float(probe.loss.detach())]
             found += [float(count.detach()) for count in probe.counts][:MOST_RULES]
-            found += [math.nan] * (2 + MOST_RULES - len(found))
+            found += [math.nan] * (3 + MOST_RULES - len(found))
             found += [float(one) for one in probe.denominators][:MOST_RULES]
             told = found + [math.nan] * (len(told) - len(found))
         row = next(row for row in _exchanged(self._engine, told) if row[0])
-        trial.ignores_labels = row[0] > 1
-        trial.loss, trial.counts = row[1], row[2 : 2 + MOST_RULES]
-        trial.denominators = [d for d in row[2 + MOST_RULES :] if not math.isnan(d)]
+        trial.ignored = None if math.isnan(row[1]) else int(row[1])
+        trial.loss, trial.counts = row[2], row[3 : 3 + MOST_RULES]
+        trial.denominators = [d for d in row[3 + MOST_RULES :] if not math.isnan(d)]
 
 
 def alike(engine: Engine, one: Trial, other: Trial, *, same_samples: bool = False) -> bool:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpumix.engine.samples import IGNORED_LABEL
+
 # Nodes whose output is their input, cast or in another shape.
 _UNCHANGED = frozenset(
     (
@@ -34,20 +36,27 @@ MOST_NODES = 50  # of a graph between a loss and its logits
 _MEAN, _SUM = 1, 2  # torch's numbers of reductions
 
 
-def ignores_labels(loss: Tensor) -> bool:
-    """Whether a loss is made by functions that leave out labels of -100, as cross entropy."""
-    left, seen = [loss.grad_fn], set()
-    while left:
-        node: Any = left.pop()
+def ignored_by(loss: Tensor) -> int | None:
+    """The label that functions which make a loss leave out, as cross entropy: one other than -100,
+    if there is any; None if there is no such function."""
+    left: list[Any] = [loss.grad_fn]
+    seen: set[Any] = set()
+    found = None
+    while left and len(seen) < MOST_NODES:
+        node = left.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if type(node).__name__ in _LIKELIHOOD or hasattr(node, "denominator"):
-            return True
-        if len(seen) > MOST_NODES:
-            return False
-        left += [following for following, _ in node.next_functions]
-    return False
+        chunks = getattr(node, "problem", None)  # see `ChunkedLoss`
+        if type(node).__name__ in _LIKELIHOOD or chunks is not None:
+            own = int(node._saved_ignore_index if chunks is None else chunks.ignore_index)
+            own -= 2**64 * (own >= 2**63)  # torch tells them without a sign
+            if own != IGNORED_LABEL:
+                return own
+            found = own
+        else:
+            left += [following for following, _ in node.next_functions]
+    return found
 
 
 def denominators_of(loss: Tensor) -> tuple[Tensor, ...]:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from gpumix.engine.coroutine import ModelError
 from gpumix.engine.head import expected_gradient
-from gpumix.engine.loss_graph import denominators_of, ignores_labels
+from gpumix.engine.loss_graph import denominators_of, ignored_by
 from gpumix.engine.samples import IGNORED_LABEL, LABELS, samples_in
 
 Objective = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
@@ -83,13 +83,13 @@ class Probe:
         loss: with its graph.
         counts: the denominator by each rule.
         denominators: those of the loss's own graph, none where it is not understood.
-        ignores_labels: whether labels of -100 are left out.
+        ignored: the label that is left out, if any is.
     """
 
     loss: Tensor
     counts: tuple[Tensor, ...]
     denominators: tuple[Tensor, ...]
-    ignores_labels: bool = False
+    ignored: int | None = None
 
 
 class Reduces(Protocol):
@@ -207,7 +207,8 @@ class ReducedLoss:
                     why="what it is a mean over was read from its graph, which is another one now",
                     fix="return (summed loss, count) from a loss function of your own",
                 )
-            return loss.float() * found[0], found[0]
+            summed = loss.float() * found[0]  # without any label that counts, 0 / 0 times 0
+            return torch.where(found[0] > 0, summed, torch.zeros_like(summed)), found[0]
         count = self.count(batch)
         # Without any label a mean is 0 / 0; with some other label it is finite, and counts 0.
         filled = {
@@ -249,7 +250,7 @@ class ReducedLoss:
         loss = self._compute(model, batch, {}, counts[0])
         denominators = denominators_of(loss)
         of_graph = denominators[0] if denominators else torch.full((), torch.nan)
-        return Probe(loss, (*counts, of_graph), denominators, ignores_labels(loss))
+        return Probe(loss, (*counts, of_graph), denominators, ignored_by(loss))
 
 
 def _counted_rows(rule: Rule | None, labels: Mapping[str, Tensor]) -> Tensor | None:

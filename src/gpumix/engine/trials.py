@@ -40,6 +40,8 @@ class Trials(ShardedModel):
     plan: Plan
     places: Sequence[Place]
     scaler: LossScaler
+    steps: int
+    overflowed: bool
     losses_counted: torch.Tensor
     guard: Any
     keepers: list[nn.Module]
@@ -139,7 +141,11 @@ class Trials(ShardedModel):
             self.losses_counted = torch.ones_like(self.losses_counted)
             self._settled, self._tells_samples = True, False
             if backward:
+                steps = self.steps
                 self._step(batch)
+                while self.overflowed and self.scaler.scale > 1:  # which each time halves
+                    self.steps = steps
+                    self._step(batch)
             else:
                 with self._in_step():
                     self._forward_only(objective, batch, rows)

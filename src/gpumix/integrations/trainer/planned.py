@@ -239,7 +239,7 @@ class Planned(PlannedCheckpoints):
             told=f"{type(self).__name__} {args.optim} {type(self.optimizer).__name__}",
             couples=self._couples,
         )
-        with by_itself(self.accelerator), self._measured():
+        with self._folded(), by_itself(self.accelerator), self._measured():
             self._engine = host(model, training, plan=self._given, folder=self._folder)
             if padded := specimen.padded():
                 self._width.common = padding_counts(self._engine, self._loss, *padded)
@@ -540,7 +540,7 @@ class Planned(PlannedCheckpoints):
         if callable(getattr(self.optimizer, "eval", None)):
             self.optimizer.eval()
         self.model.eval()
-        with by_itself(self.accelerator):
+        with self._folded(), by_itself(self.accelerator):  # else losses count for all processes
             found = evaluate(
                 self,
                 self._engine,

@@ -1,0 +1,1 @@
+"""Small training scripts, as people write them for the libraries that they train with."""
