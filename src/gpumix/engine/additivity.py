@@ -490,6 +490,8 @@ def _sums_of(parameters: Iterable[nn.Parameter]) -> Tensor:
             ]
         )
     found = [torch.cat(sums).cpu() for sums in by_device.values()]
+    if len(found) == 1:
+        return found[0]
     return torch.cat([torch.zeros(1, dtype=torch.float64), *found])
 
 
