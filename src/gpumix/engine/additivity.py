@@ -43,10 +43,13 @@ from gpumix.engine.shards import FlatGroup
 from gpumix.spec.plan import Plan
 
 SAMPLES = 3  # that are computed at once, where a micro-batch has as many
-PARTS, COLUMNS = 64, 61  # of a gradient: how many sums are compared
+PARTS, COLUMNS = 16, 61  # of a gradient: how many sums are compared
+AT_ONCE = 4096  # elements of a part at least
 MOST_RULES = 12
 # How far apart a loss, and gradients, may be for rounding alone, by the dtype that is computed in.
 TOLERANCE = {"fp32": (1e-4, 1e-3), "fp16": (1e-2, 5e-2), "bf16": (2e-2, 1e-1)}
+# How far the gradient of a parameter may be beside, in fp32: a part of the size of all gradients.
+SMALLEST = 2e-5
 OF_PADDING = (3e-6, 3e-5)  # the same in fp32, where samples differ in padding alone
 NO_RULE = "micro-batch"  # of `couples`: each micro-batch has a loss of its own, whatever it couples
 
@@ -265,6 +268,11 @@ class _Rehearsal:
         weights = [_weights(whole, parts, n) for n in range(len(self._rules))]
         told = [number for own in weights for number in _gradient_error(whole, parts, own)]
         sums = torch.tensor(_exchanged(self._engine, told), dtype=torch.float64).sum(0).tolist()
+        told = [
+            _worst_error(whole, parts, own, of_gradient, SMALLEST * math.sqrt(sums[2 * n + 1]))
+            for n, own in enumerate(weights)
+        ]
+        worst = [max(column) for column in zip(*_exchanged(self._engine, told))]
         errors = []
         for n, own in enumerate(weights):
             found = sum(w * part.loss for part, w in zip(parts, own) if w)
@@ -273,6 +281,7 @@ class _Rehearsal:
             error = [
                 abs(found - whole.loss) / scale / of_loss,
                 math.sqrt(wrong / max(size, 1e-60)) / of_gradient,
+                worst[n] if of_gradient == TOLERANCE["fp32"][1] else 0.0,
             ]
             adds = self._rules[n].kind == "sum" or math.isclose(
                 sum(part.counts[n] for part in parts), whole.counts[n], rel_tol=1e-6
@@ -448,9 +457,27 @@ def _gradient_error(
     rank's part; nothing without gradients."""
     if whole.sums is None:
         return 0.0, 0.0
-    added = [p.sums * w for p, w in zip(parts, weights) if w and p.sums is not None]
-    difference = whole.sums - torch.stack(added).sum(0) if added else whole.sums
+    added = _added(parts, weights)
+    difference = whole.sums - sum(added)
     return _square(difference), max(_square(one) for one in (whole.sums, *added))
+
+
+def _worst_error(
+    whole: Trial, parts: Sequence[Trial], weights: Sequence[float], of_own: float, smallest: float
+) -> float:
+    """The same of that parameter of this rank's for which it is most, 1 for as much as rounding
+    explains: a part `of_own` of its gradient's size, and `smallest`. A term that few parameters
+    have, as one that balances experts, does not show in the gradient of all."""
+    if whole.sums is None or not len(whole.sums):
+        return 0.0
+    added = _added(parts, weights)
+    wrong = (whole.sums - sum(added)).norm(dim=1)
+    size = torch.stack([one.norm(dim=1) for one in (whole.sums, *added)]).amax(0)
+    return float((wrong / (of_own * size + max(smallest, 1e-30))).max())
+
+
+def _added(parts: Sequence[Trial], weights: Sequence[float]) -> list[Tensor]:
+    return [p.sums * w for p, w in zip(parts, weights) if w and p.sums is not None]
 
 
 def _square(sums: Tensor) -> float:
@@ -472,27 +499,30 @@ def _in_training(model: nn.Module, which: bool | Sequence[nn.Module]) -> Iterato
 
 
 def _sums_of(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """Sums of parts of their gradients, and of columns, float64 on the host: what is added in
-    gradients is added in them. No gradient adds zeros: other samples may use that parameter. All of
-    a device are copied at once: a copy waits for it."""
+    """Sums of parts of their gradients, and of columns, float64 on the host, [parameters, sums]:
+    what is added in gradients is added in them. No gradient adds zeros: other samples may use that
+    parameter. All of a device are copied at once: a copy waits for it."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for parameter in parameters:
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        if not gradient.numel():
-            continue
-        size, numel = math.ceil(gradient.numel() / PARTS), gradient.numel()
-        parts, columns = (numel // length * length for length in (size, COLUMNS))
-        by_device.setdefault(gradient.device, []).extend(
-            [
-                gradient[:parts].view(-1, size).sum(1, dtype=torch.float64),
-                gradient[parts:].sum(dtype=torch.float64)[None],
-                gradient[:columns].view(-1, COLUMNS).sum(0, dtype=torch.float64),
-            ]
-        )
-    found = [torch.cat(sums).cpu() for sums in by_device.values()]
-    if len(found) == 1:
-        return found[0]
-    return torch.cat([torch.zeros(1, dtype=torch.float64), *found])
+        if parameter.numel():
+            row = parameter.new_zeros(PARTS + COLUMNS, dtype=torch.float64)
+            if parameter.grad is not None:
+                _add_sums(parameter.grad, row)
+            by_device.setdefault(parameter.device, []).append(row)
+    found = [torch.stack(rows).cpu() for rows in by_device.values()]
+    none = torch.zeros(0, PARTS + COLUMNS, dtype=torch.float64)
+    return found[0] if len(found) == 1 else torch.cat([none, *found])
+
+
+def _add_sums(gradient: Tensor, row: Tensor) -> None:
+    """Put the sums of a gradient into `row`, part by part: sums in another dtype copy what they
+    are of."""
+    length = max(AT_ONCE, math.ceil(gradient.numel() / PARTS))
+    for number, part in enumerate(gradient.split(math.ceil(length / COLUMNS) * COLUMNS)):
+        wide = part.double()
+        row[number] = wide.sum()
+        whole = len(wide) // COLUMNS * COLUMNS
+        row[PARTS:] += wide[:whole].view(-1, COLUMNS).sum(0)
 
 
 def _versions(engine: Engine) -> dict[str, int]:
