@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -78,7 +79,9 @@ def test_a_plan_that_takes_more_memory_than_there_is_is_made_again(tmp_path):
     assert done.code == 0, done.err
     (restart,) = metrics(tmp_path / "run", "restart")
     assert restart["why"] == "out of memory"
-    assert restart["decided"] == "planning again, with 92% of the memory of class 'small'"
+    # Or with less, if less could be had when memory ran out.
+    told = r"planning again, with (\d+)% of the memory of class 'small'"
+    assert int(re.fullmatch(told, restart["decided"])[1]) <= 92
     assert losses_of(tmp_path / "run") == pytest.approx(expected, rel=1e-3)
 
 
