@@ -310,6 +310,7 @@ class ChunkedLoss(torch.autograd.Function):
         """
         stated = problem(hidden.detach(), weight.detach(), None if bias is None else bias.detach())
         ctx.problem, ctx.sum_of, ctx.payment = problem, sum_of, None
+        ctx.ignore_index = stated.ignore_index
         ctx.denominator = functools.partial(
             _denominator, stated.target, stated.ignore_index, mean=stated.mean
         )

@@ -47,9 +47,9 @@ def ignored_by(loss: Tensor) -> int | None:
         if node is None or node in seen:
             continue
         seen.add(node)
-        chunks = getattr(node, "problem", None)  # see `ChunkedLoss`
-        if type(node).__name__ in _LIKELIHOOD or chunks is not None:
-            own = int(node._saved_ignore_index if chunks is None else chunks.ignore_index)
+        of_chunks = getattr(node, "ignore_index", None)  # see `ChunkedLoss`
+        if type(node).__name__ in _LIKELIHOOD or of_chunks is not None:
+            own = int(node._saved_ignore_index if of_chunks is None else of_chunks)
             own -= 2**64 * (own >= 2**63)  # torch tells them without a sign
             if own != IGNORED_LABEL:
                 return own
