@@ -30,9 +30,9 @@ from typing import Any
 import torch
 
 from common import print_figures
-from gpumix.engine.comm import WaitClock
 from gpumix.engine.exchanged import COLUMNS, Exchanged
 from gpumix.engine.own_gradients import OwnNorm
+from gpumix.engine.wait_clock import WaitClock
 from gpumix.hardware.stamps import stamps_of
 from gpumix.spec.plan import Plan
 from gpumix.spec.stage import Stage, Worker

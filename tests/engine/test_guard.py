@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from gpumix.engine.comm import WaitClock
 from gpumix.engine.guard import Guard, makes_momentum, takes_guard
 from gpumix.engine.reading import Reading
+from gpumix.engine.wait_clock import WaitClock
 
 CPU = torch.device("cpu")
 GOOD, BAD = torch.tensor(1.0), torch.tensor(float("nan"))

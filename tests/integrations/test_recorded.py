@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from gpumix.engine.comm import WaitClock
 from gpumix.engine.groups import all_ranks
+from gpumix.engine.wait_clock import WaitClock
 from gpumix.hardware.stamps import HostStamps
 from gpumix.integrations import recorded
 from gpumix.integrations.recorded import CLASSES_STEPS, Record, Recorded

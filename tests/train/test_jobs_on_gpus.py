@@ -9,7 +9,7 @@ import pytest
 import torch
 from jobs import metrics, toy, train, write_job
 
-from gpumix.engine.comm import WaitClock
+from gpumix.engine.wait_clock import WaitClock
 from gpumix.hardware.stamps import stamps_of
 from gpumix.spec.trace import Trace
 from gpumix.train.watch import Watch

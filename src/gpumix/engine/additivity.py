@@ -592,6 +592,5 @@ def _kept_state(model: nn.Module, changed: Sequence[nn.Module]) -> ModelError | 
 def _exchanged(engine: Engine, told: Sequence[float]) -> list[list[float]]:
     """What all ranks told."""
     row = torch.tensor(told, dtype=torch.float64, device=engine.device)
-    table, exchanged = engine.comm.exchange(row, "rehearsal of the first step")
-    exchanged.wait()
+    table = engine.comm.exchanged(row, "rehearsal of the first step")
     return table.tolist()  # type: ignore[no-any-return]

@@ -52,9 +52,7 @@ def make_alike(model: nn.Module, comm: Communicator) -> list[str]:
 
 def _all_numbers(own: Sequence[int], comm: Communicator) -> list[list[int]]:
     told = torch.tensor(own, dtype=torch.int64, device=comm.device)
-    table, exchanged = comm.exchange(told, "comparison of models")
-    exchanged.wait()
-    return table.tolist()  # type: ignore[no-any-return]
+    return comm.exchanged(told, "comparison of models").tolist()  # type: ignore[no-any-return]
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -15,8 +15,7 @@ rank order, hence bit-repeatable), `list` (NCCL), `padded`.
 
 from __future__ import annotations
 
-import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -32,6 +31,7 @@ from gpumix.engine.last_words import CommunicationError, LastWords
 from gpumix.engine.record import SILENT, Record
 from gpumix.engine.stands import begins, doing
 from gpumix.engine.transfers import Transfers
+from gpumix.engine.wait_clock import WaitClock
 from gpumix.hardware import runtime
 from gpumix.hardware.memory import is_out_of_memory
 from gpumix.spec.cut import Intervals
@@ -80,76 +80,6 @@ class Pending:
         finish, self._finish = self._finish, []
         for act in finish:
             act()
-
-
-@dataclass
-class Mark:
-    """A place in a device's waits; `seconds` of all before it, None until the device was there."""
-
-    seconds: float | None = None
-
-
-class WaitClock:
-    """Adds up the time that a device waits: for communication, or for copies.
-
-    On a CPU that is the host's time inside waits. On CUDA a wait returns at once and holds back the
-    stream, so events are recorded around it and read when the total is asked for.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._on_stream = runtime.is_gpu(device)
-        self._entered = 0.0
-        self._seconds = 0.0
-        self._events: deque[tuple[runtime.Event, runtime.Event] | Mark] = deque()
-
-    def __enter__(self) -> None:
-        if self._on_stream:
-            self._add_up_finished()
-            begun = runtime.recorded_event(self._device, timing=True)
-            self._events.append((begun, runtime.new_event(self._device, timing=True)))
-        else:
-            self._entered = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        if self._on_stream:
-            ended = self._events[-1]
-            assert not isinstance(ended, Mark), "no mark is set inside of a wait"
-            ended[1].record(runtime.current_stream(self._device))
-        else:
-            self._seconds += time.perf_counter() - self._entered
-
-    def mark(self) -> Mark:
-        """This place in the waits, which `at_s` tells the seconds of; nothing is waited for."""
-        mark = Mark(None if self._on_stream else self._seconds)
-        if self._on_stream:
-            self._events.append(mark)
-        return mark
-
-    def at_s(self, mark: Mark) -> float:
-        """Seconds of all waits before `mark`; synchronises with the last of these."""
-        self._add_up_finished()
-        while mark.seconds is None:
-            first = self._events[0]
-            assert not isinstance(first, Mark), "marks at the front have their seconds"
-            first[1].synchronize()
-            self._add_up_finished()
-        return mark.seconds
-
-    def total_s(self) -> float:
-        """Seconds so far; on CUDA this synchronises with the last wait."""
-        return self.at_s(self.mark())
-
-    def _add_up_finished(self) -> None:
-        while self._events:
-            first = self._events[0]
-            if isinstance(first, Mark):
-                first.seconds = self._seconds
-            elif first[1].query():
-                self._seconds += first[0].elapsed_time(first[1]) / 1e3
-            else:
-                return
-            self._events.popleft()
 
 
 class reported(doing):
@@ -424,19 +354,14 @@ class Communicator:
             memory = torch.empty(needed, dtype=torch.uint8, device=like.device)
         return Borrowed(memory[:needed].view(like.dtype).view(rows, length), memory, pool)
 
-    def start_all_reduce(self, value: torch.Tensor, label: str) -> Pending:
-        """Begin to sum `value` over ranks, in place."""
-        self._count("all_reduce", value)
+    def start_all_reduce(self, value: torch.Tensor, label: str, *, flags: bool = False) -> Pending:
+        """Begin to sum `value` over ranks, in place; of flags (uint8) to set what any rank has."""
+        self._count("flags" if flags else "all_reduce", value)
         if self.world == 1:
             return Pending((), label, self)
+        operation = dist.ReduceOp.MAX if flags else dist.ReduceOp.SUM
         with reported(label):
-            return Pending([dist.all_reduce(value, group=self.group, async_op=True)], label, self)
-
-    def start_any(self, flags: torch.Tensor, label: str) -> Pending:
-        """Begin to make each of `flags`, uint8, in place, that of any rank which has it set."""
-        self._count("flags", flags)
-        with reported(label):
-            work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group, async_op=True)
+            work = dist.all_reduce(value, operation, group=self.group, async_op=True)
         return Pending([work], label, self)
 
     def all_reduce(self, value: torch.Tensor, label: str) -> torch.Tensor:
@@ -489,6 +414,12 @@ class Communicator:
         with reported(label):
             work = _all_gather_single(table.view(-1), row, self.group)
         return table, Pending([work], label, self)
+
+    def exchanged(self, row: torch.Tensor, label: str) -> torch.Tensor:
+        """The table of an `exchange`, waited for."""
+        table, pending = self.exchange(row, label)
+        pending.wait()
+        return table
 
     def exchange_parts(
         self,

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 from gpumix.cost.pipeline import Pipeline
 from gpumix.engine import buffers, layered, own_checkpoints, pipelined, sequential, stands
 from gpumix.engine.buckets import Bucket, Reductions
-from gpumix.engine.comm import Communicator, WaitClock
+from gpumix.engine.comm import Communicator
 from gpumix.engine.coroutine import Calls
 from gpumix.engine.efficient import channels_last
 from gpumix.engine.exchanged import Exchanged, scale_of
@@ -53,6 +53,7 @@ from gpumix.engine.trials import Trials
 from gpumix.engine.undo import Undo
 from gpumix.engine.unused import UnusedParameters
 from gpumix.engine.updates import StepsOnHost, Updates, updates_elements
+from gpumix.engine.wait_clock import WaitClock
 from gpumix.spec.cut import cut_rows
 from gpumix.spec.errors import GpumixError, InputError, TrainingError, in_a_line
 from gpumix.spec.plan import Plan

@@ -244,10 +244,8 @@ def _bound(plan: Plan, comm: Communicator) -> Plan:
     if not runtime.is_gpu(comm.device) or not named_by_uuid or len(plan.workers) != comm.world:
         return plan
     mine = uuid.UUID(runtime.device_uuid(comm.device))
-    table, exchanged = comm.exchange(
-        torch.tensor(list(mine.bytes), device=comm.device), "exchange of device names"
-    )
-    exchanged.wait()
+    own = torch.tensor(list(mine.bytes), device=comm.device)
+    table = comm.exchanged(own, "exchange of device names")
     return plan.for_devices([f"GPU-{uuid.UUID(bytes=bytes(row))}" for row in table.tolist()])
 
 
@@ -280,8 +278,7 @@ def _check(plan: Plan, anatomy: Anatomy, comm: Communicator) -> None:
     told, digest = versions.own_versions(), int(plan.digest(), 16)
     versions.publish(told, comm.rank)
     own = torch.tensor([digest, versions.digest_of(told)], device=comm.device)
-    table, exchanged = comm.exchange(own, "comparison of plans")
-    exchanged.wait()
+    table = comm.exchanged(own, "comparison of plans")
     if len({row[1] for row in table.tolist()}) > 1:
         versions.refuse_unlike(versions.published(comm.world))
     others = [rank for rank, row in enumerate(table.tolist()) if row[0] != digest]

@@ -192,8 +192,7 @@ def compare_samples(comm: Communicator, plan: Plan, batch: Any, rows: Sequence[r
     """Raise an InputError unless ranks that are to have the same samples do; these are this rank's.
     Collective."""
     told = torch.tensor([digest(batch, rows)], device=comm.device)
-    table, exchanged = comm.exchange(told, "comparison of samples")
-    exchanged.wait()
+    table = comm.exchanged(told, "comparison of samples")
     refuse_unlike(plan, table[:, 0].tolist())
 
 

@@ -62,15 +62,10 @@ class StagedCommunicator(Communicator):
         self._host.expect_reduce(staged.tensor[0], intervals)
         staged.give_back()
 
-    def start_all_reduce(self, value: torch.Tensor, label: str) -> Pending:
+    def start_all_reduce(self, value: torch.Tensor, label: str, *, flags: bool = False) -> Pending:
         staged = value.to("cpu", copy=True)
-        pending = self._host.start_all_reduce(staged, label)
+        pending = self._host.start_all_reduce(staged, label, flags=flags)
         return pending.then(lambda: _set(value, staged))
-
-    def start_any(self, flags: torch.Tensor, label: str) -> Pending:
-        staged = flags.to("cpu", copy=True)
-        pending = self._host.start_any(staged, label)
-        return pending.then(lambda: _set(flags, staged))
 
     def exchange(
         self, row: torch.Tensor, label: str, *, into: torch.Tensor | None = None

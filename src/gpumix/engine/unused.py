@@ -64,7 +64,8 @@ class UnusedParameters:
         if absent:
             numbers = torch.tensor([self._numbers[name] for name in absent])
             flags.index_fill_(0, numbers.to(flags.device), 0)
-        self._told = self._comm.start_any(flags, "exchange of which parameters have a gradient")
+        label = "exchange of which parameters have a gradient"
+        self._told = self._comm.start_all_reduce(flags, label, flags=True)
         if not absent:
             return []
         self._wait(self._told)

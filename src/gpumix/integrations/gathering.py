@@ -159,6 +159,5 @@ def _padded(rows: Tensor, wide: Sequence[int]) -> Tensor:
 
 def _exchanged(row: Tensor, comm: Communicator, label: str) -> Tensor:
     """[ranks, len(row)], on the host."""
-    table, exchanged = comm.exchange(row.to(comm.device), label)
-    exchanged.wait()
+    table = comm.exchanged(row.to(comm.device), label)
     return table.cpu()

@@ -58,8 +58,7 @@ class LoopWeights:
             row[2].copy_(torch.as_tensor(count))
         for place, term in enumerate(terms, 3):
             row[place].copy_(term)
-        table, exchanged = self._comm.exchange(row, "weights of losses")
-        exchanged.wait()
+        table = self._comm.exchanged(row, "weights of losses")
         column = 3
         if not self._is_known:
             column = _column(table.tolist())

@@ -322,8 +322,7 @@ def _pair_seconds(comm: Communicator, pairs: Sequence[RankPair], size: int) -> l
 
     seconds = _seconds(comm, there_and_back, PAIR_REPEATS)
     mine = torch.tensor([min(seconds)], device=comm.device)
-    table, exchanged = comm.exchange(mine, "exchange of times")
-    exchanged.wait()
+    table = comm.exchanged(mine, "exchange of times")
     return [max(float(table[rank]) for rank in pair) / 2 for pair in pairs]
 
 
@@ -426,8 +425,7 @@ def _with_forms(comm: Communicator, forms: Collectives) -> Communicator:
 def _agreed_s(comm: Communicator, work: Callable[[], object]) -> float:
     """Median seconds of `work`, of the slowest rank."""
     mine = torch.tensor([sorted(_seconds(comm, work, REPEATS))[REPEATS // 2]], device=comm.device)
-    table, exchanged = comm.exchange(mine, "exchange of times")
-    exchanged.wait()
+    table = comm.exchanged(mine, "exchange of times")
     return float(table.max())
 
 
@@ -435,8 +433,7 @@ def _seconds(comm: Communicator, work: Callable[[], object], repeats: int) -> li
     """Those of `work` on this rank, which all begin together; the first run is not counted."""
     seconds = []
     for _ in range(1 + repeats):
-        _, exchanged = comm.exchange(torch.zeros(1, device=comm.device), "trial barrier")
-        exchanged.wait()
+        comm.exchanged(torch.zeros(1, device=comm.device), "trial barrier")
         synchronize(comm.device)
         begun = time.perf_counter()
         work()

@@ -320,7 +320,7 @@ class MadeUpTeam(Communicator):
         with host_memory():
             return super().borrow(purpose, like, rows, length)
 
-    def start_all_reduce(self, value: torch.Tensor, label: str) -> Pending:
+    def start_all_reduce(self, value: torch.Tensor, label: str, *, flags: bool = False) -> Pending:
         self._note("all_reduce", value)
         return Pending((), label, self)
 

@@ -82,8 +82,7 @@ class Layout:
         """All ranks' intervals of each piece."""
         mine = [(piece.start, piece.end) for piece in self._pieces.values()]
         row = torch.tensor(mine, dtype=torch.int64, device=self.comm.device).view(-1)
-        table, exchanged = self.comm.exchange(row, "exchange of who stores what")
-        exchanged.wait()
+        table = self.comm.exchanged(row, "exchange of who stores what")
         by_rank = table.view(self.comm.world, len(mine), 2).tolist()
         return [tuple((start, end) for start, end in of_piece) for of_piece in zip(*by_rank)]
 

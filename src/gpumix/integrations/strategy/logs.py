@@ -150,8 +150,7 @@ class Logs:
         row = torch.stack(
             [part.double().to(self._comm.device) for part in (torch.tensor(new), *pairs)]
         )
-        table, exchanged = self._comm.exchange(row, "exchange of logged values")
-        exchanged.wait()
+        table = self._comm.exchanged(row, "exchange of logged values")
         return table.cpu()
 
     def _summed(self) -> dict[str, tuple[Tensor, Tensor]]:

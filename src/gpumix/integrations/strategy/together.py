@@ -93,6 +93,5 @@ class Together:
         shape, device = tensor.shape, tensor.device
         row = tensor.detach().reshape(-1).to(comm.device)
         row = row.to(torch.uint8) if row.dtype == torch.bool else row
-        table, exchanged = comm.exchange(row.contiguous(), "exchange for Lightning")
-        exchanged.wait()
+        table = comm.exchanged(row.contiguous(), "exchange for Lightning")
         return table.view(comm.world, *shape).to(device)

@@ -26,8 +26,7 @@ class AgreedControl:
         if self._comm.world == 1:
             return
         own = torch.tensor([float(getattr(control, name)) for name in FLAGS])
-        table, exchanged = self._comm.exchange(own, "comparison of a trainer's control flags")
-        exchanged.wait()
+        table = self._comm.exchanged(own, "comparison of a trainer's control flags")
         for name, told in zip(FLAGS, table.T.tolist(), strict=True):
             setattr(control, name, any(told))
 

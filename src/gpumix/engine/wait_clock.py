@@ -1,0 +1,81 @@
+"""How long a device waits: for communication, or for copies."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from gpumix.hardware import runtime
+
+
+@dataclass
+class Mark:
+    """A place in a device's waits; `seconds` of all before it, None until the device was there."""
+
+    seconds: float | None = None
+
+
+class WaitClock:
+    """Adds up the time that a device waits: for communication, or for copies.
+
+    On a CPU that is the host's time inside waits. On CUDA a wait returns at once and holds back the
+    stream, so events are recorded around it and read when the total is asked for.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._on_stream = runtime.is_gpu(device)
+        self._entered = 0.0
+        self._seconds = 0.0
+        self._events: deque[tuple[runtime.Event, runtime.Event] | Mark] = deque()
+
+    def __enter__(self) -> None:
+        if self._on_stream:
+            self._add_up_finished()
+            begun = runtime.recorded_event(self._device, timing=True)
+            self._events.append((begun, runtime.new_event(self._device, timing=True)))
+        else:
+            self._entered = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        if self._on_stream:
+            ended = self._events[-1]
+            assert not isinstance(ended, Mark), "no mark is set inside of a wait"
+            ended[1].record(runtime.current_stream(self._device))
+        else:
+            self._seconds += time.perf_counter() - self._entered
+
+    def mark(self) -> Mark:
+        """This place in the waits, which `at_s` tells the seconds of; nothing is waited for."""
+        mark = Mark(None if self._on_stream else self._seconds)
+        if self._on_stream:
+            self._events.append(mark)
+        return mark
+
+    def at_s(self, mark: Mark) -> float:
+        """Seconds of all waits before `mark`; synchronises with the last of these."""
+        self._add_up_finished()
+        while mark.seconds is None:
+            first = self._events[0]
+            assert not isinstance(first, Mark), "marks at the front have their seconds"
+            first[1].synchronize()
+            self._add_up_finished()
+        return mark.seconds
+
+    def total_s(self) -> float:
+        """Seconds so far; on CUDA this synchronises with the last wait."""
+        return self.at_s(self.mark())
+
+    def _add_up_finished(self) -> None:
+        while self._events:
+            first = self._events[0]
+            if isinstance(first, Mark):
+                first.seconds = self._seconds
+            elif first[1].query():
+                self._seconds += first[0].elapsed_time(first[1]) / 1e3
+            else:
+                return
+            self._events.popleft()
