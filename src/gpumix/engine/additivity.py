@@ -9,21 +9,19 @@ the batch into micro-batches would train something else.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gpumix.engine.buffers import BufferCopies
-from gpumix.engine.comm import Communicator
 from gpumix.engine.coroutine import ModelError
 from gpumix.engine.ragged import take
 from gpumix.engine.reduction import (
     GRAPH,
-    Objective,
     Probe,
     ReducedLoss,
     Reduces,
@@ -39,8 +37,7 @@ from gpumix.engine.samples import (
     samples_in,
     with_words_for_padding,
 )
-from gpumix.engine.shards import FlatGroup
-from gpumix.spec.plan import Plan
+from gpumix.engine.trials import Trials
 
 SAMPLES = 3  # that are computed at once, where a micro-batch has as many
 PARTS, COLUMNS = 16, 61  # of a gradient: how many sums are compared
@@ -52,30 +49,6 @@ TOLERANCE = {"fp32": (1e-4, 1e-3), "fp16": (1e-2, 5e-2), "bf16": (2e-2, 1e-1)}
 SMALLEST = 2e-5
 OF_PADDING = (3e-6, 3e-5)  # the same in fp32, where samples differ in padding alone
 NO_RULE = "micro-batch"  # of `couples`: each micro-batch has a loss of its own, whatever it couples
-
-
-class Engine(Protocol):
-    """What a rehearsal needs of an engine; see `Trials`."""
-
-    plan: Plan
-    places: Sequence[Any]
-    comm: Communicator
-    device: torch.device
-    model: nn.Module
-    keepers: list[nn.Module]
-
-    def groups(self) -> Iterator[FlatGroup]: ...
-
-    def tried(
-        self,
-        batch: Any,
-        rows: tuple[range, ...],
-        objective: Objective,
-        *,
-        trims: bool,
-        backward: bool,
-        seen: Callable[[Iterator[nn.Parameter]], Any],
-    ) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -111,7 +84,7 @@ class Trial:
 
 
 def rehearse(
-    engine: Engine, batch: Any, rows: Sequence[range], objective: Reduces, couples: str
+    engine: Trials, batch: Any, rows: Sequence[range], objective: Reduces, couples: str
 ) -> str:
     """Find the rule that a loss follows, and whether padding may be cut off. Collective, before the
     first step or evaluation.
@@ -135,13 +108,13 @@ def rehearse(
     return _Rehearsal(engine, batch, own, place, objective).run(couples)
 
 
-def is_told_apart(engine: Engine, batch: Any, objective: Reduces) -> bool:
+def is_told_apart(engine: Trials, batch: Any, objective: Reduces) -> bool:
     """Whether a rank's samples would tell the rule of a loss from its rivals. Collective."""
     own = isinstance(objective, ReducedLoss) and objective.tells_rivals_apart(batch)
     return any(told for (told,) in _exchanged(engine, [float(own)]))
 
 
-def padding_counts(engine: Engine, objective: Reduces, narrow: Any, wide: Any) -> bool:
+def padding_counts(engine: Trials, objective: Reduces, narrow: Any, wide: Any) -> bool:
     """Whether a sample's loss, or its gradient, depends on how far it is padded. Collective.
 
     Args:
@@ -162,7 +135,7 @@ def padding_counts(engine: Engine, objective: Reduces, narrow: Any, wide: Any) -
     return not alike(engine, *trials, same_samples=True)
 
 
-def _choose(engine: Engine, batch: Any, rows: Sequence[range], objective: Reduces) -> Place | None:
+def _choose(engine: Trials, batch: Any, rows: Sequence[range], objective: Reduces) -> Place | None:
     """The micro-batch with most samples, and with most labels; None if the batch is not cut.
     Collective."""
     plan, rank = engine.plan, engine.comm.rank
@@ -174,7 +147,7 @@ def _choose(engine: Engine, batch: Any, rows: Sequence[range], objective: Reduce
         for of, part, number in zip(rows, parts, numbers)
     ]
     largest = max(known, default=(0, 0, 0))
-    cut = _tells(engine) * sum(bool(of) for of in rows)
+    cut = engine.tells_losses * sum(bool(of) for of in rows)
     table = _exchanged(engine, [*map(float, largest), float(cut)])
     if sum(row[-1] for row in table) <= 1:
         return None
@@ -188,14 +161,7 @@ def _labels_in(batch: Any, objective: Reduces) -> int:
     return 0 if own is None else int((own != IGNORED_LABEL).sum())
 
 
-def _tells(engine: Engine) -> bool:
-    """Whether this rank tells others the loss of micro-batches: the first one of a team that has
-    the last stage."""
-    plan, rank, last = engine.plan, engine.comm.rank, len(engine.plan.stages) - 1
-    return last in plan.stages_of(rank) and plan.team_of(rank, last)[0] == rank
-
-
-def _tolerance(engine: Engine) -> tuple[float, float]:
+def _tolerance(engine: Trials) -> tuple[float, float]:
     """Of losses and of gradients, where the plan computes most coarsely."""
     workers = engine.plan.workers
     of_tf32 = "fp16" if any(worker.efficiency.tf32 for worker in workers) else "fp32"
@@ -216,7 +182,7 @@ def _unlike(batch: Any, objective: Reduces) -> Any:
 
 class _Rehearsal:
     def __init__(
-        self, engine: Engine, batch: Any, own: Any, place: Place, objective: Reduces
+        self, engine: Trials, batch: Any, own: Any, place: Place, objective: Reduces
     ) -> None:
         self._engine = engine
         self._nothing = take(batch, slice(0))
@@ -389,7 +355,7 @@ class _Rehearsal:
         trial.changed = copies.keep_changed()
         copies.restore()
         self._refuse_any(_changed_weight(versions, _versions(engine)))
-        self._tell(trial, probes[-1] if probes and _tells(engine) else None)
+        self._tell(trial, probes[-1] if probes and engine.tells_losses else None)
         return trial
 
     def _refuse_any(self, found: ModelError | None) -> None:
@@ -426,7 +392,7 @@ class _Rehearsal:
         trial.denominators = [d for d in row[3 + MOST_RULES :] if not math.isnan(d)]
 
 
-def alike(engine: Engine, one: Trial, other: Trial, *, same_samples: bool = False) -> bool:
+def alike(engine: Trials, one: Trial, other: Trial, *, same_samples: bool = False) -> bool:
     """Whether two trials came to the same loss and gradient. Collective.
 
     Args:
@@ -525,7 +491,7 @@ def _add_sums(gradient: Tensor, row: Tensor) -> None:
         row[PARTS:] += wide[:whole].view(-1, COLUMNS).sum(0)
 
 
-def _versions(engine: Engine) -> dict[str, int]:
+def _versions(engine: Trials) -> dict[str, int]:
     """How often the values of each parameter were changed in place where the model holds them."""
     return {
         name: one._version
@@ -589,7 +555,7 @@ def _kept_state(model: nn.Module, changed: Sequence[nn.Module]) -> ModelError | 
     )
 
 
-def _exchanged(engine: Engine, told: Sequence[float]) -> list[list[float]]:
+def _exchanged(engine: Trials, told: Sequence[float]) -> list[list[float]]:
     """What all ranks told."""
     row = torch.tensor(told, dtype=torch.float64, device=engine.device)
     table = engine.comm.exchanged(row, "rehearsal of the first step")

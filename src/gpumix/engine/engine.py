@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 
 from gpumix.cost.pipeline import Pipeline
 from gpumix.engine import buffers, layered, own_checkpoints, pipelined, sequential, stands
-from gpumix.engine.buckets import Bucket, Reductions
+from gpumix.engine.buckets import Reductions
 from gpumix.engine.comm import Communicator
 from gpumix.engine.coroutine import Calls
 from gpumix.engine.efficient import channels_last
@@ -32,7 +32,7 @@ from gpumix.engine.layer_drop import drops_layers
 from gpumix.engine.micro_batch import Loss, MicroBatch, closing, kept_by
 from gpumix.engine.optimizers import check
 from gpumix.engine.optimizers.layout import Layout
-from gpumix.engine.outside import OutsideSteps, refuse_stages
+from gpumix.engine.outside import ByBlocks, OutsideSteps
 from gpumix.engine.own_gradients import OwnNorm
 from gpumix.engine.parts import Parts
 from gpumix.engine.pipelined import Entrance, Place, Running
@@ -47,23 +47,21 @@ from gpumix.engine.samples import (
     parts_of,
     samples_in,
 )
+from gpumix.engine.settling import Settling
 from gpumix.engine.switches import Switches
 from gpumix.engine.tensor import Changes
-from gpumix.engine.trials import Trials
 from gpumix.engine.undo import Undo
 from gpumix.engine.unused import UnusedParameters
 from gpumix.engine.updates import StepsOnHost, Updates, updates_elements
 from gpumix.engine.wait_clock import WaitClock
-from gpumix.spec.cut import cut_rows
 from gpumix.spec.errors import GpumixError, InputError, TrainingError, in_a_line
 from gpumix.spec.plan import Plan
-from gpumix.spec.shares import rows_of, share_of
 from gpumix.spec.stage import Worker
 
 Function = Callable[[nn.Module, Any], Any]
 
 
-class Engine(Trials):
+class Engine(Settling, ByBlocks):
     """A model sharded over ranks by a plan. Made by `prepare`.
 
     `ended`: its model is an ordinary one again. `overflowed`: the last step's fp16 gradients
@@ -110,7 +108,9 @@ class Engine(Trials):
         self._worker = plan.workers[comm.rank]
         self._dtype = TORCH_DTYPE[self._worker.compute_dtype]
         # Of a team, whose members all come to the same losses, the first one tells them.
-        self._tells_losses = plan.team_of(comm.rank, plan.stages_of(comm.rank)[-1])[0] == comm.rank
+        last = len(plan.stages) - 1
+        computes_them = last in plan.stages_of(comm.rank)
+        self.tells_losses = computes_them and plan.team_of(comm.rank, last)[0] == comm.rank
         self._rows = plan.rows_of(comm.rank)
         self.exchanged = Exchanged.nothing(comm.world)
         self._own_norm = OwnNorm(comm.device)
@@ -125,7 +125,7 @@ class Engine(Trials):
         self._leaves_out = drops_layers(model)
         self._to_take_back: tuple[Undo, ...] = ()
         self.guard: Guard | None = None
-        self.unit_names, self.changes = inventory.unit_names, changes
+        self.changes = changes
         self.outside = calls.outside = OutsideSteps(self, forwards)
         self._settled = objective.rule is not None
         self._trims = objective.trims
@@ -377,15 +377,6 @@ class Engine(Trials):
         for bucket in self._buckets:
             bucket.leave()
 
-    def take_back_step(self) -> None:
-        """Undo what the last step changed, its gradients aside: the buffers and the count of steps.
-        For a step whose gradients are not used; the next one draws the same dropout again. The step
-        before may be taken back next, and no more."""
-        undo, self._to_take_back = self._to_take_back[-1], self._to_take_back[:-1]
-        self.steps -= 1
-        self.losses_counted = undo.losses_counted
-        undo.buffers.restore()
-
     def evaluate(self, batch: Any, samples: int | None = None) -> torch.Tensor:
         """The loss of one global batch without gradients and without dropout; see `step`.
 
@@ -439,15 +430,6 @@ class Engine(Trials):
                 stack.enter_context(head.whole())
             self._forward_only(function, batch, rows, keep)
         return {of: made[of] for of in sorted(made, key=lambda of: of.start)}
-
-    def _rows_of_step(self, samples: int | None) -> tuple[range, ...]:
-        return self._rows if samples is None else rows_of(self.plan, self.comm.rank, samples)
-
-    def _rows_given(self, batch: Any, samples: int | None) -> tuple[range, ...]:
-        """Places of this rank's samples where nothing is trained: of any number of them."""
-        if self.places:
-            return share_of(self.plan, self.comm.rank).rows(samples)
-        return cut_rows(range(samples_in(batch)), self._worker.micro_batch)
 
     def _forward_only(
         self,
@@ -512,46 +494,6 @@ class Engine(Trials):
         speeds = [float(self.plan.workers[rank].samples) for rank in division.ranks]
         comm = division.comm if not division.replicated else self.comm.alone()
         return Layout(self.pieces(), comm, root=root, speeds=speeds)
-
-    # -- outside of steps --------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def gathered_unit(self, name: str) -> Iterator[None]:
-        """Inside, a unit has its parameters, outside of a step. Collective.
-
-        Raises:
-            ModelError: by this plan no rank computes all of the model.
-        """
-        self._refuse_stages()
-        bucket = self._parts.units[name].bucket
-        bucket.gathered()
-        try:
-            yield
-        finally:
-            bucket.leave()
-
-    def gather_root(self) -> None:
-        """Gather what lies outside of the units, outside of a step. Collective.
-
-        Raises:
-            ModelError: by this plan no rank computes all of the model.
-        """
-        self._refuse_stages()
-        for bucket in self._root_buckets:
-            bucket.gathered()
-
-    def _refuse_stages(self) -> None:
-        if not self.outside.can_be_called:
-            raise refuse_stages()
-
-    def leave_root(self) -> None:
-        """The end of what `gather_root` has begun."""
-        for bucket in self._root_buckets:
-            bucket.leave()
-
-    @property
-    def _root_buckets(self) -> tuple[Bucket, ...]:
-        return (*self._parts.throughout, self._parts.before, self._parts.after)
 
     def end(self, why: str) -> None:
         """No step follows; memory of parameters, gradients and masters is free."""
@@ -636,7 +578,7 @@ class Engine(Trials):
         it also gives was asked for: what gradients of losses times `scale` are multiplied with."""
         norm = self._own_norm.take() / self.scaler.scale if in_step else 0.0
         row = Exchanged.row(self.device, notice=self.notice, report=self.report, norm=norm)
-        for loss, count in results if self._tells_losses else ():
+        for loss, count in results if self.tells_losses else ():
             row[0] += loss
             row[1] += count
         table, exchanged = self.comm.exchange(row, "exchange of losses")

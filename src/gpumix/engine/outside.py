@@ -9,19 +9,23 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
+from gpumix.engine.buckets import Bucket
 from gpumix.engine.coroutine import ModelError
+from gpumix.engine.parts import Parts
+from gpumix.engine.pipelined import Place
+from gpumix.engine.sharded_model import ShardedModel
+from gpumix.engine.tensor import Changes
 from gpumix.spec.errors import InputError
-
-if TYPE_CHECKING:
-    from gpumix.engine.engine import Engine
+from gpumix.spec.plan import Plan
 
 Forward = Callable[..., Any]
 SYNCHRONISED = "synced_gpus"  # of transformers
@@ -29,6 +33,71 @@ UNSHARDING = ("merge_and_unload", "unload")  # of PEFT: they take the model's la
 _of_models: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OutsideSteps]] = (
     weakref.WeakKeyDictionary()
 )
+
+
+class ByBlocks(ShardedModel):
+    """An engine whose model may be called between two steps, gathered block after block."""
+
+    plan: Plan
+    places: Sequence[Place]
+    changes: Changes
+    _parts: Parts
+
+    @property
+    def unit_names(self) -> Sequence[str]:
+        """Of all units, whoever computes them."""
+        return self._inventory.unit_names
+
+    @property
+    def can_be_called(self) -> bool:
+        """Whether a rank computes all of the model, whose parameters come to it."""
+        return not self.places and not self.plan.in_teams
+
+    @contextmanager
+    def gathered_unit(self, name: str) -> Iterator[None]:
+        """Inside, a unit has its parameters, outside of a step. Collective.
+
+        Raises:
+            ModelError: by this plan no rank computes all of the model.
+        """
+        self._refuse_stages()
+        bucket = self._parts.units[name].bucket
+        bucket.gathered()
+        try:
+            yield
+        finally:
+            bucket.leave()
+
+    def gather_root(self) -> None:
+        """Gather what lies outside of the units, outside of a step. Collective.
+
+        Raises:
+            ModelError: by this plan no rank computes all of the model.
+        """
+        self._refuse_stages()
+        for bucket in self._root_buckets:
+            bucket.gathered()
+
+    def leave_root(self) -> None:
+        """The end of what `gather_root` has begun."""
+        for bucket in self._root_buckets:
+            bucket.leave()
+
+    @property
+    def _root_buckets(self) -> tuple[Bucket, ...]:
+        return (*self._parts.throughout, self._parts.before, self._parts.after)
+
+    @abstractmethod
+    def end(self, why: str) -> None: ...
+
+    def _refuse_stages(self) -> None:
+        if not self.can_be_called:
+            raise ModelError(
+                "the model was called outside of a step, and no rank computes all of it",
+                why="by this plan ranks compute stages of the model, or parts of its layers",
+                fix="with gpumix.whole(model): on all ranks; to evaluate, "
+                "engine.evaluate(batch) or engine.outputs(function, batch)",
+            )
 
 
 class OutsideSteps:
@@ -44,7 +113,7 @@ class OutsideSteps:
         forwards: of units, from before their calls stopped, where these are not their classes'.
     """
 
-    def __init__(self, engine: Engine, forwards: Mapping[str, Forward]) -> None:
+    def __init__(self, engine: ByBlocks, forwards: Mapping[str, Forward]) -> None:
         self.in_step = False
         self._of_engine = weakref.ref(engine)
         self._of_model = weakref.ref(engine.model)
@@ -69,7 +138,7 @@ class OutsideSteps:
         return model
 
     @property
-    def _engine(self) -> Engine:
+    def _engine(self) -> ByBlocks:
         """
         Raises:
             ModelError: there is none any more, and with it a part of the weights is gone.
@@ -127,8 +196,8 @@ class OutsideSteps:
 
     @property
     def can_be_called(self) -> bool:
-        """Whether a rank computes all of the model, whose parameters come to it."""
-        return not self._engine.places and not self._engine.plan.in_teams
+        """Whether a rank computes all of the model."""
+        return self._engine.can_be_called
 
     def _watch_calls(self, model: nn.Module) -> None:
         """Gather what lies outside of the blocks whenever the model is called or generates."""
@@ -335,13 +404,3 @@ def unshard(model: nn.Module, *, everywhere: bool = True) -> None:
     outside = outside_of(model)
     if outside is not None:
         outside.dissolve(everywhere=everywhere)
-
-
-def refuse_stages() -> ModelError:
-    """The error of a call outside of a step by a plan whose ranks have parts of the computation."""
-    return ModelError(
-        "the model was called outside of a step, and no rank computes all of it",
-        why="by this plan ranks compute stages of the model, or parts of its layers",
-        fix="with gpumix.whole(model): on all ranks; to evaluate, engine.evaluate(batch) or "
-        "engine.outputs(function, batch)",
-    )

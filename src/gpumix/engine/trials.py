@@ -1,4 +1,5 @@
-"""Steps of an engine that leave no trace: rehearsals of the first one, and replays of a batch."""
+"""Steps of an engine that leave no trace: rehearsals of the first one, replays of a batch, and those
+that are taken back."""
 
 from __future__ import annotations
 
@@ -11,16 +12,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpumix.engine import additivity
 from gpumix.engine.layer_drop import stop_layer_drop
 from gpumix.engine.micro_batch import Loss
 from gpumix.engine.own_gradients import OwnNorm, See
 from gpumix.engine.pipelined import Place
 from gpumix.engine.precision import LossScaler
 from gpumix.engine.randomness import evaluating
-from gpumix.engine.reduction import Objective, Reduces
+from gpumix.engine.reduction import Objective
 from gpumix.engine.samples import repeated, samples_in
 from gpumix.engine.sharded_model import ShardedModel
+from gpumix.engine.undo import Undo
 from gpumix.spec.plan import Plan
 
 _OF_A_STEP = (  # what a step leaves in the engine, beside buffers and gradients
@@ -33,8 +34,7 @@ class Trials(ShardedModel):
     """An engine's steps that are undone.
 
     Attributes:
-        reduction: what a record says of how losses of micro-batches add up; empty as long as that
-            is not known.
+        tells_losses: whether this rank tells all others the losses of its micro-batches.
     """
 
     plan: Plan
@@ -45,24 +45,17 @@ class Trials(ShardedModel):
     losses_counted: torch.Tensor
     guard: Any
     keepers: list[nn.Module]
-    reduction: str
-    _reduces: Reduces
+    tells_losses: bool
     _objective: Objective
-    _couples: str
     _rows: tuple[range, ...]
     _own_norm: OwnNorm
     _trims: bool
     _settled: bool
     _tells_samples: bool
+    _to_take_back: tuple[Undo, ...]
 
     @abstractmethod
     def _step(self, batch: Any) -> torch.Tensor: ...
-
-    @abstractmethod
-    def _rows_of_step(self, samples: int | None) -> tuple[range, ...]: ...
-
-    @abstractmethod
-    def _rows_given(self, batch: Any, samples: int | None) -> tuple[range, ...]: ...
 
     @abstractmethod
     def _forward_only(self, objective: Any, batch: Any, rows: Sequence[range]) -> list[Loss]: ...
@@ -70,28 +63,14 @@ class Trials(ShardedModel):
     @abstractmethod
     def _in_step(self) -> contextlib.AbstractContextManager[None]: ...
 
-    def is_settled(self, *, in_step: bool) -> bool:
-        """Whether `settle` has nothing to do."""
-        is_known = self._reduces.rule is not None and not self._reduces.rivals
-        return self._settled or is_known or (in_step and self.plan.is_uncut)
-
-    def settle(self, batch: Any, samples: int | None = None, *, in_step: bool = False) -> None:
-        """Rehearse with the first batch by which rule losses of micro-batches add up, if that is
-        not known yet; see `engine.additivity`. Collective; `step` and `evaluate` do so.
-
-        Raises:
-            ModelError: by none, and the plan cuts the batch.
-        """
-        if self.is_settled(in_step=in_step):
-            return
-        reduces = self._reduces
-        if reduces.rivals and not additivity.is_told_apart(self, batch, reduces):
-            return
-        rows = self._rows_of_step(samples) if in_step else self._rows_given(batch, samples)
-        told = additivity.rehearse(self, batch, rows, reduces, self._couples)
-        self.reduction = told or self.reduction
-        self._settled = reduces.rule is not None and not reduces.rivals
-        self._trims = reduces.trims
+    def take_back_step(self) -> None:
+        """Undo what the last step changed, its gradients aside: the buffers and the count of steps.
+        For a step whose gradients are not used; the next one draws the same dropout again. The step
+        before may be taken back next, and no more."""
+        undo, self._to_take_back = self._to_take_back[-1], self._to_take_back[:-1]
+        self.steps -= 1
+        self.losses_counted = undo.losses_counted
+        undo.buffers.restore()
 
     def replay(self, batch: Any, see: See) -> int:
         """Forward and backward of a batch, as in a step but without dropout, after which all is as

@@ -1,0 +1,58 @@
+"""An engine that finds, before its first step, by which rule losses of micro-batches add up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gpumix.engine import additivity
+from gpumix.engine.reduction import Reduces
+from gpumix.engine.samples import samples_in
+from gpumix.engine.trials import Trials
+from gpumix.spec.cut import cut_rows
+from gpumix.spec.shares import rows_of, share_of
+from gpumix.spec.stage import Worker
+
+
+class Settling(Trials):
+    """
+    Attributes:
+        reduction: what a record says of how losses of micro-batches add up; empty as long as that
+            is not known.
+    """
+
+    reduction: str
+    _reduces: Reduces
+    _couples: str
+    _worker: Worker
+
+    def is_settled(self, *, in_step: bool) -> bool:
+        """Whether `settle` has nothing to do."""
+        is_known = self._reduces.rule is not None and not self._reduces.rivals
+        return self._settled or is_known or (in_step and self.plan.is_uncut)
+
+    def settle(self, batch: Any, samples: int | None = None, *, in_step: bool = False) -> None:
+        """Rehearse with the first batch by which rule losses of micro-batches add up, if that is
+        not known yet; see `engine.additivity`. Collective; `step` and `evaluate` do so.
+
+        Raises:
+            ModelError: by none, and the plan cuts the batch.
+        """
+        if self.is_settled(in_step=in_step):
+            return
+        reduces = self._reduces
+        if reduces.rivals and not additivity.is_told_apart(self, batch, reduces):
+            return
+        rows = self._rows_of_step(samples) if in_step else self._rows_given(batch, samples)
+        told = additivity.rehearse(self, batch, rows, reduces, self._couples)
+        self.reduction = told or self.reduction
+        self._settled = reduces.rule is not None and not reduces.rivals
+        self._trims = reduces.trims
+
+    def _rows_of_step(self, samples: int | None) -> tuple[range, ...]:
+        return self._rows if samples is None else rows_of(self.plan, self.comm.rank, samples)
+
+    def _rows_given(self, batch: Any, samples: int | None) -> tuple[range, ...]:
+        """Places of this rank's samples where nothing is trained: of any number of them."""
+        if self.places:
+            return share_of(self.plan, self.comm.rank).rows(samples)
+        return cut_rows(range(samples_in(batch)), self._worker.micro_batch)
