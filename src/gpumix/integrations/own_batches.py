@@ -357,7 +357,7 @@ def collated(collate: Callable[[list[Any]], Any], samples: list[Any]) -> dict[st
     if isinstance(batch, Mapping):
         entries = {n: _entries(v) for n, v in batch.items() if _is_per_sample(v, len(samples))}
         batch = _ragged(collate, samples, {**batch, **entries})
-    batch = collated_tree(lambda _: batch, samples)
+    batch = _checked(batch, len(samples))
     if not isinstance(batch, dict):
         raise InputError(
             f"the data collator made a {type(batch).__name__}, not a dictionary",
@@ -372,7 +372,15 @@ def collated_tree(collate: Callable[[list[Any]], Any], samples: list[Any]) -> An
     Raises:
         InputError: it has no tensors, or one of them has not one row for each sample.
     """
-    batch = collate(samples)
+    return _checked(collate(samples), len(samples))
+
+
+def _checked(batch: Any, samples: int) -> Any:
+    """A batch whose tensors have one row for each sample, with dictionaries for classes like them.
+
+    Raises:
+        InputError: it has no tensors, or other ones.
+    """
     if isinstance(batch, Mapping):  # trees are made of dictionaries, not of classes like them
         batch = dict(batch)
     leaves = tree_flatten_with_path(batch, is_leaf=has_rows)[0]
@@ -383,9 +391,9 @@ def collated_tree(collate: Callable[[list[Any]], Any], samples: list[Any]) -> An
             fix="return tensors, in dictionaries, tuples or lists",
         )
     for path, leaf in leaves:
-        if isinstance(leaf, Tensor) and (leaf.dim() == 0 or len(leaf) != len(samples)):
+        if isinstance(leaf, Tensor) and (leaf.dim() == 0 or len(leaf) != samples):
             raise InputError(
-                f"of {len(samples)} samples the data collator made {_named(path)} of shape "
+                f"of {samples} samples the data collator made {_named(path)} of shape "
                 f"{tuple(leaf.shape)}",
                 why="a batch is cut into micro-batches along its first dimension, which must be "
                 "the samples: what lays several samples into one row cannot be cut",

@@ -48,7 +48,7 @@ from gpumix.integrations.trainer.checkpoints import PlannedCheckpoints
 from gpumix.integrations.trainer.control import AgreedControl
 from gpumix.integrations.trainer.evaluation import evaluate
 from gpumix.integrations.trainer.loss import TrainerLoss, by_itself
-from gpumix.integrations.trainer.stock_evaluation import StockEvaluation, is_called_by_blocks
+from gpumix.integrations.trainer.stock_evaluation import StockEvaluation
 from gpumix.integrations.trainer.subclasses import (
     LOADERS,
     computes_by_itself,
@@ -192,11 +192,6 @@ class Planned(PlannedCheckpoints):
         """Whether the model is sharded, by this trainer."""
         engine = self._engine
         return engine is not None and engine.model is self.model and not engine.ended
-
-    @property
-    def is_called_by_blocks(self) -> bool:
-        """Whether the model can be called between steps as it is."""
-        return is_called_by_blocks(self.model)
 
     def _hosted(self, dataset: Any, collate: Any) -> Engine:
         """The engine of the model, made when it is first needed. Collective.

@@ -86,7 +86,8 @@ class StockEvaluation:
                 accelerator._models.clear()
             return
         with ExitStack() as stack:
-            if not trainer.is_called_by_blocks:
+            outside = outside_of(trainer.model)
+            if outside is not None and not outside.can_be_called:
                 stack.enter_context(whole_model(trainer.model))
             # The model is where it is, and computes in its own dtype.
             accelerator.prepare_model = lambda model, **kwargs: model
@@ -94,9 +95,3 @@ class StockEvaluation:
             # No sample counts twice, whatever is predicted of it.
             trainer.gather_function = accelerator.gather_for_metrics
             yield
-
-
-def is_called_by_blocks(model: Any) -> bool:
-    """Whether a model can be called as it is: it is ordinary, or gathers block after block."""
-    outside = outside_of(model)
-    return outside is None or outside.can_be_called
