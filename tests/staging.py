@@ -15,7 +15,7 @@ from torch import nn
 from gpumix.engine.deferred import build
 from gpumix.engine.engine import Engine
 from gpumix.engine.prepare import prepare
-from gpumix.engine.switches import Switches
+from gpumix.engine.switches import in_units
 from gpumix.engine.units import dissect
 from gpumix.profiler.flows import Flows, find_flows
 from gpumix.profiler.kinds import tell_apart
@@ -362,7 +362,7 @@ def flows_of(name: str, *, in_chunks: bool = False) -> Flows:
     """What the calls of an architecture's model need of each other."""
     architecture = EVERY[name]
     model = build(architecture.factory, 0)
-    Switches(model).off()
+    in_units(model).off()
     specimens = Specimens(
         model,
         dissect(model),

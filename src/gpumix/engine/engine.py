@@ -28,7 +28,6 @@ from gpumix.engine.exchanged import Exchanged, scale_of
 from gpumix.engine.guard import Guard
 from gpumix.engine.host import HostStore
 from gpumix.engine.inventory import Inventory
-from gpumix.engine.layer_drop import drops_layers
 from gpumix.engine.micro_batch import Loss, MicroBatch, closing, kept_by
 from gpumix.engine.optimizers import check
 from gpumix.engine.optimizers.layout import Layout
@@ -48,7 +47,7 @@ from gpumix.engine.samples import (
     samples_in,
 )
 from gpumix.engine.settling import Settling
-from gpumix.engine.switches import Switches
+from gpumix.engine.switches import in_units, layer_drop
 from gpumix.engine.tensor import Changes
 from gpumix.engine.undo import Undo
 from gpumix.engine.unused import UnusedParameters
@@ -121,8 +120,8 @@ class Engine(Settling, ByBlocks):
         tokens = float(plan.global_batch * plan.sequence_length)
         self.losses_counted = torch.full((), tokens, dtype=torch.float64, device=comm.device)
         self.keepers = buffers.keepers(model)
-        self._switches = Switches(model)
-        self._leaves_out = drops_layers(model)
+        self._switches = in_units(model)
+        self._leaves_out = bool(layer_drop(model).on)
         self._to_take_back: tuple[Undo, ...] = ()
         self.guard: Guard | None = None
         self.changes = changes

@@ -1,5 +1,5 @@
-"""Steps of an engine that leave no trace: rehearsals of the first one, replays of a batch, and those
-that are taken back."""
+"""Steps of an engine that leave no trace: rehearsals of the first one, replays of a batch, and
+those that are taken back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpumix.engine.layer_drop import stop_layer_drop
 from gpumix.engine.micro_batch import Loss
 from gpumix.engine.own_gradients import OwnNorm, See
 from gpumix.engine.pipelined import Place
@@ -21,6 +20,7 @@ from gpumix.engine.randomness import evaluating
 from gpumix.engine.reduction import Objective
 from gpumix.engine.samples import repeated, samples_in
 from gpumix.engine.sharded_model import ShardedModel
+from gpumix.engine.switches import layer_drop
 from gpumix.engine.undo import Undo
 from gpumix.spec.plan import Plan
 
@@ -136,11 +136,10 @@ class Trials(ShardedModel):
         before = {name: getattr(self, name) for name in _OF_A_STEP}
         self._own_norm, self.scaler, self.guard = OwnNorm(self.device), copy(self.scaler), None
         self._see_by(see)
-        drop_again = stop_layer_drop(self.model)
         try:
-            yield
+            with layer_drop(self.model):
+                yield
         finally:
-            drop_again()
             vars(self).update(before)
             self._see_by(self._own_norm.see)
             for parameter in self.parameters():

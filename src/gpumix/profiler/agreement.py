@@ -25,7 +25,7 @@ from gpumix.engine.efficient import make_efficient
 from gpumix.engine.head import output_layer
 from gpumix.engine.objective import objective_of
 from gpumix.engine.precision import TORCH_DTYPE
-from gpumix.engine.switches import Switches
+from gpumix.engine.switches import in_units
 from gpumix.engine.units import dissect
 from gpumix.hardware.device import DeviceRuntime
 from gpumix.hardware.efficiency import Chosen
@@ -168,7 +168,7 @@ def _computed(
 ) -> Computed:
     model = subject.build()
     anatomy = dissect(model, subject.units)
-    Switches(model).off()
+    in_units(model).off()
     make_efficient(model, way, runtime.torch_device)
     specimens = Specimens(
         model,

@@ -16,11 +16,10 @@ from torch import nn
 from gpumix.cost.curves import undisturbed
 from gpumix.engine.coroutine import ModelError
 from gpumix.engine.efficient import make_efficient
-from gpumix.engine.layer_drop import stop_layer_drop
 from gpumix.engine.objective import objective_of
 from gpumix.engine.precision import TORCH_DTYPE
 from gpumix.engine.reduction import Objective
-from gpumix.engine.switches import Switches
+from gpumix.engine.switches import in_units, layer_drop
 from gpumix.engine.tensor import all_of, divide
 from gpumix.engine.tensor_plans import tensor_plan
 from gpumix.engine.units import Anatomy, Unit, buffer_bytes, dissect, frozen_bytes
@@ -202,8 +201,8 @@ def _swept(
     fingerprint = anatomy.fingerprint()
     if kinds is not None:
         anatomy = anatomy.of_kinds(kinds)
-    Switches(model).off()
-    stop_layer_drop(model)
+    in_units(model).off()
+    layer_drop(model).off()
     efficiency = subject.chosen_for(device_class).efficiency
     make_efficient(model, efficiency, runtime.torch_device)
     dtype, team = subject.dtypes[device_class], None
