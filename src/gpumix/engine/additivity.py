@@ -9,8 +9,7 @@ the batch into micro-batches would train something else.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from gpumix.engine.buffers import BufferCopies
 from gpumix.engine.coroutine import ModelError
 from gpumix.engine.ragged import take
+from gpumix.engine.randomness import in_training
 from gpumix.engine.reduction import (
     GRAPH,
     Probe,
@@ -234,11 +234,13 @@ class _Rehearsal:
         weights = [_weights(whole, parts, n) for n in range(len(self._rules))]
         told = [number for own in weights for number in _gradient_error(whole, parts, own)]
         sums = torch.tensor(_exchanged(self._engine, told), dtype=torch.float64).sum(0).tolist()
-        told = [
-            _worst_error(whole, parts, own, of_gradient, SMALLEST * math.sqrt(sums[2 * n + 1]))
-            for n, own in enumerate(weights)
-        ]
-        worst = [max(column) for column in zip(*_exchanged(self._engine, told))]
+        worst = [0.0] * len(weights)
+        if of_gradient == TOLERANCE["fp32"][1]:
+            told = [
+                _worst_error(whole, parts, own, of_gradient, SMALLEST * math.sqrt(sums[2 * n + 1]))
+                for n, own in enumerate(weights)
+            ]
+            worst = [max(column) for column in zip(*_exchanged(self._engine, told))]
         errors = []
         for n, own in enumerate(weights):
             found = sum(w * part.loss for part, w in zip(parts, own) if w)
@@ -247,7 +249,7 @@ class _Rehearsal:
             error = [
                 abs(found - whole.loss) / scale / of_loss,
                 math.sqrt(wrong / max(size, 1e-60)) / of_gradient,
-                worst[n] if of_gradient == TOLERANCE["fp32"][1] else 0.0,
+                worst[n],
             ]
             adds = self._rules[n].kind == "sum" or math.isclose(
                 sum(part.counts[n] for part in parts), whole.counts[n], rel_tol=1e-6
@@ -341,7 +343,7 @@ class _Rehearsal:
         backward = len(range(*rows.indices(self._samples))) <= self._place.size
         copies = BufferCopies(engine.keepers)
         versions = _versions(engine)
-        with _in_training(engine.model, training or self._training):
+        with in_training(engine.model, training or self._training):
             trial = Trial(
                 engine.tried(
                     some,
@@ -448,20 +450,6 @@ def _added(parts: Sequence[Trial], weights: Sequence[float]) -> list[Tensor]:
 
 def _square(sums: Tensor) -> float:
     return float(sums.square().sum())
-
-
-@contextmanager
-def _in_training(model: nn.Module, which: bool | Sequence[nn.Module]) -> Iterator[None]:
-    """Inside these modules are in training, all or none, and the others are not."""
-    before = {module: module.training for module in model.modules()}
-    model.train(which is True)
-    for module in which if not isinstance(which, bool) else ():
-        module.training = True
-    try:
-        yield
-    finally:
-        for module, training in before.items():
-            module.training = training
 
 
 def _sums_of(parameters: Iterable[nn.Parameter]) -> Tensor:

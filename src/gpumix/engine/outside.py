@@ -289,11 +289,12 @@ class OutsideSteps:
         """Make the model an ordinary one for good; its engine is at its end. Collective. See
         `unshard`."""
         model, engine = self._model, self._of_engine()
-        flags = {own: registered[name].requires_grad for registered, name, own in self._places()}
+        held = {own: registered[name] for registered, name, own in self._places()}
+        flags = {own: parameter.requires_grad for own, parameter in held.items()}
         if engine is None and self._always_whole:
             parameters = {
-                own: nn.Parameter(registered[name].detach().to(self._stored[own].given_dtype))
-                for registered, name, own in self._places()
+                own: nn.Parameter(parameter.detach().to(self._stored[own].given_dtype))
+                for own, parameter in held.items()
             }
         else:
             parameters = self._whole_parameters(on_host=True, everywhere=everywhere)

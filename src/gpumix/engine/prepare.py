@@ -9,7 +9,7 @@ last unit calls are made to stop.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -91,8 +91,6 @@ def prepare(
     plan = _bound(plan, comm)
     anatomy = _as_planned(model, plan, units)
     _check(plan, anatomy, comm)
-    if plan.schedule == "zero-bubble":
-        split_backward.refuse_unable()
     _refuse_other_holders(model)
     make_alike(model, comm)
     worker = plan.workers[comm.rank]
@@ -101,20 +99,14 @@ def prepare(
     comm.words = LastWords.of_default_group(rank=comm.rank, world=comm.world, on_gloo=comm.on_gloo)
     inventory = Inventory.of(model, anatomy, plan)
     head = _head_in_chunks(model, anatomy, plan, comm.rank)
-    named = {unit.name: vars(unit.module).get("forward") for unit in anatomy.units}
-    forwards = {name: forward for name, forward in named.items() if forward is not None}
+    forwards = _own_forwards(anatomy)
     # Tensor.
     teams = teams_of(plan, comm)
     anatomy, changes = _divided(plan, anatomy, comm.rank, teams, tensor, head)
     # Stages and shards.
     dtypes = Dtypes(TORCH_DTYPE[worker.compute_dtype], TORCH_DTYPE[plan.communication_dtype])
     storage = Storage(comm.device, dtypes, source_of(model, weights), head)
-    if len(plan.stages) == 1:
-        places: list[Place] = []
-        division = Division.of(plan, comm, teams.get(0))
-        parts = [shard(anatomy, plan.stages[0], division, storage)]
-    else:
-        parts, places = _stages(plan, anatomy, changes, comm, storage, teams)
+    parts, places = _stages(plan, anatomy, changes, comm, storage, teams)
     if weights is not None:
         load_buffers(model, weights)
     _move_buffers(model, comm.device)
@@ -138,6 +130,12 @@ def prepare(
         changes=changes,
         forwards=forwards,
     )
+
+
+def _own_forwards(anatomy: Anatomy) -> dict[str, Callable[..., Any]]:
+    """Of units, where these are not their classes'."""
+    named = {unit.name: vars(unit.module).get("forward") for unit in anatomy.units}
+    return {name: forward for name, forward in named.items() if forward is not None}
 
 
 def _as_planned(model: nn.Module, plan: Plan, units: Sequence[str]) -> Anatomy:
@@ -196,7 +194,10 @@ def _stages(
     storage: Storage,
     teams: Mapping[int, Communicator],
 ) -> tuple[list[Parts], list[Place]]:
-    """What this rank has of several stages. Collective."""
+    """What this rank has of the plan's stages; of a single one there is no place. Collective."""
+    if len(plan.stages) == 1:
+        whole = Division.of(plan, comm, teams.get(0))
+        return [shard(anatomy, plan.stages[0], whole, storage)], []
     elsewhere = stand_ins(anatomy, changes, plan, comm.rank, storage)
     division = divisions(plan, comm, teams)
     wires = Wires(plan, comm, storage.dtypes.communication)
@@ -288,6 +289,8 @@ def _check(plan: Plan, anatomy: Anatomy, comm: Communicator) -> None:
             f"{', '.join(map(str, others))}",
             fix="give the same job and plan file to every host",
         )
+    if plan.schedule == "zero-bubble":
+        split_backward.refuse_unable()
 
 
 def _check_kept(plan: Plan, root: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -80,16 +80,23 @@ def untouched(device: torch.device) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """No dropout inside, nor anything else that is for training."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
+    return in_training(model, False)
+
+
+@contextlib.contextmanager
+def in_training(model: nn.Module, which: bool | Sequence[nn.Module]) -> Iterator[None]:
+    """Inside these modules are in training, all or none, and the others are not."""
+    before = {module: module.training for module in model.modules()}
+    model.train(which is True)
+    for module in which if not isinstance(which, bool) else ():
+        module.training = True
     try:
         yield
     finally:
-        for module in training:
-            module.training = True
+        for module, training in before.items():
+            module.training = training
 
 
 def _states(device: torch.device) -> list[torch.Tensor]:
