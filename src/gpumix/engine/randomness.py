@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import random
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -78,6 +80,25 @@ def untouched(device: torch.device) -> Iterator[None]:
     kind = device.type if gpu else "cuda"  # of no devices any will do
     with torch.random.fork_rng(devices=[device] if gpu else [], device_type=kind):
         yield
+
+
+@contextlib.contextmanager
+def program_untouched(device: torch.device | None = None) -> Iterator[None]:
+    """The program draws what it would have drawn if nothing inside had been: `untouched`, and the
+    generators of Python and numpy.
+
+    Args:
+        device: default: the current one. A process that was forked must not ask for that.
+    """
+    if device is None:
+        device = runtime.current_device() if runtime.is_available() else torch.device("cpu")
+    states = random.getstate(), np.random.get_state()
+    try:
+        with untouched(device):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
 
 
 def evaluating(model: nn.Module) -> contextlib.AbstractContextManager[None]:

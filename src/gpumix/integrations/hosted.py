@@ -9,15 +9,13 @@ from __future__ import annotations
 import atexit
 import copy
 import gc
-import random
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -29,7 +27,7 @@ from gpumix.engine.launched import leave_at_end
 from gpumix.engine.optimizers.base import WholeOptimizer
 from gpumix.engine.outside import unshard
 from gpumix.engine.prepare import prepare
-from gpumix.engine.randomness import untouched
+from gpumix.engine.randomness import program_untouched
 from gpumix.engine.reduction import Objective
 from gpumix.hardware import runtime
 from gpumix.integrations.adapters import refuse_prompts, tell_names
@@ -126,7 +124,7 @@ def host(
         check_folder(folder)
     refuse_other_models(model, all_ranks(device_of_group()))
     if plan is None:
-        with _numbers_untouched():
+        with program_untouched():
             plan = _planned(model, training, folder if first else None, say if first else _silent)
     elif plan.global_batch != training.global_batch:
         raise InputError(
@@ -218,19 +216,6 @@ def lines_of(plan: Plan) -> Iterator[str]:
                 f"{worker.device}: {what if several else ''}{worker.samples} samples a step, "
                 f"{share} of {of}"
             )
-
-
-@contextmanager
-def _numbers_untouched() -> Iterator[None]:
-    """The program draws what it would have drawn if nothing had been measured."""
-    current = runtime.current_device() if runtime.is_available() else torch.device("cpu")
-    states = random.getstate(), np.random.get_state()
-    try:
-        with untouched(current):
-            yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
 
 
 def without_weights(model: nn.Module) -> nn.Module:

@@ -7,20 +7,18 @@ epoch is as short as it is: no sample is read twice to fill it.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten_with_path
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, get_worker_info
 
 from gpumix.engine.ragged import PerSample, RaggedRows, has_rows, take
+from gpumix.engine.randomness import program_untouched
 from gpumix.hardware.memory import host_memory
 from gpumix.integrations.rows import Rows
 from gpumix.spec.errors import InputError
@@ -420,7 +418,7 @@ def _ragged(
     tensors = {n: t for n, t in batch.items() if isinstance(t, Tensor) and t.dim()}
     if not samples or all(len(tensor) == len(samples) for tensor in tensors.values()):
         return batch
-    with _numbers_undrawn():
+    with program_untouched(torch.device("cpu")):  # in a process that a loader has forked
         alone = [dict(collate([sample])) for sample in samples]
     found = dict(batch)
     for name, tensor in tensors.items():
@@ -431,18 +429,6 @@ def _ragged(
         if set(counts) != {1} and alike and torch.equal(torch.cat(parts), tensor):
             found[name] = RaggedRows(tensor, counts)
     return found
-
-
-@contextmanager
-def _numbers_undrawn() -> Iterator[None]:
-    """Inside, random numbers may be drawn that the program draws again."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
 
 
 def _named(path: tuple[Any, ...]) -> str:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
+from gpumix.engine.randomness import program_untouched
 from gpumix.hardware.memory import host_memory
 from gpumix.integrations.gathering import all_numbers
 from gpumix.spec.errors import InputError
@@ -98,13 +99,8 @@ def _add(digest: Any, value: Any) -> None:
 def _seeded() -> Iterator[None]:
     """Inside, what datasets draw from the global generators is the same each time; afterwards these
     go on as before."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    random.seed(0)
-    np.random.seed(0)
-    torch.manual_seed(0)
-    try:
+    with program_untouched():
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
         yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])

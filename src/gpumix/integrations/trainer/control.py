@@ -25,10 +25,10 @@ class AgreedControl:
         """Set what any rank has set. Collective; no GPU is waited for."""
         if self._comm.world == 1:
             return
-        own = torch.tensor([float(getattr(control, name)) for name in FLAGS])
-        table = self._comm.exchanged(own, "comparison of a trainer's control flags")
-        for name, told in zip(FLAGS, table.T.tolist(), strict=True):
-            setattr(control, name, any(told))
+        flags = torch.tensor([getattr(control, name) for name in FLAGS], dtype=torch.uint8)
+        self._comm.start_all_reduce(flags, "a trainer's control flags", flags=True).wait()
+        for name, told in zip(FLAGS, flags.tolist(), strict=True):
+            setattr(control, name, bool(told))
 
     @cached_property
     def _comm(self) -> Communicator:

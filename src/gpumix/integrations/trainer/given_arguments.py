@@ -41,7 +41,7 @@ class GivenArguments:
     def _unfolded(self) -> Iterator[None]:
         """Inside, the arguments are those that were given."""
         now = self.args
-        self.args = self._given_args or now
+        self.args = self._as_given
         try:
             yield
         finally:
@@ -52,4 +52,4 @@ class GivenArguments:
 
     @property
     def _accumulates(self) -> int:
-        return int((self._as_given).gradient_accumulation_steps)
+        return int(self._as_given.gradient_accumulation_steps)
