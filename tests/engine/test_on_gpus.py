@@ -10,6 +10,7 @@ import torch
 import cuda_device
 from gpumix.engine.chunked_loss import Sum
 from gpumix.engine.fused_loss import fused_losses
+from gpumix.engine.randomness import program_untouched
 from gpumix.spec.plan import Collectives
 from gpumix.spec.stage import Mode
 from harness import run_ranks
@@ -237,3 +238,12 @@ def _losses_of(stage, early, **settings):
                 for parameter in engine.parameters():
                     parameter.data.mul_(0.99)
     return [loss.item() for loss in losses]
+
+
+def test_numbers_of_a_program_go_on_on_its_gpu():
+    torch.cuda.manual_seed(5)
+    before = torch.cuda.get_rng_state()
+    with program_untouched():
+        torch.manual_seed(0)
+        assert not torch.equal(torch.cuda.get_rng_state(), before)
+    assert torch.equal(torch.cuda.get_rng_state(), before)
