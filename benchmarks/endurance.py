@@ -144,8 +144,7 @@ def _children(process: int) -> list[int]:
 
 
 def _memory_bytes(process: int) -> int:
-    """All that is resident, but for files: what was shared by a fork counts before it is written to
-    as it does afterwards."""
+    """Resident memory without files. Pages that are shared since a fork count like written ones."""
     lines = Path(f"/proc/{process}/status").read_text().splitlines()
     return 1024 * sum(
         int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem"))

@@ -149,7 +149,7 @@ def arguments(kind: type[TrainingArguments] = TrainingArguments, **more: Any) ->
 
 
 def logged(trainer: Any) -> list[dict[str, Any]]:
-    """All that was logged, but for times and places."""
+    """All that was logged except times and paths."""
     return [
         {k: v for k, v in entry.items() if not any(part in k for part in NOT_COMPARED)}
         for entry in trainer.state.log_history

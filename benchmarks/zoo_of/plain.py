@@ -103,7 +103,7 @@ class Mean(nn.Module):
 
 
 class Residual(nn.Module):
-    """An MLP beside a way around it."""
+    """An MLP with a residual connection."""
 
     def __init__(self, norm: Callable[[int], nn.Module]) -> None:
         super().__init__()

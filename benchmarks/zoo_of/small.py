@@ -71,7 +71,7 @@ SIZES = (
 
 
 def small_config(config_class: type[PretrainedConfig], size: Size) -> PretrainedConfig:
-    """A configuration with its class's defaults, but for what makes models large or draws."""
+    """Its class's defaults, except settings that make models large or random."""
     ids = iter(range(VOCABULARY - 1, max(ORDINARY), -1))
     config = _smaller(config_class(), size, ids)
     texts = [config, *nested(config)]

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 import cuda_device
+from gpumix.engine.alike import make_alike
 from gpumix.engine.chunked_loss import Sum
 from gpumix.engine.fused_loss import fused_losses
+from gpumix.engine.groups import all_ranks
 from gpumix.engine.randomness import program_untouched
 from gpumix.spec.plan import Collectives
 from gpumix.spec.stage import Mode
@@ -247,3 +249,18 @@ def test_numbers_of_a_program_go_on_on_its_gpu():
         torch.manual_seed(0)
         assert not torch.equal(torch.cuda.get_rng_state(), before)
     assert torch.equal(torch.cuda.get_rng_state(), before)
+
+
+@TWO
+def test_ranks_with_other_values_take_those_of_the_first():
+    for names, value in run_ranks(_made_alike, 2, backend="nccl"):
+        assert names == ["weight"]
+        assert value == 0.0
+
+
+def _made_alike() -> tuple[list[str], float]:
+    device, rank = torch.device("cuda", torch.cuda.current_device()), torch.distributed.get_rank()
+    layer = torch.nn.Linear(3, 3, device=device)
+    torch.nn.init.zeros_(layer.bias)
+    torch.nn.init.constant_(layer.weight, rank)
+    return make_alike(layer, all_ranks(device)), layer.weight.max().item()

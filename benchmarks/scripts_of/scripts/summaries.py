@@ -14,7 +14,7 @@ def metrics(predicted):
 
 
 def shifted(batch):
-    """What a smoothed loss, which the model does not compute, needs beside the labels."""
+    """Adds decoder inputs, which label smoothing needs as the model then computes no loss."""
     made = collate(batch)
     if VARIANT == "smoothed":
         made["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(made["labels"])

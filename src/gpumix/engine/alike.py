@@ -65,7 +65,7 @@ def _digest(tensor: Tensor) -> int:
     """Another one for other values, in all likelihood."""
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     whole = flat[: flat.numel() // 8 * 8].view(torch.int64)
-    places = torch.arange(whole.numel()) * 2 + 1
+    places = torch.arange(whole.numel(), device=whole.device) * 2 + 1
     return int((whole * places).sum()) ^ int(flat[len(whole) * 8 :].long().sum())
 
 

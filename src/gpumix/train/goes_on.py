@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from gpumix.engine.units import dissect
 from gpumix.spec.errors import InputError
 from gpumix.spec.job import Job
 from gpumix.train import checkpoint_folder, run_files
@@ -88,6 +87,8 @@ def check_goes_on(context: Context, model: nn.Module, fingerprint: str) -> None:
 def _as_planned(model: nn.Module, saved: Manifest) -> str:
     """The fingerprint of a model with the units of the plan that it was saved by, which may lack
     those that its samples did not call; empty where it has not these."""
+    from gpumix.engine.units import dissect  # with torch, which a launcher does without
+
     try:
         stages: Any = saved.extra["plan"]["stages"]  # type: ignore[index,call-overload]
         return dissect(model, [unit for stage in stages for unit in stage["units"]]).fingerprint()
