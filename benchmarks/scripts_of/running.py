@@ -5,7 +5,6 @@ All processes are forked from the caller, which has imported what they need.
 
 from __future__ import annotations
 
-import copy
 import gc
 import os
 import re
@@ -22,6 +21,7 @@ from torch import nn
 
 from gpumix.engine.engine import Engine
 from gpumix.integrations import hosted
+from gpumix.integrations.even_plan import calls_of
 from gpumix.spec.plan import Plan
 from gpumix.testing import Share, plan_for
 from scripts_of import comparing
@@ -36,7 +36,6 @@ from zoo_of.forking import (
     result_of,
     wait_for,
 )
-from zoo_of.training import calls_of
 
 SCRIPTS = Path(__file__).parent / "scripts"
 LIMIT_S = 300.0  # for a script
@@ -243,7 +242,6 @@ def _rank(script: Script, output: Path, place: tuple[int, int, int]) -> Any:
 def plan_by_hand(kind: str, model: nn.Module, training: hosted.Training) -> Plan:
     """Of a model that a program is about to train."""
     shares, zero_stage = shares_of(kind, training.global_batch)
-    trial = copy.deepcopy(model)
     batch = training.make_batch(2)
     assert training.loss is not None
     loss = training.loss
@@ -251,7 +249,7 @@ def plan_by_hand(kind: str, model: nn.Module, training: hosted.Training) -> Plan
     return plan_for(
         model,
         shares,
-        calls=calls_of(trial, lambda: loss(trial, batch)),
+        calls=calls_of(model, lambda: loss(model, batch)),
         length=training.sequence_length,
         zero_stage=zero_stage,
         compute_dtype=hosted.precision_of_weights(model) if dtype == "auto" else dtype,

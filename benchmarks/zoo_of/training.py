@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -17,6 +16,7 @@ from torch import nn
 
 from gpumix.engine.reduction import TOLD, SummedLoss
 from gpumix.engine.units import dissect
+from gpumix.integrations.even_plan import calls_of
 from gpumix.integrations.transformers import Trainer
 from gpumix.profiler.flows import find_flows
 from gpumix.profiler.kinds import tell_apart
@@ -197,18 +197,6 @@ def _plan_of(kind: str, entry: Entry, found: Found, number: int) -> Plan | NoPla
 def _calls(model: nn.Module, found: Found) -> list[str]:
     feed = found.feed(model)
     return calls_of(model, lambda: model(**feed.collate(feed.samples(2, seed=0))))
-
-
-def calls_of(model: nn.Module, run: Callable[[], Any]) -> list[str]:
-    """The units that a model calls in a run of it, in order; all as they are registered, if it does
-    not call some of them."""
-    calls: list[str] = []
-    units = dissect(model).units
-    for unit in units:
-        unit.module.register_forward_pre_hook(lambda *given, name=unit.name: calls.append(name))
-    with torch.no_grad():
-        run()
-    return calls if {unit.name for unit in units} == {*calls} else [unit.name for unit in units]
 
 
 def _staged(entry: Entry, found: Found) -> Plan | NoPlan:

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+import gpumix
 from gpumix.spec.errors import InputError
 from harness import run_ranks
-from models import ARCHITECTURES
+from models import ARCHITECTURES, mean_loss
 from reference import (
     Share,
     assert_gradients_equal,
@@ -101,6 +102,26 @@ def test_adapters_train_on_several_ranks():
     assert_gradients_equal(found, plain_step(adapted, next(batches(GPT2, 5, 1)))[1])
 
 
-def test_a_model_without_trained_parameters_is_refused():
+def test_a_model_without_trained_parameters_is_evaluated_but_not_trained():
+    model = GPT2.factory().requires_grad_(False).eval()
+    batch = next(batches(GPT2, 2, 1))
+    with torch.no_grad():
+        expected = mean_loss(model, batch)
+    engine = engine_alone(lambda: model, 2, 1)
+    assert engine.evaluate(batch).item() == pytest.approx(expected.item(), rel=1e-5)
     with pytest.raises(InputError, match="nothing to train"):
-        engine_alone(lambda: GPT2.factory().requires_grad_(False), 2, 1)
+        engine.step(batch)
+
+
+def test_a_model_without_trained_parameters_is_not_profiled():
+    def frozen():
+        return GPT2.factory().requires_grad_(False)
+
+    with pytest.raises(InputError, match="nothing to train"):
+        gpumix.profile(
+            frozen,
+            lambda samples: next(batches(GPT2, samples, 1)),
+            sequence_length=16,
+            global_batch=4,
+            progress=lambda line: None,
+        )

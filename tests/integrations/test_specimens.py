@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset
 
 from gpumix.integrations import specimens
-from gpumix.integrations.specimens import OF_STREAM, specimen_of
+from gpumix.integrations.specimens import OF_STREAM, are_padded, specimen_of
 from gpumix.spec.errors import InputError
 from harness import run_ranks
 
@@ -132,3 +132,35 @@ def test_of_a_stream_so_many_are_looked_at():
             return ({"input_ids": [0] * length} for length in range(1, 2 * OF_STREAM))
 
     assert specimen_of(Longer(), padded).sequence_length == OF_STREAM
+
+
+def test_of_texts_the_longest_one_is_taken():
+    """A collator makes tokens of them."""
+
+    def collate(texts: list[str]) -> dict[str, torch.Tensor]:
+        return padded([{"input_ids": [ord(letter) for letter in text]} for text in texts])
+
+    for of in (lambda text: text, lambda text: {"text": text}, lambda text: (text, 1)):
+        texts = [of(text) for text in ("one", "a longer one", "two")]
+        found = specimen_of(
+            texts, lambda rows: collate([text for row in rows for text in _text_of(row)])
+        )
+        assert found.sequence_length == len("a longer one")
+
+
+def _text_of(row: Any) -> list[str]:
+    return [row] if isinstance(row, str) else [row["text"] if isinstance(row, dict) else row[0]]
+
+
+@pytest.mark.parametrize("lengths, found", [([4, 4, 4], False), ([4, 4, 3], True)])
+def test_samples_are_padded_where_their_lengths_differ(lengths, found):
+    assert are_padded([{"input_ids": [1] * length} for length in lengths], padded) is found
+
+
+def test_samples_that_a_collator_cuts_are_padded():
+    samples = [{"input_ids": [cut] * 8} for cut in (3, 3, 2)]
+
+    def collate(rows):
+        return padded([{"input_ids": row["input_ids"][: row["input_ids"][0]]} for row in rows])
+
+    assert are_padded(samples, collate)

@@ -44,6 +44,21 @@ def rows(labels: bool = True) -> list[dict[str, torch.Tensor]]:
     return [dict.fromkeys(named, tokens) for tokens in TOKENS]
 
 
+def padded(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Rows of unlike lengths."""
+    cut = [row["input_ids"][: 4 + int(row["input_ids"].sum()) % 9] for row in samples]
+    ids = nn.utils.rnn.pad_sequence(cut, batch_first=True)
+    return {
+        "input_ids": ids,
+        "attention_mask": ids.ne(0).long(),
+        "labels": ids.where(ids != 0, -100),
+    }
+
+
+def spread(told: Any) -> dict[str, float]:
+    return {"spread": float(told.predictions.std()), "size": told.predictions.shape[1]}
+
+
 class Seen:
     """What callbacks see of the model while it trains."""
 
@@ -105,6 +120,9 @@ def run(folder: Path, ours: bool) -> dict[str, Any]:
     found["trained after that"] = losses(predicting)
     adapted = trainer(with_adapters(folder / "adapter"), "adapted", eval_dataset=rows())
     found["nothing to train"] = adapted.evaluate()["eval_loss"]
+    rest = {"eval_dataset": rows(), "data_collator": padded, "compute_metrics": spread}
+    unequal = trainer(with_adapters(folder / "adapter"), "unequal", **rest).evaluate()
+    found["of unlike lengths"] = [unequal[f"eval_{name}"] for name in ("loss", "spread", "size")]
     looks = Seen.make()
     model = llama()
     model.model.requires_grad_(False)
@@ -143,8 +161,9 @@ def both(tmp_path_factory) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 def test_evaluations_come_first(both):
     """Predictions without labels, and a model that has nothing to train; training follows."""
     stock, ours = both
+    names = ("without labels", "trained after that", "nothing to train", "of unlike lengths")
     for rank in ours:
-        for name in ("without labels", "trained after that", "nothing to train"):
+        for name in names:
             assert rank[name] == pytest.approx(stock[name], rel=1e-4)
 
 

@@ -38,6 +38,7 @@ from gpumix.engine.samples import (
     with_words_for_padding,
 )
 from gpumix.engine.trials import Trials
+from gpumix.engine.units import trains
 
 SAMPLES = 3  # that are computed at once, where a micro-batch has as many
 PARTS, COLUMNS = 16, 61  # of a gradient: how many sums are compared
@@ -340,7 +341,8 @@ class _Rehearsal:
             return probes[-1].loss.float(), torch.ones((), device=probes[-1].loss.device)
 
         # As many samples as a micro-batch has are computed in a step; more need not have room.
-        backward = len(range(*rows.indices(self._samples))) <= self._place.size
+        fits = len(range(*rows.indices(self._samples))) <= self._place.size
+        backward = fits and trains(engine.model)
         copies = BufferCopies(engine.keepers)
         versions = _versions(engine)
         with in_training(engine.model, training or self._training):

@@ -50,6 +50,7 @@ from gpumix.engine.settling import Settling
 from gpumix.engine.switches import in_units, layer_drop
 from gpumix.engine.tensor import Changes
 from gpumix.engine.undo import Undo
+from gpumix.engine.units import check_trains
 from gpumix.engine.unused import UnusedParameters
 from gpumix.engine.updates import StepsOnHost, Updates, updates_elements
 from gpumix.engine.wait_clock import WaitClock
@@ -160,9 +161,12 @@ class Engine(Settling, ByBlocks):
         Raises:
             ModelError: the model does what cannot be run in units; the message names the unit.
             CommunicationError: another rank died or is late.
-            InputError: samples are not as many as the plan says, more than it has, or none.
+            InputError: samples are not as many as the plan says, more than it has, or none; or
+                there is nothing to train.
             TrainingError: an earlier step failed on this rank, and there are others.
         """
+        if self.steps == 0:
+            check_trains(self.model)
         self.settle(batch, samples, in_step=True)
         return self._step(batch, optimizer, samples)
 

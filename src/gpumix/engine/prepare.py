@@ -251,11 +251,6 @@ def _bound(plan: Plan, comm: Communicator) -> Plan:
 
 
 def _check(plan: Plan, anatomy: Anatomy, comm: Communicator) -> None:
-    if not any(unit.trainable for unit in anatomy.all):
-        raise InputError(
-            "there is nothing to train: no parameter of the model requires a gradient",
-            fix="set requires_grad of those parameters that are to be trained",
-        )
     if plan.model != anatomy.fingerprint():
         raise InputError(
             "the plan was made for another model",

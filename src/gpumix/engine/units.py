@@ -103,6 +103,23 @@ class Anatomy:
         return digest.hexdigest()[:12]
 
 
+def trains(model: nn.Module) -> bool:
+    """Whether any parameter requires a gradient."""
+    return any(parameter.requires_grad for parameter in model.parameters())
+
+
+def check_trains(model: nn.Module) -> None:
+    """
+    Raises:
+        InputError: no parameter of the model requires a gradient.
+    """
+    if not trains(model):
+        raise InputError(
+            "there is nothing to train: no parameter of the model requires a gradient",
+            fix="set requires_grad of those parameters that are to be trained",
+        )
+
+
 def dissect(model: nn.Module, wanted: Sequence[str] = ()) -> Anatomy:
     """Take `model` apart into units.
 

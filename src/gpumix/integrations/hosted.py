@@ -29,8 +29,10 @@ from gpumix.engine.outside import unshard
 from gpumix.engine.prepare import prepare
 from gpumix.engine.randomness import program_untouched
 from gpumix.engine.reduction import Objective
+from gpumix.engine.units import trains
 from gpumix.hardware import runtime
 from gpumix.integrations.adapters import refuse_prompts, tell_names
+from gpumix.integrations.even_plan import even_plan
 from gpumix.planner.explain import plan as make_plan
 from gpumix.profiler.library import open_device, profile
 from gpumix.profiler.measure import OptimizerOf
@@ -39,6 +41,7 @@ from gpumix.spec.dtypes import Precision
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Plan
 from gpumix.spec.space import EVERYTHING, Space
+from gpumix.spec.stage import ComputeDtype
 from gpumix.train import run_files
 from gpumix.train.run_folder import check_folder
 
@@ -171,6 +174,8 @@ def refuse_gpu(device: torch.device, said: str, *, where: str) -> None:
 def _planned(
     model: nn.Module, training: Training, folder: Path | None, say: Callable[[str], None]
 ) -> Plan:
+    if not trains(model):
+        return _even(model, training)
     own_device().give_back()  # the profiler opens it itself
     allowed = _allowed(training)
     found = profile(
@@ -193,6 +198,21 @@ def _planned(
     for line in lines_of(plan):
         say(line)
     return plan
+
+
+def _even(model: nn.Module, training: Training) -> Plan:
+    assert training.loss is not None
+    run = partial(training.loss, model, training.make_batch(1))
+    dtype = precision_of_weights(model)
+    if isinstance(training.precision, str) and training.precision != "auto":
+        dtype = training.precision
+    return even_plan(
+        model,
+        run,
+        world=world(),
+        global_batch=training.global_batch,
+        compute_dtype=dtype,
+    )
 
 
 def _allowed(training: Training) -> Space:
@@ -227,9 +247,12 @@ def without_weights(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def precision_of_weights(model: nn.Module) -> Precision:
-    """What is computed in where nothing else is said: the dtype of what is trained."""
-    dtypes = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad}
+def precision_of_weights(model: nn.Module) -> ComputeDtype:
+    """What is computed in where nothing else is said: the dtype of what is trained, or
+    of all if nothing is."""
+    parameters = [p for p in model.parameters() if p.is_floating_point()]
+    trained = [p for p in parameters if p.requires_grad] or parameters
+    dtypes = {str(p.dtype).removeprefix("torch.") for p in trained}
     return "bf16" if dtypes == {"bfloat16"} else "fp16" if dtypes == {"float16"} else "fp32"
 
 

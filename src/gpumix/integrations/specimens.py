@@ -30,6 +30,7 @@ Make = Callable[[Callable[[list[Any]], Any], list[Any]], Any]
 LOOKED_AT = 4096  # samples, in order; those of a stream would be read again
 OF_STREAM = 256
 LOOKS_S = 2.0  # and no longer than this
+COLLATED = 16  # samples, each alone
 TOKENS = "input_ids"
 
 
@@ -64,11 +65,7 @@ class Specimen:
         if isinstance(beside, dict) and (width := padded_from(beside, [range(1)])[0]):
             # What a collator draws is the same then.
             alone = {key: value[:, :width].contiguous() for key, value in beside.items()}
-        shapes = [
-            [leaf.shape for leaf in tree_leaves(one) if isinstance(leaf, Tensor)]
-            for one in (alone, beside)
-        ]
-        if shapes[0] == shapes[1]:
+        if _shapes(alone) == _shapes(beside):
             return None
         return with_last_label(alone), with_words_for_padding(with_last_label(beside))
 
@@ -101,6 +98,22 @@ def specimen_of(
     return Specimen(longest, collate, max(length for (length,) in every), shortest, check)
 
 
+def are_padded(dataset: Any, collate: Callable[[list[Any]], Any]) -> bool:
+    """Whether samples of a dataset are of unlike shape when they are collated. Collective."""
+    specimen = specimen_of(dataset, collate)
+    differ = specimen.padded() is not None
+    if not differ:
+        with host_memory():
+            some = [sample for _, sample in islice(_in_order(dataset), COLLATED)]
+            alone = [_shapes(specimen.make(collate, [_fresh(sample)])) for sample in some]
+        differ = any(shapes != alone[0] for shapes in alone)
+    return any(found for (found,) in all_numbers([int(differ)], "comparison of shapes of samples"))
+
+
+def _shapes(batch: Any) -> list[torch.Size]:
+    return [leaf.shape for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+
+
 def _extremes(dataset: Any) -> tuple[Any, Any]:
     """The shortest and the longest of what any rank found while it looked: the others' time may not
     have sufficed for it. Collective. None of an empty dataset."""
@@ -130,12 +143,19 @@ def _agreed(
 
 
 def _samples(dataset: Any) -> Iterator[tuple[int, Any]]:
-    """With their places."""
+    """With their places: the extreme ones, where these are known, else in order."""
+    places = () if isinstance(dataset, IterableDataset) else _extreme_places(dataset)
+    if places:
+        yield from ((place, dataset[place]) for place in places)
+    else:
+        yield from _in_order(dataset)
+
+
+def _in_order(dataset: Any) -> Iterator[tuple[int, Any]]:
     if isinstance(dataset, IterableDataset):
         yield from enumerate(islice(dataset, OF_STREAM))
-        return
-    places = _extreme_places(dataset) or range(min(len(dataset), LOOKED_AT))
-    yield from ((place, dataset[place]) for place in places)
+    else:
+        yield from ((place, dataset[place]) for place in range(min(len(dataset), LOOKED_AT)))
 
 
 def _extreme_places(dataset: Any) -> tuple[int, ...]:
@@ -159,12 +179,13 @@ def _extreme_places(dataset: Any) -> tuple[int, ...]:
 
 
 def _length(sample: Any) -> int:
-    """In tokens, where it has any, else in elements."""
-    if isinstance(sample, Mapping):
-        if hasattr(sample.get(TOKENS), "__len__"):
-            return _tokens(sample[TOKENS])
-        return sum(_elements(value) for value in sample.values())
-    return sum(map(_elements, sample)) if isinstance(sample, tuple | list) else _elements(sample)
+    """In tokens, where it has any, else in elements; of text alone, in characters."""
+    if isinstance(sample, Mapping) and hasattr(sample.get(TOKENS), "__len__"):
+        return _tokens(sample[TOKENS])
+    values = list(sample.values()) if isinstance(sample, Mapping) else sample
+    if not isinstance(values, tuple | list):
+        values = [values]
+    return sum(map(_elements, values)) or sum(len(v) for v in values if isinstance(v, str))
 
 
 def _tokens(value: Any) -> int:

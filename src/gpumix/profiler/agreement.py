@@ -166,7 +166,7 @@ def computed(
 def _computed(
     subject: Subject, runtime: DeviceRuntime, way: Efficiency, dtype: ComputeDtype, batch: Any
 ) -> Computed:
-    model = subject.build()
+    model = subject.model()
     anatomy = dissect(model, subject.units)
     in_units(model).off()
     make_efficient(model, way, runtime.torch_device)
@@ -296,7 +296,7 @@ def _loss_agreed(
     """The fused kernel of the loss beside torch's way: used where it computes the same, faster."""
     if chosen.efficiency.loss != "triton":
         return chosen
-    model = subject.build()
+    model = subject.model()
     layer = output_layer(model, (unit.module for unit in dissect(model, subject.units).units))
     if layer is None:
         return chosen.without("loss", "the model has no linear output layer")

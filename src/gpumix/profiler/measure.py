@@ -22,7 +22,7 @@ from gpumix.engine.reduction import Objective
 from gpumix.engine.switches import in_units, layer_drop
 from gpumix.engine.tensor import all_of, divide
 from gpumix.engine.tensor_plans import tensor_plan
-from gpumix.engine.units import Anatomy, Unit, buffer_bytes, dissect, frozen_bytes
+from gpumix.engine.units import Anatomy, Unit, buffer_bytes, check_trains, dissect, frozen_bytes
 from gpumix.hardware.device import DeviceRuntime
 from gpumix.hardware.efficiency import PLAIN, Chosen
 from gpumix.hardware.environment import host_memory_bytes
@@ -103,6 +103,15 @@ class Subject:
     sequence: tuple[bool, ...] = (False, True)
     must_divide: bool = False
     chosen: Mapping[str, Chosen] = field(default_factory=dict)
+
+    def model(self) -> nn.Module:
+        """
+        Raises:
+            InputError: it has nothing to train.
+        """
+        model = self.build()
+        check_trains(model)
+        return model
 
     def chosen_for(self, device_class: str) -> Chosen:
         """How a class computes."""
@@ -196,7 +205,7 @@ def _swept(
     Args:
         kinds: of units, by name, if they have been told apart.
     """
-    model = subject.build()
+    model = subject.model()
     anatomy = dissect(model, subject.units)
     fingerprint = anatomy.fingerprint()
     if kinds is not None:

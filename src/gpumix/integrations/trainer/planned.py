@@ -24,6 +24,7 @@ from transformers.utils import is_datasets_available
 from gpumix.engine.additivity import padding_counts
 from gpumix.engine.engine import Engine
 from gpumix.engine.outside import unshard
+from gpumix.engine.units import check_trains
 from gpumix.hardware.environment import ranks_here
 from gpumix.hardware.runtime import is_available, is_gpu
 from gpumix.integrations.batching import Batching
@@ -31,7 +32,7 @@ from gpumix.integrations.fields import Fields
 from gpumix.integrations.hosted import Training, host, plan_of, refuse_gpu, world
 from gpumix.integrations.optimizers import Pieces, like, taken_over
 from gpumix.integrations.overflows import Skips, told_norm
-from gpumix.integrations.own_batches import Collated, OwnLoader, Width, own_loader
+from gpumix.integrations.own_batches import Collated, OwnLoader, own_loader
 from gpumix.integrations.recorded import Recorded
 from gpumix.integrations.rows import PlannedRows, evaluated_rows
 from gpumix.integrations.samplers import Whole, prepared
@@ -55,6 +56,7 @@ from gpumix.integrations.trainer.subclasses import (
     overrides,
     refuse_not_called,
 )
+from gpumix.integrations.trainer.widths import Widths
 from gpumix.integrations.whole_saves import saves_whole
 from gpumix.profiler.library import join
 from gpumix.spec.errors import InputError
@@ -136,7 +138,7 @@ class Planned(PlannedCheckpoints):
         self._given = plan_of(plan)
         self._couples = couples
         self._agreed = AgreedControl()
-        self._width = Width()
+        self._widths = Widths(self)
         self._engine: Engine | None = None
         self._recorded: Recorded | None = None
         self._stepped: Tensor | None = None  # the loss of a step that is not recorded yet
@@ -237,7 +239,7 @@ class Planned(PlannedCheckpoints):
         with self._folded(), by_itself(self.accelerator), self._measured():
             self._engine = host(model, training, plan=self._given, folder=self._folder)
             if padded := specimen.padded():
-                self._width.common = padding_counts(self._engine, self._loss, *padded)
+                self._widths.trained.common = padding_counts(self._engine, self._loss, *padded)
         self._saver = Saver(self._engine, dtypes, ranks_here())
         saves_whole(model, self._saver)
         return self._engine
@@ -263,7 +265,7 @@ class Planned(PlannedCheckpoints):
         dataloader_key: str | None = None,
     ) -> Any:
         """This rank's part of global batches, in the order of transformers' own sampler."""
-        args = self.args
+        args, given = self.args, dataset
         collate: Any = self.data_collator  # type: ignore[attr-defined]
         of_stock = partial(
             super()._get_dataloader,  # type: ignore[misc]
@@ -288,13 +290,16 @@ class Planned(PlannedCheckpoints):
             if is_training:
                 number, rank = args.dataloader_num_workers, args.process_index
                 begin = partial(seed_worker, num_workers=number, rank=rank)
+        width = self._widths.trained
+        if not is_training:
+            width = self._widths.evaluated(description, dataset, collate, given)
         planned = partial(
             own_loader,
             dataset,
             batch_size=self._global_batch if is_training else batch_size * world(),
             most=self._global_batch,
             rows=self._rows(is_training, dataset, collate),
-            collate=Collated(collate, self._width),
+            collate=Collated(collate, width),
             sampler=sampler,
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory and is_available(),
@@ -333,7 +338,11 @@ class Planned(PlannedCheckpoints):
             if self._stock.wanted(loader.dataset, loader.collate_fn):
                 return self._stock.prepared(loader)
             self._hosted(loader.dataset, loader.collate_fn)
-        collate = Collated(loader.collate_fn, self._width)
+        width = self._widths.trained
+        if not is_training:
+            description = "Evaluation" if name == LOADERS[1] else "Prediction"
+            width = self._widths.evaluated(description, loader.dataset, loader.collate_fn)
+        collate = Collated(loader.collate_fn, width)
         rows = self._rows(is_training, loader.dataset, loader.collate_fn)
         samples, most = given.batch_size * world(), self._global_batch
         return given.own_part(samples, rows, collate, OwnLoader, most=most)
@@ -356,6 +365,7 @@ class Planned(PlannedCheckpoints):
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> tuple[Handle, Any]:
+        check_trains(self.model)
         self._hosted(train_dataloader.whole, train_dataloader.collated)
         if self._created_lr_scheduler:  # type: ignore[has-type]
             self.lr_scheduler, self._created_lr_scheduler = None, False

@@ -1,8 +1,9 @@
 """Evaluations by transformers' own loop, on the model as a user has it between steps.
 
-Such are: a model that trains nothing, predictions of samples without labels before any training,
-text that is generated, a program's own `prediction_step`. There is nothing to plan by for the first
-two; the others call the model in ways that only they know. Each rank evaluates an equal part.
+Such are: a model that trains nothing, in one process; predictions of samples without labels before
+any training; text that is generated; a program's own `prediction_step`. There is nothing to plan by
+for the first two; the others call the model in ways that only they know. Each rank evaluates an
+equal part.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 
 from gpumix.engine.outside import outside_of
 from gpumix.engine.outside import whole as whole_model
+from gpumix.engine.units import trains
+from gpumix.integrations.hosted import world
 from gpumix.integrations.specimens import specimen_of
 from gpumix.integrations.trainer.evaluation import has_loss
 
@@ -38,7 +41,7 @@ class StockEvaluation:
             return True
         if trainer.has_engine:
             return False
-        if not any(p.requires_grad for p in trainer.model.parameters()):
+        if not trains(trainer.model) and world() == 1:
             return True
         return not has_loss(trainer, specimen_of(dataset, collate).batch(1))
 

@@ -1,0 +1,68 @@
+"""A plan that divides nothing but samples, evenly: for a model that trains nothing.
+
+There is no step that could be measured to plan by. Each rank keeps the whole model, as under
+`DistributedDataParallel`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpumix.engine.buffers import BufferCopies, keepers
+from gpumix.engine.randomness import evaluating
+from gpumix.engine.units import dissect
+from gpumix.spec.plan import Plan
+from gpumix.spec.stage import ComputeDtype
+from gpumix.testing import Share, plan_for
+
+
+def even_plan(
+    model: nn.Module,
+    run: Callable[[], Any],
+    *,
+    world: int,
+    global_batch: int,
+    compute_dtype: ComputeDtype,
+) -> Plan:
+    """
+    Args:
+        run: computes a batch by the model, for the order in which it calls its blocks.
+    """
+    calls = calls_of(model, run)
+    ends = [global_batch * rank // world for rank in range(world + 1)]
+    counts = [end - begin for begin, end in pairwise(ends)]
+    return plan_for(
+        model,
+        [Share(count, max(count, 1), 1) for count in counts],
+        calls=calls,
+        zero_stage=0,
+        compute_dtype=compute_dtype,
+    )
+
+
+@torch.no_grad()
+def calls_of(model: nn.Module, run: Callable[[], Any]) -> list[str]:
+    """The units that a model calls in a run of it, in order; all as they are registered, where it
+    does not call some of them."""
+    calls: list[str] = []
+    units = dissect(model).units
+    copies = BufferCopies(keepers(model))
+    hooks = [
+        unit.module.register_forward_pre_hook(lambda *_, name=unit.name: calls.append(name))
+        for unit in units
+    ]
+    try:
+        with evaluating(model):
+            run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+        copies.keep_changed()
+        copies.restore()
+    names = [unit.name for unit in units]
+    return calls if {*names} == {*calls} else names

@@ -1,0 +1,40 @@
+"""How far a trainer's batches are padded on each rank."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from gpumix.integrations.own_batches import Width
+from gpumix.integrations.specimens import are_padded
+
+
+class Widths:
+    """
+    Attributes:
+        trained: of batches that are trained on, or whose losses are evaluated.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trained = Width()
+        self._trainer: Any = weakref.proxy(trainer)
+        # The last dataset that was evaluated or predicted, and the width of its batches.
+        self._known: dict[str, tuple[Any, Width]] = {}
+
+    def evaluated(self, description: str, dataset: Any, collate: Any, given: Any = None) -> Width:
+        """Predictions have values for padding too: samples are padded as in the whole batch where
+        their lengths differ. Collective.
+
+        Args:
+            description: "Evaluation" or "Prediction".
+            given: the dataset as the program has it, where `dataset` is made of it.
+        """
+        trainer, given = self._trainer, dataset if given is None else given
+        needs_losses_alone = description == "Evaluation" and trainer.compute_metrics is None
+        if needs_losses_alone or trainer.args.prediction_loss_only:
+            return self.trained
+        known, width = self._known.get(description, (None, None))
+        if width is None or known is not given:
+            width = Width(common=are_padded(dataset, collate))
+            self._known[description] = given, width
+        return width
