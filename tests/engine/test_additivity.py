@@ -237,6 +237,50 @@ def test_rules_that_the_first_batch_does_not_tell_apart_are_by_a_later_one():
         assert found == pytest.approx(plainly(wanted)[0], rel=1e-5)
 
 
+@pytest.mark.parametrize("micro_batch", [1, 2, 3])
+@pytest.mark.parametrize("name", ["labels", "shifted labels"])
+def test_rules_are_told_apart_by_whatever_sample_of_a_batch_does(name, micro_batch):
+    """Here one alone, which has neither most labels nor fewest."""
+    loss, rule = ADDITIVE[name]
+    batch = a_batch()
+    batch["labels"] = torch.full((6, 5), -100)
+    for row, count in enumerate((1, 4, 2, 3, 2, 4)):
+        batch["labels"][row, 5 - count :] = row
+    batch["labels"][4, 0] = 5
+    engine = an_engine(loss, micro_batch=micro_batch)
+    expected = loss(initialised(Blocks)(batch["x"]), batch["labels"]).item()
+    assert engine.step(batch).item() == pytest.approx(expected, rel=1e-5)
+    assert engine.reduction == rule
+
+
+@pytest.mark.parametrize("name", ["a focal loss", "samples"])
+def test_rules_that_are_proportional_are_told_apart_by_samples_of_unlike_length(name):
+    """Whatever a loss is a mean over, all samples of the first batch have the same weight."""
+    loss, rule = ADDITIVE[name]
+
+    def hidden(logits, labels):
+        return loss(logits, labels).square().sqrt()  # its graph tells no denominator
+
+    equal = a_batch()
+    equal["labels"] = equal["labels"].clamp(min=0)
+    engine = an_engine(hidden)
+    expected = loss(initialised(Blocks)(equal["x"]), equal["labels"]).item()
+    assert engine.step(equal).item() == pytest.approx(expected, rel=1e-5)
+    assert engine.step(a_batch()).item() == pytest.approx(plainly(loss)[0], rel=1e-5)
+    assert engine.reduction == rule
+
+
+@pytest.mark.parametrize("weight", [1e-3, 1e-4])
+def test_a_weak_coupling_is_refused(weight):
+    """Its error is within the tolerance for rounding."""
+
+    def loss(logits, labels):
+        return cross_entropy(logits, labels) + weight * logits.mean((0, 1)).square().sum()
+
+    with pytest.raises(ModelError, match="is not made of the losses of its parts"):
+        an_engine(loss).step(a_batch())
+
+
 def test_a_loss_that_leaves_out_another_label_is_by_what_it_divides_by():
     """The samples that are rehearsed, those of the first micro-batch, have none of these."""
 

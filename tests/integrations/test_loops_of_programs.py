@@ -189,21 +189,3 @@ def _adapted(folder: Path, world: int) -> None:
         is_main_process=accelerator.is_main_process,
         state_dict=accelerator.get_state_dict(network),
     )
-
-
-def test_prompts_of_peft_are_refused(tmp_path):
-    pytest.importorskip("peft")
-    run_ranks(_with_prompts, 1, tmp_path)
-
-
-def _with_prompts(folder: Path) -> None:
-    from peft import PromptTuningConfig, get_peft_model
-
-    from gpumix import Accelerator
-
-    as_launched(folder)
-    accelerator = Accelerator(plan=plan_for(model(), [Share(12, 6, 1)]))
-    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    network = get_peft_model(model(), config)
-    with pytest.raises(InputError, match=r"prompts of PEFT \(PromptTuningConfig\)"):
-        accelerator.prepare(network, DataLoader(Texts(), batch_size=GLOBAL_BATCH))

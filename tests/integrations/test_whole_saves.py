@@ -31,8 +31,19 @@ def adapted() -> Any:
     return get_peft_model(model(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
 
 
-MODELS = {"all": model, "adapters": adapted}
-FILES = {"all": "model.safetensors", "adapters": "adapter_model.safetensors"}
+def prompted() -> Any:
+    from peft import PromptEncoderConfig, get_peft_model
+
+    torch.manual_seed(4)
+    return get_peft_model(model(), PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+
+
+MODELS = {"all": model, "adapters": adapted, "prompts": prompted}
+FILES = {
+    "all": "model.safetensors",
+    "adapters": "adapter_model.safetensors",
+    "prompts": "adapter_model.safetensors",
+}
 
 
 def looped(folder: Path, world: int, kind: str, stage: int = 0) -> Any:
@@ -76,7 +87,7 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module", params=MODELS)
 def stock(request, folder) -> tuple[str, Path]:
     kind = request.param
-    if kind == "adapters":
+    if kind != "all":
         pytest.importorskip("peft")
     run_ranks(saved_by_all, 1, folder, 1, kind, 0)
     return kind, folder / f"all-1-{kind}-0"
@@ -160,6 +171,10 @@ def _of_trainer(folder: Path, world: int, kind: str) -> None:
     trainer.model.save_pretrained(folder / f"trainer-{world}-{kind}")
     if world == 1:
         return
+    trainer.accelerator.wait_for_everyone()
+    if kind == "prompts":
+        with pytest.raises(InputError, match="does not go on from prompts that PEFT saved"):
+            trainer._load_from_checkpoint(str(folder / f"trainer-{world}-{kind}"))
     generated = trainer.model.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=2)
     assert generated.shape == (1, 5)
     merge = getattr(trainer.model, "merge_and_unload", None)

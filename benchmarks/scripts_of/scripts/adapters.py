@@ -1,6 +1,6 @@
 """Adapters of PEFT on a frozen language model, saved as PEFT saves them."""
 
-# variants: lora dora ia3 loha modules prompts prefix
+# variants: lora dora ia3 loha modules prompts encoded prefix
 import peft
 from transformers import Trainer
 
@@ -18,6 +18,7 @@ transformation = {
         r=4, target_modules=parts, modules_to_save=["lm_head"], task_type=task
     ),
     "prompts": lambda: peft.PromptTuningConfig(num_virtual_tokens=3, task_type=task),
+    "encoded": lambda: peft.PromptEncoderConfig(num_virtual_tokens=3, task_type=task),
     "prefix": lambda: peft.PrefixTuningConfig(num_virtual_tokens=3, task_type=task),
 }[VARIANT]()
 model = peft.get_peft_model(llama(), transformation)

@@ -25,8 +25,7 @@ from gpumix.engine.reduction import (
     Probe,
     ReducedLoss,
     Reduces,
-    Rule,
-    counted_by_row,
+    Rival,
 )
 from gpumix.engine.samples import (
     IGNORED_LABEL,
@@ -48,6 +47,9 @@ MOST_RULES = 12
 TOLERANCE = {"fp32": (1e-4, 1e-3), "fp16": (1e-2, 5e-2), "bf16": (2e-2, 1e-1)}
 # How far the gradient of a parameter may be beside, in fp32: a part of the size of all gradients.
 SMALLEST = 2e-5
+# A smaller error is taken for rounding; a larger one is compared with that of a sample, alone and
+# twice. It may be so many times as large.
+DOUBTFUL, ROUNDINGS = 0.05, 10.0
 OF_PADDING = (3e-6, 3e-5)  # the same in fp32, where samples differ in padding alone
 NO_RULE = "micro-batch"  # of `couples`: each micro-batch has a loss of its own, whatever it couples
 
@@ -105,7 +107,8 @@ def rehearse(
         return ""
     own = None
     if place.number is not None:
-        own = _unlike(list(parts_of(batch, rows, [None] * len(rows)))[place.number], objective)
+        parts = _candidates(engine, batch, rows)
+        own = _unlike(parts[place.number if engine.places else 0], objective)
     return _Rehearsal(engine, batch, own, place, objective).run(couples)
 
 
@@ -141,20 +144,35 @@ def _choose(engine: Trials, batch: Any, rows: Sequence[range], objective: Reduce
     Collective."""
     plan, rank = engine.plan, engine.comm.rank
     first = plan.team_of(rank, plan.stages_of(rank)[0])[0]
-    numbers = list(engine.places[0].batches) if engine.places else [first] * len(rows)
-    parts = parts_of(batch, rows, [None] * len(rows))
+    numbers = list(engine.places[0].batches) if engine.places else [first]
     known = [
-        (len(of), _labels_in(part, objective), -number)
-        for of, part, number in zip(rows, parts, numbers)
+        (int(_tells_apart(part, objective)), size, _labels_in(part, objective), -number)
+        for size, part, number in zip(
+            _sizes(engine, rows), _candidates(engine, batch, rows), numbers
+        )
     ]
-    largest = max(known, default=(0, 0, 0))
+    largest = max(known, default=(0, 0, 0, 0))
     cut = engine.tells_losses * sum(bool(of) for of in rows)
     table = _exchanged(engine, [*map(float, largest), float(cut)])
     if sum(row[-1] for row in table) <= 1:
         return None
     found = max(tuple(map(int, row[:-1])) for row in table)
     own = next((n for n, one in enumerate(known) if one == found), None)
-    return Place(own, found[0])
+    return Place(own, found[1])
+
+
+def _candidates(engine: Trials, batch: Any, rows: Sequence[range]) -> list[Any]:
+    """Samples to choose from: all of a rank; in stages, whose ranks must choose the same ones,
+    those of each micro-batch."""
+    if not any(map(len, rows)):
+        return []
+    return list(parts_of(batch, rows, [None] * len(rows))) if engine.places else [batch]
+
+
+def _sizes(engine: Trials, rows: Sequence[range]) -> list[int]:
+    """How many samples of each candidate are computed at once."""
+    sizes = list(map(len, rows))
+    return sizes if engine.places else [max(sizes, default=0)]
 
 
 def _labels_in(batch: Any, objective: Reduces) -> int:
@@ -170,15 +188,35 @@ def _tolerance(engine: Trials) -> tuple[float, float]:
 
 
 def _unlike(batch: Any, objective: Reduces) -> Any:
-    """A few samples of a micro-batch, with few labels and with many. Where there is a single
-    sample, it twice."""
-    labels = next(iter(objective.labels_of(batch).values()), None)
+    """A few samples: with few labels, of which rules count unlike parts, with many. Where there is
+    a single sample, it twice."""
     order = list(range(samples_in(batch)))
-    if labels is not None:
-        counted = counted_by_row(labels).tolist()
-        order.sort(key=lambda row: counted[row])
-    order = [order[0], order[-1], *order[1:-1]][:SAMPLES]  # of a single one: it twice
-    return take(batch, order)
+    counted = objective.counts_by_row(batch)
+    if counted is not None:
+        order.sort(key=counted[0].tolist().__getitem__)
+    order = [order[0], order[-1], *order[1:-1]]  # of a single one: it twice
+    row, difference = _least_proportional(counted, order[0])
+    if difference:
+        order = [order[0], row, *(other for other in order[1:] if other != row)]
+    return take(batch, order[:SAMPLES])
+
+
+def _tells_apart(batch: Any, objective: Reduces) -> bool:
+    """Whether some sample would tell rules apart."""
+    _, difference = _least_proportional(objective.counts_by_row(batch), 0)
+    return difference > 0
+
+
+def _least_proportional(counted: Tensor | None, first: int) -> tuple[int, float]:
+    """The sample whose counts by rules, [rules, samples], are least proportional to those of the
+    first one, and how far they are from that."""
+    if counted is None or not counted.numel():
+        return first, 0.0
+    counts = counted.double()
+    ratios = counts / counts.norm(dim=0).clamp(min=1e-30)
+    difference = (ratios - ratios[:, first : first + 1]).abs().sum(0)
+    row = int(difference.argmax())
+    return row, float(difference[row]) if float(difference[row]) > 1e-9 else 0.0
 
 
 class _Rehearsal:
@@ -204,19 +242,24 @@ class _Rehearsal:
         trials = [self._trial(rows) for rows in (whole, *parts)]
         if not math.isfinite(trials[0].loss):
             return f"unknown: the first loss is {trials[0].loss}"
+        training = False
         errors = self._errors(trials)
         rule = self._rule(trials, errors)
         if not alike(self._engine, trained, trials[0]) and alike(
             self._engine, trained, self._trial(whole, training=True, start=1)
         ):  # no chance, but another computation in training
+            training = True
             trials = [trained, *(self._trial(rows, training=True) for rows in parts)]
             errors = self._errors(trials)
             rule = self._rule(trials, errors)
-        if errors[rule] > 1 and couples != NO_RULE:
+        adds_up = errors[rule] <= 1 and not self._exceeds_rounding(
+            errors[rule], rule, trials[1], training=training
+        )
+        if not adds_up and couples != NO_RULE:
             raise self._couples(trials)
         objective.rule = self._rules[rule]
         objective.rivals = self._rivals(trials, errors, rule)
-        if errors[rule] > 1:
+        if not adds_up:
             return f"each micro-batch has a loss of its own, taken for {objective.rule.name}"
         objective.trims = objective.may_trim and self._may_trim()
         return objective.rule.name
@@ -258,6 +301,16 @@ class _Rehearsal:
             errors.append(max(error) if adds and not any(map(math.isnan, error)) else math.inf)
         return errors
 
+    def _exceeds_rounding(self, error: float, rule: int, first: Trial, *, training: bool) -> bool:
+        """Whether a small error comes from something else than rounding: a weak coupling, such as
+        that of a balancing term with a small weight, has one within the tolerance. Collective."""
+        if error <= DOUBTFUL or _tolerance(self._engine) != TOLERANCE["fp32"]:
+            return False
+        own = None if self._own is None else take(self._own, [0, 0])
+        twice = self._trial(slice(0, 2), own=own, training=training)
+        rounding = self._errors((twice, first, first))[rule]
+        return error > ROUNDINGS * rounding
+
     def _rule(self, trials: Sequence[Trial], errors: Sequence[float]) -> int:
         """The number of the rule: of those that hold, the one by whose denominator the loss itself
         was divided; else the first one."""
@@ -277,19 +330,24 @@ class _Rehearsal:
 
     def _rivals(
         self, trials: Sequence[Trial], errors: Sequence[float], rule: int
-    ) -> tuple[Rule, ...]:
+    ) -> tuple[Rival, ...]:
         """Means that nothing has told apart from the one by the rule."""
         if self._rules[rule].kind not in ("labels", "samples"):
             return ()
-        return tuple(
-            other
-            for n, other in enumerate(self._rules)
-            if n != rule
-            and errors[n] <= 1
-            and other.kind in ("labels", "samples")
-            and all(math.isclose(t.counts[n], t.counts[rule]) for t in trials)
-            and not (trials[0].ignored is not None and other.kind == "samples")
-        )
+        if not trials[0].counts[rule]:
+            return ()
+        read = [t for t in trials if t.denominators]
+        found = []
+        for n, other in enumerate(self._rules):
+            is_read = all(_is_any(t.counts[n], t.denominators) for t in read)
+            ignores = trials[0].ignored is not None and other.kind == "samples"
+            if n == rule or other.kind not in ("labels", "samples") or ignores or errors[n] > 1:
+                continue
+            times = trials[0].counts[n] / trials[0].counts[rule]
+            alike = all(math.isclose(t.counts[n], times * t.counts[rule]) for t in trials)
+            if is_read and alike:
+                found.append(Rival(other, times))
+        return tuple(found)
 
     def _may_trim(self) -> bool:
         """Whether a sample gives the same without the columns that are padding. Collective."""

@@ -7,7 +7,7 @@ number that is (labels, samples, class weights) is a `Rule`; a rehearsal finds t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -59,6 +59,19 @@ class Rule:
         return samples / whole if self.kind == "sum" else samples
 
 
+@dataclass(frozen=True)
+class Rival:
+    """Another rule that gave the same for all samples that were tried.
+
+    Attributes:
+        times: its denominator, relative to that of the rule that holds. As long as that is so for
+            each sample, both give the same.
+    """
+
+    rule: Rule
+    times: float
+
+
 SAMPLES = Rule("a mean over samples", "samples")
 SUM = Rule("a sum over samples", "sum")
 TOLD = Rule("a sum and a count, as the loss function returns them", "told")
@@ -97,14 +110,14 @@ class Reduces(Protocol):
 
     Attributes:
         rule: that holds; None as long as it is not known.
-        rivals: other rules that gave the same with all samples that were tried so far.
+        rivals: of the rule, as far as samples were tried.
         trims: whether columns that are padding may be cut off a micro-batch.
         may_trim: whether that could be done at all.
         whole: samples of the global batch of the step.
     """
 
     rule: Rule | None
-    rivals: tuple[Rule, ...]
+    rivals: tuple[Rival, ...]
     trims: bool
     may_trim: bool
     whole: int
@@ -117,6 +130,10 @@ class Reduces(Protocol):
 
     def rules(self, batch: Any) -> tuple[Rule, ...]:
         """Those that may hold."""
+
+    def counts_by_row(self, batch: Any) -> Tensor | None:
+        """How many labels of each sample the rules count that may hold, [rules, samples] on the
+        host; None without labels."""
 
     def probe(self, model: nn.Module, batch: Any) -> Probe:
         """A micro-batch's loss, and the denominators that it may have."""
@@ -131,7 +148,7 @@ class SummedLoss:
     """
 
     may_trim = trims = False
-    rivals: tuple[Rule, ...] = ()
+    rivals: tuple[Rival, ...] = ()
     whole = 1
 
     def __init__(self, function: Objective, rule: Rule | None = None) -> None:
@@ -146,6 +163,9 @@ class SummedLoss:
 
     def rules(self, batch: Any) -> tuple[Rule, ...]:
         return (TOLD,)
+
+    def counts_by_row(self, batch: Any) -> Tensor | None:
+        return counts_by_row((), self.labels_of(batch))
 
     def probe(self, model: nn.Module, batch: Any) -> Probe:
         loss, count = self._function(model, batch)
@@ -181,7 +201,7 @@ class ReducedLoss:
         self._compute = compute
         self.labels_of = labels_of
         self.rule = rule
-        self.rivals: tuple[Rule, ...] = ()
+        self.rivals: tuple[Rival, ...] = ()
         self.may_trim = may_trim
         self.trims = False
         self.whole = 1
@@ -235,13 +255,19 @@ class ReducedLoss:
     def rules(self, batch: Any) -> tuple[Rule, ...]:
         return (*rules_for(self.labels_of(batch)), GRAPH)
 
+    def counts_by_row(self, batch: Any) -> Tensor | None:
+        rules = (self.rule, *(rival.rule for rival in self.rivals)) if self.rivals else ()
+        return counts_by_row([rule for rule in rules if rule is not None], self.labels_of(batch))
+
     def tells_rivals_apart(self, batch: Any) -> bool:
-        """Whether a rival of the rule counts other numbers than it in some sample of a batch."""
-        labels = self.labels_of(batch)
-        counted = [_counted_rows(rule, labels) for rule in (self.rule, *self.rivals)]
+        """Whether a rival of the rule gives another weight to some sample of a batch."""
+        counted = self.counts_by_row(batch)
+        if counted is None or not self.rivals:
+            return False
+        own, *others = counted.double()
         return any(
-            one is not None and counted[0] is not None and not torch.equal(one, counted[0])
-            for one in counted[1:]
+            not torch.allclose(other, rival.times * own, rtol=1e-6, atol=0.0)
+            for rival, other in zip(self.rivals, others)
         )
 
     def probe(self, model: nn.Module, batch: Any) -> Probe:
@@ -253,13 +279,20 @@ class ReducedLoss:
         return Probe(loss, (*counts, of_graph), denominators, ignored_by(loss))
 
 
-def _counted_rows(rule: Rule | None, labels: Mapping[str, Tensor]) -> Tensor | None:
-    """How many labels of each sample a rule counts; 1 where it counts samples."""
-    own = labels.get(rule.labels) if rule is not None and rule.labels else None
-    if own is None:
-        first = next(iter(labels.values()), None)
-        return None if first is None else torch.ones(len(first), dtype=torch.int64)
-    return counted_by_row(own, shifted=rule is not None and rule.shifted).cpu()
+def counts_by_row(rules: Sequence[Rule], labels: Mapping[str, Tensor]) -> Tensor | None:
+    """How many labels of each sample rules count, [rules, samples] on the host; 1 where a rule
+    counts samples. Without rules: of all means over labels. None without labels."""
+    first = next(iter(labels.values()), None)
+    if first is None:
+        return None
+    counted = []
+    for rule in rules or [rule for rule in rules_for(labels) if rule.labels]:
+        own = labels.get(rule.labels)
+        if own is None:
+            counted.append(torch.ones(len(first), dtype=torch.int64))
+        else:
+            counted.append(counted_by_row(own, shifted=rule.shifted).cpu())
+    return torch.stack(counted)
 
 
 def counted_by_row(labels: Tensor, *, shifted: bool = False) -> Tensor:

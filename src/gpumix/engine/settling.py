@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from gpumix.engine import additivity
+from gpumix.engine.coroutine import ModelError
 from gpumix.engine.reduction import Reduces
 from gpumix.engine.samples import samples_in
 from gpumix.engine.trials import Trials
 from gpumix.spec.cut import cut_rows
 from gpumix.spec.shares import rows_of, share_of
 from gpumix.spec.stage import Worker
+
+REHEARSALS = 3  # until a batch's samples are told apart
 
 
 class Settling(Trials):
@@ -43,10 +46,28 @@ class Settling(Trials):
         if reduces.rivals and not additivity.is_told_apart(self, batch, reduces):
             return
         rows = self._rows_of_step(samples) if in_step else self._rows_given(batch, samples)
-        told = additivity.rehearse(self, batch, rows, reduces, self._couples)
-        self.reduction = told or self.reduction
+        for _ in range(REHEARSALS):
+            told = additivity.rehearse(self, batch, rows, reduces, self._couples)
+            self.reduction = told or self.reduction
+            if not (reduces.rivals and additivity.is_told_apart(self, batch, reduces)):
+                break
+        else:
+            self._refuse_rivals()
         self._settled = reduces.rule is not None and not reduces.rivals
         self._trims = reduces.trims
+
+    def _refuse_rivals(self) -> None:
+        reduces = self._reduces
+        names = [rival.rule.name for rival in reduces.rivals]
+        if reduces.rule is None or self._couples == additivity.NO_RULE:
+            return
+        raise ModelError(
+            "what the loss of a batch is a mean over cannot be told",
+            where=type(self.model).__name__,
+            why=f"it may be {' or '.join([reduces.rule.name, *names])}: these differ for samples "
+            "of the batch, whose losses show no difference",
+            fix="return (summed loss, count) from a loss function of your own",
+        )
 
     def _rows_of_step(self, samples: int | None) -> tuple[range, ...]:
         return self._rows if samples is None else rows_of(self.plan, self.comm.rank, samples)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,18 +19,26 @@ from gpumix.spec.errors import InputError
 WEIGHTS = "adapter_model.safetensors"
 
 
-def refuse_prompts(model: nn.Module) -> None:
-    """
-    Raises:
-        InputError: PEFT could not save what is trained: it computes that from prompts.
-    """
-    for config in getattr(model, "peft_config", {}).values():
-        if getattr(config, "is_prompt_learning", False):
-            raise InputError(
-                f"prompts of PEFT ({type(config).__name__}) are not trained with gpumix",
-                why="PEFT saves what it computes from them, and no device has the whole model",
-                fix="take LoraConfig, or another that changes the model's own layers",
-            )
+@contextmanager
+def with_prompts(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[None]:
+    """Inside, prompt encoders of PEFT have their values of a state of the whole model: PEFT saves
+    prompts that it computes by them."""
+    encoders = getattr(model, "prompt_encoder", None)
+    if not isinstance(encoders, nn.ModuleDict):
+        yield
+        return
+    before = {}
+    for name, module in encoders.named_modules():
+        for own in module._parameters:
+            key = ".".join(filter(None, ("prompt_encoder", name, own)))
+            if key in state:
+                before[module, own] = module._parameters[own]
+                module._parameters[own] = nn.Parameter(state[key], requires_grad=False)
+    try:
+        yield
+    finally:
+        for (module, own), parameter in before.items():
+            module._parameters[own] = parameter
 
 
 def tell_names(model: nn.Module, *, everywhere: bool) -> None:
@@ -56,13 +65,24 @@ def _forget_names(model: nn.Module | None) -> None:
 
 def adapters_in(folder: Path, model: Any) -> dict[str, Tensor] | None:
     """What PEFT saved there of the model's active adapter, by the model's names; None if it did
-    not."""
+    not.
+
+    Raises:
+        InputError: these are prompts.
+    """
     if not hasattr(model, "peft_config"):
         return None
     adapter = model.active_adapters[0]
     places = [place for place in (folder / adapter, folder) if (place / WEIGHTS).is_file()]
     if not places:
         return None
+    if model.peft_config[adapter].is_prompt_learning:
+        raise InputError(
+            "training does not go on from prompts that PEFT saved",
+            where=str(places[0]),
+            why="PEFT saves what it computes from the trained parameters",
+            fix="save with save_only_model=False, so that there is a state to load",
+        )
     from peft import load_peft_weights, set_peft_model_state_dict
 
     found: dict[str, Tensor] = {}

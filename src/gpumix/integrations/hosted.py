@@ -31,7 +31,7 @@ from gpumix.engine.randomness import program_untouched
 from gpumix.engine.reduction import Objective
 from gpumix.engine.units import trains
 from gpumix.hardware import runtime
-from gpumix.integrations.adapters import refuse_prompts, tell_names
+from gpumix.integrations.adapters import tell_names
 from gpumix.integrations.even_plan import even_plan
 from gpumix.planner.explain import plan as make_plan
 from gpumix.profiler.library import open_device, profile
@@ -116,11 +116,10 @@ def host(
         say: is told, on the first rank, what is measured and what was planned.
 
     Raises:
-        InputError: the plan is for another model, batch or number of devices, `folder` holds what a
-            run may not replace, or the model has prompts of PEFT.
+        InputError: the plan is for another model, batch or number of devices, or `folder` holds
+            files of a run that may not be replaced.
         NoFeasiblePlanError: no plan fits the devices.
     """
-    refuse_prompts(model)
     unshard(model)  # by which it was trained before
     first = rank() == 0
     if first and folder is not None:

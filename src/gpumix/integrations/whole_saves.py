@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from gpumix.engine.outside import outside_of
+from gpumix.integrations.adapters import with_prompts
 from gpumix.integrations.hosted import rank
 from gpumix.integrations.saving import Saver
 
@@ -34,7 +35,8 @@ def saves_whole(model: nn.Module, saver: Saver) -> None:
             given["state_dict"] = asked.asked_for()
             if rank() > 0:
                 return None
-        return save(**given)
+        with with_prompts(given["self"], given.get("state_dict") or {}):
+            return save(**given)
 
     model.save_pretrained = save_pretrained  # type: ignore[assignment]
     outside = outside_of(model)

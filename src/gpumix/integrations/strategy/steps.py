@@ -125,7 +125,9 @@ class Steps:
         if model is not self._module:
             self._attach(model)
             return self._returned(model, batch)
-        assert self._now is not None
+        if self._now is None:  # the order of its blocks is looked for
+            with self._silently():
+                return self._returned(model, batch)
         with self._now[0].micro_batch(_samples(batch) if count is None else count):
             return self._returned(model, batch)
 

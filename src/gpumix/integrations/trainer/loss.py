@@ -19,7 +19,7 @@ from gpumix.engine.ragged import as_taken
 from gpumix.engine.reduction import ReducedLoss, integer_labels
 from gpumix.engine.samples import IGNORED_LABEL, LABELS
 
-ITEMS = "num_items_in_batch"
+ITEMS, SHIFTED = "num_items_in_batch", "shift_labels"
 COLLECTIVES = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
 
 
@@ -99,7 +99,7 @@ class TrainerLoss(ReducedLoss):
         base = base.get_base_model() if hasattr(base, "get_base_model") else base
         own = type(self._trainer).compute_loss is not transformers.Trainer.compute_loss
         function = getattr(base, "loss_function", None)
-        if own or function is None or not self._counts_first_labels(batch):
+        if own or function is None or self._items(batch) is None:
             yield {}
             return
         self._takes_items = False
@@ -114,18 +114,22 @@ class TrainerLoss(ReducedLoss):
         finally:
             base.loss_function = function
 
-    def _counts_first_labels(self, batch: Any) -> bool:
-        """Whether transformers counts the first label of each sample too, as of models whose class
-        does not say that their labels are shifted."""
+    def _items(self, batch: Any) -> Tensor | None:
+        """The number of labels as transformers counts it for a model's loss, by the model's class:
+        a loss may count one more of each sample, or one fewer. None if it counts none."""
         trainer = self._trainer
-        counts = trainer.model_accepts_loss_kwargs and not trainer._loss_shifts_labels
-        return bool(counts) and batch.get(LABELS) is not None
+        if not trainer.model_accepts_loss_kwargs or batch.get(LABELS) is None:
+            return None
+        labels = batch.get(SHIFTED)
+        if labels is None:
+            labels = batch[LABELS][..., 1:] if trainer._loss_shifts_labels else batch[LABELS]
+        return (labels != IGNORED_LABEL).sum()
 
     def _told(self, batch: Any, count: Tensor) -> Tensor:
         """What transformers divides by."""
-        shifted = self.rule is not None and self.rule.shifted
-        if shifted and self._takes_items and self._counts_first_labels(batch):
-            return (batch[LABELS] != IGNORED_LABEL).sum()
+        if self._takes_items and self.rule is not None and self.rule.kind == "labels":
+            items = self._items(batch)
+            return count if items is None else items
         return count
 
 
