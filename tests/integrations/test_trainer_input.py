@@ -530,3 +530,34 @@ def _with_weights_alone(folder: Path) -> list[str]:
         trainer = Trainer(model=model(), args=args, plan=plan, train_dataset=Texts())
         trainer.train(resume_from_checkpoint=checkpoint)
     return told
+
+
+def test_a_resumed_run_goes_on_by_its_plan(tmp_path):
+    """Nothing is measured again, unless steps have another number of samples."""
+    (plans,) = run_ranks(_resumed_by_its_plan, 1, tmp_path, timeout_s=120)
+    assert plans[0] == plans[1]
+
+
+def _resumed_by_its_plan(folder: Path) -> list[Any]:
+    from gpumix.integrations import hosted
+    from gpumix.integrations.transformers import Trainer
+
+    as_launched(folder)
+
+    def trainer(batch: int, steps: int) -> Any:
+        saves = SHORT | {"save_strategy": "steps", "save_steps": 2, "max_steps": steps}
+        args = arguments(folder / "out", batch, **saves)
+        return Trainer(model=model(), args=args, train_dataset=Texts())
+
+    def measured(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("the model was measured")
+
+    first = trainer(12, 2)
+    first.train()
+    hosted.profile = measured  # type: ignore[assignment]
+    second = trainer(12, 4)
+    second.train(resume_from_checkpoint=True)
+    assert second.state.global_step == 4
+    with pytest.raises(AssertionError, match="was measured"):
+        trainer(6, 6).train(resume_from_checkpoint=str(folder / "out" / "checkpoint-4"))
+    return [first.plan, second.plan]

@@ -228,6 +228,14 @@ def join() -> torch.device:
     return current_device() if _join(cluster) else torch.device("cpu")
 
 
+def cluster_of_ranks() -> Cluster:
+    """The devices of all ranks, as a profile has them. Collective."""
+    cluster, named_by = _wanted(None)
+    _join(cluster)
+    with _ranks(None) as ranks, placed(named_by):
+        return _devices(ranks, cluster)[0]
+
+
 def on_gpus() -> bool:
     """Whether ranks compute on GPUs: on those of the cluster that is named, or of their hosts."""
     cluster, _ = _wanted(None)

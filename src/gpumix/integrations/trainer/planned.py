@@ -28,6 +28,7 @@ from gpumix.engine.units import check_trains
 from gpumix.hardware.environment import ranks_here
 from gpumix.hardware.runtime import is_available, is_gpu
 from gpumix.integrations.batching import Batching
+from gpumix.integrations.earlier_plan import earlier_plan, run_of
 from gpumix.integrations.fields import Fields
 from gpumix.integrations.hosted import Training, host, plan_of, refuse_gpu, world
 from gpumix.integrations.optimizers import Pieces, like, taken_over
@@ -139,6 +140,7 @@ class Planned(PlannedCheckpoints):
         self._couples = couples
         self._agreed = AgreedControl()
         self._widths = Widths(self)
+        self._goes_on: Path | None = None
         self._engine: Engine | None = None
         self._recorded: Recorded | None = None
         self._stepped: Tensor | None = None  # the loss of a step that is not recorded yet
@@ -236,8 +238,10 @@ class Planned(PlannedCheckpoints):
             told=f"{type(self).__name__} {args.optim} {type(self.optimizer).__name__}",
             couples=self._couples,
         )
+        samples = self._global_batch
+        plan = self._given or earlier_plan(self._goes_on, model, global_batch=samples)
         with self._folded(), by_itself(self.accelerator), self._measured():
-            self._engine = host(model, training, plan=self._given, folder=self._folder)
+            self._engine = host(model, training, plan=plan, folder=self._folder)
             if padded := specimen.padded():
                 self._widths.trained.common = padding_counts(self._engine, self._loss, *padded)
         self._saver = Saver(self._engine, dtypes, ranks_here())
@@ -387,9 +391,12 @@ class Planned(PlannedCheckpoints):
         )
         return Handle(self, self._engine, self._looks), train_dataloader
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        self._goes_on = run_of(resume_from_checkpoint, self.args.output_dir)
         with self._folded():
-            return super().train(*args, **kwargs)  # type: ignore[misc]
+            return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As transformers does, with a record for `gpumix top` and `gpumix report`."""
