@@ -163,6 +163,27 @@ def test_the_rule_is_found_and_gives_the_loss_and_gradients_of_the_whole(name):
     assert engine.evaluate(a_batch()).item() == pytest.approx(expected, rel=1e-5)
 
 
+class Returning(Blocks):
+    """Its forward takes targets too, of which -1 is left out, and returns (logits, mean loss)."""
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor) -> Any:
+        logits = super().forward(x)
+        return logits, cross_entropy(logits, targets, ignore_index=-1)
+
+
+@pytest.mark.parametrize("shares", [[Share(6, 6, 1)], [Share(6, 2, 1)]])
+def test_a_model_may_return_logits_and_a_mean_loss(shares):
+    batch = a_batch()
+    batch = {"x": batch["x"], "targets": batch["labels"].clamp(min=-1)}
+    expected = initialised(Returning)(**batch)[1]
+    model = build(Returning, SEED)
+    engine = prepare(model, plan_for(model, shares))
+    assert engine.step(batch).item() == pytest.approx(expected.item(), rel=1e-5)
+    assert engine.evaluate(batch).item() == pytest.approx(expected.item(), rel=1e-5)
+    told = "" if shares[0].micro_batch == 6 else "a mean over what the loss itself divides by"
+    assert engine.reduction == told
+
+
 @pytest.mark.parametrize("name", COUPLED)
 def test_a_loss_that_couples_samples_is_refused_where_the_batch_is_cut(name):
     engine = an_engine(COUPLED[name])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from gpumix.engine.coroutine import ModelError
-from gpumix.engine.objective import objective_of, summed_by_model
+from gpumix.engine.objective import objective_of
 from known_losses import known_loss
 from models import ARCHITECTURES, mean_loss
 from reference import batches, initialised
@@ -60,21 +61,53 @@ def test_transformers_models_need_labels():
         objective_of(model)(model, {"input_ids": torch.zeros(1, 4, dtype=torch.long)})
 
 
-@pytest.mark.parametrize("result", [torch.zeros(()), (torch.zeros(()),), (1.0, 2)])
-def test_other_models_return_a_sum_and_a_count(result):
-    class Wrong(nn.Module):
-        def forward(self, x):
-            return result
+class Returns(nn.Module):
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.make = make
 
-    with pytest.raises(ModelError, match="not \\(summed loss, count\\)"):
-        summed_by_model(Wrong(), {"x": torch.zeros(1)})
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        return self.make(tensors)
 
 
-def test_batches_may_be_tuples_or_single_tensors():
-    class Sum(nn.Module):
-        def forward(self, *tensors):
-            return sum(t.sum() for t in tensors), torch.tensor(len(tensors))
+@pytest.mark.parametrize(
+    "result", [torch.zeros(3), (1.0, 2), {"logits": torch.zeros(())}, (torch.zeros(()),) * 3, None]
+)
+def test_other_models_return_a_loss(result):
+    with pytest.raises(ModelError, match="in which there is no loss"):
+        model = Returns(lambda tensors: result)
+        objective_of(model)(model, torch.zeros(1))
 
-    ones = torch.ones(2)
-    assert summed_by_model(Sum(), (ones, ones)) == (4, 2)
-    assert summed_by_model(Sum(), ones) == (2, 1)
+
+def test_models_may_return_a_sum_and_a_count():
+    model = Returns(lambda tensors: (sum(t.sum() for t in tensors), torch.tensor(len(tensors))))
+    ones, objective = torch.ones(2), objective_of(model)
+    assert objective(model, (ones, ones)) == (4, 2)
+    assert objective(model, ones) == (2, 1)
+
+
+LOGITS = torch.zeros(2, 3)
+REDUCED = {
+    "alone": lambda loss: loss,
+    "after logits": lambda loss: (LOGITS, loss),
+    "before logits": lambda loss: (loss, LOGITS),
+    "in a mapping": lambda loss: {"loss": loss, "logits": LOGITS},
+    "as an attribute": lambda loss: SimpleNamespace(loss=loss),
+}
+
+
+@pytest.mark.parametrize("name", REDUCED)
+def test_models_may_return_a_reduced_loss(name):
+    model = Returns(lambda tensors: REDUCED[name](tensors[0].mean()))
+    objective = objective_of(model)
+    for _ in range(2):
+        assert objective(model, torch.ones(4)) == (4, 4)
+
+
+def test_models_return_the_same_kind_of_loss_for_every_batch():
+    kinds = iter([lambda t: (t[0].sum(), 2), lambda t: t[0].mean()])
+    model = Returns(lambda tensors: next(kinds)(tensors))
+    objective = objective_of(model)
+    objective(model, torch.ones(2))
+    with pytest.raises(ModelError, match="for one batch, and a reduced loss for another"):
+        objective(model, torch.ones(2))

@@ -7,6 +7,8 @@ the *global* count, whatever the plan.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,19 +17,28 @@ from torch import Tensor, nn
 from gpumix.engine.coroutine import ModelError
 from gpumix.engine.documents import mask_of_documents
 from gpumix.engine.head import expected_gradient
-from gpumix.engine.reduction import ReducedLoss, Reduces, Rule, SummedLoss, integer_labels
+from gpumix.engine.reduction import (
+    SAMPLES,
+    TOLD,
+    Compute,
+    Probe,
+    ReducedLoss,
+    Reduces,
+    Rule,
+    integer_labels,
+)
 
 
 def objective_of(model: nn.Module, rule: Rule | None = None) -> Reduces:
-    """The objective for a model: `transformers` models return a reduced loss; any other model must
-    return (summed loss, count) itself.
+    """The objective for a model: `transformers` models return a reduced loss, any other model
+    either such a loss or (summed loss, count).
 
     Args:
         rule: by which the losses of micro-batches add up, if that is known.
     """
     if hasattr(model, "loss_function"):
         return ReducedLoss(loss_by_model, integer_labels, rule=rule, may_trim=True)
-    return SummedLoss(summed_by_model, rule)
+    return ReturnedLoss(rule)
 
 
 def loss_by_model(
@@ -48,20 +59,113 @@ def loss_by_model(
     return loss
 
 
-def summed_by_model(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-    """For models whose forward returns (summed loss, count)."""
-    with expected_gradient(torch.ones(())) as expected:
-        result = model(**batch) if isinstance(batch, Mapping) else model(*_as_tuple(batch))
-        if not isinstance(result, tuple) or len(result) != 2 or not torch.is_tensor(result[0]):
-            raise ModelError(
-                f"{type(model).__name__} returned a {type(result).__name__}, not (summed loss, "
-                "count)",
-                fix="return that from forward (a summed loss, not a mean one, and what it is a sum "
-                "over); in Python `gpumix.prepare(loss=function(model, batch))` may return it "
-                "instead",
-            )
-        expected.settle(result[0])
-    return result
+class ReturnedLoss(ReducedLoss):
+    """The loss that a model's forward returns: (summed loss, count), or a reduced loss, alone, in a
+    tuple beside tensors such as logits, in a mapping, or as an attribute named `loss`."""
+
+    def __init__(self, rule: Rule | None = None) -> None:
+        super().__init__(_reduced, integer_labels, rule=rule)
+        self._is_summed: bool | None = None  # as the last forward showed
+
+    def __call__(
+        self, model: nn.Module, batch: Any, compute: Compute | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if self.rule not in (None, TOLD):
+            return super().__call__(model, batch, compute)
+        # Without a rule the batch is not cut: whatever a mean is taken over, samples do.
+        samples = self.count(batch, SAMPLES)
+        known = self._is_summed is not None
+        upstream = torch.ones_like(samples) if self._is_summed else samples
+        with expected_gradient(upstream) if known else nullcontext() as expected:
+            result = _forward(model, batch)
+            loss = _loss_in(model, result)
+            if expected is not None:
+                expected.settle(loss)
+        if known and self._is_summed is not _is_summed(result):
+            raise _unlike_before(model)
+        self._is_summed = _is_summed(result)
+        if self._is_summed:
+            return loss, torch.as_tensor(result[1])
+        return loss.float() * samples, samples
+
+    def rules(self, batch: Any) -> tuple[Rule, ...]:
+        return (TOLD, *super().rules(batch))
+
+    def probe(self, model: nn.Module, batch: Any) -> Probe:
+        result = _forward(model, batch)
+        loss = _loss_in(model, result)
+        rules = super().rules(batch)
+        nothing = torch.full((), torch.nan)
+        if _is_summed(result):
+            count = torch.as_tensor(result[1])
+            told = loss / count.clamp(min=1).to(loss.device)
+            return Probe(told, (count, *[nothing] * len(rules)), ())
+        found = self.probe_of(loss, [self.count(batch, rule) for rule in rules[:-1]])
+        return replace(found, counts=(nothing, *found.counts))
+
+
+def _reduced(
+    model: nn.Module, batch: Any, labels: Mapping[str, Tensor], count: Tensor | None
+) -> Tensor:
+    """The reduced loss that a forward returns."""
+    if labels:
+        batch = {**batch, **labels}
+    result = _forward(model, batch)
+    loss = _loss_in(model, result)
+    if _is_summed(result):
+        raise _unlike_before(model)
+    return loss
+
+
+def _unlike_before(model: nn.Module) -> ModelError:
+    return ModelError(
+        f"{type(model).__name__} returned (summed loss, count) for one batch, and a reduced loss "
+        "for another one",
+        fix="return the same kind of loss from forward for every batch",
+    )
+
+
+def _forward(model: nn.Module, batch: Any) -> Any:
+    return model(**batch) if isinstance(batch, Mapping) else model(*_as_tuple(batch))
+
+
+def _is_summed(result: Any) -> bool:
+    """Whether it is (summed loss, count)."""
+    if not isinstance(result, tuple) or len(result) != 2 or not torch.is_tensor(result[0]):
+        return False
+    count = result[1]
+    is_number = isinstance(count, int | float) or (torch.is_tensor(count) and count.dim() == 0)
+    return result[0].dim() == 0 and is_number
+
+
+def _loss_in(model: nn.Module, result: Any) -> Tensor:
+    """
+    Raises:
+        ModelError: there is no loss in it, or nobody can tell which one it is.
+    """
+    if _is_summed(result):
+        return result[0]  # type: ignore[no-any-return]
+    found = result
+    if isinstance(result, Mapping):
+        found = result.get("loss")
+    elif isinstance(result, tuple | list):
+        scalars = [one for one in result if torch.is_tensor(one) and one.dim() == 0]
+        found = scalars[0] if len(scalars) == 1 else None
+    elif not torch.is_tensor(result):
+        found = getattr(result, "loss", None)
+    if torch.is_tensor(found) and found.numel() == 1 and found.is_floating_point():
+        return found.reshape(())
+    raise ModelError(
+        f"{type(model).__name__} returned {_told(result)}, in which there is no loss",
+        fix="return a loss from forward, alone or as (logits, loss); or (summed loss, count); in "
+        "Python `gpumix.prepare(loss=function(model, batch))` may return these two instead",
+    )
+
+
+def _told(result: Any) -> str:
+    if isinstance(result, tuple | list):
+        return f"a {type(result).__name__} of {len(result)}"
+    return f"a {type(result).__name__}"
 
 
 def _as_tuple(batch: Any) -> tuple[Any, ...]:

@@ -73,8 +73,8 @@ def prepare(
         comm: default: all ranks of the default process group; if there is none, that of the ranks
             which torchrun started is made, and a process that was started alone is a single rank.
         weights: safetensors file or folder with the initial values; default: the model's own.
-        loss: function(model, micro-batch) that returns (summed loss, count); default: from the
-            labels for `transformers` models, and what forward returns for others.
+        loss: function(model, micro-batch) that returns (summed loss, count); default: what
+            forward returns: a loss, alone or beside other values, or these two.
         units: class or module names of the units; default: found.
         tensor: how modules are divided where ranks compute together: styles by patterns of names
             (`engine.tensor_plans`); default: the model's own plan.

@@ -273,7 +273,13 @@ class ReducedLoss:
     def probe(self, model: nn.Module, batch: Any) -> Probe:
         rules = self.rules(batch)
         counts = [self.count(batch, rule) for rule in rules if rule is not GRAPH]
-        loss = self._compute(model, batch, {}, counts[0])
+        return self.probe_of(self._compute(model, batch, {}, counts[0]), counts)
+
+    def probe_of(self, loss: Tensor, counts: Sequence[Tensor]) -> Probe:
+        """
+        Args:
+            counts: the denominators by all rules but that of the graph.
+        """
         denominators = denominators_of(loss)
         of_graph = denominators[0] if denominators else torch.full((), torch.nan)
         return Probe(loss, (*counts, of_graph), denominators, ignored_by(loss))
