@@ -22,6 +22,7 @@ pytestmark = pytest.mark.slow
 
 TOLERANCE = 1e-5
 EPOCHS, STEPS = 2, 10  # the last batch of an epoch has 2 samples
+LOGGED = ("val_loss", "first_words", "most of means", "sum of means", "mean of sums", "least")
 CHECKPOINT = "epoch=1-step=7.ckpt"
 
 
@@ -39,7 +40,9 @@ def module() -> Any:
         def training_step(self, batch, batch_idx):
             loss = self.model(**batch).loss
             self.log("loss", loss)
-            self.log("widest", float(batch["input_ids"].shape[0]), reduce_fx="max", on_epoch=True)
+            self.log("rows", float(batch["input_ids"].shape[0]), reduce_fx="max")
+            sums = (batch["input_ids"] * batch["attention_mask"]).sum(1)
+            self.log("highest", sums.max().float(), reduce_fx="sum")
             return loss
 
         def validation_step(self, batch, batch_idx):
@@ -47,6 +50,11 @@ def module() -> Any:
             self.first_words.update(outputs.logits[:, 0].argmax(-1).float())
             self.log("val_loss", outputs.loss)
             self.log("first_words", self.first_words)
+            words = batch["input_ids"][:, :2].float()
+            self.log("most of means", words.mean(), reduce_fx="max")
+            self.log("sum of means", words.mean(), reduce_fx="sum")
+            self.log("mean of sums", words.sum())
+            self.log("least", words.mean(1).min(), reduce_fx="min")
 
         def predict_step(self, batch, batch_idx):
             return self.model(**batch).logits.argmax(-1)
@@ -101,11 +109,14 @@ def trained(folder: Path, plan: str = "", resumes: str = "") -> dict[str, Any]:
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.loggers import CSVLogger
 
-    told: dict[str, Any] = {"losses": [], "rates": [], "ends": []}
+    told: dict[str, Any] = {"losses": [], "rates": [], "ends": [], "logged": []}
 
     class Listener(Callback):
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
             told["losses"].append(trainer.callback_metrics["loss"].item())
+            told["logged"] += [
+                trainer.callback_metrics[name].item() for name in ("rows", "highest")
+            ]
             told["rates"].append(trainer.optimizers[0].param_groups[0]["lr"])
             told["ends"].append((trainer.global_step, batch_idx, outputs["loss"].item()))
 
@@ -191,10 +202,11 @@ def test_losses_and_rates_are_those_of_the_stock_script(stock, ours):
 
 def test_what_a_validation_logs_is_of_all_samples(stock, ours):
     for rank in ours:
-        for name in ("val_loss", "first_words"):
+        for name in LOGGED:
             expected = stock["validated"][name]
             assert rank["validated"][name] == pytest.approx(expected, rel=TOLERANCE), name
             assert rank["again"][name] == pytest.approx(stock["again"][name], rel=TOLERANCE), name
+        assert rank["logged"] == pytest.approx(stock["logged"], rel=TOLERANCE)  # by training
 
 
 def test_predictions_come_in_order(stock, ours):

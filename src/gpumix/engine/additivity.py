@@ -9,7 +9,7 @@ the batch into micro-batches would train something else.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from gpumix.engine.buffers import BufferCopies
 from gpumix.engine.coroutine import ModelError
 from gpumix.engine.ragged import take
-from gpumix.engine.randomness import in_training
+from gpumix.engine.randomness import evaluating, in_training
 from gpumix.engine.reduction import (
     GRAPH,
     Probe,
@@ -27,19 +27,18 @@ from gpumix.engine.reduction import (
     Reduces,
     Rival,
 )
+from gpumix.engine.rehearsed_samples import SAMPLES, Place, choose, exchanged, own_samples
 from gpumix.engine.samples import (
     IGNORED_LABEL,
     LABELS,
     MASK,
     padded_from,
-    parts_of,
     samples_in,
     with_words_for_padding,
 )
 from gpumix.engine.trials import Trials
 from gpumix.engine.units import trains
 
-SAMPLES = 3  # that are computed at once, where a micro-batch has as many
 PARTS, COLUMNS = 16, 61  # of a gradient: how many sums are compared
 AT_ONCE = 4096  # elements of a part at least
 MOST_RULES = 12
@@ -52,19 +51,6 @@ SMALLEST = 2e-5
 DOUBTFUL, ROUNDINGS = 0.05, 10.0
 OF_PADDING = (3e-6, 3e-5)  # the same in fp32, where samples differ in padding alone
 NO_RULE = "micro-batch"  # of `couples`: each micro-batch has a loss of its own, whatever it couples
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where the rehearsal runs: on all ranks that compute one micro-batch.
-
-    Attributes:
-        number: of the micro-batch among this rank's own; None: it has no samples of it.
-        size: how many samples it has.
-    """
-
-    number: int | None
-    size: int
 
 
 @dataclass
@@ -102,20 +88,40 @@ def rehearse(
     Raises:
         ModelError: losses of parts do not add up, by any rule.
     """
-    place = _choose(engine, batch, rows, objective)
+    place = choose(engine, batch, rows, objective)
     if place is None:
         return ""
-    own = None
-    if place.number is not None:
-        parts = _candidates(engine, batch, rows)
-        own = _unlike(parts[place.number if engine.places else 0], objective)
+    own = own_samples(engine, batch, rows, place, objective)
     return _Rehearsal(engine, batch, own, place, objective).run(couples)
+
+
+def in_parts(
+    engine: Trials,
+    batch: Any,
+    rows: Sequence[range],
+    objective: Reduces,
+    run: Callable[[nn.Module, Any], Any],
+) -> list[Any]:
+    """What `run` makes of a few samples at once, of the first of them, of the others; nothing on
+    ranks that do not compute them, or where the batch is not cut. Without gradients and dropout.
+    Collective.
+
+    Args:
+        run: is called with the model, whose forward it calls once, and samples.
+        batch, rows: as in `rehearse`.
+    """
+    place = choose(engine, batch, rows, objective)
+    if place is None:
+        return []
+    return _Rehearsal(
+        engine, batch, own_samples(engine, batch, rows, place, objective), place, objective
+    ).made(run)
 
 
 def is_told_apart(engine: Trials, batch: Any, objective: Reduces) -> bool:
     """Whether a rank's samples would tell the rule of a loss from its rivals. Collective."""
     own = isinstance(objective, ReducedLoss) and objective.tells_rivals_apart(batch)
-    return any(told for (told,) in _exchanged(engine, [float(own)]))
+    return any(told for (told,) in exchanged(engine, [float(own)]))
 
 
 def padding_counts(engine: Trials, objective: Reduces, narrow: Any, wide: Any) -> bool:
@@ -139,84 +145,11 @@ def padding_counts(engine: Trials, objective: Reduces, narrow: Any, wide: Any) -
     return not alike(engine, *trials, same_samples=True)
 
 
-def _choose(engine: Trials, batch: Any, rows: Sequence[range], objective: Reduces) -> Place | None:
-    """The micro-batch with most samples, and with most labels; None if the batch is not cut.
-    Collective."""
-    plan, rank = engine.plan, engine.comm.rank
-    first = plan.team_of(rank, plan.stages_of(rank)[0])[0]
-    numbers = list(engine.places[0].batches) if engine.places else [first]
-    known = [
-        (int(_tells_apart(part, objective)), size, _labels_in(part, objective), -number)
-        for size, part, number in zip(
-            _sizes(engine, rows), _candidates(engine, batch, rows), numbers
-        )
-    ]
-    largest = max(known, default=(0, 0, 0, 0))
-    cut = engine.tells_losses * sum(bool(of) for of in rows)
-    table = _exchanged(engine, [*map(float, largest), float(cut)])
-    if sum(row[-1] for row in table) <= 1:
-        return None
-    found = max(tuple(map(int, row[:-1])) for row in table)
-    own = next((n for n, one in enumerate(known) if one == found), None)
-    return Place(own, found[1])
-
-
-def _candidates(engine: Trials, batch: Any, rows: Sequence[range]) -> list[Any]:
-    """Samples to choose from: all of a rank; in stages, whose ranks must choose the same ones,
-    those of each micro-batch."""
-    if not any(map(len, rows)):
-        return []
-    return list(parts_of(batch, rows, [None] * len(rows))) if engine.places else [batch]
-
-
-def _sizes(engine: Trials, rows: Sequence[range]) -> list[int]:
-    """How many samples of each candidate are computed at once."""
-    sizes = list(map(len, rows))
-    return sizes if engine.places else [max(sizes, default=0)]
-
-
-def _labels_in(batch: Any, objective: Reduces) -> int:
-    own = next(iter(objective.labels_of(batch).values()), None)
-    return 0 if own is None else int((own != IGNORED_LABEL).sum())
-
-
 def _tolerance(engine: Trials) -> tuple[float, float]:
     """Of losses and of gradients, where the plan computes most coarsely."""
     workers = engine.plan.workers
     of_tf32 = "fp16" if any(worker.efficiency.tf32 for worker in workers) else "fp32"
     return max(TOLERANCE[dtype] for dtype in (of_tf32, *(w.compute_dtype for w in workers)))
-
-
-def _unlike(batch: Any, objective: Reduces) -> Any:
-    """A few samples: with few labels, of which rules count unlike parts, with many. Where there is
-    a single sample, it twice."""
-    order = list(range(samples_in(batch)))
-    counted = objective.counts_by_row(batch)
-    if counted is not None:
-        order.sort(key=counted[0].tolist().__getitem__)
-    order = [order[0], order[-1], *order[1:-1]]  # of a single one: it twice
-    row, difference = _least_proportional(counted, order[0])
-    if difference:
-        order = [order[0], row, *(other for other in order[1:] if other != row)]
-    return take(batch, order[:SAMPLES])
-
-
-def _tells_apart(batch: Any, objective: Reduces) -> bool:
-    """Whether some sample would tell rules apart."""
-    _, difference = _least_proportional(objective.counts_by_row(batch), 0)
-    return difference > 0
-
-
-def _least_proportional(counted: Tensor | None, first: int) -> tuple[int, float]:
-    """The sample whose counts by rules, [rules, samples], are least proportional to those of the
-    first one, and how far they are from that."""
-    if counted is None or not counted.numel():
-        return first, 0.0
-    counts = counted.double()
-    ratios = counts / counts.norm(dim=0).clamp(min=1e-30)
-    difference = (ratios - ratios[:, first : first + 1]).abs().sum(0)
-    row = int(difference.argmax())
-    return row, float(difference[row]) if float(difference[row]) > 1e-9 else 0.0
 
 
 class _Rehearsal:
@@ -232,9 +165,30 @@ class _Rehearsal:
         self._samples = max(2, min(SAMPLES, place.size))
         self._training: list[nn.Module] = []
 
+    def made(self, run: Callable[[nn.Module, Any], Any]) -> list[Any]:
+        """See `in_parts`."""
+        found: list[Any] = []
+
+        def objective(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+            found.append(run(model, batch))
+            return torch.zeros(()), torch.zeros(())
+
+        for some in self._slices():
+            own = self._nothing if self._own is None else take(self._own, some)
+            rows = self._rows(range(samples_in(own)))
+            with evaluating(self._engine.model):
+                self._engine.tried(
+                    own, rows, objective, trims=False, backward=False, seen=lambda pieces: None
+                )
+        return found
+
+    def _slices(self) -> tuple[slice, slice, slice]:
+        """Of the samples: all, and two unlike parts."""
+        return slice(0, self._samples), slice(0, 1), slice(1, self._samples)
+
     def run(self, couples: str) -> str:
         objective = self._objective
-        whole, parts = slice(0, self._samples), [slice(0, 1), slice(1, self._samples)]
+        whole, *parts = self._slices()
         trained = self._trial(whole, training=True)
         if couples != NO_RULE:
             self._refuse_any(_kept_state(self._engine.model, trained.changed))
@@ -277,14 +231,14 @@ class _Rehearsal:
         of_loss, of_gradient = _tolerance(self._engine)
         weights = [_weights(whole, parts, n) for n in range(len(self._rules))]
         told = [number for own in weights for number in _gradient_error(whole, parts, own)]
-        sums = torch.tensor(_exchanged(self._engine, told), dtype=torch.float64).sum(0).tolist()
+        sums = torch.tensor(exchanged(self._engine, told), dtype=torch.float64).sum(0).tolist()
         worst = [0.0] * len(weights)
         if of_gradient == TOLERANCE["fp32"][1]:
             told = [
                 _worst_error(whole, parts, own, of_gradient, SMALLEST * math.sqrt(sums[2 * n + 1]))
                 for n, own in enumerate(weights)
             ]
-            worst = [max(column) for column in zip(*_exchanged(self._engine, told))]
+            worst = [max(column) for column in zip(*exchanged(self._engine, told))]
         errors = []
         for n, own in enumerate(weights):
             found = sum(w * part.loss for part, w in zip(parts, own) if w)
@@ -354,7 +308,7 @@ class _Rehearsal:
         last = self._samples - 1
         padded = None if self._own is None else _padded(self._own, last)
         known = padded is not None or self._own is None
-        if not all(ok for (ok,) in _exchanged(self._engine, [float(known)])):
+        if not all(ok for (ok,) in exchanged(self._engine, [float(known)])):
             return False
         rows = slice(last, last + 1)
         trials = [self._trial(rows, own=padded, trims=trims) for trims in (True, False)]
@@ -422,7 +376,7 @@ class _Rehearsal:
 
     def _refuse_any(self, found: ModelError | None) -> None:
         """Raise what was found against the model, on all ranks if on any. Collective."""
-        told = _exchanged(self._engine, [float(found is not None)])
+        told = exchanged(self._engine, [float(found is not None)])
         if found is not None:
             raise found
         other = next((rank for rank, (is_found,) in enumerate(told) if is_found), None)
@@ -448,7 +402,7 @@ class _Rehearsal:
             found += [math.nan] * (3 + MOST_RULES - len(found))
             found += [float(one) for one in probe.denominators][:MOST_RULES]
             told = found + [math.nan] * (len(told) - len(found))
-        row = next(row for row in _exchanged(self._engine, told) if row[0])
+        row = next(row for row in exchanged(self._engine, told) if row[0])
         trial.ignored = None if math.isnan(row[1]) else int(row[1])
         trial.loss, trial.counts = row[2], row[3 : 3 + MOST_RULES]
         trial.denominators = [d for d in row[3 + MOST_RULES :] if not math.isnan(d)]
@@ -467,7 +421,7 @@ def alike(engine: Trials, one: Trial, other: Trial, *, same_samples: bool = Fals
     told = [0.0, 0.0]
     if one.sums is not None and other.sums is not None:
         told = [_square(one.sums - other.sums), _square(other.sums)]
-    wrong, size = (sum(column) for column in zip(*_exchanged(engine, told)))
+    wrong, size = (sum(column) for column in zip(*exchanged(engine, told)))
     near = abs(one.loss - other.loss) <= of_loss * max(abs(other.loss), 1e-30)
     return near and math.sqrt(wrong / max(size, 1e-60)) <= of_gradient
 
@@ -601,10 +555,3 @@ def _kept_state(model: nn.Module, changed: Sequence[nn.Module]) -> ModelError | 
         f"norm), or train by a plan that does not cut batches; couples='{NO_RULE}' accepts it: all "
         "ranks then use the buffers of one of them, as under DDP",
     )
-
-
-def _exchanged(engine: Trials, told: Sequence[float]) -> list[list[float]]:
-    """What all ranks told."""
-    row = torch.tensor(told, dtype=torch.float64, device=engine.device)
-    table = engine.comm.exchanged(row, "rehearsal of the first step")
-    return table.tolist()  # type: ignore[no-any-return]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+from torch import nn
 
 from gpumix.engine import additivity
 from gpumix.engine.coroutine import ModelError
@@ -55,6 +58,19 @@ class Settling(Trials):
             self._refuse_rivals()
         self._settled = reduces.rule is not None and not reduces.rivals
         self._trims = reduces.trims
+
+    def in_parts(
+        self,
+        run: Callable[[nn.Module, Any], Any],
+        batch: Any,
+        samples: int | None = None,
+        *,
+        in_step: bool = False,
+    ) -> list[Any]:
+        """What `run` makes of a few samples of a batch, at once and in two parts; see
+        `engine.additivity.in_parts`."""
+        rows = self._rows_of_step(samples) if in_step else self._rows_given(batch, samples)
+        return additivity.in_parts(self, batch, rows, self._reduces, run)
 
     def _refuse_rivals(self) -> None:
         reduces = self._reduces

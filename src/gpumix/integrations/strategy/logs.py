@@ -1,15 +1,16 @@
 """What a module logs of its micro-batches: one value for the whole batch, the same on all ranks.
 
 Ranks have unlike numbers of micro-batches, one of them perhaps none. So a value of one of them is
-nobody's: values are means over all that the loss is a mean over, of all ranks, and with
-`batch_size=` over as many as that says. Lightning is told once, after the step.
+nobody's: values are put together as a comparison showed (`strategy.combining`); means are over all
+that the loss is a mean over, of all ranks, and with `batch_size=` over as many as that says.
+Lightning is told once, after the step.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -22,19 +23,30 @@ from torchmetrics import Metric
 
 from gpumix.engine.comm import Communicator
 from gpumix.integrations.gathering import all_texts
+from gpumix.integrations.strategy.combining import (
+    MAX,
+    MEAN,
+    MIN,
+    SAMPLES,
+    SUM,
+    Part,
+    Ways,
+    fitting_ways,
+)
 from gpumix.spec.errors import InputError
 
-MEAN, SUM, MAX, MIN = "mean", "sum", "max", "min"
 REDUCED = "reduce_fx"
+COMPARED = "comparison of logged values"
 OBJECT, EXPLICIT = "metric", "batch_size"
 PASSED_ON = ("prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx", REDUCED)
 
 
 @dataclass
 class _MicroBatch:
-    """What was logged of one, and how much it counts."""
+    """What was logged of one, how much it counts, and how many samples it has."""
 
     weight: Tensor
+    samples: int
     values: list[tuple[str, Any, Any, dict[str, Any]]] = field(default_factory=list)
 
 
@@ -60,6 +72,12 @@ class Logs:
         self._known: dict[str, dict[str, Any]] = {}  # settings by name, the same on all ranks
         self._own: dict[str, dict[str, Any]] = {}
         self._seen: list[_MicroBatch] = []
+        self._ways = Ways()
+
+    @property
+    def compares(self) -> bool:
+        """Whether another batch should be told in parts, to `compare`."""
+        return self._ways.is_open
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -72,16 +90,49 @@ class Logs:
             del self._module.log
 
     @contextmanager
-    def micro_batch(self, weight: Tensor) -> Iterator[None]:
+    def micro_batch(self, weight: Tensor, samples: int) -> Iterator[None]:
         """What is logged inside is of one micro-batch; of one that does not end, nothing."""
-        noted = _MicroBatch(weight.detach())
-        token = _current.set(noted)
-        try:
+        with self._noted(weight, samples) as noted:
             yield
-        finally:
-            _current.reset(token)
         if self._tells:
             self._seen.append(noted)
+
+    @contextmanager
+    def part(self, weight: Tensor, samples: int) -> Iterator[list[Part]]:
+        """What is logged inside is of samples that are compared; the list has it afterwards."""
+        told: list[Part] = []
+        with self._noted(weight, samples) as noted:
+            yield told
+        values = {}
+        for name, value, own, settings in noted.values:
+            self._own[name] = settings
+            if not settings[OBJECT]:
+                values[name] = float(torch.as_tensor(value)), float(torch.as_tensor(own))
+        told.append(Part(values, samples))
+
+    @contextmanager
+    def _noted(self, weight: Tensor, samples: int) -> Iterator[_MicroBatch]:
+        noted = _MicroBatch(weight.detach(), samples)
+        token = _current.set(noted)
+        try:
+            yield noted
+        finally:
+            _current.reset(token)
+
+    def compare(self, parts: Sequence[Part]) -> None:
+        """Find how values of micro-batches are combined. Collective.
+
+        Args:
+            parts: what was logged of some samples, of the first and of the others; none on ranks
+                that did not compute them.
+        """
+        found: dict[str, list[str]] = {}
+        if parts:
+            whole, first, others = parts
+            reduced = {name: self._own[name][REDUCED] for name in whole.values}
+            found = fitting_ways(whole, (first, others), reduced)
+        every = [json.loads(text) for text in all_texts(json.dumps(found), self._comm, COMPARED)]
+        self._ways.take(next(filter(None, every), {}))
 
     def _note(
         self,
@@ -119,7 +170,7 @@ class Logs:
         if reduced not in (MEAN, SUM, MAX, MIN):
             raise InputError(
                 f"'{name}' is logged with a reduce_fx of its own",
-                why="values of micro-batches and ranks are put together by it too, in any order",
+                why="Lightning puts values of steps together by these alone",
                 fix=f"take one of {MEAN}, {SUM}, {MAX}, {MIN}",
             )
         passed_on = {key: given.get(key) for key in PASSED_ON if given.get(key) is not None}
@@ -159,38 +210,43 @@ class Logs:
         for noted in self._seen:
             for name, value, weight, settings in noted.values:
                 self._own[name] = settings
+                if self._way(name, settings) == SAMPLES:
+                    weight = noted.samples
                 pair = torch.as_tensor(value).double(), torch.as_tensor(weight).double()
                 by_name.setdefault(name, []).append(pair)
         self._seen = []
         return {name: self._reduced(name, pairs) for name, pairs in by_name.items()}
 
+    def _way(self, name: str, settings: dict[str, Any]) -> str:
+        return self._ways.of(name, settings[REDUCED])
+
     def _reduced(self, name: str, pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         device = pairs[0][0].device
         values = torch.stack([value.to(device) for value, _ in pairs])
         weights = torch.stack([weight.to(device) for _, weight in pairs])
-        kind = self._own[name][REDUCED]
-        if kind == MEAN:
+        way = self._way(name, self._own[name])
+        if way in (MEAN, SAMPLES):
             # What has no weight has no value: a mean of no labels is none.
             return torch.where(weights > 0, values * weights, 0.0).sum(), weights.sum()
-        return _by(kind, values), torch.ones(())
+        return _by(way, values), torch.ones(())
 
     def _tell(
         self, name: str, settings: dict[str, Any], values: Tensor, weights: Tensor, samples: int
     ) -> None:
-        kind = settings[REDUCED]
-        total = math.fsum(weights.tolist())
-        value = math.fsum(values.tolist()) / total if kind == MEAN else float(_by(kind, values))
+        way, total = self._way(name, settings), math.fsum(weights.tolist())
+        is_mean = way in (MEAN, SAMPLES)
+        value = math.fsum(values.tolist()) / total if is_mean else float(_by(way, values))
         passed_on = {key: settings[key] for key in PASSED_ON if settings.get(key) is not None}
         told: Any = value
         if settings[OBJECT]:
             told = self._module.get_submodule(settings[OBJECT])
             passed_on["metric_attribute"] = settings[OBJECT]
-        size = int(total) if settings[EXPLICIT] else samples
+        size = int(total) if settings[EXPLICIT] and way == MEAN else samples
         LightningModule.log(self._module, name, told, batch_size=size, **passed_on)
 
 
-def _by(kind: str, values: Tensor) -> Tensor:
-    return values.sum() if kind == SUM else values.max() if kind == MAX else values.min()
+def _by(way: str, values: Tensor) -> Tensor:
+    return values.sum() if way == SUM else values.max() if way == MAX else values.min()
 
 
 def silent(name: str, value: Any, **settings: Any) -> None:

@@ -22,11 +22,13 @@ from gpumix.engine.reduction import ReducedLoss, Reduces, SummedLoss, integer_la
 from gpumix.engine.samples import samples_in
 from gpumix.hardware.memory import host_memory
 from gpumix.integrations.forward import by_places
+from gpumix.integrations.strategy.combining import Part
 from gpumix.integrations.strategy.logs import Logs, silent
 from gpumix.spec.errors import InputError
 
 LABELS = "labels"
 TRAINING = "training_step"
+COUNTS = ("forward", "update")  # methods of a metric, which torchmetrics wraps for each
 
 
 class Steps:
@@ -80,8 +82,31 @@ class Steps:
         if not self._engine.is_settled(in_step=True):
             with self._silently():
                 self._engine.settle(values, samples, in_step=True)
+        if logs.compares:
+            self._compare(logs, self._returned, values, samples, in_step=True)
         with logs.listening():
             return self._engine.step(values, samples=samples)
+
+    def _compare(
+        self,
+        logs: Logs,
+        step: Callable[[Any, Any], Any],
+        values: Any,
+        samples: int,
+        *,
+        in_step: bool = False,
+    ) -> None:
+        """Let the logs see how values of a batch come from values of its parts. Collective."""
+        assert self._engine is not None
+
+        def part(model: nn.Module, batch: Any) -> Part:
+            with logs.part(self._weight(batch), samples_in(batch)) as told:
+                step(model, batch)
+            return told[0]
+
+        with self._silently(), logs.listening(), torch.inference_mode(False), torch.no_grad():
+            parts = self._engine.in_parts(part, values, samples, in_step=in_step)
+        logs.compare(parts)
 
     def evaluate(self, hook: str, values: Any, others: tuple[Any, ...], samples: int) -> Any:
         """What the module's step returns of this rank's samples, by places in the whole batch;
@@ -91,13 +116,15 @@ class Steps:
         step = getattr(self._module, hook)
 
         def made(model: nn.Module, batch: Any) -> Any:
-            with logs.micro_batch(self._weight(batch)):
+            with logs.micro_batch(self._weight(batch), samples_in(batch)):
                 told = step(batch, *others)
             if hook != "predict_step":
                 return torch.zeros(samples_in(batch))
             with host_memory():
                 return tree_map(_on_host, told)
 
+        if logs.compares and hook != "predict_step":
+            self._compare(logs, lambda model, batch: step(batch, *others), values, samples)
         with logs.listening(), torch.inference_mode(False), torch.no_grad():
             return by_places(self._engine, made, values, samples)
 
@@ -128,7 +155,8 @@ class Steps:
         if self._now is None:  # the order of its blocks is looked for
             with self._silently():
                 return self._returned(model, batch)
-        with self._now[0].micro_batch(_samples(batch) if count is None else count):
+        weight = _samples(batch) if count is None else count
+        with self._now[0].micro_batch(weight, samples_in(batch)):
             return self._returned(model, batch)
 
     def _returned(self, model: Any, batch: Any) -> Tensor:
@@ -165,14 +193,16 @@ class Steps:
     @contextmanager
     def _silently(self) -> Iterator[None]:
         """Inside, steps of the module tell nobody of what they compute."""
-        metrics = [module for module in self._module.modules() if isinstance(module, Metric)]
-        _silence(self._module, metrics)
+        kept = _silence(self._module)
         try:
             yield
         finally:
-            del self._module.log
-            for metric in metrics:
-                del metric.forward, metric.update
+            for module, before in kept:
+                for name, value in before.items():
+                    if value is None:
+                        vars(module).pop(name, None)
+                    else:
+                        vars(module)[name] = value
 
     def _inner(self, model: nn.Module) -> nn.Module:
         """The model of transformers in the module; the module, if there is none."""
@@ -186,7 +216,7 @@ class Steps:
         if model._trainer is not None:
             return
         model.trainer = self._trainer
-        _silence(model, [module for module in model.modules() if isinstance(module, Metric)])
+        _silence(model)
 
 
 def _samples(batch: Any) -> Tensor:
@@ -195,10 +225,17 @@ def _samples(batch: Any) -> Tensor:
     return torch.full((), samples_in(batch), device=device)
 
 
-def _silence(module: Any, metrics: Sequence[Metric]) -> None:
-    module.log = silent
-    for metric in metrics:
-        metric.forward = metric.update = _nothing  # type: ignore[assignment, method-assign]
+def _silence(module: nn.Module) -> list[tuple[nn.Module, dict[str, Any]]]:
+    """Let a module log nothing, and its metrics count nothing; what each had of its own before."""
+    before: list[tuple[nn.Module, dict[str, Any]]] = []
+    for metric in module.modules():
+        if isinstance(metric, Metric):
+            before.append((metric, {name: vars(metric).get(name) for name in COUNTS}))
+            for name in COUNTS:
+                setattr(metric, name, _nothing)
+    before.append((module, {"log": vars(module).get("log")}))
+    module.log = silent  # type: ignore[assignment]
+    return before
 
 
 def _nothing(*args: Any, **kwargs: Any) -> Tensor:

@@ -1,0 +1,144 @@
+"""The few samples of a batch that a rehearsal computes: unlike ones, which tell rules apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpumix.engine.ragged import take
+from gpumix.engine.reduction import Reduces
+from gpumix.engine.samples import IGNORED_LABEL, samples_in
+from gpumix.engine.trials import Trials
+from gpumix.spec.plan import Plan
+
+SAMPLES = 3  # that are computed at once, where a micro-batch has as many
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the rehearsal runs: on all ranks that compute one micro-batch.
+
+    Attributes:
+        number: of the micro-batch among this rank's own; None: it has no samples of it.
+        size: how many samples it has.
+    """
+
+    number: int | None
+    size: int
+
+
+def choose(engine: Trials, batch: Any, rows: Sequence[range], objective: Reduces) -> Place | None:
+    """The micro-batch with samples that tell rules apart, with most samples, with most labels; None
+    if the batch is not cut. Collective."""
+    plan, rank = engine.plan, engine.comm.rank
+    first = plan.team_of(rank, plan.stages_of(rank)[0])[0]
+    numbers = list(engine.places[0].batches) if engine.places else [first]
+    known = [
+        (int(_tells_apart(part, objective)), size, _labels_in(part, objective), -number)
+        for size, part, number in zip(
+            _sizes(engine, rows), _candidates(engine, batch, rows), numbers
+        )
+    ]
+    largest = max(known, default=(0, 0, 0, 0))
+    cut = engine.tells_losses * sum(bool(of) for of in rows)
+    table = exchanged(engine, [*map(float, largest), float(cut)])
+    if sum(row[-1] for row in table) <= 1:
+        return None
+    found = max(tuple(map(int, row[:-1])) for row in table)
+    own = next((n for n, one in enumerate(known) if one == found), None)
+    return Place(own, found[1])
+
+
+def own_samples(
+    engine: Trials, batch: Any, rows: Sequence[range], place: Place, objective: Reduces
+) -> Any:
+    """The samples that this rank rehearses with, if any."""
+    if place.number is None:
+        return None
+    parts = _candidates(engine, batch, rows)
+    return _unlike(parts[place.number if engine.places else 0], objective)
+
+
+def _candidates(engine: Trials, batch: Any, rows: Sequence[range]) -> list[Any]:
+    """Samples to choose from: all of a rank; in stages, whose ranks must choose the same ones, for
+    each micro-batch those of all that take the same way through the stages."""
+    if not any(map(len, rows)):
+        return []
+    if not engine.places:
+        return [batch]
+    ways = _ways_through(engine.plan)
+    numbers = engine.places[0].batches
+    ends = list(accumulate(map(len, rows)))
+    places = [range(end - len(of), end) for end, of in zip(ends, rows)]
+    return [
+        take(
+            batch,
+            [row for other, own in zip(numbers, places) if ways[other] == ways[n] for row in own],
+        )
+        for n in numbers[: len(places)]
+    ]
+
+
+def _ways_through(plan: Plan) -> dict[int, tuple[int, ...]]:
+    """By number of a micro-batch, the first rank that computes it in each stage."""
+    found: dict[int, list[int]] = {}
+    for stage in range(len(plan.stages)):
+        for team in plan.teams_of(stage):
+            for number in plan.numbers_of(team[0], stage):
+                found.setdefault(number, []).append(team[0])
+    return {number: tuple(ranks) for number, ranks in found.items()}
+
+
+def _sizes(engine: Trials, rows: Sequence[range]) -> list[int]:
+    """How many samples of each candidate are computed at once."""
+    sizes = list(map(len, rows))
+    return sizes if engine.places else [max(sizes, default=0)]
+
+
+def _labels_in(batch: Any, objective: Reduces) -> int:
+    own = next(iter(objective.labels_of(batch).values()), None)
+    return 0 if own is None else int((own != IGNORED_LABEL).sum())
+
+
+def _unlike(batch: Any, objective: Reduces) -> Any:
+    """A few samples: with few labels, of which rules count unlike parts, with many. Where there is
+    a single sample, it twice."""
+    order = list(range(samples_in(batch)))
+    counted = objective.counts_by_row(batch)
+    if counted is not None:
+        order.sort(key=counted[0].tolist().__getitem__)
+    order = [order[0], order[-1], *order[1:-1]]  # of a single one: it twice
+    row, difference = _least_proportional(counted, order[0])
+    if difference:
+        order = [order[0], row, *(other for other in order[1:] if other != row)]
+    return take(batch, order[:SAMPLES])
+
+
+def _tells_apart(batch: Any, objective: Reduces) -> bool:
+    """Whether some sample would tell rules apart."""
+    _, difference = _least_proportional(objective.counts_by_row(batch), 0)
+    return difference > 0
+
+
+def _least_proportional(counted: Tensor | None, first: int) -> tuple[int, float]:
+    """The sample whose counts by rules, [rules, samples], are least proportional to those of the
+    first one, and how far they are from that."""
+    if counted is None or not counted.numel():
+        return first, 0.0
+    counts = counted.double()
+    ratios = counts / counts.norm(dim=0).clamp(min=1e-30)
+    difference = (ratios - ratios[:, first : first + 1]).abs().sum(0)
+    row = int(difference.argmax())
+    return row, float(difference[row]) if float(difference[row]) > 1e-9 else 0.0
+
+
+def exchanged(engine: Trials, told: Sequence[float]) -> list[list[float]]:
+    """What all ranks told."""
+    row = torch.tensor(told, dtype=torch.float64, device=engine.device)
+    table = engine.comm.exchanged(row, "rehearsal of the first step")
+    return table.tolist()  # type: ignore[no-any-return]

@@ -1,0 +1,67 @@
+"""How a logged value of a batch comes from those of its parts."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("lightning")
+
+from gpumix.integrations.strategy.combining import TRIES, Part, Ways, fitting_ways
+
+SAMPLES = [1.0, 5.0, 3.0]
+LABELS = [2.0, 4.0, 1.0]
+
+
+def mean(values: list[float], weights: list[float]) -> float:
+    return sum(v * w for v, w in zip(values, weights)) / sum(weights)
+
+
+LOGGED = {
+    "mean": lambda x, w: mean(x, w),
+    "samples": lambda x, w: sum(x) / len(x),
+    "sum": lambda x, w: sum(x),
+    "max": lambda x, w: max(x),
+    "min": lambda x, w: min(x),
+}
+
+
+def part(rows: slice, log) -> Part:
+    values, weights = SAMPLES[rows], LABELS[rows]
+    return Part({"value": (log(values, weights), sum(weights))}, len(values))
+
+
+def ways_of(log, reduced="mean") -> list[str]:
+    parts = part(slice(0, 1), log), part(slice(1, 3), log)
+    return fitting_ways(part(slice(0, 3), log), parts, {"value": reduced})["value"]
+
+
+@pytest.mark.parametrize("reduced", ["mean", "sum"])
+@pytest.mark.parametrize("way", LOGGED)
+def test_the_way_is_found_whatever_steps_are_reduced_by(way, reduced):
+    assert ways_of(LOGGED[way], reduced) == [way]
+
+
+def test_a_value_that_no_way_gives_is_combined_as_the_module_says():
+    ways = Ways()
+    ways.take({"value": ways_of(lambda x, w: max(x) * min(x) + len(x))})
+    assert ways.of("value", "max") == "max"
+    assert not ways.is_open
+
+
+def test_several_ways_that_fit_are_told_apart_by_later_batches():
+    ways = Ways()
+    ways.take({"value": ["mean", "sum"]})
+    assert ways.of("value", "mean") == "mean"
+    assert ways.is_open
+    ways.take({"value": ["sum", "max"]})
+    assert ways.of("value", "mean") == "sum"
+    assert not ways.is_open
+
+
+def test_they_are_not_compared_for_ever():
+    ways = Ways()
+    for _ in range(TRIES):
+        assert ways.is_open
+        ways.take({"value": ["max", "mean"]})
+    assert not ways.is_open
+    assert ways.of("value", "mean") == "max"
