@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gpumix.engine import buffers, state
+from gpumix.engine import buffers, extra_state, state
 from gpumix.engine.buckets import Bucket
 from gpumix.engine.comm import Communicator
 from gpumix.engine.inventory import Inventory, Stored
@@ -133,9 +133,11 @@ class ShardedModel:
         return of_one and all(d.replicated and d.team is None for d in divisions)
 
     def agree_on_buffers(self) -> None:
-        """Running statistics and the like differ from rank to rank: all get those of the first rank
-        that trains on samples, in the stage that computes them. Collective."""
+        """Running statistics and other state beside parameters differ from rank to rank: all get
+        those of the first rank that trains on samples, in the stage that computes them. Collective.
+        """
         buffers.agree(self.model, self.comm, self._inventory.keeper)
+        extra_state.agree(self.model, self.comm, self._inventory.keeper)
 
     def load_state_dict(self, values: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
         """Take this rank's part of an unsharded model's state dict.

@@ -16,13 +16,13 @@ from torch.optim import Optimizer
 
 from gpumix.engine.buffers import persistent_buffers
 from gpumix.engine.comm import Communicator
+from gpumix.engine.extra_state import with_extra_state
 from gpumix.engine.inventory import Inventory
 from gpumix.engine.shard import Piece
 from gpumix.engine.shards import FlatGroup
 from gpumix.engine.window import Window
 from gpumix.spec.errors import InputError
 
-EXTRA = "_extra_state"  # as torch calls it in a state dict
 Scalar = torch.Tensor | bool | int | float
 T = TypeVar("T")
 
@@ -86,18 +86,9 @@ def full_state(
     state = {name: values[own] for name, own in inventory.names.items()}
     for name, buffer in persistent_buffers(model).items():
         state[name] = buffer.detach().to("cpu", copy=True)
-    for name, module in _with_extra_state(model).items():
+    for name, module in with_extra_state(model).items():
         state[name] = module.get_extra_state()
     return state
-
-
-def _with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules that have a state beside parameters and buffers, by its name in a state dict."""
-    return {
-        f"{path}.{EXTRA}" if path else EXTRA: module
-        for path, module in model.named_modules()
-        if type(module).get_extra_state is not nn.Module.get_extra_state
-    }
 
 
 def _tell_others(values: dict[str, torch.Tensor], comm: Communicator, inventory: Inventory) -> None:
@@ -126,7 +117,7 @@ def load_full_state(
     Raises:
         InputError: names are missing or unexpected, or shapes differ; nothing was changed.
     """
-    names, extra = inventory.names, _with_extra_state(model)
+    names, extra = inventory.names, with_extra_state(model)
     beside = {name: value for name, value in state.items() if name in extra}
     state = {name: value for name, value in state.items() if name not in extra}
     given = {own: state[name] for name, own in names.items() if name in state}

@@ -18,8 +18,10 @@ import torch
 from torch.optim import Optimizer
 
 import gpumix
+from gpumix.engine import extra_state
 from gpumix.engine.buffers import persistent_buffers
 from gpumix.engine.engine import Engine
+from gpumix.engine.extra_state import with_extra_state
 from gpumix.engine.optimizers.needed import needed
 from gpumix.engine.shard import Piece
 from gpumix.engine.state import (
@@ -87,6 +89,7 @@ class Content:
             optimizer=SavedOptimizer(name=type(optimizer).__name__, states=kinds),
             cursor=as_json(cursor, "cursor"),
             extra=as_json(extra, "extra"),
+            extra_states=extra_state.packed(engine.model),
         )
         tensors = {MODEL: model_to_save(engine), OPTIMIZER: optimizer_to_save(engine, state)}
         return cls(tensors, kinds, manifest)
@@ -225,6 +228,13 @@ def check_fits(engine: Engine, path: Path, manifest: Manifest, index: Index) -> 
     }
     buffers = {name: b.shape for name, b in persistent_buffers(engine.model).items()}
     check_names_and_shapes(engine.shapes() | buffers, stored, what, where=str(path), fix=OWN_JOB)
+    if differing := manifest.extra_states.keys() ^ with_extra_state(engine.model).keys():
+        raise InputError(
+            what,
+            where=str(path),
+            why=f"states of modules differ: {', '.join(sorted(differing))}",
+            fix=OWN_JOB,
+        )
     if manifest.model != engine.plan.model:
         raise InputError(
             what,
@@ -332,6 +342,7 @@ def restore(
     with host_memory() if engine.state_on_host else nullcontext():
         room = OptimizerRoom.made(engine, kinds, index)
     read(model_to_load(engine) | room.boxed())
+    extra_state.unpack(engine.model, manifest.extra_states)
     engine.values_changed()
     if optimizer is not None:
         engine.load_optimizer_state(optimizer, room.state())

@@ -90,6 +90,9 @@ class Manifest(Value):
     optimizer: SavedOptimizer
     cursor: dict[str, JsonValue]
     extra: dict[str, JsonValue]
+    extra_states: dict[str, str] = Field(
+        default_factory=dict, description="of modules with a `get_extra_state`, saved by torch"
+    )
     files: dict[FileName, SavedFile] = Field(default_factory=dict)
 
     def sealed(self) -> str:
