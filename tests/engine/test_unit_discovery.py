@@ -8,8 +8,20 @@ from torch import nn
 
 from gpumix.engine.units import ROOT, buffer_bytes, dissect
 from gpumix.spec.errors import InputError
+from gpumix.spec.stage import PLAIN, Mode
+from harness import run_ranks
 from models import ARCHITECTURES, LENGTH, WIDTH, Block, Regression, own_blocks, vectors
-from reference import assert_step_is_plain, engine_alone
+from reference import (
+    Share,
+    assert_gradients_equal,
+    assert_step_is_plain,
+    engine_alone,
+    engine_for,
+    joined,
+    own_rows,
+    pieces_of,
+    plain_step,
+)
 
 
 def names(model, wanted=()):
@@ -85,9 +97,41 @@ def test_a_model_without_repeated_blocks_consists_of_its_modules():
     assert_step_is_plain(engine_alone(Small, 4, 3), Small, batch)
 
 
-def test_a_model_without_modules_is_refused():
-    with pytest.raises(InputError, match="Linear has no modules with parameters"):
-        dissect(nn.Linear(2, 2))
+class Affine(nn.Module):
+    """Parameters of its own, of which a number is a shape, and a module without any."""
+
+    def __init__(self):
+        super().__init__()
+        self.slope = nn.Parameter(torch.full((WIDTH,), 0.5))
+        self.shift = nn.Parameter(torch.tensor(0.25))
+        self.act = nn.Tanh()
+
+    def forward(self, x, target):
+        difference = self.act(x * self.slope + self.shift).mean(-1, keepdim=True) - target
+        return (difference**2).sum(), torch.tensor(difference.numel())
+
+
+def test_a_model_without_modules_is_one_unit_itself():
+    assert names(nn.Linear(2, 2)) == names(Affine()) == [""]
+    assert not dissect(Affine()).root.slots
+    batch = vectors(5, torch.Generator().manual_seed(0))
+    for mode in (PLAIN, Mode(recompute=False), Mode(recompute=False, order="sequential")):
+        assert_step_is_plain(engine_alone(Affine, 5, 2, mode=mode), Affine, batch)
+
+
+def _step_on_rank(shares):
+    engine = engine_for(Affine, shares)
+    batch = vectors(5, torch.Generator().manual_seed(0))
+    loss = engine.step(own_rows(batch, shares, engine.comm.rank)).item()
+    return loss, pieces_of(engine, gradients=True)
+
+
+def test_ranks_divide_a_model_that_is_one_unit():
+    shares = [Share(3, 2, 1), Share(2, 1, 3)]
+    found = run_ranks(_step_on_rank, 2, shares)
+    loss, expected = plain_step(Affine, vectors(5, torch.Generator().manual_seed(0)))
+    assert [own for own, _ in found] == pytest.approx([loss] * 2, rel=1e-5)
+    assert_gradients_equal(joined([pieces for _, pieces in found]), expected)
 
 
 def test_units_by_class():

@@ -2,7 +2,8 @@
 
 A unit is a transformer block; all else is the root unit. `transformers` models name their blocks
 in `_no_split_modules`; in other models a block is a member of a list of modules of one class, and
-where there is none each module that the model consists of is a unit.
+where there is none each module that the model consists of is a unit. A model without modules that
+have parameters is one unit itself, whose name is empty.
 A parameter used by more than one unit belongs to the root, which is gathered throughout a step.
 """
 
@@ -128,18 +129,12 @@ def dissect(model: nn.Module, wanted: Sequence[str] = ()) -> Anatomy:
         wanted: class names or module names of the units; by default they are found.
 
     Raises:
-        InputError: no units were found, a wanted one does not exist, or a parameter is not one
-            that can be sharded.
+        InputError: a wanted unit does not exist, or a parameter is not one that can be sharded.
     """
     _refuse_unfit(model)
     found = _outermost(_wanted(model, wanted) if wanted else _found(model))
     found = [(name, module) for name, module in found if any(True for _ in module.parameters())]
-    if not found:
-        raise InputError(
-            f"{type(model).__name__} has no modules with parameters inside",
-            why="units, which are gathered and scheduled as one, are modules inside of a model",
-            fix="put it into a module whose forward calls it",
-        )
+    found = found or [("", model)]
     slots = _slots(model)
     owner = _owners(found, slots)
     kinds: dict[str, str] = {}
