@@ -326,6 +326,26 @@ def test_dropout_is_no_coupling():
     assert engine.reduction == "a mean over 'labels'"
 
 
+class TwoClasses(nn.Module):
+    """Fewer elements than sums are taken of; over the classes gradients add up to nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+def test_gradients_that_add_up_to_nothing_are_compared_by_their_elements():
+    def loss(logits, labels):
+        return cross_entropy(logits, labels.clamp(max=1))
+
+    engine, (expected, _) = an_engine(loss, TwoClasses), plainly(loss, TwoClasses)
+    assert engine.step(a_batch()).item() == pytest.approx(expected, rel=1e-5)
+    assert engine.reduction == "a mean over 'labels'"
+
+
 def test_a_count_that_does_not_add_up_is_refused():
     def loss(model, batch):
         return cross_entropy(model(batch["x"]), batch["labels"]), torch.tensor(1)

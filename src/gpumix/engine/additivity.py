@@ -491,6 +491,7 @@ def _add_sums(gradient: Tensor, row: Tensor) -> None:
         row[number] = wide.sum()
         whole = len(wide) // COLUMNS * COLUMNS
         row[PARTS:] += wide[:whole].view(-1, COLUMNS).sum(0)
+        row[PARTS : PARTS + len(wide) - whole] += wide[whole:]
 
 
 def _versions(engine: Trials) -> dict[str, int]:
