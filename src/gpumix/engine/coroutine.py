@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -204,4 +205,6 @@ def intercept(name: str, module: nn.Module, calls: Calls) -> None:
         inside.replace(outside)
         return outputs
 
+    with contextlib.suppress(ValueError, TypeError):  # others ask it what batches may have
+        boundary.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]
     module.forward = boundary

@@ -84,6 +84,11 @@ class Loader(OwnLoader, DataLoaderStateMixin):
     def __len__(self) -> int:
         return max(0, super().__len__() - self.skipped)
 
+    def set_epoch(self, epoch: int) -> None:
+        """From which the loop goes on to count."""
+        self.iteration = epoch
+        super().set_epoch(epoch)
+
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self.gradient_state = GradientState()
         self.reset()
@@ -319,6 +324,9 @@ class Accelerator(accelerate.Accelerator):
         Args:
             count: what the loss is a mean over, on this rank, where its graph does not tell.
         """
+        if self._looped is not None and not self._looped.expects(loss):
+            super().backward(loss, **kwargs)
+            return
         if self._looped is None:
             raise InputError(
                 "backward is called, and no model was prepared to be trained",

@@ -52,12 +52,14 @@ LOADING = Fields.of(
 )
 HANDLERS = ("InitProcessGroupKwargs", "ProfileKwargs")
 WHERE = "Accelerator"
+# Now, for a program may put gpumix's class in the place of Accelerate's.
+GIVEN = inspect.signature(accelerate.Accelerator)
 DIVIDED = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
 
 def bound(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """What is given, by its name."""
-    return dict(inspect.signature(accelerate.Accelerator).bind(*args, **kwargs).arguments)
+    return dict(GIVEN.bind(*args, **kwargs).arguments)
 
 
 def refuse_without_meaning(given: Mapping[str, Any]) -> None:
@@ -65,9 +67,8 @@ def refuse_without_meaning(given: Mapping[str, Any]) -> None:
     Raises:
         InputError: an argument is set that has no meaning here.
     """
-    parameters = inspect.signature(accelerate.Accelerator).parameters
     for name, value in given.items():
-        default = parameters[name].default
+        default = GIVEN.parameters[name].default
         # A parameter that is going has for its default an object that says: not given.
         PARAMETERS.check(name, value, None if type(default) is object else default, where=WHERE)
     if (loading := given.get("dataloader_config")) is not None:

@@ -154,6 +154,16 @@ class Looped(nn.Module):
         self.overflowed = False
         self._without_gradients()
 
+    def expects(self, loss: Tensor) -> bool:
+        """Whether a backward from this loss has to come to the model: one between calls of it, over
+        parameters of other models and nothing else, is not its affair."""
+        if self._begun is not None:
+            return True
+        own = {id(p) for p in (*self._engine.parameters(), *self.module.parameters())}
+        leaves = list(_leaves(loss))
+        others = [one for one in leaves if isinstance(one, nn.Parameter) and id(one) not in own]
+        return not leaves or len(others) < len(leaves)
+
     def weight_of(self, loss: Tensor, count: Tensor | float | None) -> Tensor | None:
         """What this rank's loss counts for among those of all ranks, before the loop's backward
         from it; None of a loss that is of all ranks' samples. Collective.
@@ -370,20 +380,27 @@ def _refuse_parameters(loss: Tensor, leaves: Sequence[Tensor]) -> None:
     Raises:
         InputError: the loss has a term over parameters, of which a rank has pieces.
     """
-    known, seen, left = {id(leaf) for leaf in leaves}, set(), [loss.grad_fn]
+    known = {id(leaf) for leaf in leaves}
+    if any(isinstance(one, nn.Parameter) and id(one) not in known for one in _leaves(loss)):
+        raise InputError(
+            "the loss has a term over parameters of the model",
+            where="accelerator.backward",
+            why="each rank has pieces of them, so the term would be another one on each",
+            fix="use weight_decay of the optimizer, or let the model's forward return the term",
+        )
+
+
+def _leaves(loss: Tensor) -> Iterator[Tensor]:
+    """What a loss's graph was made of."""
+    seen: set[Any] = set()
+    left: list[Any] = [loss.grad_fn]
     while left:
-        node: Any = left.pop()
+        node = left.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, nn.Parameter) and id(variable) not in known:
-            raise InputError(
-                "the loss has a term over parameters of the model",
-                where="accelerator.backward",
-                why="each rank has pieces of them, so the term would be another one on each",
-                fix="use weight_decay of the optimizer, or let the model's forward return the term",
-            )
+        if hasattr(node, "variable"):
+            yield node.variable
         left += [following for following, _ in node.next_functions]
 
 

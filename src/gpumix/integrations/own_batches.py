@@ -190,10 +190,15 @@ def _rows(places: Sequence[int], batch: Any) -> Any:
 
 
 class Readable(Dataset[Any]):
-    """A map-style dataset of which samples are read as they are wanted."""
+    """A map-style dataset of which samples are read as they are wanted; it has what that has."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":  # of a copy that is being made
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -228,10 +233,6 @@ class OwnOfStream(IterableDataset[Any]):
         self._rows = rows
         self._collate = collate
         self._drop_last = drop_last
-
-    def set_epoch(self, epoch: int) -> None:
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
         samples = iter(self.dataset)
@@ -276,8 +277,11 @@ class OwnLoader(DataLoader[Any]):
     collated: Callable[[list[Any]], Any]
 
     def set_epoch(self, epoch: int) -> None:
-        told = self.dataset if isinstance(self.dataset, OwnOfStream) else self.batch_sampler
-        told.set_epoch(epoch)  # type: ignore[union-attr]
+        """Of the sampler, and of a dataset that knows epochs."""
+        if isinstance(self.batch_sampler, OwnPart):
+            self.batch_sampler.set_epoch(epoch)
+        if hasattr(self.whole, "set_epoch"):
+            self.whole.set_epoch(epoch)
 
     def after(self, skipped: int) -> Iterator[Any]:
         """Batches, but for some at the beginning, which are not read if they need not be."""

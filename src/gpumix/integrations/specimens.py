@@ -57,10 +57,13 @@ class Specimen:
 
     def padded(self) -> tuple[Any, Any] | None:
         """Batches of the shortest sample, alone and padded as beside the longest one; None if that
-        is the same."""
+        is the same, or the collator pads nothing: then no batch has samples of unlike length."""
         with host_memory():
             alone = self.make(self.collate, [_fresh(self.shortest)])
-            both = self.make(self.collate, [_fresh(self.shortest), _fresh(self.sample)])
+            try:
+                both = self.make(self.collate, [_fresh(self.shortest), _fresh(self.sample)])
+            except (ValueError, TypeError, RuntimeError):
+                return None
         beside = take(both, slice(1))
         if isinstance(beside, dict) and (width := padded_from(beside, [range(1)])[0]):
             # What a collator draws is the same then.

@@ -49,6 +49,13 @@ class PlannedCheckpoints(GivenArguments):
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
 
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """By the arguments that were given, which it compares with those of a checkpoint; of an
+        epoch so many batches are done, each of which is a step here."""
+        with self._unfolded():
+            epochs, batches = super()._init_training_state(*args, **kwargs)  # type: ignore[misc]
+        return epochs, batches // self._accumulates
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Before the model is sharded, its weights; afterwards all comes with the state."""
         if self._engine is None:

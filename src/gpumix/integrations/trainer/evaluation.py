@@ -125,8 +125,7 @@ def evaluate(
     if loss is not None:
         metrics[f"{prefix}_loss"] = loss
     named = {k if k.startswith(f"{prefix}_") else f"{prefix}_{k}": v for k, v in metrics.items()}
-    dataset = getattr(loader.dataset, "dataset", None)
-    number = len(dataset) if dataset is not None and has_length(dataset) else seen.samples
+    number = len(loader.whole) if has_length(loader.whole) else seen.samples
     return EvalLoopOutput(predictions=logits, label_ids=labels, metrics=named, num_samples=number)
 
 

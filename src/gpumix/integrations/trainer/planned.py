@@ -71,6 +71,7 @@ STANDS_IN_FOR = (
     "_move_model_to_device",
     "_get_dataloader",
     "_prepare_for_training",
+    "_init_training_state",
     "_inner_training_loop",
     "_maybe_log_save_evaluate",
     "_clip_grad_norm",
@@ -312,11 +313,12 @@ class Planned(PlannedCheckpoints):
             multiprocessing_context=args.dataloader_multiprocessing_context,
             worker_init_fn=begin,
         )
-        if not is_training:
-            if self._stock.wanted(dataset, collate):
-                return self._stock.loader(of_stock, planned)
-            self._hosted(dataset, collate)
-        return planned()
+        if not is_training and self._stock.wanted(dataset, collate):
+            return self._stock.loader(of_stock, planned)
+        loader: OwnLoader = planned()
+        if dataloader_key is not None and args.dataloader_persistent_workers:
+            self.__dict__.setdefault("_eval_dataloaders", {})[dataloader_key] = loader
+        return loader
 
     def _sampler(self, sampler: Any) -> Any:
         """Of transformers' own, as Accelerate makes it."""
@@ -341,7 +343,6 @@ class Planned(PlannedCheckpoints):
                 return loader
             if self._stock.wanted(loader.dataset, loader.collate_fn):
                 return self._stock.prepared(loader)
-            self._hosted(loader.dataset, loader.collate_fn)
         width = self._widths.trained
         if not is_training:
             description = "Evaluation" if name == LOADERS[1] else "Prediction"
@@ -545,7 +546,7 @@ class Planned(PlannedCheckpoints):
                     planned, description, True, None, metric_key_prefix
                 ).metrics[name]
             return told
-        assert self._engine is not None
+        engine = self._hosted(dataloader.whole, dataloader.collated)
         loss_only = prediction_loss_only
         if loss_only is None:
             loss_only = self.args.prediction_loss_only
@@ -555,7 +556,7 @@ class Planned(PlannedCheckpoints):
         with self._folded(), by_itself(self.accelerator):  # else losses count for all processes
             found = evaluate(
                 self,
-                self._engine,
+                engine,
                 dataloader,
                 description=description,
                 loss_only=bool(loss_only),
