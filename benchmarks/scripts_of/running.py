@@ -69,7 +69,7 @@ class Script:
 
     Attributes:
         plan: A: two ranks, ZeRO 3; B: three, ZeRO 1, one stores nothing; C: three, ZeRO 3, one
-            computes nothing; D: two, nothing is divided.
+            computes nothing; D: two, nothing is divided; E: one, in two micro-batches.
         limit: up to which results are the same; low precision has larger ones.
     """
 
@@ -120,6 +120,8 @@ def shares_of(kind: str, batch: int) -> tuple[list[Share], int]:
     """The ranks of a plan, and its ZeRO stage."""
     most = -(-batch * 7 // 12)
     rest = batch - most
+    if kind == "E":
+        return [Share(batch, -(-batch // 2), 1)], 3
     if kind in "AD":
         return [Share(most, -(-most // 3), 1), Share(rest, rest, 3)], 3 if kind == "A" else 0
     if kind == "C":
@@ -242,7 +244,7 @@ def _rank(script: Script, output: Path, place: tuple[int, int, int]) -> Any:
 def plan_by_hand(kind: str, model: nn.Module, training: hosted.Training) -> Plan:
     """Of a model that a program is about to train."""
     shares, zero_stage = shares_of(kind, training.global_batch)
-    batch = training.make_batch(2)
+    batch = training.make_batch(min(2, training.global_batch))
     assert training.loss is not None
     loss = training.loss
     dtype = training.precision

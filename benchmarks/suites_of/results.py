@@ -1,0 +1,131 @@
+"""Lines about tests, and the verdicts that they come to."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from common import BENCHMARKS, Figures
+
+Line = dict[str, Any]
+DOCS = BENCHMARKS.parent / "docs"
+NO_NETWORK = re.compile(
+    r"OfflineMode|[Oo]ffline mode|outgoing traffic|LocalEntryNotFound|couldn't connect|"
+    r"Couldn't reach|not a valid model identifier|nodename nor servname|"
+    r"Temporary failure in name resolution|doesn't exist on the Hub|Cannot find the requested files"
+)
+# Patterns of refusals: the page that tells of each, and its words there.
+TRAINER, LOOPS, LIGHTNING = "guides/hugging-face.md", "guides/accelerate.md", "lightning.md"
+REFUSED: dict[str, tuple[str, str]] = {
+    r"^InputError: AcceleratorConfig: (split_batches|dispatch_batches|non_blocking|"
+    r"gradient_accumulation_kwargs)=": (TRAINER, "of `accelerator_config`\n`split_batches`"),
+    r"^InputError: TrainingArguments: eval_use_gather_object=": (
+        TRAINER,
+        "`eval_use_gather_object`",
+    ),
+    r"^InputError: TrainingArguments: auto_find_batch_size=": (TRAINER, "`auto_find_batch_size`"),
+    r"RegressionRandomPreTrainedModel: the loss of a batch is not made of": (
+        TRAINER,
+        "a loss that couples samples of a batch is refused",
+    ),
+    r"forward changes buffers of module '', a DummyModel": (
+        "design/losses.md",
+        "buffers change in training. Such a model is refused",
+    ),
+    r"get_train_dataloader of CustomDataloaderTrainer: a MultiLoader gives the batches": (
+        TRAINER,
+        "of another class than torch's `DataLoader` is refused",
+    ),
+    r"Adafactor cannot update a sharded model": (TRAINER, "others are [refused]"),
+    r"the model is prepared without the loader": (LOOPS, "Model and loader are prepared together"),
+    r"the optimizer is prepared before its model": (
+        LOOPS,
+        "The optimizer is prepared with them or",
+    ),
+    r"the model cannot be measured with the loader's batches": (
+        LOOPS,
+        "measured with\nthose of its parts that have the names of forward's arguments",
+    ),
+    r"save_state with \d+ prepared optimizers": (LOOPS, "A state that is saved is that of one"),
+    r"several models cannot be trained by one": (LOOPS, "**One model** for each Accelerator"),
+    r"^InputError: DataLoaderConfiguration: (dispatch_batches|split_batches|non_blocking|"
+    r"use_stateful_dataloader)=": (LOOPS, "`split_batches`, `dispatch_batches`, `non_blocking`"),
+    r"^InputError: Accelerator: (split_batches|rng_types|device_placement|fsdp_plugin|"
+    r"deepspeed_plugin|kwargs_handlers)=": (LOOPS, "are refused: the plan decides\nthat"),
+    r"has a batch sampler of its own": (LOOPS, "a loader with a batch sampler of its\nown"),
+}
+VERDICTS = (
+    "passed_by_ours", "refused_as_documented", "differs_as_documented", "failed",
+)  # fmt: skip
+
+
+def read(path: Path) -> list[Line]:
+    """All lines of a file, which need not be there; of a test and side the last."""
+    if not path.exists():
+        return []
+    lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return list({(one["suite"], one["test"], one["side"]): one for one in lines}.values())
+
+
+def add(path: Path, line: Line) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+@cache
+def differences() -> dict[str, str]:
+    """Why tests cannot pass, by their names: the tables of docs/suites.md."""
+    rows = re.findall(r"^\| `([^`]+)` \| (.+) \|$", (DOCS / "suites.md").read_text("utf-8"), re.M)
+    return dict(rows)
+
+
+def verdict_of(stock: Line, ours: Line | None) -> str:
+    """What became of a test on both sides."""
+    if stock["outcome"] == "skipped":
+        return "skipped"
+    if stock["outcome"] != "passed":
+        lacks = NO_NETWORK.search(stock.get("why", ""))
+        return "needs_network" if lacks else "failed_by_stock"
+    if ours is None:
+        return "not_tried"
+    if ours["outcome"] == "passed":
+        return "passed_by_ours"
+    refusal = ours.get("refusal", "")
+    if any(re.search(pattern, refusal) for pattern in REFUSED if refusal):
+        return "refused_as_documented"
+    told = any(name in stock["test"] for name in differences())
+    return "differs_as_documented" if told else "failed"
+
+
+def verdicts(lines: list[Line]) -> dict[tuple[str, str], str]:
+    """By suite and test."""
+    ours = {(one["suite"], one["test"]): one for one in lines if one["side"] == "ours"}
+    stock = {(one["suite"], one["test"]): one for one in lines if one["side"] == "stock"}
+    return {key: verdict_of(line, ours.get(key)) for key, line in stock.items()}
+
+
+def figures_of(lines: list[Line], suites: list[str]) -> Figures:
+    """Counts of all suites, then of each."""
+    found = verdicts(lines)
+    used = {(one["suite"], one["test"]) for one in lines if one.get("used")}
+    figures: Figures = {}
+    for prefix in ("", *suites):
+        own = {key: told for key, told in found.items() if prefix in ("", key[0])}
+        counts = Counter(own.values())
+        tried = {key for key, told in own.items() if told in (*VERDICTS, "not_tried")}
+        named = {
+            "tests": len(own) - counts["skipped"],
+            "passed_by_stock": len(tried),
+            "with_our_classes": len(tried & used),
+            **{verdict: counts[verdict] for verdict in VERDICTS},
+            "not_tried": counts["not_tried"],
+            "needs_network": counts["needs_network"],
+            "failed_by_stock": counts["failed_by_stock"],
+            "skipped_by_stock": counts["skipped"],
+        }
+        figures |= {f"{prefix}_{name}".lstrip("_"): value for name, value in named.items()}
+    return figures
