@@ -156,3 +156,67 @@ def test_a_collator_that_pads_nothing_is_not_asked_to():
     specimen = specimen_of(unlike, stacked)
     assert specimen.sequence_length == 5
     assert specimen.padded() is None
+
+
+def _fitted(folder: Path) -> dict[str, Any]:
+    as_launched(folder)
+    from lightning.pytorch import LightningModule, Trainer
+
+    from gpumix.integrations.lightning import GpumixStrategy
+
+    class Module(LightningModule):
+        """Whose first unit gets the batch itself, of which a hook takes a part."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 1)
+
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return batch["x"], batch["y"]
+
+        def step(self, batch: Any, name: str) -> Any:
+            x, y = batch
+            loss = nn.functional.mse_loss(self.layer(x), y)
+            self.log(name, loss, reduce_fx="AVG")
+            return loss
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.step(batch, "loss")
+
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.step(batch, "val_loss")
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    torch.manual_seed(2)
+    rows = [{"x": torch.randn(3), "y": torch.ones(1), "name": torch.ones(1)} for _ in range(12)]
+    loader = DataLoader(rows, batch_size=4)  # type: ignore[arg-type]
+    found = {}
+    for kind in ("stock", "ours"):
+        torch.manual_seed(3)
+        module, more = Module(), {} if kind == "stock" else {"strategy": GpumixStrategy()}
+        settings = {"logger": False, "enable_progress_bar": False, "max_epochs": 1}
+        trainer = Trainer(default_root_dir=folder / kind, accelerator="cpu", **settings, **more)
+        (before,) = trainer.validate(module, loader, verbose=False)
+        trainer.fit(module, loader, loader)
+        trainer.save_checkpoint(folder / f"{kind}.ckpt")
+        saved = torch.load(folder / f"{kind}.ckpt", weights_only=True)["state_dict"]
+        more = more and {"strategy": GpumixStrategy()}
+        another = Trainer(default_root_dir=folder / kind, accelerator="cpu", **settings, **more)
+        another.fit(module, loader)
+        (after,) = another.validate(module, loader, verbose=False)
+        losses = before["val_loss"], after["val_loss"], trainer.callback_metrics["loss"].item()
+        found[kind] = losses, saved
+    strategy = GpumixStrategy()
+    strategy.connect(Module())
+    found["before"] = sorted(strategy.lightning_module_state_dict())
+    return found
+
+
+def test_a_module_whose_first_unit_gets_the_batch_goes_from_trainer_to_trainer(tmp_path):
+    (found,) = run_ranks(_fitted, 1, tmp_path)
+    assert found["ours"][0] == pytest.approx(found["stock"][0], rel=1e-5)
+    for name, value in found["stock"][1].items():
+        torch.testing.assert_close(found["ours"][1][name], value)
+    assert found["before"] == ["layer.bias", "layer.weight"]

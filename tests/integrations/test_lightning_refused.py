@@ -59,6 +59,11 @@ class Reads(Plain):
         return next(dataloader_iter)
 
 
+class ReadsToEvaluate(Plain):
+    def validation_step(self, dataloader_iter):
+        return next(dataloader_iter)
+
+
 class NoOptimizer(Plain):
     def configure_optimizers(self):
         return None
@@ -92,6 +97,7 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "manual": ("manual optimization", {"module": Manual}),
     "backward": ("OwnBackward.backward", {"module": OwnBackward}),
     "reads": (r"training_step\(dataloader_iter\)", {"module": Reads}),
+    "reads to evaluate": (r"validation_step\(dataloader_iter\)", {"module": ReadsToEvaluate}),
     "no optimizer": ("returned no optimizer", {"module": NoOptimizer}),
     "several": ("returned several", {"module": Several}),
     "precision": ("precision '64-true'", {"precision": "64-true"}),

@@ -287,8 +287,10 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def versions(values: Sequence[Any]) -> list[int]:
-    """How often each of the tensors among `values` was written into."""
-    return [t._version for t in values if isinstance(t, torch.Tensor)]
+    """How often each of the tensors among `values` was written into; 0 of those that were made in
+    inference mode, which keep no count, and from which no backward can be made."""
+    tensors = (t for t in values if isinstance(t, torch.Tensor))
+    return [0 if t.is_inference() else t._version for t in tensors]
 
 
 def refuse_writes(inputs: Sequence[Any], before: list[int], what: str) -> None:

@@ -35,6 +35,7 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 from torchmetrics import Metric  # noqa: E402
 
 from gpumix.engine.engine import Engine  # noqa: E402
+from gpumix.engine.outside import unshard  # noqa: E402
 from gpumix.hardware.environment import ranks_here  # noqa: E402
 from gpumix.hardware.memory import host_memory  # noqa: E402
 from gpumix.integrations.batching import Batching  # noqa: E402
@@ -171,6 +172,8 @@ class GpumixStrategy(Together, Checkpoints):
         refuse_without_meaning(trainer, module, self._accumulates)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if self._engine is None:
+            unshard(module)  # of another trainer, whose engine is gone then
+            vars(module).pop("zero_grad", None)
             self._host(trainer, module, fitting=fitting)
         elif self._engine.model is not module:
             raise InputError(
@@ -203,7 +206,7 @@ class GpumixStrategy(Together, Checkpoints):
         names = {id(p): name for name, p in module.named_parameters()}
         dtypes = dtypes_of(module)
         self._steps.begin(trainer, module)
-        specimen = specimen_of(like.loader.dataset, like.loader.collate_fn, collated_tree)
+        specimen = specimen_of(like.loader.dataset, like.loader.collate_fn, self._handed_over)
         metrics = [m for m in module.modules() if isinstance(m, Metric)]
         training = Training(
             specimen.batch,
@@ -279,6 +282,12 @@ class GpumixStrategy(Together, Checkpoints):
             return self.lightning_module._apply_batch_transfer_handler(
                 batch, device=torch.device("cpu"), dataloader_idx=dataloader_idx
             )
+
+    def _handed_over(self, collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
+        """A batch as steps get it, to measure with."""
+        assert self.lightning_module is not None
+        batch = self.lightning_module._on_before_batch_transfer(collated_tree(collate, samples))
+        return self.batch_to_device(batch)
 
     def _rows(self, rows: Callable[[Plan, int, int], Sequence[range]]) -> PlannedRows:
         return PlannedRows(lambda: self.engine, rows)

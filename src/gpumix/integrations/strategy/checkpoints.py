@@ -25,9 +25,9 @@ LOADERS = "combined_loader"
 
 
 class Checkpoints(ParallelStrategy):
-    """A strategy whose model is saved by `saver`."""
+    """A strategy whose model is saved by `saver`, once it is sharded."""
 
-    saver: Saver
+    saver: Saver | None = None
     group_sizes: Sequence[int] = ()  # parameters in each of the optimizer's groups
     _loaded_from: Path | None = None
 
@@ -37,6 +37,8 @@ class Checkpoints(ParallelStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole model's, on the first rank."""
+        if self.saver is None:
+            return super().lightning_module_state_dict()
         return self.saver.model_state()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -52,7 +54,7 @@ class Checkpoints(ParallelStrategy):
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
         folder = state_of(filepath)
-        if "optimizer_states" in checkpoint and self.optimizers:
+        if "optimizer_states" in checkpoint and self.optimizers and self.saver is not None:
             self.saver.save(folder, checkpoint["global_step"], self.optimizers[0])
         elif self.is_global_zero:
             remove_quietly(folder)  # another file of this name had it
@@ -82,10 +84,12 @@ class Checkpoints(ParallelStrategy):
         assert self.lightning_module is not None and self._loaded_from is not None
         if self.lightning_module.trainer.training and self._loaded_from.is_dir():
             return
+        assert self.saver is not None, "checkpoints are restored after `setup`"
         self.saver.load_weights(checkpoint["state_dict"])
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         assert self.lightning_module is not None and self._loaded_from is not None
+        assert self.saver is not None
         optimizer = self.optimizers[0]
         self.saver.load(self._loaded_from, optimizer)
         saved = checkpoint["optimizer_states"][0]["param_groups"]

@@ -167,6 +167,7 @@ class Logs:
     def _settings(self, name: str, given: dict[str, Any], *, explicit: bool) -> dict[str, Any]:
         reduced = given.get(REDUCED, MEAN)
         reduced = reduced if isinstance(reduced, str) else getattr(reduced, "__name__", "")
+        reduced = {"avg": MEAN}.get(reduced.lower(), reduced.lower())
         if reduced not in (MEAN, SUM, MAX, MIN):
             raise InputError(
                 f"'{name}' is logged with a reduce_fx of its own",

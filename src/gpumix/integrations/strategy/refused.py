@@ -15,6 +15,7 @@ from gpumix.spec.errors import InputError
 
 WHOLE = "it looks at whole parameters, and a rank has pieces of them"
 COUNTED = "what is accumulated is one batch here, so batches are counted in steps"
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 CALLBACKS = {
     "StochasticWeightAveraging": WHOLE,
     "WeightAveraging": WHOLE,
@@ -64,12 +65,13 @@ def _found(trainer: Trainer, module: LightningModule, accumulates: int) -> Any:
             "the engine goes backward unit by unit",
             "leave it out",
         )
-    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
-        yield (
-            "training_step(dataloader_iter)",
-            "the plan cuts each batch into micro-batches",
-            "training_step(self, batch, batch_idx)",
-        )
+    for step in STEPS:
+        if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
+            yield (
+                f"{step}(dataloader_iter)",
+                "the plan cuts each batch into micro-batches",
+                f"{step}(self, batch, batch_idx)",
+            )
     if getattr(module, "_compiler_ctx", None) is not None:
         yield (
             "a module that was compiled as a whole",
