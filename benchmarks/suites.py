@@ -81,7 +81,7 @@ def _run(suite: str, side: str, path: Path, out: Path, arguments: argparse.Names
         "limit": arguments.limit,
     }
     command = [
-        *(sys.executable, "-m", "pytest", "-p", "suites_of.plugin", "-p", "no:cacheprovider"),
+        *(sys.executable, "-P", "-m", "pytest", "-p", "suites_of.plugin", "-p", "no:cacheprovider"),
         *(
             "-o",
             "addopts=",
@@ -94,7 +94,9 @@ def _run(suite: str, side: str, path: Path, out: Path, arguments: argparse.Names
         *(f"--suites-{name}={value}" for name, value in told.items()),
         *tests,
     ]
-    environment = common.environment(path / folder, path) | UNTHREADED
+    # Sources that have the package itself: the one that is installed is tested.
+    paths = () if (path / suite).is_dir() else (path / folder, path)
+    environment = common.environment(*paths) | UNTHREADED
     subprocess.run(command, cwd=path / folder, env=environment, stdout=sys.stderr, check=False)
 
 
