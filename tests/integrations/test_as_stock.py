@@ -186,6 +186,9 @@ def _fitted(folder: Path) -> dict[str, Any]:
         def validation_step(self, batch: Any, batch_idx: int) -> Any:
             return self.step(batch, "val_loss")
 
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if batch_idx == 1 else self.layer(batch[0])
+
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
@@ -207,7 +210,7 @@ def _fitted(folder: Path) -> dict[str, Any]:
         another.fit(module, loader)
         (after,) = another.validate(module, loader, verbose=False)
         losses = before["val_loss"], after["val_loss"], trainer.callback_metrics["loss"].item()
-        found[kind] = losses, saved
+        found[kind] = losses, saved, another.predict(module, loader)
     strategy = GpumixStrategy()
     strategy.connect(Module())
     found["before"] = sorted(strategy.lightning_module_state_dict())
@@ -219,4 +222,7 @@ def test_a_module_whose_first_unit_gets_the_batch_goes_from_trainer_to_trainer(t
     assert found["ours"][0] == pytest.approx(found["stock"][0], rel=1e-5)
     for name, value in found["stock"][1].items():
         torch.testing.assert_close(found["ours"][1][name], value)
+    stock, ours = found["stock"][2], found["ours"][2]
+    assert [one is None for one in ours] == [one is None for one in stock] == [False, True, False]
+    torch.testing.assert_close(ours[::2], stock[::2])
     assert found["before"] == ["layer.bias", "layer.weight"]

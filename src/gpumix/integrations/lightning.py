@@ -65,7 +65,7 @@ from gpumix.integrations.strategy.refused import (  # noqa: E402
     refuse_frequencies,
     refuse_without_meaning,
 )
-from gpumix.integrations.strategy.steps import Steps  # noqa: E402
+from gpumix.integrations.strategy.steps import NOTHING, Steps  # noqa: E402
 from gpumix.integrations.strategy.together import Together  # noqa: E402
 from gpumix.spec.errors import InputError  # noqa: E402
 from gpumix.spec.plan import Plan  # noqa: E402
@@ -320,7 +320,9 @@ class GpumixStrategy(Together, Checkpoints):
             made = self._steps.evaluate(hook, batch, others, self.precision_plugin.samples)
         self._steps.publish()
         if hook == "predict_step":
-            return all_rows(made, self.engine.comm, "gathering of predictions")
+            found = all_rows(made, self.engine.comm, "gathering of predictions")
+            if not isinstance(found, Tensor) or found.shape[1:] != NOTHING:
+                return found
         return None
 
     # -- the record --------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from gpumix.spec.errors import InputError
 LABELS = "labels"
 TRAINING = "training_step"
 COUNTS = ("forward", "update")  # methods of a metric, which torchmetrics wraps for each
+NOTHING = (0,)  # the shape of a row of what `predict_step` does not return
 
 
 class Steps:
@@ -120,6 +121,8 @@ class Steps:
                 told = step(batch, *others)
             if hook != "predict_step":
                 return torch.zeros(samples_in(batch))
+            if told is None:
+                return torch.zeros(samples_in(batch), *NOTHING)
             with host_memory():
                 return tree_map(_on_host, told)
 
