@@ -115,7 +115,7 @@ def test_a_model_without_modules_is_one_unit_itself():
     assert names(nn.Linear(2, 2)) == names(Affine()) == [""]
     assert not dissect(Affine()).root.slots
     batch = vectors(5, torch.Generator().manual_seed(0))
-    for mode in (PLAIN, Mode(recompute=False), Mode(recompute=False, order="sequential")):
+    for mode in (PLAIN, Mode(recompute=False)):
         assert_step_is_plain(engine_alone(Affine, 5, 2, mode=mode), Affine, batch)
 
 
