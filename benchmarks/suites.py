@@ -96,7 +96,7 @@ def _run(suite: str, side: str, path: Path, out: Path, arguments: argparse.Names
     ]
     # Sources that have the package itself: the one that is installed is tested.
     paths = () if (path / suite).is_dir() else (path / folder, path)
-    environment = common.environment(*paths) | UNTHREADED
+    environment = common.environment(*paths) | UNTHREADED | {"SUITES_PACKAGE": suite}
     subprocess.run(command, cwd=path / folder, env=environment, stdout=sys.stderr, check=False)
 
 

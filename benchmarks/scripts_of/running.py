@@ -251,7 +251,7 @@ def plan_by_hand(kind: str, model: nn.Module, training: hosted.Training) -> Plan
     return plan_for(
         model,
         shares,
-        calls=calls_of(model, lambda: loss(model, batch)),
+        calls=calls_of(model, torch.enable_grad()(lambda: loss(model, batch))),
         length=training.sequence_length,
         zero_stage=zero_stage,
         compute_dtype=hosted.precision_of_weights(model) if dtype == "auto" else dtype,

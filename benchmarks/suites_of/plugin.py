@@ -6,6 +6,7 @@ nothing with it, and libraries with one global state begin each test without it.
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import re
@@ -22,6 +23,8 @@ from gpumix.spec.errors import GpumixError
 from suites_of import results, stand_ins, swaps
 from zoo_of.forking import kill_group
 
+# Before any conftest.py, which may put sources of the same name before what is installed.
+importlib.import_module(os.environ["SUITES_PACKAGE"])
 MOST_WORDS = 1500  # of a failure
 
 

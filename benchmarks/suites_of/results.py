@@ -57,6 +57,32 @@ REFUSED: dict[str, tuple[str, str]] = {
     r"^InputError: Accelerator: (split_batches|rng_types|device_placement|fsdp_plugin|"
     r"deepspeed_plugin|kwargs_handlers)=": (LOOPS, "are refused: the plan decides\nthat"),
     r"has a batch sampler of its own": (LOOPS, "a loader with a batch sampler of its\nown"),
+    r"^InputError: Trainer: manual optimization has no": (LIGHTNING, "Manual optimization"),
+    r"limit_\w+_batches=\d+ with accumulate_grad_batches": (LIGHTNING, "limits in batches"),
+    r"^InputError: Trainer: \w+\.backward has no meaning": (LIGHTNING, "a `backward` of one's own"),
+    r"_step\(dataloader_iter\) has no meaning": (LIGHTNING, "steps that take a\n`dataloader_iter`"),
+    r"configure_optimizers returned several": (LIGHTNING, "several optimizers"),
+    r"configure_optimizers returned no optimizer": (LIGHTNING, "`configure_optimizers` with one"),
+    r"training_step returned no loss": (LIGHTNING, "a `training_step` that returns no loss"),
+    r"this strategy has another module already": (LIGHTNING, "a second module for a strategy"),
+    r"Trainer, \w+: precision '[^']*' has no meaning": (
+        LIGHTNING,
+        "precision other than `32-true`",
+    ),
+    r"batches come from several loaders at once": (LIGHTNING, "several training loaders at once"),
+    r"^InputError: an? \w+ gives the batches": (LIGHTNING, "loaders of another class than torch's"),
+    r"^InputError: Trainer: (StochasticWeightAveraging|WeightAveraging|EMAWeightAveraging|"
+    r"ModelPruning|BatchSizeFinder|GradientAccumulationScheduler) has": (
+        LIGHTNING,
+        "the callbacks\n",
+    ),
+    r"prompts of PEFT \(\w+\) are not trained": (TRAINER, "Learned prompts are refused"),
+    r"forward changes the values of parameter '\S*base_layer": (TRAINER, "`target_parameters`"),
+    r"^InputError: SFTConfig: (activation_offloading|padding_free)=": (
+        TRAINER,
+        "`activation_offloading` and `padding_free`",
+    ),
+    r"^InputError: SFTConfig: use_liger_kernel=": (TRAINER, "`use_liger_kernel`"),
 }
 VERDICTS = (
     "passed_by_ours", "refused_as_documented", "differs_as_documented", "failed",
