@@ -60,31 +60,6 @@ def test_a_loss_that_is_left_on_a_module_is_refused():
         one_step(lambda: AddsKeptLoss([KeepsLoss(), KeepsLoss()]))
 
 
-class Appends(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = Block()
-
-    def forward(self, x, found):
-        y = self.inner(x)
-        found.append(y.pow(2).sum())
-        return y
-
-
-class Collects(Regression):
-    def forward(self, x, target):
-        x, found = self.enter(x), []
-        for block in self.blocks:
-            x = block(x, found)
-        loss, count = self.error(x, target)
-        return loss + 0.01 * sum(found), count
-
-
-def test_a_list_that_a_unit_appends_to_is_refused():
-    with pytest.raises(ModelError, match=r"unit 'blocks\.0' changes a list or dict"):
-        one_step(lambda: Collects([Appends(), Appends()]))
-
-
 # -- parameters that are not here ------------------------------------------------------------------
 
 

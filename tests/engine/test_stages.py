@@ -336,6 +336,7 @@ ODD = {
         {"zero_stage": 1},
     ),
     "what a block returns goes by its number": ("by_number", LAYOUTS["1 + 1"], {"zero_stage": 1}),
+    "blocks share a dict": ("shares_by_dict", LAYOUTS["1 + 2"], {"zero_stage": 2}),
     "blocks return fewer positions, or are given fewer": (
         "halves",
         LAYOUTS["1 + 1"],

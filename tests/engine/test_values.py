@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, UserDict, namedtuple
 
 import pytest
 import torch
@@ -39,23 +39,21 @@ def test_leaves_are_those_of_pytree_and_make_the_value_again(value):
     assert same == spec and all(a is b for a, b in zip(again, wanted))
 
 
-def change_nothing(args, kwargs):
-    """The unit leaves its arguments alone."""
+class Named(UserDict):
+    """With an attribute of its own."""
+
+    name = "none"
 
 
-@pytest.mark.parametrize(
-    ("args", "kwargs", "change", "holds"),
-    [
-        ((ONE, (TWO,)), {"k": None}, change_nothing, True),
-        (([ONE],), {}, change_nothing, True),
-        (([ONE],), {}, lambda args, kwargs: args[0].append(TWO), False),
-        ((({"a": ONE},),), {}, lambda args, kwargs: args[0][0].update(a=TWO), False),
-        ((), {"k": {"a": ONE}}, lambda args, kwargs: kwargs["k"].pop("a"), False),
-        ((), {"k": (ONE, [TWO])}, lambda args, kwargs: kwargs["k"][1].clear(), False),
-    ],
-)
-def test_a_change_of_what_a_unit_is_given_is_noticed(args, kwargs, change, holds):
-    leaves, structure = Arguments.of(args, kwargs)
-    given = structure.filled(leaves)
-    change(*given)
-    assert structure.still_hold(leaves, *given) is holds
+def test_a_user_dict_is_made_again_with_its_attributes():
+    value = Named(a=ONE, b=(TWO, None))
+    value.name = "own"
+    leaves: list = []
+    structure = flatten((value, 3), leaves)
+    assert [*map(id, leaves)] == [*map(id, (ONE, TWO, None, 3))]
+    again, _ = unflatten(structure, iter(leaves))
+    assert type(again) is Named and again is not value and again.name == "own"
+    assert again["a"] is ONE and again["b"][0] is TWO
+    leaves, structure = Arguments.of((value,), {"k": value})
+    (one,), others = structure.filled(leaves)
+    assert one["a"] is others["k"]["a"] is ONE and one is not others["k"]

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from gpumix.engine.buffers import BufferCopies
 from gpumix.engine.captured import Captured, Collected
+from gpumix.engine.containers import Containers
 from gpumix.engine.coroutine import ModelError, ThreadState, UnitCall
 from gpumix.engine.given import Given
 from gpumix.engine.glue import Link, hand, run_backward, without_memory
@@ -67,7 +68,7 @@ class Cut:
         self._recompute = recompute
         self._host = host
         self._inputs, structure = Arguments.of(call.args, call.kwargs)
-        self._captured = Captured(call.context)
+        self._captured = Captured(call.context, model_containers(unit, call.args, call.kwargs))
         self._gradients = call.state.gradients
         self._run = Run(
             unit.name,
@@ -205,7 +206,9 @@ class Cut:
         """The outputs that other stages take, whole; the model may write into its own."""
         if not self._sends:
             return []
-        result = tree_leaves(unflatten(structure, iter(outputs)), is_leaf=is_divided)
+        result = outputs
+        if self.unit.positions is not None:
+            result = tree_leaves(unflatten(structure, iter(outputs)), is_leaf=is_divided)
         self._sent_by_all = [place for place in self._sends if is_divided(result[place])]
         with torch.no_grad():
             return [
@@ -246,10 +249,10 @@ class Run:
         given = [cast(value, self.dtype) for value in inputs]
         with self.state.applied():
             args, kwargs = self.structure.filled(given)
-            result = self.captured.run(lambda: self.forward(*args, **kwargs))
+            copies = Containers(self.label, args, kwargs)
+            result = self.captured.run(lambda: self.forward(*args, **kwargs), copies)
         outputs: list[Any] = []
         structure = flatten(result, outputs)
-        self._refuse_changes(given, args, kwargs)
         return outputs, structure
 
     def again(self, given: Given, buffers: BufferCopies) -> Outputs:
@@ -258,16 +261,13 @@ class Run:
         with buffers.in_place():
             return self(given.fresh())
 
-    def _refuse_changes(
-        self, given: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """The unit got copies of lists and dicts: what it puts there the model would not see."""
-        if not self.structure.still_hold(given, args, kwargs):
-            raise ModelError(
-                f"unit '{self.label}' changes a list or dict that it is given",
-                why="gradients cross a unit's boundary through its arguments and its result only",
-                fix="return what is new from the unit",
-            )
+
+def model_containers(
+    unit: ShardedUnit, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Containers | None:
+    """The lists and dicts that a unit is given and may put values into: none where it has a part of
+    the positions, and so would put a part there."""
+    return Containers(unit.name, args, kwargs) if unit.positions is None else None
 
 
 def taken(call: UnitCall, unit: ShardedUnit) -> UnitCall:

@@ -22,12 +22,13 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from gpumix.engine.boundary import cast
 from gpumix.engine.captured import Captured
+from gpumix.engine.containers import Containers
 from gpumix.engine.coroutine import ModelError, UnitCall
 from gpumix.engine.units import Anatomy, Slot
+from gpumix.engine.values import Arguments, Structure, flatten, unflatten
 from gpumix.spec.errors import first_line
 
 WITHOUT_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
@@ -63,7 +64,7 @@ class Returned:
     """What a unit call returns, and what is collected beside: tensors, or their looks."""
 
     leaves: tuple[Any, ...]
-    structure: TreeSpec
+    structure: Structure
 
     def look(self, output: int) -> Look:
         """That of the tensor at place `output`."""
@@ -162,7 +163,7 @@ class Elsewhere:
         Raises:
             Untold: that depends on values.
         """
-        inputs, structure = tree_flatten((call.args, call.kwargs))
+        inputs, structure = Arguments.of(call.args, call.kwargs)
         # Not by its kind: what a block returns may go by its number.
         key = (call.unit, str(structure), tuple(map(_look_of, inputs)))
         if key not in self._returned:
@@ -246,23 +247,30 @@ def plain_run(
     call: UnitCall, forward: Callable[..., Any], prepared: Callable[[Any], Any]
 ) -> Returned:
     """What a unit returns by `forward`, without gradients; each input is `prepared` before."""
-    captured = Captured(call.context)
-    args, kwargs = tree_map(prepared, (call.args, call.kwargs))
+    captured = _captured(call)
+    inputs, arguments = Arguments.of(call.args, call.kwargs)
+    args, kwargs = arguments.filled([prepared(value) for value in inputs])
+    copies = Containers(call.unit, args, kwargs)
+    leaves: list[Any] = []
     with call.state.applied(), torch.no_grad():
-        leaves, structure = tree_flatten(captured.run(lambda: forward(*args, **kwargs)))
+        structure = flatten(captured.run(lambda: forward(*args, **kwargs), copies), leaves)
     return Returned(tuple(leaves), structure)
 
 
 def hand_over(call: UnitCall, returned: Returned, leaves: Sequence[Any]) -> Any:
     """Give the model what a call returned: `leaves` in the places of the looks."""
-    result, collected = tree_unflatten(list(leaves), returned.structure)
-    Captured(call.context).hand_over(collected)
+    result, collected = unflatten(returned.structure, iter(leaves))
+    _captured(call).hand_over(collected)
     return result
+
+
+def _captured(call: UnitCall) -> Captured:
+    return Captured(call.context, Containers(call.unit, call.args, call.kwargs))
 
 
 def given_looks(call: UnitCall) -> object:
     """What tells calls apart whose tensors differ in number, shape or dtype."""
-    inputs, structure = tree_flatten((call.args, call.kwargs))
+    inputs, structure = Arguments.of(call.args, call.kwargs)
     return str(structure), tuple(Look.of(t) for t in inputs if isinstance(t, torch.Tensor))
 
 

@@ -17,12 +17,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from gpumix.engine import stands
 from gpumix.engine.boundary import (
     Run,
     cast,
+    model_containers,
     refuse_inputs,
     refuse_outputs,
     refuse_writes,
@@ -31,6 +32,7 @@ from gpumix.engine.boundary import (
 from gpumix.engine.buckets import Bucket, Reductions
 from gpumix.engine.buffers import BufferCopies
 from gpumix.engine.captured import Captured
+from gpumix.engine.containers import Containers, fill
 from gpumix.engine.coroutine import Calls, ThreadState
 from gpumix.engine.given import Given
 from gpumix.engine.micro_batch import Loss, goes_past, out_of_order, refuse_detached
@@ -230,13 +232,15 @@ class _Answers:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        inputs = tree_leaves((args, kwargs))
+        inputs, arguments = Arguments.of(args, kwargs)
         refuse_inputs(unit.name, inputs)
         before = versions(inputs)
-        if self._batch.compute_dtype != torch.float32:
-            args, kwargs = tree_map(partial(cast, dtype=self._batch.compute_dtype), (args, kwargs))
+        own = model_containers(unit, args, kwargs)
+        args, kwargs = arguments.filled([cast(t, self._batch.compute_dtype) for t in inputs])
         seed()
+        copies = Containers(unit.name, args, kwargs)
         outputs = unit.forward(*args, **kwargs)
+        fill(own, copies)
         refuse_writes(inputs, before, f"unit '{unit.name}' writes into its own input")
         refuse_outputs(unit, tree_leaves(outputs))
         return outputs
@@ -251,7 +255,8 @@ class _Answers:
         inputs, arguments = Arguments.of(args, kwargs)
         refuse_inputs(unit.name, inputs)
         before = versions(inputs)
-        captured = Captured(contextvars.copy_context())
+        own = model_containers(unit, args, kwargs)
+        captured = Captured(contextvars.copy_context(), own)
         state, dtype = ThreadState.capture(), self._batch.compute_dtype
         once = Run(unit.name, unit.forward, state, captured, dtype, seed, arguments)
         sources = [t.detach() if isinstance(t, torch.Tensor) else t for t in inputs]

@@ -6,9 +6,11 @@ here. Most calls are of tensors and of tuples of them: for these it takes a fift
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Union
 
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
@@ -17,7 +19,29 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str})
 
 # Of a leaf None, of a tuple and of a dict the structures of their items, of others pytree's own.
-Structure = None | tuple["Structure", ...] | dict[Any, "Structure"] | TreeSpec
+Structure = Union[None, tuple["Structure", ...], dict[Any, "Structure"], "OfUserDict", TreeSpec]
+
+
+@dataclass(frozen=True)
+class OfUserDict:
+    """The structure of a `collections.UserDict`, which to pytree is a leaf."""
+
+    kind: type[UserDict[Any, Any]]
+    items: dict[Any, Structure]
+    others: dict[str, Any]  # attributes
+
+    @classmethod
+    def of(cls, value: UserDict[Any, Any], leaves: list[Any]) -> OfUserDict:
+        others = {name: one for name, one in vars(value).items() if name != "data"}
+        items = {key: flatten(item, leaves) for key, item in value.data.items()}
+        return cls(type(value), items, others)
+
+    def filled(self, leaves: Iterator[Any]) -> UserDict[Any, Any]:
+        """One of the next leaves."""
+        made = self.kind.__new__(self.kind)
+        items = {key: unflatten(item, leaves) for key, item in self.items.items()}
+        vars(made).update(self.others, data=items)
+        return made
 
 
 def flatten(value: Any, leaves: list[Any]) -> Structure:
@@ -30,6 +54,8 @@ def flatten(value: Any, leaves: list[Any]) -> Structure:
         return tuple([flatten(item, leaves) for item in value])
     if kind is dict:
         return {key: flatten(item, leaves) for key, item in value.items()}
+    if issubclass(kind, UserDict):
+        return OfUserDict.of(value, leaves)
     found, structure = tree_flatten(value)
     leaves += found
     return structure
@@ -43,12 +69,9 @@ def unflatten(structure: Structure, leaves: Iterator[Any]) -> Any:
         return tuple([unflatten(item, leaves) for item in structure])
     if isinstance(structure, dict):
         return {key: unflatten(item, leaves) for key, item in structure.items()}
+    if isinstance(structure, OfUserDict):
+        return structure.filled(leaves)
     return tree_unflatten(list(islice(leaves, structure.num_leaves)), structure)
-
-
-def only_tuples(structure: Structure) -> bool:
-    """Whether a value of this structure is a leaf or tuples of leaves, which nobody can change."""
-    return structure is None or (isinstance(structure, tuple) and all(map(only_tuples, structure)))
 
 
 class Arguments(NamedTuple):
@@ -68,12 +91,3 @@ class Arguments(NamedTuple):
         """Arguments of these leaves."""
         rest = iter(leaves)
         return unflatten(self.args, rest), unflatten(self.kwargs, rest)
-
-    def still_hold(
-        self, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> bool:
-        """Whether arguments that were made of these leaves are what they were."""
-        if only_tuples(self.args) and all(map(only_tuples, self.kwargs.values())):
-            return True  # nobody can change them
-        found, structure = Arguments.of(args, kwargs)
-        return structure == self and all(a is b for a, b in zip(found, leaves))

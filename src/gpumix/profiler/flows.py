@@ -25,6 +25,7 @@ from gpumix.engine.away import HARMLESS
 from gpumix.engine.elsewhere import FILLS, Returned, Untold, given_looks, hand_over
 from gpumix.engine.glue import hand, without_memory
 from gpumix.engine.units import frozen_bytes
+from gpumix.engine.values import Arguments
 from gpumix.hardware.memory import is_out_of_memory
 from gpumix.profiler.specimen import Specimens
 from gpumix.spec.errors import GpumixError, first_line
@@ -168,7 +169,8 @@ def _found(specimens: Specimens, batch: Any, *, in_chunks: bool) -> Flows:
             inside = specimens.shared_by[walk.call.unit]
             for name in inside:
                 notes.uses[name].add((INSIDE, False))
-            given = notes.sources((walk.call.args, walk.call.kwargs))
+            leaves, _ = Arguments.of(walk.call.args, walk.call.kwargs)
+            given = notes.sources(leaves)
             needed.append(given.union(inside, notes.looked))
             call, notes.place = len(walk.calls) - 1, len(walk.calls)
             gradients = walk.call.state.gradients

@@ -21,6 +21,7 @@ from gpumix.engine.boundary import Cut, cast, taken
 from gpumix.engine.captured import Captured, Collected
 from gpumix.engine.comm import Borrowed, Communicator, Pending
 from gpumix.engine.compiled import compile_units, plain_forward
+from gpumix.engine.containers import Containers
 from gpumix.engine.coroutine import Calls, Coroutine, Finished, UnitCall, intercept
 from gpumix.engine.division import Division
 from gpumix.engine.elsewhere import Elsewhere, Returned, plain_run
@@ -31,6 +32,7 @@ from gpumix.engine.reduction import Objective
 from gpumix.engine.sequence import Positions
 from gpumix.engine.shards import Dtypes, FlatGroup
 from gpumix.engine.units import Anatomy, Unit
+from gpumix.engine.values import Arguments
 from gpumix.hardware.memory import host_memory
 from gpumix.profiler.order import OneOrder
 from gpumix.spec.cut import Intervals
@@ -164,8 +166,10 @@ class Specimens:
         """The specimen of the called unit, given what that was called with. It runs as often as one
         likes: what the model takes from inside it is handed over by `Outputs` alone."""
         context, _ = Captured(call.context).apart()
+        leaves, arguments = Arguments.of(call.args, call.kwargs)
+        args, kwargs = arguments.filled(leaves)  # with containers of its own
         cut = Cut(
-            call._replace(context=context),
+            call._replace(args=args, kwargs=kwargs, context=context),
             self.of_kind[self.kind_of[call.unit]],
             compute_dtype=self.compute_dtype,
             seed=_no_seed,
@@ -291,7 +295,8 @@ class Outputs:
 
     def again(self, call: UnitCall) -> Any:
         """What `call` returns, once the model has what else it takes."""
-        Captured(call.context).hand_over(_alike(self.collected))
+        given = Containers(call.unit, call.args, call.kwargs)
+        Captured(call.context, given).hand_over(_alike(self.collected))
         return _alike(self.value)
 
 
