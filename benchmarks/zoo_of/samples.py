@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zoo_of.small import IMAGE, LABELS, ORDINARY, nested
+from zoo_of.inputs import MAKERS, SIDES, SOUND_MASKS, frames_mask, optional
+from zoo_of.small import IMAGE, LABELS, ORDINARY, TOKEN_ID, nested, of_any
 
 IGNORED = -100
 LONGEST, SHORTEST = 16, 6
@@ -40,6 +41,7 @@ class Shape:
         labels: the kind of labels.
         image: of pixel values; none: no picture.
         sound: of a spectrogram or a wave.
+        length: of a sound; 0: as the configuration or custom has it.
         image_tokens: placeholders of an image in the text.
         more: whether optional inputs are given too.
     """
@@ -47,6 +49,7 @@ class Shape:
     labels: str
     image: tuple[int, ...] = (3, IMAGE, IMAGE)
     sound: str = "wave"
+    length: int = 0
     image_tokens: int = 1
     more: tuple[str, ...] = ()
 
@@ -97,7 +100,7 @@ class Feed:
 
     def _tokens(self, length: int, generator: torch.Generator) -> Sample:
         """Words, the end of the text, and placeholders of an image before them."""
-        ids = _draw(ORDINARY, (length,), generator)
+        ids = self._words(length, generator)
         end = of_any(self.config, "eos_token_id")
         if isinstance(end, int):
             ids[-1] = end
@@ -112,6 +115,23 @@ class Feed:
         if "mm_token_type_ids" in self.names and isinstance(image, int):
             made["mm_token_type_ids"] = (ids == image).long()
         return made
+
+    def _words(self, number: int, generator: torch.Generator) -> Tensor:
+        """Token ids without a meaning of their own."""
+        size = of_any(self.config, "vocab_size")
+        end = min(ORDINARY.stop, size) if isinstance(size, int) and size > 8 else ORDINARY.stop
+        special = (
+            {
+                value
+                for one in (self.config, *nested(self.config))
+                for name, value in vars(one).items()
+                if TOKEN_ID.search(name) and isinstance(value, int)
+            }
+            if self.config is not None
+            else set()
+        )
+        words = torch.tensor([n for n in range(ORDINARY.start, end) if n not in special])
+        return words[_draw(range(len(words)), (number,), generator)]
 
     def _pictures(self, generator: torch.Generator) -> Sample:
         made: Sample = {}
@@ -146,10 +166,15 @@ class Feed:
         frames = 2 * long if isinstance(long, int) and "encoder_layers" in vars(self.config) else 64
         if "max_length" in vars(self.config):
             frames = self.config.max_length
+        frames = self.shape.length or frames
         for name in ("input_values", "input_features"):
             if name not in self.names:
                 continue
-            size = {"wave": (1600,), "bins": (bins, frames), "frames": (frames, bins)}
+            size = {
+                "wave": (self.shape.length or 1600,),
+                "bins": (bins, frames),
+                "frames": (frames, bins),
+            }
             made[name] = torch.randn(size[self.shape.sound], generator=generator)
         return made
 
@@ -159,23 +184,10 @@ class Feed:
         for name in self.shape.more:
             if name in made or name not in self.names:
                 continue
-            if name.endswith("_input_ids"):
-                more[name] = _draw(ORDINARY, (SHORTEST,), generator)
-            elif name == "visual_embeds":
-                width = of_any(self.config, "visual_embedding_dim") or 32
-                more[name] = torch.randn(4, width, generator=generator)
-                more["visual_attention_mask"] = torch.ones(4, dtype=torch.long)
-            elif name == "visual_feats":
-                width = of_any(self.config, "visual_feat_dim") or 32
-                more[name] = torch.randn(4, width, generator=generator)
-                more["visual_pos"] = torch.rand(4, 4, generator=generator)
-            elif name in ("past_values", "future_values", "target_values"):
-                channels = of_any(self.config, "num_input_channels")
-                past = of_any(self.config, "context_length") or 32
-                ahead = of_any(self.config, "prediction_length") or 8
-                long = past if name == "past_values" else ahead
-                size = (long, channels) if isinstance(channels, int) else (long,)
-                more[name] = torch.randn(size, generator=generator)
+            if name in SOUND_MASKS:
+                more |= frames_mask(name, made, self.shape.sound)
+            else:
+                more |= MAKERS[name](self.config, made, generator)
         return more
 
     def _labels(self, made: Sample, generator: torch.Generator) -> Sample:
@@ -194,7 +206,7 @@ class Feed:
             return {"labels": ids.masked_fill(~hidden, IGNORED)}
         if kind == "text":
             length = int(torch.randint(3, 8, (), generator=generator))
-            return {"labels": _draw(ORDINARY, (length,), generator)}
+            return {"labels": self._words(length, generator)}
         if kind == "tags":
             assert ids is not None
             return {"labels": _draw(range(LABELS), tuple(ids.shape), generator)}
@@ -205,8 +217,16 @@ class Feed:
         if kind == "map":
             return {"labels": _draw(range(LABELS), self.shape.image[-2:], generator)}
         if kind == "frames":
-            frames = of_any(self.config, "frames_of_labels") or 4
-            return {"labels": _draw(range(LABELS), (frames,), generator)}
+            return {"labels": _draw(range(LABELS), (4,), generator)}
+        if kind == "frames of classes":
+            classes = _draw(range(LABELS), (4,), generator)
+            return {"labels": nn.functional.one_hot(classes, LABELS)}
+        if kind == "masks":
+            masks = torch.rand(2, *self.shape.image[-2:], generator=generator) < 0.5
+            return {
+                "mask_labels": masks.float(),
+                "class_labels": _draw(range(LABELS), (2,), generator),
+            }
         if kind == "pretraining":
             assert ids is not None
             made = {"labels": ids}
@@ -234,11 +254,11 @@ KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("CAUSAL_LM", ("tokens", "text")),
     ("PRETRAINING", ("pretraining", "tokens", "text", "none", "class")),
     ("CTC|RNNT|TDT", ("text",)),
-    ("SEMANTIC_SEG|IMAGE_SEGMENTATION|UNIVERSAL|INSTANCE", ("map", "boxes")),
+    ("SEMANTIC_SEG|IMAGE_SEGMENTATION|UNIVERSAL|INSTANCE", ("map", "boxes", "masks")),
     ("OBJECT_DETECTION|POSE", ("boxes",)),
     ("DEPTH|NORMAL|MATTING", ("depth",)),
     ("MASKED_IMAGE", ("none",)),
-    ("FRAME_CL", ("frames",)),
+    ("FRAME_CL", ("frames", "frames of classes")),
     ("", ("tokens", "text", "class", "none")),
 )
 
@@ -251,17 +271,21 @@ def feed_for(model: nn.Module, task: str) -> Feed:
     """
     said: dict[str, str] = {}
     tries = 0
+    tried: list[Shape] = []
     names = tuple(inspect.signature(model.forward).parameters)
-    queue = [Shape("own")] if hasattr(model, "sample") else list(_shapes(names, task))
+    queue = [Shape("own")] if hasattr(model, "sample") else [*_shapes(model, names, task)]
     while queue and tries < MOST_TRIES:
         shape = queue.pop(0)
         tries += 1
+        tried.append(shape)
         feed = Feed.of(model, shape)
         try:
             problem = _problem(model, feed.collate(feed.samples(2, seed=0)))
+            if not problem:  # lengths that fit by chance do not fit once more
+                problem = _problem(model, feed.collate(feed.samples(3, seed=1)))
         except Exception as error:  # of any model's code
             problem = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
-            queue[:0] = _asked_for(str(error), shape)
+            queue[:0] = [one for one in _asked_for(str(error), shape) if one not in tried]
         if not problem:
             return feed
         said.setdefault(problem, shape.labels)
@@ -280,45 +304,74 @@ def _problem(model: nn.Module, batch: Mapping[str, Any]) -> str:
     return "" if bool(loss.isfinite()) else "the loss is not finite"
 
 
-def _shapes(names: Sequence[str], task: str) -> Iterator[Shape]:
+def _shapes(model: nn.Module, names: Sequence[str], task: str) -> Iterator[Shape]:
     kinds = next(kinds for pattern, kinds in KINDS if re.search(pattern, task))
     if "start_positions" not in names:
         kinds = tuple(k for k in kinds if k != "span")
-    if "labels" not in names:
+    if "mask_labels" in names:
+        kinds = ("masks",)
+    elif "labels" not in names:
         kinds = tuple(k for k in kinds if k in ("span", "none")) or ("none",)
     if "input_ids" not in names:
         kinds = tuple(k for k in kinds if k not in ("tokens", "masked", "tags", "choice", "span"))
-    images: tuple[tuple[int, ...], ...] = ((3, IMAGE, IMAGE),)
-    if "pixel_values" in names:
-        images += ((1, 3, IMAGE, IMAGE), (4, 3, IMAGE, IMAGE), (3, 64, 64), (1, IMAGE, IMAGE))
-        images = images[:1] if GRID in names else images
-        images += ((),) if "input_ids" in names else ()
     sounds: tuple[str, ...] = ("wave",)
     if {"input_values", "input_features"}.intersection(names):
         sounds = (
             ("wave", "bins", "frames") if "input_values" in names else ("bins", "frames", "wave")
         )
-    optional = (
-        "decoder_input_ids", "qformer_input_ids", "visual_embeds", "visual_feats", "past_values",
-        "future_values", "target_values",
-    )  # fmt: skip
-    here = tuple(name for name in optional if name in names)
+    here = optional(names)
     mores: tuple[tuple[str, ...], ...] = ((), here) if here else ((),)
-    for more, image, sound, kind in product(mores, images, sounds, kinds):
+    images = _images(getattr(model, "config", None), names)
+    for image, sound, more, kind in product(images, sounds, mores, kinds):
         yield Shape(labels=kind, image=image, sound=sound, more=more)
 
 
+def _images(config: Any, names: Sequence[str]) -> list[tuple[int, ...]]:
+    if "pixel_values" not in names:
+        return [(3, IMAGE, IMAGE)]
+    side = of_any(config, "image_size", "img_size") or IMAGE
+    sides = (side, side) if isinstance(side, int) else tuple(side)
+    plain = (3, *sides)
+    images: list[tuple[int, ...]] = [plain]
+    if "spatial_shapes" in names:
+        patch = of_any(config, "patch_size") or 8
+        images.append((math.prod(SIDES), 3 * patch * patch))
+    if GRID not in names:
+        frames = of_any(config, "num_frames") or 4
+        images += [(1, *plain), (frames, *plain), (3, IMAGE, IMAGE), (3, 64, 64), (1, *sides)]
+    if "input_ids" in names:
+        images.append(())
+    return list(dict.fromkeys(images))
+
+
+# What errors of models ask for in numbers, given and wanted: placeholders of an image.
+PLACEHOLDERS = (
+    r"[Ii]mage features and image tokens do not match.*?(\d+).*?(\d+)",
+    r"tokens:? (\d+),? features:? (\d+)",
+)
+# The same of lengths of sounds.
+LENGTHS = (r"length (\d+), but found", r"multiple of .*?\((\d+)\)", r"not a multiple of (\d+)")
+TOO_SHORT, LONGER = "Kernel size can't be greater than actual input size", 6400
+ABSENT = r"missing \d+ required positional arguments?: (.*)"
+
+
 def _asked_for(said: str, shape: Shape) -> list[Shape]:
-    """The shape that an error of the model's asks for in numbers: placeholders of an image."""
-    found = re.search(
-        r"[Ii]mage features and image tokens do not match.*?(\d+).*?(\d+)", said, re.S
-    )
-    if found is None:
-        found = re.search(r"tokens:? (\d+),? features:? (\d+)", said)
-    if found is None or shape.image_tokens != 1:
-        return []
-    given, wanted = int(found[1]), int(found[2])
-    return [replace(shape, image_tokens=max(1, wanted // max(1, given)))]
+    """The shapes that an error of a model's asks for."""
+    found = next(filter(None, (re.search(one, said, re.S) for one in PLACEHOLDERS)), None)
+    if found is not None and shape.image_tokens == 1:
+        given, wanted = int(found[1]), int(found[2])
+        return [replace(shape, image_tokens=max(1, wanted // max(1, given)))]
+    long = next(filter(None, (re.search(one, said) for one in LENGTHS)), None)
+    if long is not None:
+        return [replace(shape, length=int(long[1]))]
+    if TOO_SHORT in said and shape.length == 0:
+        return [replace(shape, length=LONGER)]
+    absent = re.search(ABSENT, said)
+    if absent is not None:
+        names = tuple(re.findall(r"'(\w+)'", absent[1]))
+        if all(name in MAKERS or name in SOUND_MASKS for name in names):
+            return [replace(shape, more=(*shape.more, *names))]
+    return []
 
 
 # -- batches ---------------------------------------------------------------------------------------
@@ -354,19 +407,6 @@ def pads(config: Any) -> dict[str, int]:
         "input_ids": pad if isinstance(pad, int) else 0,
         "decoder_input_ids": pad if isinstance(pad, int) else 0,
     }
-
-
-def of_any(config: Any, *names: str) -> Any:
-    """The first of these that the configuration, or one inside of it, has."""
-    return next(
-        (
-            getattr(one, name)
-            for one in (config, *nested(config))
-            for name in names
-            if hasattr(one, name)
-        ),
-        None,
-    )
 
 
 def _draw(of: range, size: tuple[int, ...], generator: torch.Generator) -> Tensor:
