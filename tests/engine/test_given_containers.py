@@ -11,8 +11,16 @@ from torch import nn
 
 from gpumix.engine.coroutine import ModelError
 from gpumix.spec.stage import Mode
-from models import WIDTH, Block, Regression, vectors
-from reference import assert_step_is_plain, engine_alone
+from models import ARCHITECTURES, WIDTH, Block, Regression, vectors
+from reference import (
+    assert_gradients_equal,
+    assert_step_is_plain,
+    batches,
+    engine_alone,
+    initialised,
+    joined,
+    pieces_of,
+)
 
 BATCH = 4
 LAYERED, SEQUENTIAL = Mode(), Mode(order="sequential", recompute=False)
@@ -101,6 +109,26 @@ def test_what_units_put_into_containers_is_plain(kind, mode):
     assert_step_is_plain(engine, factory, vectors(BATCH, torch.Generator().manual_seed(0)))
 
 
+@pytest.mark.parametrize("mode", MODES, ids=["layered", "kept", "sequential"])
+def test_a_cache_that_a_model_asks_for_is_filled_once(mode):
+    llama, lengths = ARCHITECTURES["llama"], []
+
+    def loss(model, batch):
+        found = model(**batch, use_cache=True)
+        lengths.append(found.past_key_values.get_seq_length(1))
+        keys = found.past_key_values.layers[0].keys
+        return found.loss + keys.square().mean(), torch.tensor(1)
+
+    batch = next(batches(llama, 2, 1))
+    model = initialised(llama.factory)
+    loss(model, batch)[0].backward()
+    engine = engine_alone(llama.factory, 2, 2, loss=loss, mode=mode, zero_stage=0)
+    engine.step(batch)
+    expected = {n: p.grad.numpy() for n, p in model.named_parameters()}
+    assert_gradients_equal(joined([pieces_of(engine, gradients=True)]), expected)
+    assert {*lengths} == {batch["input_ids"].shape[1]}
+
+
 def one_step(put, make, mode=LAYERED, **settings):
     engine = engine_alone(
         lambda: Shares([Puts(put) for _ in range(2)], make, lambda held: []),
@@ -113,7 +141,11 @@ def one_step(put, make, mode=LAYERED, **settings):
 @pytest.mark.parametrize(
     ("put", "make", "match"),
     [
-        (lambda held, value: held.clear(), lambda: [torch.zeros(2)], "takes values out of a list"),
+        (
+            lambda held, value: held.clear(),
+            lambda: [torch.zeros(2)],
+            "takes values out of a list, dict or cache",
+        ),
         (lambda held, value: held.pop("a"), lambda: {"a": torch.zeros(2)}, "takes values out of"),
         (append, deque, "changes a deque"),
         (lambda held, value: held[0].append(value), lambda: [[]] * 2, "is given twice"),

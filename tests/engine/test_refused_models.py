@@ -130,13 +130,26 @@ def test_caches_are_off_in_a_step_and_as_they_were_after_it():
     assert engine.model.config.use_cache is True, "so it is saved"
 
 
-def test_caches_that_are_asked_for_are_refused():
-    def loss(model, batch):
-        return model(**batch, use_cache=True).loss, torch.tensor(1)
+class OwnCache:
+    """It remembers, and says nothing of how much."""
 
-    engine = engine_alone(ARCHITECTURES["llama"].factory, 2, 1, loss=loss)
-    with pytest.raises(ModelError, match=r"unit 'model\.layers\.0' is given a DynamicCache"):
-        engine.step(next(batches(ARCHITECTURES["llama"], 2, 1)))
+
+class Caching(Regression):
+    def forward(self, x, target):
+        x, cache = self.enter(x), OwnCache()
+        for block in self.blocks:
+            x = block(x, cache)
+        return self.error(x, target)
+
+
+class IgnoresCache(Block):
+    def forward(self, x, cache):
+        return super().forward(x)
+
+
+def test_caches_that_cannot_be_looked_into_are_refused():
+    with pytest.raises(ModelError, match=r"unit 'blocks\.0' is given a OwnCache"):
+        step(lambda: Caching([IgnoresCache()]))
 
 
 def test_a_models_own_recompute_is_switched_off():

@@ -1,4 +1,4 @@
-"""Lists and dicts that a unit is given: what it puts there is a further output of it.
+"""Lists, dicts and caches that a unit is given: what it puts there is a further output of it.
 
 Blocks share keys and values of attention, or collect losses, by a container that the model gives to
 each. The engine gives a unit copies, so that a recompute finds them as they were, and puts into the
@@ -7,14 +7,13 @@ model's own what the unit has put into the copies.
 
 from __future__ import annotations
 
-from collections import UserDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch.utils._pytree import tree_flatten, tree_is_leaf
 
 from gpumix.engine.coroutine import ModelError
-from gpumix.engine.values import PLAIN_TYPES
+from gpumix.engine.values import PLAIN_TYPES, is_open
 
 # Of each container that was changed, by its number: items by their keys or places, and what was
 # appended.
@@ -22,7 +21,7 @@ Put = dict[int, tuple[dict[Any, Any], list[Any]]]
 
 
 class Containers:
-    """The lists and dicts among a call's arguments, with what they hold now.
+    """The lists, dicts and caches among a call's arguments, with what they hold now.
 
     Args:
         unit: the called one.
@@ -40,7 +39,7 @@ class Containers:
         for other, leaves, structure in self._others:
             found, now = tree_flatten(other)
             if structure != now or any(a is not b for a, b in zip(leaves, found)):
-                self._refuse(f"changes a {type(other).__name__}, no")
+                self._refuse(f"changes a {type(other).__name__}, not")
         return self._new(allowed=allowed)
 
     def _new(self, *, allowed: bool) -> Put:
@@ -66,14 +65,15 @@ class Containers:
             container = self._all[number]
             if sum(other is container for other in self._all) > 1:  # of which there were two copies
                 self._refuse("is given twice, and changes,")
+            held = vars(container) if is_open(container) else container
             for key, value in items.items():
-                container[key] = value
+                held[key] = value
             if appended:
                 container.extend(appended)
 
     def _refuse(self, does: str) -> None:
         raise ModelError(
-            f"unit '{self._unit}' {does} a list or dict that it is given",
+            f"unit '{self._unit}' {does} a list, dict or cache that it is given",
             why="of a change its backward sees what is put into one container of the model's only",
             fix="return what is new from the unit",
         )
@@ -88,25 +88,32 @@ def fill(own: Containers | None, copies: Containers) -> None:
 
 def _containers(value: Any) -> Iterator[Any]:
     """Those in a value, itself first."""
-    if isinstance(value, list | dict | UserDict):
+    if isinstance(value, list | dict) or is_open(value):
         yield value
-    if isinstance(value, tuple | list):
-        for item in value:
-            yield from _containers(item)
-    elif isinstance(value, dict | UserDict):
-        for item in value.values():
-            yield from _containers(item)
+    for item in _inside(value):
+        yield from _containers(item)
 
 
 def _items(container: Any) -> dict[Any, Any]:
-    """By key or place."""
-    return dict(enumerate(container) if isinstance(container, list) else container.items())
+    """By key, place or attribute."""
+    if isinstance(container, list):
+        return dict(enumerate(container))
+    return dict(container.items() if isinstance(container, dict) else vars(container))
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    """The values that one holds, as far as it may be changed item by item."""
+    if isinstance(value, tuple | list):
+        return value
+    if isinstance(value, dict):
+        return value.values()
+    return vars(value).values() if is_open(value) else ()
 
 
 def _others(value: Any) -> Iterator[Any]:
-    """Those objects in a value that hold others and are neither lists nor dicts."""
-    if isinstance(value, tuple | list | dict | UserDict):
-        for item in value if isinstance(value, tuple | list) else value.values():
-            yield from _others(item)
-    elif type(value) not in PLAIN_TYPES and not tree_is_leaf(value):
+    """Those objects in a value that hold others in another way."""
+    for item in _inside(value):
+        yield from _others(item)
+    plain = isinstance(value, tuple | list | dict) or type(value) in PLAIN_TYPES
+    if not (plain or is_open(value) or tree_is_leaf(value)):
         yield value

@@ -18,30 +18,33 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 # Types of leaves that hold no other values.
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str})
 
-# Of a leaf None, of a tuple and of a dict the structures of their items, of others pytree's own.
-Structure = Union[None, tuple["Structure", ...], dict[Any, "Structure"], "OfUserDict", TreeSpec]
+# Of a leaf None, of a tuple, a list and a dict the structures of their items, of other values
+# pytree's own.
+Structure = Union[
+    None,
+    tuple["Structure", ...],
+    list["Structure"],
+    dict[Any, "Structure"],
+    "OfObject",
+    TreeSpec,
+]
 
 
 @dataclass(frozen=True)
-class OfUserDict:
-    """The structure of a `collections.UserDict`, which to pytree is a leaf."""
+class OfObject:
+    """The structure of an object that `is_open`: its class, and what its attributes hold."""
 
-    kind: type[UserDict[Any, Any]]
-    items: dict[Any, Structure]
-    others: dict[str, Any]  # attributes
+    kind: type[Any]
+    attributes: dict[str, Structure]
 
-    @classmethod
-    def of(cls, value: UserDict[Any, Any], leaves: list[Any]) -> OfUserDict:
-        others = {name: one for name, one in vars(value).items() if name != "data"}
-        items = {key: flatten(item, leaves) for key, item in value.data.items()}
-        return cls(type(value), items, others)
 
-    def filled(self, leaves: Iterator[Any]) -> UserDict[Any, Any]:
-        """One of the next leaves."""
-        made = self.kind.__new__(self.kind)
-        items = {key: unflatten(item, leaves) for key, item in self.items.items()}
-        vars(made).update(self.others, data=items)
-        return made
+def is_open(value: Any) -> bool:
+    """Whether a value is an object that holds others for blocks to share: a dict in the shape of an
+    object, a cache, a layer of one. To pytree it is a leaf."""
+    kind = type(value)
+    return issubclass(kind, UserDict) or (
+        hasattr(kind, "get_seq_length") and hasattr(value, "__dict__")
+    )
 
 
 def flatten(value: Any, leaves: list[Any]) -> Structure:
@@ -52,10 +55,12 @@ def flatten(value: Any, leaves: list[Any]) -> Structure:
         return None
     if kind is tuple:
         return tuple([flatten(item, leaves) for item in value])
+    if kind is list:
+        return [flatten(item, leaves) for item in value]
     if kind is dict:
         return {key: flatten(item, leaves) for key, item in value.items()}
-    if issubclass(kind, UserDict):
-        return OfUserDict.of(value, leaves)
+    if is_open(value):
+        return OfObject(kind, {name: flatten(v, leaves) for name, v in vars(value).items()})
     found, structure = tree_flatten(value)
     leaves += found
     return structure
@@ -69,8 +74,12 @@ def unflatten(structure: Structure, leaves: Iterator[Any]) -> Any:
         return tuple([unflatten(item, leaves) for item in structure])
     if isinstance(structure, dict):
         return {key: unflatten(item, leaves) for key, item in structure.items()}
-    if isinstance(structure, OfUserDict):
-        return structure.filled(leaves)
+    if isinstance(structure, list):
+        return [unflatten(item, leaves) for item in structure]
+    if isinstance(structure, OfObject):
+        made = object.__new__(structure.kind)
+        vars(made).update({n: unflatten(item, leaves) for n, item in structure.attributes.items()})
+        return made
     return tree_unflatten(list(islice(leaves, structure.num_leaves)), structure)
 
 
