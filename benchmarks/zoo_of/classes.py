@@ -99,7 +99,7 @@ def look(entry: Entry) -> Found:
             if sum(p.numel() for p in model.parameters()) > MOST_PARAMETERS:
                 raise NotFed("too many parameters in a small configuration")
             silence(model)
-            return Found(size, feed_for(model.train(), entry.task).shape)
+            return Found(size, feed_for(model.train(), entry.task, end).shape)
         except Exception as error:  # of any library's code
             text = str(error) if isinstance(error, NotFed) else f"{type(error).__name__}: {error}"
             said.append(" ".join(text.split())[:300])

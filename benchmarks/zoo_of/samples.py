@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -24,8 +25,11 @@ from zoo_of.small import IMAGE, LABELS, ORDINARY, TOKEN_ID, nested, of_any
 IGNORED = -100
 LONGEST, SHORTEST = 16, 6
 MOST_TRIES = 60
+IMAGE_TOKENS = "image_token_id", "image_token_index"
+SOUND_TOKENS = "audio_token_id", "audio_token_index"
 GRID = "image_grid_thw"  # with it, patches of all pictures of a batch are rows of one tensor
 PATCHES = (1, 4, 4)
+NOT_FINITE = "the loss is not finite"
 Sample = dict[str, Any]
 
 
@@ -43,6 +47,7 @@ class Shape:
         sound: of a spectrogram or a wave.
         length: of a sound; 0: as the configuration or custom has it.
         image_tokens: placeholders of an image in the text.
+        sound_tokens: of a sound.
         more: whether optional inputs are given too.
     """
 
@@ -51,6 +56,7 @@ class Shape:
     sound: str = "wave"
     length: int = 0
     image_tokens: int = 1
+    sound_tokens: int = 1
     more: tuple[str, ...] = ()
 
 
@@ -104,9 +110,12 @@ class Feed:
         end = of_any(self.config, "eos_token_id")
         if isinstance(end, int):
             ids[-1] = end
-        image = of_any(self.config, "image_token_id", "image_token_index")
+        image = of_any(self.config, *IMAGE_TOKENS)
         if "pixel_values" in self.names and isinstance(image, int) and self.shape.image:
             ids = torch.cat([torch.full((self.shape.image_tokens,), image), ids])
+        sound = of_any(self.config, *SOUND_TOKENS)
+        if "input_features" in self.names and isinstance(sound, int):
+            ids = torch.cat([torch.full((self.shape.sound_tokens,), sound), ids])
         made = {"input_ids": ids}
         if "attention_mask" in self.names:
             made["attention_mask"] = torch.ones_like(ids)
@@ -196,9 +205,11 @@ class Feed:
         if kind == "none":
             return {}
         if kind == "tokens":
-            image = of_any(self.config, "image_token_id", "image_token_index")
             assert ids is not None
-            return {"labels": ids.masked_fill(ids == image, IGNORED) if image is not None else ids}
+            for name in (*IMAGE_TOKENS, *SOUND_TOKENS):
+                place = of_any(self.config, name)
+                ids = ids if place is None else ids.masked_fill(ids == place, IGNORED)
+            return {"labels": ids}
         if kind == "masked":
             assert ids is not None
             hidden = torch.rand(ids.shape, generator=generator) < 0.4
@@ -263,8 +274,11 @@ KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 
 
-def feed_for(model: nn.Module, task: str) -> Feed:
+def feed_for(model: nn.Module, task: str, end: float = math.inf) -> Feed:
     """The first shape of samples from which `model` computes a loss.
+
+    Args:
+        end: until when shapes are tried.
 
     Raises:
         NotFed: there is none.
@@ -274,7 +288,7 @@ def feed_for(model: nn.Module, task: str) -> Feed:
     tried: list[Shape] = []
     names = tuple(inspect.signature(model.forward).parameters)
     queue = [Shape("own")] if hasattr(model, "sample") else [*_shapes(model, names, task)]
-    while queue and tries < MOST_TRIES:
+    while queue and tries < MOST_TRIES and time.monotonic() < end:
         shape = queue.pop(0)
         tries += 1
         tried.append(shape)
@@ -284,8 +298,9 @@ def feed_for(model: nn.Module, task: str) -> Feed:
             if not problem:  # lengths that fit by chance do not fit once more
                 problem = _problem(model, feed.collate(feed.samples(3, seed=1)))
         except Exception as error:  # of any model's code
-            problem = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
-            queue[:0] = [one for one in _asked_for(str(error), shape) if one not in tried]
+            problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        if problem:
+            queue[:0] = [one for one in _asked_for(problem, shape) if one not in tried]
         if not problem:
             return feed
         said.setdefault(problem, shape.labels)
@@ -301,7 +316,7 @@ def _problem(model: nn.Module, batch: Mapping[str, Any]) -> str:
         return "the loss does not depend on parameters"
     if loss.dim():
         return f"the loss has shape {tuple(loss.shape)}"
-    return "" if bool(loss.isfinite()) else "the loss is not finite"
+    return "" if bool(loss.isfinite()) else NOT_FINITE
 
 
 def _shapes(model: nn.Module, names: Sequence[str], task: str) -> Iterator[Shape]:
@@ -358,13 +373,16 @@ ABSENT = r"missing \d+ required positional arguments?: (.*)"
 def _asked_for(said: str, shape: Shape) -> list[Shape]:
     """The shapes that an error of a model's asks for."""
     found = next(filter(None, (re.search(one, said, re.S) for one in PLACEHOLDERS)), None)
-    if found is not None and shape.image_tokens == 1:
-        given, wanted = int(found[1]), int(found[2])
-        return [replace(shape, image_tokens=max(1, wanted // max(1, given)))]
+    if found is not None:
+        number = max(1, int(found[2]) // max(1, int(found[1])))
+        if "udio" in said:
+            return [replace(shape, sound_tokens=number)] if shape.sound_tokens == 1 else []
+        return [replace(shape, image_tokens=number)] if shape.image_tokens == 1 else []
     long = next(filter(None, (re.search(one, said) for one in LENGTHS)), None)
     if long is not None:
         return [replace(shape, length=int(long[1]))]
-    if TOO_SHORT in said and shape.length == 0:
+    ctc = said == NOT_FINITE and shape.labels == "text"  # has more labels than frames
+    if (ctc or TOO_SHORT in said) and shape.length == 0:
         return [replace(shape, length=LONGER)]
     absent = re.search(ABSENT, said)
     if absent is not None:

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 
 VOCABULARY = 128
 LABELS = 2
-IMAGE = 32
+IMAGE, LARGE_IMAGE = 32, 224
 MOST_STAGES = 8
 ORDINARY = range(5, 90)  # token ids of words; special ones are elsewhere
 OFF = re.compile(
@@ -35,6 +35,8 @@ MISSING = (
     (re.compile(r"^n_shared_experts$"), lambda size: 1),
     (re.compile(r"^sliding_window$"), lambda size: 8),
     (re.compile(r"^default_language$"), lambda size: "en_XX"),
+    (re.compile(r"^layer_types$"), lambda size: ["full_attention"] * size.layers),
+    (re.compile(r"^mlp_layer_types$"), lambda size: ["sparse"] * size.layers),
 )
 # Widths, which keep their ratios where all are divided by one number.
 WIDTH = re.compile(
@@ -250,7 +252,7 @@ RULES: tuple[tuple[str, Any], ...] = (
     (r"n_group", _least(2)),
     (r"experts?(_|$)|n_routed", _least(4)),
     (r"max.*position|n_positions|max_seq|max_length|seq_len|max_.*_positions", _least(512)),
-    (r"image_size|img_size|input_size|crop_size", lambda v, s: min(v, s.image) if s.image else v),
+    (r"image_size|img_size|input_size|crop_size", lambda v, s: min(v, s.image or LARGE_IMAGE)),
     (r"patch_size|patch_stride", lambda v, s: min(v, s.patch) if s.patch else v),
     (r"^(mamba|ssm).*(d_head|head_dim)", lambda v, s: min(v, 2 * s.width // s.heads)),
     (
@@ -284,6 +286,8 @@ def _numbers(name: str, values: list[int] | tuple[int, ...], size: Size) -> Iter
         return (min(value, 2) for value in values)
     if re.search(r"intermediate|ffn", name) and len({*values}) == 1 and not size.scale:
         return (min(value, 2 * size.width) for value in values)
+    if re.search(r"image_size|img_size", name):
+        return (min(value, size.image or LARGE_IMAGE) for value in values)
     if size.scale:
         return (_scaled(value, size) if _is_width(name) else value for value in values)
     if re.search(r"heads", name):
