@@ -21,7 +21,7 @@ from torch import nn
 
 from gpumix.engine.engine import Engine
 from gpumix.integrations import hosted
-from gpumix.integrations.even_plan import calls_of
+from gpumix.integrations.even_plan import called_of, calls_of
 from gpumix.spec.plan import Plan
 from gpumix.testing import Share, plan_for
 from scripts_of import comparing
@@ -248,10 +248,13 @@ def plan_by_hand(kind: str, model: nn.Module, training: hosted.Training) -> Plan
     assert training.loss is not None
     loss = training.loss
     dtype = training.precision
+    calls = calls_of(trial, lambda: loss(trial, batch))
+    calls = calls_of(model, torch.enable_grad()(lambda: loss(model, batch)))
     return plan_for(
         model,
         shares,
-        calls=calls_of(model, torch.enable_grad()(lambda: loss(model, batch))),
+        calls=calls,
+        units=called_of(model, calls),
         length=training.sequence_length,
         zero_stage=zero_stage,
         compute_dtype=hosted.precision_of_weights(model) if dtype == "auto" else dtype,

@@ -16,7 +16,7 @@ from torch import nn
 
 from gpumix.engine.reduction import TOLD, SummedLoss
 from gpumix.engine.units import dissect
-from gpumix.integrations.even_plan import calls_of
+from gpumix.integrations.even_plan import called_of, calls_of
 from gpumix.integrations.transformers import Trainer
 from gpumix.profiler.flows import find_flows
 from gpumix.profiler.kinds import tell_apart
@@ -187,11 +187,12 @@ def _plan_of(kind: str, entry: Entry, found: Found, number: int) -> Plan | NoPla
         return _staged(entry, found)
     model = found.model(entry)
     calls = _calls(model, found)
+    called = called_of(model, calls)
     if kind == "A":
         shares = [Share(4, 2, state=1), Share(2, 1, state=3)]
-        return plan_for(model, shares, calls=calls, zero_stage=3)
+        return plan_for(model, shares, calls=calls, units=called, zero_stage=3)
     shares = [Share(3, 2, state=1), Share(2, 2, state=0), Share(1, 1, state=2)]
-    return plan_for(model, shares, calls=calls, zero_stage=number % 3)
+    return plan_for(model, shares, calls=calls, units=called, zero_stage=number % 3)
 
 
 def _calls(model: nn.Module, found: Found) -> list[str]:
@@ -205,10 +206,11 @@ def _staged(entry: Entry, found: Found) -> Plan | NoPlan:
     calls = _calls(found.model(entry), found)
     if len(calls) < 2:
         return NoPlan("fewer than two unit calls")
-    fingerprint = dissect(model).fingerprint()
+    anatomy = dissect(model, called_of(model, calls))
+    fingerprint = anatomy.fingerprint()
     specimens = Specimens(
         model,
-        dissect(model),
+        anatomy,
         device=torch.device("cpu"),
         compute_dtype=torch.float32,
         objective=SummedLoss(_loss_alone, TOLD),

@@ -6,7 +6,7 @@ There is no step that could be measured to plan by. Each rank keeps the whole mo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -40,6 +40,7 @@ def even_plan(
         model,
         [Share(count, max(count, 1), 1) for count in counts],
         calls=calls,
+        units=called_of(model, calls),
         zero_stage=0,
         compute_dtype=compute_dtype,
     )
@@ -47,8 +48,8 @@ def even_plan(
 
 @torch.no_grad()
 def calls_of(model: nn.Module, run: Callable[[], Any]) -> list[str]:
-    """The units that a model calls in a run of it, in order; all as they are registered, where it
-    does not call some of them."""
+    """The units that a model calls in a run of it, in order; all, as they are registered, if it
+    calls none."""
     calls: list[str] = []
     units = dissect(model).units
     copies = BufferCopies(keepers(model))
@@ -64,5 +65,11 @@ def calls_of(model: nn.Module, run: Callable[[], Any]) -> list[str]:
             hook.remove()
         copies.keep_changed()
         copies.restore()
-    names = [unit.name for unit in units]
-    return calls if {*names} == {*calls} else names
+    return calls or [unit.name for unit in units]
+
+
+def called_of(model: nn.Module, calls: Sequence[str]) -> list[str]:
+    """The units of a plan with these calls, empty if they are all: units that are not called are
+    gathered with the rest, as after a profile."""
+    units = [unit.name for unit in dissect(model).units]
+    return [name for name in units if name in calls] if {*units} != {*calls} else []
