@@ -46,6 +46,7 @@ class Shape:
         image: of pixel values; none: no picture.
         sound: of a spectrogram or a wave.
         length: of a sound; 0: as the configuration or custom has it.
+        bins: of a spectrogram; 0: the same.
         image_tokens: placeholders of an image in the text.
         sound_tokens: of a sound.
         more: whether optional inputs are given too.
@@ -55,6 +56,7 @@ class Shape:
     image: tuple[int, ...] = (3, IMAGE, IMAGE)
     sound: str = "wave"
     length: int = 0
+    bins: int = 0
     image_tokens: int = 1
     sound_tokens: int = 1
     more: tuple[str, ...] = ()
@@ -170,7 +172,7 @@ class Feed:
     def _sounds(self, generator: torch.Generator) -> Sample:
         made: Sample = {}
         bins = of_any(self.config, "num_mel_bins", "n_mels", "input_feat_per_channel", "input_dim")
-        bins = bins if isinstance(bins, int) else 80
+        bins = self.shape.bins or (bins if isinstance(bins, int) else 80)
         long = of_any(self.config, "max_source_positions")
         frames = 2 * long if isinstance(long, int) and "encoder_layers" in vars(self.config) else 64
         if "max_length" in vars(self.config):
@@ -296,18 +298,17 @@ def feed_for(model: nn.Module, task: str, end: float = math.inf) -> Feed:
         try:
             problem = _problem(model, feed.collate(feed.samples(2, seed=0)))
             if not problem:  # lengths that fit by chance do not fit once more
-                problem = _problem(model, feed.collate(feed.samples(3, seed=1)))
+                problem = _problem(model, feed.collate(feed.samples(3, seed=1)), backward=True)
         except Exception as error:  # of any model's code
             problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        if problem:
-            queue[:0] = [one for one in _asked_for(problem, shape) if one not in tried]
         if not problem:
             return feed
+        queue[:0] = [one for one in _asked_for(problem, shape) if one not in tried]
         said.setdefault(problem, shape.labels)
     raise NotFed("; ".join(said) if len(said) < 3 else "; ".join([*said][:2]))
 
 
-def _problem(model: nn.Module, batch: Mapping[str, Any]) -> str:
+def _problem(model: nn.Module, batch: Mapping[str, Any], *, backward: bool = False) -> str:
     result = model(**batch)
     loss = result.get("loss") if isinstance(result, Mapping) else None
     if not isinstance(loss, Tensor):
@@ -316,7 +317,15 @@ def _problem(model: nn.Module, batch: Mapping[str, Any]) -> str:
         return "the loss does not depend on parameters"
     if loss.dim():
         return f"the loss has shape {tuple(loss.shape)}"
-    return "" if bool(loss.isfinite()) else NOT_FINITE
+    if not loss.isfinite():
+        return NOT_FINITE
+    if backward:
+        loss.backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        model.zero_grad()
+        if not all(bool(gradient.isfinite().all()) for gradient in gradients):
+            return "a gradient is not finite"
+    return ""
 
 
 def _shapes(model: nn.Module, names: Sequence[str], task: str) -> Iterator[Shape]:
@@ -367,6 +376,7 @@ PLACEHOLDERS = (
 # The same of lengths of sounds.
 LENGTHS = (r"length (\d+), but found", r"multiple of .*?\((\d+)\)", r"not a multiple of (\d+)")
 TOO_SHORT, LONGER = "Kernel size can't be greater than actual input size", 6400
+PRODUCT = r"cannot be multiplied \(\d+x\d+ and (\d+)x\d+\)"
 ABSENT = r"missing \d+ required positional arguments?: (.*)"
 
 
@@ -384,6 +394,9 @@ def _asked_for(said: str, shape: Shape) -> list[Shape]:
     ctc = said == NOT_FINITE and shape.labels == "text"  # has more labels than frames
     if (ctc or TOO_SHORT in said) and shape.length == 0:
         return [replace(shape, length=LONGER)]
+    product = re.search(PRODUCT, said)
+    if product is not None and shape.sound == "frames" and shape.bins == 0:
+        return [replace(shape, bins=int(product[1]))]
     absent = re.search(ABSENT, said)
     if absent is not None:
         names = tuple(re.findall(r"'(\w+)'", absent[1]))

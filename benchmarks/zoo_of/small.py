@@ -248,6 +248,7 @@ def _least(limit: int) -> Any:
 RULES: tuple[tuple[str, Any], ...] = (
     (r"vocab.*size|^vocab|n_vocab|num_embeddings", _least(VOCABULARY)),
     (CHOICES.pattern, _least(2)),
+    (r"num_groups$", _least(4)),
     (r"topk_group", _least(1)),
     (r"n_group", _least(2)),
     (r"experts?(_|$)|n_routed", _least(4)),
