@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -37,6 +40,42 @@ def test_transformers_models_name_their_blocks():
     assert names(ARCHITECTURES["bart"].factory()) == [
         f"model.{side}.layers.{i}" for side in ("encoder", "decoder") for i in range(2)
     ]
+
+
+class Embedded(Block):
+    """With a table of tokens inside of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(5, WIDTH)
+
+    def forward(self, x):
+        return super().forward(x + self.table.weight[0])
+
+
+class OfParts(Regression):
+    """By `transformers` its text is one of several parts; it looks tokens up by itself."""
+
+    _no_split_modules = ("Block", "Embedded")
+
+    def __init__(self, text_config=None):
+        super().__init__([Embedded(), Block()])
+        self.config = SimpleNamespace(get_text_config=lambda: text_config or self.config)
+
+    def get_input_embeddings(self):
+        return self.blocks[0].table
+
+    def forward(self, x, target):
+        tokens = torch.zeros(x.shape[:2], dtype=torch.long, device=x.device)
+        return super().forward(x + self.get_input_embeddings()(tokens).mean(), target)
+
+
+def test_what_holds_the_table_that_a_models_own_code_looks_up_is_no_unit():
+    assert names(OfParts()) == ["blocks.0", "blocks.1"]
+    assert names(OfParts(text_config=1)) == ["blocks.1"]
+    factory = partial(OfParts, text_config=1)
+    batch = vectors(2, torch.Generator().manual_seed(0))
+    assert_step_is_plain(engine_alone(factory, 2, 2), factory, batch)
 
 
 def test_members_of_lists_of_one_class_are_found_in_other_models():

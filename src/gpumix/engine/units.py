@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -191,7 +192,22 @@ def _wanted(model: nn.Module, wanted: Sequence[str]) -> list[tuple[str, nn.Modul
 def _found(model: nn.Module) -> list[tuple[str, nn.Module]]:
     classes = _named_classes(model)
     named = [(n, m) for n, m in model.named_modules() if n and type(m).__name__ in classes]
+    table = _own_table(model)
+    named = [(n, m) for n, m in named if table is m or table not in m.modules()]
     return named or list(_repeated(model)) or list(_children(model))
+
+
+def _own_table(model: nn.Module) -> nn.Module | None:
+    """The table of token embeddings of a model whose text is one of several parts, by
+    `transformers`: its own code looks tokens up, to put what it makes of pictures in between."""
+    config: Any = getattr(model, "config", None)
+    try:
+        if config.get_text_config() is config:
+            return None
+        table = model.get_input_embeddings()  # type: ignore[operator]
+    except (AttributeError, NotImplementedError, ValueError):  # it has none, or several
+        return None
+    return table if isinstance(table, nn.Embedding) else None
 
 
 def _named_classes(model: nn.Module) -> set[str]:
