@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from gpumix.engine.switches import layer_drop
 from gpumix.spec.stage import Mode
 from gpumix.testing import Share
 from harness import run_ranks
 from models import Block, Regression, mean_loss, vectors
 from reference import (
     Trained,
+    assert_step_is_plain,
+    engine_alone,
     engine_for,
     initialised,
     joined,
@@ -97,3 +100,17 @@ def test_training_is_that_of_one_process(shares, settings):
     results = run_ranks(train, len(shares), shares, settings)
     found = Trained(results[0][0], joined([pieces for _, pieces in results]))
     assert worst_error(found, train_alone()) < 2e-5
+
+
+@pytest.mark.parametrize("config", [0.5, {"layerdrop": 0.5}, (1, 2)])
+def test_what_modules_call_their_config_may_be_anything(config):
+    """IDEFICS keeps a rate there."""
+
+    def factory():
+        model = Regression([Block(), Block()])
+        model.enter.config = config
+        return model
+
+    assert layer_drop(factory()).on == []
+    batch = vectors(2, torch.Generator().manual_seed(0))
+    assert_step_is_plain(engine_alone(factory, 2, 1), factory, batch)

@@ -62,9 +62,11 @@ def in_units(model: nn.Module) -> Switches:
 def layer_drop(model: nn.Module) -> Switches:
     """How often blocks are left out in training, as far as settings of the usual names say."""
     holders = [*model.modules(), *_configs(model)]
-    return Switches((held, n) for held in holders for n in LAYER_DROP if n in vars(held))
+    settings = ((held, getattr(held, "__dict__", {})) for held in holders)
+    return Switches((held, n) for held, own in settings for n in LAYER_DROP if n in own)
 
 
 def _configs(model: nn.Module) -> list[Any]:
+    """What modules keep by that name, which may be anything: a dict, a number."""
     every = (getattr(module, "config", None) for module in model.modules())
     return list({id(config): config for config in every if config is not None}.values())
