@@ -116,7 +116,8 @@ class Feed:
         if "pixel_values" in self.names and isinstance(image, int) and self.shape.image:
             ids = torch.cat([torch.full((self.shape.image_tokens,), image), ids])
         sound = of_any(self.config, *SOUND_TOKENS)
-        if "input_features" in self.names and isinstance(sound, int):
+        heard = "input_features" in self.names and self.shape.sound != "none"
+        if heard and isinstance(sound, int):
             ids = torch.cat([torch.full((self.shape.sound_tokens,), sound), ids])
         made = {"input_ids": ids}
         if "attention_mask" in self.names:
@@ -179,7 +180,7 @@ class Feed:
             frames = self.config.max_length
         frames = self.shape.length or frames
         for name in ("input_values", "input_features"):
-            if name not in self.names:
+            if name not in self.names or self.shape.sound == "none":
                 continue
             size = {
                 "wave": (self.shape.length or 1600,),
@@ -194,6 +195,8 @@ class Feed:
         more: Sample = {}
         for name in self.shape.more:
             if name in made or name not in self.names:
+                continue
+            if name in SOUND_MASKS and self.shape.sound == "none":
                 continue
             if name in SOUND_MASKS:
                 more |= frames_mask(name, made, self.shape.sound)
@@ -343,6 +346,7 @@ def _shapes(model: nn.Module, names: Sequence[str], task: str) -> Iterator[Shape
         sounds = (
             ("wave", "bins", "frames") if "input_values" in names else ("bins", "frames", "wave")
         )
+        sounds += ("none",) if "input_ids" in names else ()
     here = optional(names)
     mores: tuple[tuple[str, ...], ...] = ((), here) if here else ((),)
     images = _images(getattr(model, "config", None), names)

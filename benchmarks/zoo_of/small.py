@@ -34,6 +34,7 @@ MISSING = (
     (re.compile(r"^(n_routed_experts|num_experts|num_local_experts)$"), lambda size: 4),
     (re.compile(r"^n_shared_experts$"), lambda size: 1),
     (re.compile(r"^sliding_window$"), lambda size: 8),
+    (re.compile(r"^(image|audio)_token_(id|index)$"), lambda size: VOCABULARY // 2 + 30),
     (re.compile(r"^default_language$"), lambda size: "en_XX"),
     (re.compile(r"^layer_types$"), lambda size: ["full_attention"] * size.layers),
     (re.compile(r"^mlp_layer_types$"), lambda size: ["sparse"] * size.layers),
@@ -153,13 +154,13 @@ def _smaller(default: PretrainedConfig, size: Size, ids: Iterator[int]) -> Pretr
             continue
         if isinstance(value, PretrainedConfig):
             changed[name] = _smaller(value, size, ids)
+        elif value is None and size.filled and _missing(name, size) is not None:
+            changed[name] = _missing(name, size)
         elif TOKEN_ID.search(name):
             if isinstance(value, int) and not isinstance(value, bool) and value >= max(ORDINARY):
                 changed[name] = next(ids)
         elif value is None and CHOICES.search(name):
             changed[name] = 2
-        elif value is None and size.filled and _missing(name, size) is not None:
-            changed[name] = _missing(name, size)
         elif name == "head_dim" and value is None and hasattr(default, "num_attention_heads"):
             changed[name] = size.width // size.heads
         elif name in by_layer:
@@ -210,9 +211,11 @@ def _changed(name: str, value: Any, size: Size) -> Any:
     if isinstance(value, dict) and (SECTIONS in value or (size.sections and "rope_theta" in value)):
         if size.scale:
             return {**value, SECTIONS: [n // size.scale or 1 for n in value.get(SECTIONS, [])]}
-        pairs = size.head * size.width // size.heads // 2
+        rotary = value.get("partial_rotary_factor") or 1.0
+        pairs = int(rotary * size.head * size.width) // size.heads // 2
         part = max(1, pairs // 4)
-        return {**value, SECTIONS: [pairs - 2 * part, part, part]}
+        parts = [pairs - 2 * part, part, part]
+        return {**value, SECTIONS: parts[::-1] if size.filled else parts}
     if isinstance(value, list | tuple) and value and size.lists:
         if all(isinstance(one, int) and not isinstance(one, bool) for one in value):
             return type(value)(_numbers(name, value, size))
