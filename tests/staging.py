@@ -209,6 +209,22 @@ class SharesByDict(Regression):
         return self.error(x + held["last"], target)
 
 
+class Rounds(Regression):
+    """Its loss goes by what its first two blocks come to in whole numbers: they get no gradient,
+    and not even weight decay."""
+
+    def __init__(self, rounds: bool = True) -> None:
+        super().__init__([Block() for _ in range(5)])
+        self.rounds = rounds
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.enter(x)
+        side = self.blocks[1](self.blocks[0](x.detach()))
+        x = self.blocks[3](self.blocks[2](x))
+        side = (side > 0).float() if self.rounds else side
+        return self.error(self.blocks[4](x + side), target)
+
+
 def looks_inside() -> nn.Module:
     return Regression([LookingBlock() for _ in range(3)])
 
@@ -295,6 +311,8 @@ EVERY = (
             "by_number": ByNumber,
             "halves": Halves,
             "shares_by_dict": SharesByDict,
+            "rounds": Rounds,
+            "never_rounds": partial(Rounds, rounds=False),
             "looks_inside": looks_inside,
             "goes_by_numbers": GoesByNumbers,
             "frozen_bottom": frozen_bottom,

@@ -19,7 +19,7 @@ from models import mean_loss
 from reference import Share, Trained, batches, initialised, joined, pieces_of, plan_for, worst_error
 from staging import EVERY, Row, own_samples, run_in_turn, staged_engine, staged_plan
 
-MODEL, IN_STAGES = "branching", "branching_blocks"
+MODEL, IN_STAGES, ROUNDS = "branching", "branching_blocks", "rounds"
 SAMPLES, STEPS = 5, 5
 INLINE = Mode(order="sequential", recompute=False)
 NEVER_USED = {"idle.weight", "blocks.0.idle.weight", "blocks.2.branch.bias"}
@@ -57,11 +57,25 @@ PLANS: dict[str, Callable[[], Plan]] = {
         zero_stage=3,
         waves=2,
     ),
+    "no gradient from a later stage": lambda: staged_plan(
+        ROUNDS,
+        [Row((Share(5, 1, 1),), (0,)), Row((Share(3, 1, 1), Share(2, 1, 2)), (1, 2))],
+        cuts=[3],
+        zero_stage=1,
+    ),
+    "no gradient through a stage": lambda: staged_plan(
+        ROUNDS,
+        [Row((Share(5, 1, 1),), (number,)) for number in range(3)],
+        cuts=[1, 3],
+        zero_stage=1,
+    ),
 }
 CASES = [(name, early) for name in PLANS for early in (False, True)]
 
 
 def model_of(name: str) -> str:
+    if name.startswith("no gradient"):
+        return ROUNDS
     return IN_STAGES if "stages" in name else MODEL
 
 
@@ -102,7 +116,7 @@ def train_alone(name: str) -> tuple[Trained, list[set[str]]]:
 
 @pytest.fixture(scope="module")
 def alone():
-    return {name: train_alone(name) for name in (MODEL, IN_STAGES)}
+    return {name: train_alone(name) for name in (MODEL, IN_STAGES, ROUNDS)}
 
 
 @pytest.fixture(scope="module")
@@ -128,3 +142,11 @@ def test_a_plan_trains_like_one_process(name, early, alone, trained):
     for _, _, kept, absent in of_ranks:
         assert absent == [step & kept.keys() for step in without]
         assert not any(kept[parameter] for parameter in NEVER_USED & kept.keys())
+
+
+def test_a_gradient_that_a_plan_does_not_send_back_is_refused():
+    """The model detached, when it was profiled, what it does not now."""
+    rows = [Row((Share(5, 1, 1),), (number,)) for number in range(2)]
+    plan = staged_plan(ROUNDS, rows, cuts=[3], zero_stage=1)
+    with pytest.raises(Exception, match="output 0 of unit call 1 gets a gradient in a later stage"):
+        run_in_turn(train, {"other": (plan, ("never_rounds", False))})

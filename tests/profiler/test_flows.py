@@ -98,6 +98,15 @@ def test_calls_need_no_more_than_they_are_computed_from(name):
         assert [(taken.call, taken.output) for taken in needs.outputs] == outputs
 
 
+@pytest.mark.parametrize(
+    ("name", "without"), [("rounds", {0, 1}), ("never_rounds", set()), ("u_shape", set())]
+)
+def test_what_gets_no_gradient_is_told(name, without):
+    taken = [one for need in flows_of(name).needs for one in need.outputs]
+    assert {one.call for one in taken if not one.differentiable} == without
+    assert {one.call for one in taken if one.differentiable}.isdisjoint(without)
+
+
 class Unwatched(Regression):
     """Its code does not run where functions are watched."""
 

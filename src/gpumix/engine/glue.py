@@ -83,6 +83,24 @@ class Link(NamedTuple):
         return cls(leaf, edge, handed, tensor.shape, tensor.dtype, tensor.device)
 
 
+def leaves_behind(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """The leaves that gradients of tensors go to through code of the model's own, of those that
+    `hand` was given, by their ids."""
+    found: dict[int, torch.Tensor] = {}
+    ahead = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    seen: set[Any] = set()
+    while ahead:
+        node = ahead.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "leaf", None)
+        if isinstance(leaf, torch.Tensor):
+            found[id(leaf)] = leaf
+        ahead += [of for of, _ in node.next_functions if of is not None]
+    return found
+
+
 def without_memory(tensor: torch.Tensor) -> torch.Tensor:
     """Zeros of its shape that take the memory of one."""
     return tensor.new_zeros(()).expand(tensor.shape)

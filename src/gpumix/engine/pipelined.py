@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ import torch
 from gpumix.cost.pipeline import Action
 from gpumix.engine import layered
 from gpumix.engine.buckets import Bucket, Reductions
-from gpumix.engine.coroutine import UnitCall
+from gpumix.engine.coroutine import ModelError, UnitCall
 from gpumix.engine.elsewhere import Elsewhere, Look, Returned, hand_over
 from gpumix.engine.glue import hand, without_memory
 from gpumix.engine.layered import Begun, Turns
@@ -167,9 +167,13 @@ class Entrance:
         look = returned.look(taken.output)
         self._place.seen(taken, self._looks, look)
         value = self._place.wires.receive(self._message(taken), look)
-        if not (taken.differentiable and gradients):
+        if not (gradients and value.is_floating_point()):
             return value
-        leaf = self.leaves[taken] = without_memory(value).requires_grad_()
+        leaf = without_memory(value).requires_grad_()
+        if taken.differentiable:
+            self.leaves[taken] = leaf
+        else:
+            leaf.register_hook(partial(_refuse_gradient, taken))
         return hand(leaf, value)
 
     def send_gradients(self) -> None:
@@ -371,6 +375,14 @@ class Step:
         for (to, taken), look in running.sent.items():
             if taken.differentiable:
                 yield Message("backward", to, running.number, taken), look
+
+
+def _refuse_gradient(taken: Taken, _: torch.Tensor) -> None:
+    raise ModelError(
+        f"output {taken.output} of unit call {taken.call} gets a gradient in a later stage",
+        why="it got none when the model was profiled, so the plan sends none back",
+        fix="profile and plan again for this model, or make a plan of one stage",
+    )
 
 
 def _backward_of(action: Action) -> Action:

@@ -23,7 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from gpumix.engine.away import HARMLESS
 from gpumix.engine.elsewhere import FILLS, Returned, Untold, given_looks, hand_over
-from gpumix.engine.glue import hand, without_memory
+from gpumix.engine.glue import hand, leaves_behind, without_memory
 from gpumix.engine.units import frozen_bytes
 from gpumix.engine.values import Arguments
 from gpumix.hardware.memory import is_out_of_memory
@@ -86,6 +86,8 @@ class _Notes(TorchFunctionMode):
         self.place = 0
         self.looked: set[Source] = set()
         self._names = names
+        self._handed: dict[int, tuple[torch.Tensor, Taken]] = {}  # by the id of a leaf
+        self._behind: list[set[int]] = []  # of what each call is given, the ids of leaves
         self._sources = WeakTensorKeyDictionary()
 
     def __torch_function__(
@@ -131,6 +133,24 @@ class _Notes(TorchFunctionMode):
         """It is computed from these and nothing else."""
         self._sources[tensor] = sources
 
+    def handed(self, leaf: torch.Tensor, taken: Taken) -> None:
+        """A leaf is in the place of what a call returns."""
+        self._handed[id(leaf)] = leaf, taken
+
+    def given(self, values: Any) -> None:
+        """A call, or the loss, is given these: a pytree."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self._behind.append(set(leaves_behind(_tensors(values))))
+
+    def without_gradient(self) -> set[Taken]:
+        """What gets no gradient from what is computed of it: the model's code rounds it, or
+        detaches it. At the end."""
+        *of_calls, found = self._behind
+        for number in reversed(range(len(of_calls))):  # each of which passes on what it gets
+            if any(taken.call == number for n, (_, taken) in self._handed.items() if n in found):
+                found |= of_calls[number]
+        return {taken for number, (_, taken) in self._handed.items() if number not in found}
+
     def add(self, tensor: torch.Tensor, sources: set[Source]) -> None:
         """`tensor` is computed from these too."""
         if sources:
@@ -171,12 +191,15 @@ def _found(specimens: Specimens, batch: Any, *, in_chunks: bool) -> Flows:
                 notes.uses[name].add((INSIDE, False))
             leaves, _ = Arguments.of(walk.call.args, walk.call.kwargs)
             given = notes.sources(leaves)
+            notes.given(leaves)
             needed.append(given.union(inside, notes.looked))
             call, notes.place = len(walk.calls) - 1, len(walk.calls)
             gradients = walk.call.state.gradients
             leaves = _fresh(returned[alike], call, notes, gradients=gradients)
             walk.go_on(hand_over(walk.call, returned[alike], leaves))
         needed.append(notes.sources(walk.result) | notes.looked)
+    notes.given(walk.result)
+    needed = [_with_gradients(sources, notes.without_gradient()) for sources in needed]
     taken = {one.call for sources in needed for one in sources if isinstance(one, Taken)}
     for number, unit in enumerate(walk.calls[:-1]):
         if number not in taken:
@@ -200,12 +223,21 @@ def _fresh(returned: Returned, call: int, notes: _Notes, *, gradients: bool) -> 
         value = leaf
         if isinstance(leaf, torch.Tensor):
             value = leaf.clone()
-            if value.is_floating_point() and gradients:
-                value = hand(without_memory(value).requires_grad_(), value)
             source = Taken(call=call, output=place, differentiable=leaf.is_floating_point())
+            if value.is_floating_point() and gradients:
+                handed = without_memory(value).requires_grad_()
+                notes.handed(handed, source)
+                value = hand(handed, value)
             notes.stands_for(value, {source})
         leaves.append(value)
     return leaves
+
+
+def _with_gradients(sources: set[Source], without: set[Taken]) -> set[Source]:
+    return {
+        one.model_copy(update={"differentiable": False}) if one in without else one
+        for one in sources
+    }
 
 
 def _read(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
