@@ -425,3 +425,17 @@ def test_all_ranks_refuse_what_one_of_them_has_seen():
     first, second = run_ranks(_refused, 2)
     assert "changes buffers of module 'blocks.0.other'" in first
     assert second == "rank 0 refuses the model"
+
+
+class NotAlone(Blocks):
+    """As norms of pictures of one pixel."""
+
+    def forward(self, x):
+        if len(x) == 1:
+            raise ValueError("Expected more than 1 value per channel when training")
+        return super().forward(x)
+
+
+def test_a_model_that_computes_no_single_sample_is_refused():
+    with pytest.raises(ModelError, match="but not one sample alone: Expected more than 1 value"):
+        an_engine(cross_entropy, NotAlone).step(a_batch())

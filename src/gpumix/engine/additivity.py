@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from gpumix.engine.buffers import BufferCopies
 from gpumix.engine.coroutine import ModelError
-from gpumix.engine.ragged import take
+from gpumix.engine.ragged import has_rows, take
 from gpumix.engine.randomness import evaluating, in_training
 from gpumix.engine.reduction import (
     GRAPH,
@@ -38,6 +39,8 @@ from gpumix.engine.samples import (
 )
 from gpumix.engine.trials import Trials
 from gpumix.engine.units import trains
+from gpumix.hardware.memory import is_out_of_memory
+from gpumix.spec.errors import first_line
 
 PARTS, COLUMNS = 16, 61  # of a gradient: how many sums are compared
 AT_ONCE = 4096  # elements of a part at least
@@ -145,6 +148,23 @@ def padding_counts(engine: Trials, objective: Reduces, narrow: Any, wide: Any) -
     return not alike(engine, *trials, same_samples=True)
 
 
+def _copied(value: Any) -> Any:
+    """A tensor that the model may write into, as into labels: the batch is to be trained on yet."""
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _not_alone(model: nn.Module, number: int, error: Exception) -> ModelError:
+    samples = "one sample" if number == 1 else f"{number} samples"
+    return ModelError(
+        f"{type(model).__name__} computes more samples, but not {samples} alone: "
+        f"{first_line(error)}",
+        why="a batch is cut into micro-batches; what needs several samples, as norms of pictures "
+        "that have come to a single pixel, cannot be cut",
+        fix="give it larger pictures, take a module that computes one sample, or train by a plan "
+        "that does not cut batches",
+    )
+
+
 def _tolerance(engine: Trials) -> tuple[float, float]:
     """Of losses and of gradients, where the plan computes most coarsely."""
     workers = engine.plan.workers
@@ -164,6 +184,7 @@ class _Rehearsal:
         self._rules = objective.rules(batch)
         self._samples = max(2, min(SAMPLES, place.size))
         self._training: list[nn.Module] = []
+        self._ran = False  # the model has computed several samples at once
 
     def made(self, run: Callable[[nn.Module, Any], Any]) -> list[Any]:
         """See `in_parts`."""
@@ -344,12 +365,18 @@ class _Rehearsal:
         own = self._own if own is None else own
         some = self._nothing
         if own is not None:
-            some = take(own, rows)
+            some = tree_map(_copied, take(own, rows), is_leaf=has_rows)
         probes: list[Probe] = []
 
         def objective(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-            self._objective.whole = samples_in(batch)
-            probes.append(self._objective.probe(model, batch))
+            self._objective.whole = number = samples_in(batch)
+            try:
+                probes.append(self._objective.probe(model, batch))
+            except (IndexError, RuntimeError, ValueError) as error:
+                if not self._ran or is_out_of_memory(error):
+                    raise
+                raise _not_alone(model, number, error) from error
+            self._ran = self._ran or number > 1
             return probes[-1].loss.float(), torch.ones((), device=probes[-1].loss.device)
 
         # As many samples as a micro-batch has are computed in a step; more need not have room.

@@ -152,15 +152,23 @@ def with_words_for_padding(batch: Any) -> Any:
 
 
 def parts_of(batch: Any, rows: Sequence[range], widths: Sequence[int | None]) -> Iterator[Any]:
-    """A batch in as many parts as there are rows, each with the columns that are no padding."""
+    """A batch in as many parts as there are rows, each with the columns that are no padding.
+
+    A model may write into one, of which the backward of another sees nothing.
+    """
     begin = 0
     for of_one, width in zip(rows, widths, strict=True):
         own = slice(begin, begin + len(of_one))
-        part = take(batch, own)
+        part = tree_map(_apart, take(batch, own), is_leaf=has_rows)
         if width is not None:
             part = {key: value[:, :width].contiguous() for key, value in part.items()}
         yield part
         begin += len(of_one)
+
+
+def _apart(value: Any) -> Any:
+    """The same memory with a count of writes of its own."""
+    return value.data if isinstance(value, torch.Tensor) and not value.requires_grad else value
 
 
 def width_of(part: Any) -> int | None:
