@@ -39,6 +39,8 @@ MISSING = (
     (re.compile(r"^layer_types$"), lambda size: ["full_attention"] * size.layers),
     (re.compile(r"^mlp_layer_types$"), lambda size: ["sparse"] * size.layers),
 )
+# What stands for models of timm that configurations name.
+OF_TIMM = {"resnet50": "test_resnet", "mobilenetv5": "test_efficientnet"}
 # Widths, which keep their ratios where all are divided by one number.
 WIDTH = re.compile(
     r"hidden|d_model|n_embd|embed|(^|_)dims?$|(^|_)width$|projection|channels?$|_sizes?$|^d_|rank$"
@@ -171,7 +173,25 @@ def _smaller(default: PretrainedConfig, size: Size, ids: Iterator[int]) -> Pretr
             new = _changed(name, value, size)
             if new != value:
                 changed[name] = new
-    return type(default)(num_labels=LABELS, **changed)
+    made = type(default)
+    try:
+        return made(num_labels=LABELS, **{**_own_choices(default), **changed})
+    except Exception:  # what was chosen does not fit a smaller one
+        return made(num_labels=LABELS, **changed)
+
+
+def _own_choices(config: PretrainedConfig) -> dict[str, Any]:
+    """Settings of a configuration that are not its class's defaults, as those of a backbone that
+    another class has chosen."""
+    plain = type(config)()
+    names = [name for name in vars(config) if not name.startswith("_") and name not in BASE]
+    names += [name for name in ("out_features",) if hasattr(config, name)]
+    return {
+        name: getattr(config, name)
+        for name in names
+        if not isinstance(getattr(config, name), PretrainedConfig)
+        and (not hasattr(plain, name) or getattr(config, name) != getattr(plain, name))
+    }
 
 
 def _by_layer(default: PretrainedConfig) -> dict[str, Sequence[Any]]:
@@ -204,6 +224,8 @@ def _missing(name: str, size: Size) -> Any:
 def _changed(name: str, value: Any, size: Size) -> Any:
     if isinstance(value, bool):
         return False if name == "apply_spec_augment" else value
+    if isinstance(value, str):
+        return next((small for kind, small in OF_TIMM.items() if value.startswith(kind)), value)
     if isinstance(value, float):
         return 0.0 if OFF.search(name) else value
     if isinstance(value, int):
@@ -251,6 +273,7 @@ def _least(limit: int) -> Any:
 RULES: tuple[tuple[str, Any], ...] = (
     (r"vocab.*size|^vocab|n_vocab|num_embeddings", _least(VOCABULARY)),
     (CHOICES.pattern, _least(2)),
+    (r"kernel", lambda v, s: v),
     (r"num_groups$", _least(4)),
     (r"topk_group", _least(1)),
     (r"n_group", _least(2)),
