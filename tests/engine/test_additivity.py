@@ -439,3 +439,26 @@ class NotAlone(Blocks):
 def test_a_model_that_computes_no_single_sample_is_refused():
     with pytest.raises(ModelError, match="but not one sample alone: Expected more than 1 value"):
         an_engine(cross_entropy, NotAlone).step(a_batch())
+
+
+def of_hidden(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """A mean over what inputs, not labels, say; as of pictures whose patches are hidden."""
+    hidden = (labels % 2).float()
+    return (logits.square().mean(-1) * hidden).sum() / (hidden.sum() + 1e-5) / 3
+
+
+def test_numbers_that_are_alike_by_chance_in_the_first_samples_mislead_nobody():
+    batch = a_batch()
+    batch["labels"][:3] = torch.tensor([1, 2, 2, 2, 2])  # in each one is hidden
+    batch["labels"][3:] = torch.tensor([[1, 1, 2, 2, 2], [1, 1, 1, 1, 2], [1, 1, 1, 1, 1]])
+    batch["labels"] = batch["labels"].float()
+    model = initialised(Blocks)
+    expected = of_hidden(model(batch["x"]), batch["labels"])
+    expected.backward()
+    engine = an_engine(of_hidden)
+    assert abs(engine.step(batch).item() / expected.item() - 1) < 1e-5
+    found = {piece.name: piece.local.grad for piece in engine.pieces()}
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad.flatten()
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-7)
+    assert engine.reduction == "a mean over what the loss itself divides by"

@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from gpumix.engine.buffers import BufferCopies
 from gpumix.engine.coroutine import ModelError
-from gpumix.engine.ragged import has_rows, take
+from gpumix.engine.ragged import take
 from gpumix.engine.randomness import evaluating, in_training
 from gpumix.engine.reduction import (
     GRAPH,
@@ -33,6 +32,7 @@ from gpumix.engine.samples import (
     IGNORED_LABEL,
     LABELS,
     MASK,
+    copied,
     padded_from,
     samples_in,
     with_words_for_padding,
@@ -64,6 +64,7 @@ class Trial:
         sums: of this rank's part of the gradient; None if there was no backward.
         counts: by rule; NaN of those that do not exist.
         denominators: of the terms of the loss, from its graph.
+        values: the same without numbers of elements.
         ignored: the label that the loss leaves out, if any.
     """
 
@@ -71,6 +72,7 @@ class Trial:
     loss: float = math.nan
     counts: Sequence[float] = ()
     denominators: Sequence[float] = ()
+    values: Sequence[float] = ()
     ignored: int | None = None
     changed: list[nn.Module] = field(default_factory=list)
 
@@ -148,16 +150,10 @@ def padding_counts(engine: Trials, objective: Reduces, narrow: Any, wide: Any) -
     return not alike(engine, *trials, same_samples=True)
 
 
-def _copied(value: Any) -> Any:
-    """A tensor that the model may write into, as into labels: the batch is to be trained on yet."""
-    return value.clone() if isinstance(value, Tensor) else value
-
-
 def _not_alone(model: nn.Module, number: int, error: Exception) -> ModelError:
-    samples = "one sample" if number == 1 else f"{number} samples"
+    alone = "one sample" if number == 1 else f"{number} samples"
     return ModelError(
-        f"{type(model).__name__} computes more samples, but not {samples} alone: "
-        f"{first_line(error)}",
+        f"{type(model).__name__} computes more, but not {alone} alone: {first_line(error)}",
         why="a batch is cut into micro-batches; what needs several samples, as norms of pictures "
         "that have come to a single pixel, cannot be cut",
         fix="give it larger pictures, take a module that computes one sample, or train by a plan "
@@ -271,7 +267,9 @@ class _Rehearsal:
                 worst[n],
             ]
             adds = self._rules[n].kind == "sum" or math.isclose(
-                sum(part.counts[n] for part in parts), whole.counts[n], rel_tol=1e-6
+                sum(part.counts[n] for part in parts),
+                whole.counts[n],
+                rel_tol=1e-5 if self._rules[n] is GRAPH else 1e-6,  # a mean may divide by n + 1e-5
             )
             errors.append(max(error) if adds and not any(map(math.isnan, error)) else math.inf)
         return errors
@@ -301,7 +299,17 @@ class _Rehearsal:
                 _is_any(t.counts[n], t.denominators) for t in read
             ):
                 return n
-        return holds[0]
+        graph = next((n for n in holds if self._rules[n] is GRAPH), None)
+        if (
+            graph is None
+            or len(read) < len(trials)
+            or all(t.values == read[0].values for t in read)
+        ):
+            return holds[0]
+        # What the loss divides by goes by values, which no rule counts: of these samples there may
+        # be as many by chance as there are samples.
+        known = (n for n in holds if self._rules[n].kind == "labels" and _in_proportion(trials, n))
+        return next(known, graph)
 
     def _rivals(
         self, trials: Sequence[Trial], errors: Sequence[float], rule: int
@@ -365,7 +373,7 @@ class _Rehearsal:
         own = self._own if own is None else own
         some = self._nothing
         if own is not None:
-            some = tree_map(_copied, take(own, rows), is_leaf=has_rows)
+            some = copied(take(own, rows))
         probes: list[Probe] = []
 
         def objective(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
@@ -421,18 +429,22 @@ class _Rehearsal:
 
     def _tell(self, trial: Trial, probe: Probe | None) -> None:
         """All ranks know what the one that computed the loss has seen."""
-        told = [0.0] * (3 + 2 * MOST_RULES)
+        told = [0.0] * (3 + 3 * MOST_RULES)
         if probe is not None:
             found = [1.0, math.nan if probe.ignored is None else float(probe.ignored)]
             found += [float(probe.loss.detach())]
             found += [float(count.detach()) for count in probe.counts][:MOST_RULES]
             found += [math.nan] * (3 + MOST_RULES - len(found))
             found += [float(one) for one in probe.denominators][:MOST_RULES]
+            found += [math.nan] * (3 + 2 * MOST_RULES - len(found))
+            found += [float(one) for one in probe.values][:MOST_RULES]
             told = found + [math.nan] * (len(told) - len(found))
         row = next(row for row in exchanged(self._engine, told) if row[0])
         trial.ignored = None if math.isnan(row[1]) else int(row[1])
         trial.loss, trial.counts = row[2], row[3 : 3 + MOST_RULES]
-        trial.denominators = [d for d in row[3 + MOST_RULES :] if not math.isnan(d)]
+        ends = 3 + MOST_RULES, 3 + 2 * MOST_RULES
+        trial.denominators = [d for d in row[ends[0] : ends[1]] if not math.isnan(d)]
+        trial.values = [d for d in row[ends[1] :] if not math.isnan(d)]
 
 
 def alike(engine: Trials, one: Trial, other: Trial, *, same_samples: bool = False) -> bool:
@@ -568,6 +580,16 @@ def _only(batch: Any, row: int) -> Any:
 
 def _is_any(count: float, denominators: Sequence[float]) -> bool:
     return any(math.isclose(count, one, rel_tol=1e-6) for one in denominators)
+
+
+def _in_proportion(trials: Sequence[Trial], rule: int) -> bool:
+    """Whether what losses divide by is in proportion to what a rule counts."""
+    ratios = [[value / t.counts[rule] for value in t.values] for t in trials if t.counts[rule]]
+    return all(
+        len(one) == len(ratios[0])
+        and all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(one, ratios[0]))
+        for one in ratios
+    )
 
 
 def _kept_state(model: nn.Module, changed: Sequence[nn.Module]) -> ModelError | None:

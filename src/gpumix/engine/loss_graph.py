@@ -59,12 +59,13 @@ def ignored_by(loss: Tensor) -> int | None:
     return found
 
 
-def denominators_of(loss: Tensor) -> tuple[Tensor, ...]:
+def denominators_of(loss: Tensor, *, shapes: bool = True) -> tuple[Tensor, ...]:
     """The numbers that the terms of a loss are sums divided by: each term times its denominator
     adds up over items.
 
     Args:
         loss: of one element, with its graph.
+        shapes: whether numbers of elements count; else only what values, and constants, come to.
 
     Returns:
         float64 tensors without dimensions, on the loss's device, one for each term of a sum; none
@@ -74,11 +75,11 @@ def denominators_of(loss: Tensor) -> tuple[Tensor, ...]:
         return ()
     one = torch.ones((), dtype=torch.float64, device=loss.device)
     with torch.no_grad():
-        found = _denominators(loss.grad_fn, one)
+        found = _denominators(loss.grad_fn, one, shapes)
     return () if any(term is None for term in found) else tuple(found)  # type: ignore[arg-type]
 
 
-def _denominators(node: Any, factor: Tensor) -> list[Tensor | None]:
+def _denominators(node: Any, factor: Tensor, shapes: bool) -> list[Tensor | None]:
     """
     Args:
         node: None: a constant.
@@ -88,20 +89,25 @@ def _denominators(node: Any, factor: Tensor) -> list[Tensor | None]:
         return []
     name = type(node).__name__
     if name in _UNCHANGED:
-        return _denominators(node.next_functions[0][0], factor)
+        return _denominators(node.next_functions[0][0], factor, shapes)
     if name in ("AddBackward0", "SubBackward0"):
         (first, _), (second, _) = node.next_functions
         alpha = node._saved_alpha if name == "AddBackward0" else -node._saved_alpha
-        return _denominators(first, factor) + _denominators(second, factor * alpha)
+        return [
+            *_denominators(first, factor, shapes),
+            *_denominators(second, factor * alpha, shapes),
+        ]
     if name == "NegBackward0":
-        return _denominators(node.next_functions[0][0], -factor)
+        return _denominators(node.next_functions[0][0], -factor, shapes)
     if name in _PRODUCTS | _QUOTIENTS:
-        return _of_product(node, factor, divides=name in _QUOTIENTS)
+        return _of_product(node, factor, shapes, divides=name in _QUOTIENTS)
     own = _own_denominator(node, name, factor)
+    if own is not None and not shapes and _goes_by_shape(node, name):
+        own = torch.ones_like(factor)
     return [None if own is None else own / factor]
 
 
-def _of_product(node: Any, factor: Tensor, *, divides: bool) -> list[Tensor | None]:
+def _of_product(node: Any, factor: Tensor, shapes: bool, *, divides: bool) -> list[Tensor | None]:
     """Of a product with a constant, or a quotient by one."""
     places = [place for place, (n, _) in enumerate(node.next_functions) if n is not None]
     if len(places) != 1 or (divides and places != [0]):
@@ -112,7 +118,12 @@ def _of_product(node: Any, factor: Tensor, *, divides: bool) -> list[Tensor | No
     if isinstance(other, Tensor) and other.dim():
         other = other.reshape(())
     factor = (factor / other if divides else factor * other).double()
-    return _denominators(node.next_functions[places[0]][0], factor)
+    return _denominators(node.next_functions[places[0]][0], factor, shapes)
+
+
+def _goes_by_shape(node: Any, name: str) -> bool:
+    """Whether the denominator of a node is a number of elements."""
+    return name == "MeanBackward0" or name in _ELEMENTWISE
 
 
 def _own_denominator(node: Any, name: str, like: Tensor) -> Tensor | None:

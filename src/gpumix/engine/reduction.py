@@ -96,6 +96,7 @@ class Probe:
         loss: with its graph.
         counts: the denominator by each rule.
         denominators: those of the loss's own graph, none where it is not understood.
+        values: the same without numbers of elements.
         ignored: the label that is left out, if any is.
     """
 
@@ -103,6 +104,7 @@ class Probe:
     counts: tuple[Tensor, ...]
     denominators: tuple[Tensor, ...]
     ignored: int | None = None
+    values: tuple[Tensor, ...] = ()
 
 
 class Reduces(Protocol):
@@ -282,7 +284,8 @@ class ReducedLoss:
         """
         denominators = denominators_of(loss)
         of_graph = denominators[0] if denominators else torch.full((), torch.nan)
-        return Probe(loss, (*counts, of_graph), denominators, ignored_by(loss))
+        values = denominators_of(loss, shapes=False)
+        return Probe(loss, (*counts, of_graph), denominators, ignored_by(loss), values)
 
 
 def counts_by_row(rules: Sequence[Rule], labels: Mapping[str, Tensor]) -> Tensor | None:

@@ -166,6 +166,15 @@ def parts_of(batch: Any, rows: Sequence[range], widths: Sequence[int | None]) ->
         begin += len(of_one)
 
 
+def copied(batch: Any) -> Any:
+    """A batch for a model that may write into it, as into labels, before it is trained on."""
+    return tree_map(
+        lambda value: value.clone() if isinstance(value, torch.Tensor) else value,
+        batch,
+        is_leaf=has_rows,
+    )
+
+
 def _apart(value: Any) -> Any:
     """The same memory with a count of writes of its own."""
     return value.data if isinstance(value, torch.Tensor) and not value.requires_grad else value
