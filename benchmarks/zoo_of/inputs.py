@@ -110,7 +110,7 @@ def _hidden_frames(config: Any, made: Made, generator: torch.Generator) -> Made:
 
 
 def _return_loss(config: Any, made: Made, generator: torch.Generator) -> Made:
-    return {"return_loss": True}  # of a batch: a list of these, which is true as well
+    return {"return_loss": True}
 
 
 MAKERS: dict[str, Maker] = {

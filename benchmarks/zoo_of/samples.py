@@ -413,7 +413,8 @@ def _asked_for(said: str, shape: Shape) -> list[Shape]:
 
 
 def collate(samples: Sequence[Sample], pads: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """A batch: tensors padded at the right to the longest; what is no tensor stays a list."""
+    """A batch: tensors padded at the right to the longest; a switch is one for all samples, what
+    else is no tensor stays a list."""
     pads = pads or {}
     batch: dict[str, Any] = {}
     first_sample = samples[0]
@@ -421,6 +422,9 @@ def collate(samples: Sequence[Sample], pads: Mapping[str, int] | None = None) ->
         values = [sample[name] for sample in samples]
         if GRID in first_sample and name in (GRID, "pixel_values"):
             batch[name] = torch.cat(values)
+            continue
+        if isinstance(first, bool):
+            batch[name] = first
             continue
         batch[name] = _padded(values, pads.get(name, 0)) if isinstance(first, Tensor) else values
     return batch

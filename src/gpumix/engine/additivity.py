@@ -384,7 +384,6 @@ class _Rehearsal:
                 if not self._ran or is_out_of_memory(error):
                     raise
                 raise _not_alone(model, number, error) from error
-            self._ran = self._ran or number > 1
             return probes[-1].loss.float(), torch.ones((), device=probes[-1].loss.device)
 
         # As many samples as a micro-batch has are computed in a step; more need not have room.
@@ -403,6 +402,7 @@ class _Rehearsal:
                     seen=_sums_of if backward else lambda parameters: None,
                 )
             )
+        self._ran = self._ran or samples_in(some) > 1  # of several stages no other one sees a loss
         trial.changed = copies.keep_changed()
         copies.restore()
         self._refuse_any(_changed_weight(versions, _versions(engine)))
