@@ -248,7 +248,6 @@ def plan_by_hand(kind: str, model: nn.Module, training: hosted.Training) -> Plan
     assert training.loss is not None
     loss = training.loss
     dtype = training.precision
-    calls = calls_of(trial, lambda: loss(trial, batch))
     calls = calls_of(model, torch.enable_grad()(lambda: loss(model, batch)))
     return plan_for(
         model,

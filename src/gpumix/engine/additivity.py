@@ -27,6 +27,7 @@ from gpumix.engine.reduction import (
     Reduces,
     Rival,
 )
+from gpumix.engine.rehearsed_models import NO_RULE, changed_weight, kept_state, not_alone, versions
 from gpumix.engine.rehearsed_samples import SAMPLES, Place, choose, exchanged, own_samples
 from gpumix.engine.samples import (
     IGNORED_LABEL,
@@ -40,7 +41,6 @@ from gpumix.engine.samples import (
 from gpumix.engine.trials import Trials
 from gpumix.engine.units import trains
 from gpumix.hardware.memory import is_out_of_memory
-from gpumix.spec.errors import first_line
 
 PARTS, COLUMNS = 16, 61  # of a gradient: how many sums are compared
 AT_ONCE = 4096  # elements of a part at least
@@ -53,7 +53,6 @@ SMALLEST = 2e-5
 # twice. It may be so many times as large.
 DOUBTFUL, ROUNDINGS = 0.05, 10.0
 OF_PADDING = (3e-6, 3e-5)  # the same in fp32, where samples differ in padding alone
-NO_RULE = "micro-batch"  # of `couples`: each micro-batch has a loss of its own, whatever it couples
 
 
 @dataclass
@@ -150,17 +149,6 @@ def padding_counts(engine: Trials, objective: Reduces, narrow: Any, wide: Any) -
     return not alike(engine, *trials, same_samples=True)
 
 
-def _not_alone(model: nn.Module, number: int, error: Exception) -> ModelError:
-    alone = "one sample" if number == 1 else f"{number} samples"
-    return ModelError(
-        f"{type(model).__name__} computes more, but not {alone} alone: {first_line(error)}",
-        why="a batch is cut into micro-batches; what needs several samples, as norms of pictures "
-        "that have come to a single pixel, cannot be cut",
-        fix="give it larger pictures, take a module that computes one sample, or train by a plan "
-        "that does not cut batches",
-    )
-
-
 def _tolerance(engine: Trials) -> tuple[float, float]:
     """Of losses and of gradients, where the plan computes most coarsely."""
     workers = engine.plan.workers
@@ -208,7 +196,7 @@ class _Rehearsal:
         whole, *parts = self._slices()
         trained = self._trial(whole, training=True)
         if couples != NO_RULE:
-            self._refuse_any(_kept_state(self._engine.model, trained.changed))
+            self._refuse_any(kept_state(self._engine.model, trained.changed))
         self._training = trained.changed  # such as batch norm, which couples samples in training
         trials = [self._trial(rows) for rows in (whole, *parts)]
         if not math.isfinite(trials[0].loss):
@@ -383,14 +371,14 @@ class _Rehearsal:
             except (IndexError, RuntimeError, ValueError) as error:
                 if not self._ran or is_out_of_memory(error):
                     raise
-                raise _not_alone(model, number, error) from error
+                raise not_alone(model, number, error) from error
             return probes[-1].loss.float(), torch.ones((), device=probes[-1].loss.device)
 
         # As many samples as a micro-batch has are computed in a step; more need not have room.
         fits = len(range(*rows.indices(self._samples))) <= self._place.size
         backward = fits and trains(engine.model)
         copies = BufferCopies(engine.keepers)
-        versions = _versions(engine)
+        before = versions(engine)
         with in_training(engine.model, training or self._training):
             trial = Trial(
                 engine.tried(
@@ -405,7 +393,7 @@ class _Rehearsal:
         self._ran = self._ran or samples_in(some) > 1  # of several stages no other one sees a loss
         trial.changed = copies.keep_changed()
         copies.restore()
-        self._refuse_any(_changed_weight(versions, _versions(engine)))
+        self._refuse_any(changed_weight(before, versions(engine)))
         self._tell(trial, probes[-1] if probes and engine.tells_losses else None)
         return trial
 
@@ -533,28 +521,6 @@ def _add_sums(gradient: Tensor, row: Tensor) -> None:
         row[PARTS : PARTS + len(wide) - whole] += wide[whole:]
 
 
-def _versions(engine: Trials) -> dict[str, int]:
-    """How often the values of each parameter were changed in place where the model holds them."""
-    return {
-        name: one._version
-        for group in engine.groups()
-        for one, name in group.names_by_parameter()
-        if type(one) is nn.Parameter
-    }
-
-
-def _changed_weight(before: dict[str, int], after: dict[str, int]) -> ModelError | None:
-    """The error of a forward that changed a parameter between two `_versions`."""
-    changed = next((name for name, version in after.items() if before[name] != version), None)
-    if changed is None:
-        return None
-    return ModelError(
-        f"the model's forward changes the values of parameter '{changed}'",
-        why="a rank computes with a copy of a weight, which is not what is updated",
-        fix="change weights between steps only, as optimizers do",
-    )
-
-
 def _padded(batch: Any, row: int) -> Any:
     """The same with padding at the end of one sample, if there is none; None where what is padding
     is not known."""
@@ -589,19 +555,4 @@ def _in_proportion(trials: Sequence[Trial], rule: int) -> bool:
         len(one) == len(ratios[0])
         and all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(one, ratios[0]))
         for one in ratios
-    )
-
-
-def _kept_state(model: nn.Module, changed: Sequence[nn.Module]) -> ModelError | None:
-    """The error of modules whose buffers a forward in training has changed."""
-    if not changed:
-        return None
-    module = changed[0]
-    name = next(name for name, one in model.named_modules() if one is module)
-    return ModelError(
-        f"in training, forward changes buffers of module '{name}', a {type(module).__name__}",
-        why="it does so for each micro-batch, so what it keeps depends on how the batch is cut",
-        fix="freeze it (.eval() for batch norm), take a module without state (group or layer "
-        f"norm), or train by a plan that does not cut batches; couples='{NO_RULE}' accepts it: all "
-        "ranks then use the buffers of one of them, as under DDP",
     )

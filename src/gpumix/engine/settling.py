@@ -10,6 +10,7 @@ from torch import nn
 from gpumix.engine import additivity
 from gpumix.engine.coroutine import ModelError
 from gpumix.engine.reduction import Reduces
+from gpumix.engine.rehearsed_models import NO_RULE
 from gpumix.engine.samples import samples_in
 from gpumix.engine.trials import Trials
 from gpumix.spec.cut import cut_rows
@@ -75,7 +76,7 @@ class Settling(Trials):
     def _refuse_rivals(self) -> None:
         reduces = self._reduces
         names = [rival.rule.name for rival in reduces.rivals]
-        if reduces.rule is None or self._couples == additivity.NO_RULE:
+        if reduces.rule is None or self._couples == NO_RULE:
             return
         raise ModelError(
             "what the loss of a batch is a mean over cannot be told",

@@ -1,0 +1,61 @@
+"""Errors of models that a rehearsal finds unfit to be computed in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from gpumix.engine.coroutine import ModelError
+from gpumix.engine.trials import Trials
+from gpumix.spec.errors import first_line
+
+NO_RULE = "micro-batch"  # of `couples`: each micro-batch has a loss of its own, whatever it couples
+
+
+def versions(engine: Trials) -> dict[str, int]:
+    """How often the values of each parameter were changed in place where the model holds them."""
+    return {
+        name: one._version
+        for group in engine.groups()
+        for one, name in group.names_by_parameter()
+        if type(one) is nn.Parameter
+    }
+
+
+def changed_weight(before: dict[str, int], after: dict[str, int]) -> ModelError | None:
+    """The error of a forward that changed a parameter between two `versions`."""
+    changed = next((name for name, version in after.items() if before[name] != version), None)
+    if changed is None:
+        return None
+    return ModelError(
+        f"the model's forward changes the values of parameter '{changed}'",
+        why="a rank computes with a copy of a weight, which is not what is updated",
+        fix="change weights between steps only, as optimizers do",
+    )
+
+
+def kept_state(model: nn.Module, changed: Sequence[nn.Module]) -> ModelError | None:
+    """The error of modules whose buffers a forward in training has changed."""
+    if not changed:
+        return None
+    module = changed[0]
+    name = next(name for name, one in model.named_modules() if one is module)
+    return ModelError(
+        f"in training, forward changes buffers of module '{name}', a {type(module).__name__}",
+        why="it does so for each micro-batch, so what it keeps depends on how the batch is cut",
+        fix="freeze it (.eval() for batch norm), take a module without state (group or layer "
+        f"norm), or train by a plan that does not cut batches; couples='{NO_RULE}' accepts it: all "
+        "ranks then use the buffers of one of them, as under DDP",
+    )
+
+
+def not_alone(model: nn.Module, number: int, error: Exception) -> ModelError:
+    alone = "one sample" if number == 1 else f"{number} samples"
+    return ModelError(
+        f"{type(model).__name__} computes more, but not {alone} alone: {first_line(error)}",
+        why="a batch is cut into micro-batches; what needs several samples, as norms of pictures "
+        "that have come to a single pixel, cannot be cut",
+        fix="give it larger pictures, take a module that computes one sample, or train by a plan "
+        "that does not cut batches",
+    )
