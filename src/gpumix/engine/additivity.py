@@ -39,7 +39,6 @@ from gpumix.engine.samples import (
     with_words_for_padding,
 )
 from gpumix.engine.trials import Trials
-from gpumix.engine.units import trains
 from gpumix.hardware.memory import is_out_of_memory
 
 PARTS, COLUMNS = 16, 61  # of a gradient: how many sums are compared
@@ -376,7 +375,7 @@ class _Rehearsal:
 
         # As many samples as a micro-batch has are computed in a step; more need not have room.
         fits = len(range(*rows.indices(self._samples))) <= self._place.size
-        backward = fits and trains(engine.model)
+        backward = fits and engine.trains
         copies = BufferCopies(engine.keepers)
         before = versions(engine)
         with in_training(engine.model, training or self._training):

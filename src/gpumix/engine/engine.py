@@ -50,7 +50,7 @@ from gpumix.engine.settling import Settling
 from gpumix.engine.switches import in_units, layer_drop
 from gpumix.engine.tensor import Changes
 from gpumix.engine.undo import Undo
-from gpumix.engine.units import check_trains
+from gpumix.engine.units import nothing_to_train
 from gpumix.engine.unused import UnusedParameters
 from gpumix.engine.updates import StepsOnHost, Updates, updates_elements
 from gpumix.engine.wait_clock import WaitClock
@@ -165,8 +165,8 @@ class Engine(Settling, ByBlocks):
                 there is nothing to train.
             TrainingError: an earlier step failed on this rank, and there are others.
         """
-        if self.steps == 0:
-            check_trains(self.model)
+        if not self.trains:
+            raise nothing_to_train()
         self.settle(batch, samples, in_step=True)
         return self._step(batch, optimizer, samples)
 

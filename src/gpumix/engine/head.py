@@ -43,6 +43,12 @@ class Expected:
                 payment.undo()
         self.payments.clear()
 
+    def give_up(self) -> None:
+        """The gradient will be another one: it is made in backward."""
+        for payment in self.payments:
+            payment.undo()
+        self.payments.clear()
+
 
 _expected: ContextVar[Expected | None] = ContextVar("gpumix_expected_gradient", default=None)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -67,6 +68,11 @@ class Inventory:
     def of_one_stage(self) -> bool:
         """Whether every rank has a part of every parameter."""
         return len(self._plan.stages) == 1
+
+    @cached_property
+    def trains(self) -> bool:
+        """Whether any parameter is trained, by whatever rank."""
+        return any(stored.trained for stored in self.parameters.values())
 
     def keeper(self, module: str) -> int:
         """The first rank that trains on samples, of the stage that computes a module; of the first

@@ -7,7 +7,6 @@ the *global* count, whatever the plan.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -74,17 +73,18 @@ class ReturnedLoss(ReducedLoss):
             return super().__call__(model, batch, compute)
         # Without a rule the batch is not cut: whatever a mean is taken over, samples do.
         samples = self.count(batch, SAMPLES)
-        known = self._is_summed is not None
-        upstream = torch.ones_like(samples) if self._is_summed else samples
-        with expected_gradient(upstream) if known else nullcontext() as expected:
+        upstream = samples if self._is_summed is False else torch.ones_like(samples)
+        with expected_gradient(upstream) as expected:
             result = _forward(model, batch)
-            loss = _loss_in(model, result)
-            if expected is not None:
+            loss, is_summed = _loss_in(model, result), _is_summed(result)
+            if is_summed or self._is_summed is False:
                 expected.settle(loss)
-        if known and self._is_summed is not _is_summed(result):
+            else:  # this first time nobody knew
+                expected.give_up()
+        if self._is_summed not in (None, is_summed):
             raise _unlike_before(model)
-        self._is_summed = _is_summed(result)
-        if self._is_summed:
+        self._is_summed = is_summed
+        if is_summed:
             return loss, torch.as_tensor(result[1])
         return loss.float() * samples, samples
 

@@ -132,6 +132,11 @@ class ShardedModel:
         divisions = (group.division for group in self.groups())
         return of_one and all(d.replicated and d.team is None for d in divisions)
 
+    @property
+    def trains(self) -> bool:
+        """Whether any parameter of the model is trained, by whatever rank."""
+        return self._inventory.trains
+
     def agree_on_buffers(self) -> None:
         """Running statistics and other state beside parameters differ from rank to rank: all get
         those of the first rank that trains on samples, in the stage that computes them. Collective.

@@ -116,10 +116,14 @@ def check_trains(model: nn.Module) -> None:
         InputError: no parameter of the model requires a gradient.
     """
     if not trains(model):
-        raise InputError(
-            "there is nothing to train: no parameter of the model requires a gradient",
-            fix="set requires_grad of those parameters that are to be trained",
-        )
+        raise nothing_to_train()
+
+
+def nothing_to_train() -> InputError:
+    return InputError(
+        "there is nothing to train: no parameter of the model requires a gradient",
+        fix="set requires_grad of those parameters that are to be trained",
+    )
 
 
 def dissect(model: nn.Module, wanted: Sequence[str] = ()) -> Anatomy:
