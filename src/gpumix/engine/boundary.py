@@ -310,8 +310,7 @@ def refuse_inputs(unit: str, inputs: Sequence[Any]) -> None:
             raise ModelError(
                 f"unit '{unit}' is given a {type(value).__name__}",
                 why="a cache remembers the first run of a unit, which is run again in backward",
-                fix="set `use_cache=False` in the model's configuration; instead of prefix tuning, "
-                "which needs a cache, take prompt tuning or LoRA",
+                fix="set `use_cache=False` in the model's configuration",
             )
     _refuse_hidden(unit, inputs, "is given", lambda t: t.requires_grad)
 
