@@ -163,6 +163,7 @@ def _fitted(folder: Path) -> dict[str, Any]:
     from lightning.pytorch import LightningModule, Trainer
 
     from gpumix.integrations.lightning import GpumixStrategy
+    from gpumix.spec.errors import InputError
 
     class Module(LightningModule):
         """Whose first unit gets the batch itself, of which a hook takes a part."""
@@ -211,6 +212,9 @@ def _fitted(folder: Path) -> dict[str, Any]:
         (after,) = another.validate(module, loader, verbose=False)
         losses = before["val_loss"], after["val_loss"], trainer.callback_metrics["loss"].item()
         found[kind] = losses, saved, another.predict(module, loader)
+    module.predict_step = lambda batch, batch_idx: torch.zeros(())  # type: ignore[method-assign]
+    with pytest.raises(InputError, match="predict_step returned a tensor of shape"):
+        another.predict(module, loader)
     strategy = GpumixStrategy()
     strategy.connect(Module())
     found["before"] = sorted(strategy.lightning_module_state_dict())

@@ -102,7 +102,7 @@ class PlannedPrecision(Precision):
         """The gradients are there before the optimizer is called: it may look at them first."""
         result = closure()
         self._after_closure(model, optimizer)
-        optimizer.step(**kwargs)
+        optimizer.step(closure=lambda: result, **kwargs)  # some cannot do without one
         return result
 
     def clip_gradients(

@@ -123,6 +123,7 @@ class Steps:
                 return torch.zeros(samples_in(batch))
             if told is None:
                 return torch.zeros(samples_in(batch), *NOTHING)
+            _refuse_without_rows(told, samples_in(batch))
             with host_memory():
                 return tree_map(_on_host, told)
 
@@ -247,3 +248,17 @@ def _nothing(*args: Any, **kwargs: Any) -> Tensor:
 
 def _on_host(value: Any) -> Any:
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+
+def _refuse_without_rows(told: Any, samples: int) -> None:
+    """
+    Raises:
+        InputError: a prediction of so many samples is not cut as they are.
+    """
+    for leaf in tree_leaves(told):
+        if isinstance(leaf, Tensor) and (leaf.dim() == 0 or len(leaf) != samples):
+            raise InputError(
+                f"predict_step returned a tensor of shape {tuple(leaf.shape)} of {samples} samples",
+                why="predictions of micro-batches and ranks are put together row by row",
+                fix="return tensors with one row for each sample",
+            )
