@@ -57,6 +57,12 @@ class Walk:
     def note(self) -> None:
         self.used = True
 
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:  # the file counts as one test
+            why = str(report.longreprtext)[-MOST_WORDS:]
+            line = {"suite": self.suite, "test": report.nodeid, "side": self.side}
+            results.add(self.out, {**line, "outcome": "failed", "why": why})
+
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         lines = results.read(self.out)

@@ -16,8 +16,18 @@ from typing import Any
 
 # What tests import, without need, that the library has no more.
 GONE = {
-    "transformers": ("GlueDataset", "GlueDataTrainingArguments", "DataCollatorForWholeWordMask"),
-}
+    "transformers": {
+        "transformers": (
+            "GlueDataset", "GlueDataTrainingArguments", "DataCollatorForWholeWordMask",
+        ),
+    },
+    "trl": {
+        "trl.import_utils": ("is_joblib_available",),
+        "trl.trainer.sft_trainer": (
+            "_chunked_cross_entropy_loss", "_patch_chunked_ce_lm_head", "dft_loss",
+        ),
+    },
+}  # fmt: skip
 OF_TRL, REVISION = "trl-internal-testing", "0" * 40
 # Models of TRL's tests by what follows `tiny-`; the name of their chat template, and what ends a
 # message in it.
@@ -63,10 +73,11 @@ SENTENCES = [
 
 def provide(suite: str) -> None:
     """Before the tests are imported."""
-    for name in GONE.get(suite, ()):
-        library = importlib.import_module(suite)
-        if not hasattr(library, name):
-            setattr(library, name, type(name, (), {}))
+    for module, names in GONE.get(suite, {}).items():
+        library = importlib.import_module(module)
+        for name in names:
+            if not hasattr(library, name):
+                setattr(library, name, type(name, (), {}))
     if suite in ("transformers", "trl"):
         _lay_out(Path(os.environ["HF_HOME"]) / "hub", trl=suite == "trl")
         _give_datasets()
