@@ -234,6 +234,8 @@ class Feed:
             return {"labels": _draw(range(LABELS), self.shape.image[-2:], generator)}
         if kind == "frames":
             return {"labels": _draw(range(LABELS), (4,), generator)}
+        if kind == "scores":
+            return {"labels": torch.rand(LABELS, generator=generator)}
         if kind == "frames of classes":
             classes = _draw(range(LABELS), (4,), generator)
             return {"labels": nn.functional.one_hot(classes, LABELS)}
@@ -262,7 +264,7 @@ class Feed:
 # The kinds of labels of each list in the registry, the likeliest first.
 KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("MULTIPLE_CHOICE", ("choice",)),
-    ("QUESTION_ANSWERING", ("span", "class", "text", "tags")),
+    ("QUESTION_ANSWERING", ("span", "class", "text", "tags", "scores")),
     ("TOKEN_CLASSIFICATION", ("tags",)),
     ("SEQUENCE_CLASSIFICATION|IMAGE_CLASSIFICATION|VIDEO_CL|AUDIO_CL|XVECTOR", ("class",)),
     ("NEXT_SENTENCE", ("pair",)),
@@ -380,7 +382,7 @@ PLACEHOLDERS = (
 # The same of lengths of sounds.
 LENGTHS = (r"length (\d+), but found", r"multiple of .*?\((\d+)\)", r"not a multiple of (\d+)")
 TOO_SHORT, LONGER = "Kernel size can't be greater than actual input size", 6400
-PRODUCT = r"cannot be multiplied \(\d+x\d+ and (\d+)x\d+\)"
+PRODUCT = r"cannot be multiplied \(\d+x\d+ and (\d+)x|normalized_shape=\[(\d+)\]"
 ABSENT = r"missing \d+ required positional arguments?: (.*)"
 
 
@@ -400,7 +402,7 @@ def _asked_for(said: str, shape: Shape) -> list[Shape]:
         return [replace(shape, length=LONGER)]
     product = re.search(PRODUCT, said)
     if product is not None and shape.sound == "frames" and shape.bins == 0:
-        return [replace(shape, bins=int(product[1]))]
+        return [replace(shape, bins=int(product[1] or product[2]))]
     absent = re.search(ABSENT, said)
     if absent is not None:
         names = tuple(re.findall(r"'(\w+)'", absent[1]))

@@ -35,6 +35,7 @@ MISSING = (
     (re.compile(r"^n_shared_experts$"), lambda size: 1),
     (re.compile(r"^sliding_window$"), lambda size: 8),
     (re.compile(r"^(image|audio)_token_(id|index)$"), lambda size: VOCABULARY // 2 + 30),
+    (re.compile(r"^out_indices$"), lambda size: [0, 1, 2, 3]),
     (re.compile(r"^default_language$"), lambda size: "en_XX"),
     (re.compile(r"^layer_types$"), lambda size: ["full_attention"] * size.layers),
     (re.compile(r"^mlp_layer_types$"), lambda size: ["sparse"] * size.layers),
@@ -148,7 +149,7 @@ def _smaller(default: PretrainedConfig, size: Size, ids: Iterator[int]) -> Pretr
         ids: of special tokens, which have to be within the vocabulary.
     """
     changed: dict[str, Any] = {}
-    by_layer = _by_layer(default)
+    by_layer = _by_layer(default) if size.lists else {}
     depth = _depth(by_layer, size)
     stages = [len(value) for value in vars(default).values() if isinstance(value, list | tuple)]
     for name, value in vars(default).items():
@@ -273,7 +274,7 @@ def _least(limit: int) -> Any:
 RULES: tuple[tuple[str, Any], ...] = (
     (r"vocab.*size|^vocab|n_vocab|num_embeddings", _least(VOCABULARY)),
     (CHOICES.pattern, _least(2)),
-    (r"kernel", lambda v, s: v),
+    (r"kernel|xpath", lambda v, s: v),
     (r"num_groups$", _least(4)),
     (r"topk_group", _least(1)),
     (r"n_group", _least(2)),
