@@ -77,7 +77,6 @@ REFUSED: dict[str, tuple[str, str]] = {
         LIGHTNING,
         "the callbacks\n",
     ),
-    r"prompts of PEFT \(\w+\) are not trained": (TRAINER, "Learned prompts are refused"),
     r"forward changes the values of parameter '\S*base_layer": (TRAINER, "`target_parameters`"),
     r"^InputError: SFTConfig: (activation_offloading|padding_free)=": (
         TRAINER,
