@@ -258,6 +258,20 @@ def test_rules_that_the_first_batch_does_not_tell_apart_are_by_a_later_one():
         assert found == pytest.approx(plainly(wanted)[0], rel=1e-5)
 
 
+def test_a_later_rehearsal_keeps_gradients_that_are_added_to():
+    first = a_batch()
+    first["labels"][:, 0] = -100  # so both rules count as many
+    first["labels"][:, 1] = 1
+    engine, model = an_engine(cross_entropy), initialised(Blocks)
+    for batch in (first, a_batch()):
+        engine.step(batch)
+        cross_entropy(model(batch["x"]), batch["labels"]).backward()
+    assert engine.reduction == "a mean over 'labels'"
+    found = {piece.name: piece.local.grad for piece in engine.pieces()}
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad.flatten(), rtol=1e-4, atol=1e-7)
+
+
 @pytest.mark.parametrize("micro_batch", [1, 2, 3])
 @pytest.mark.parametrize("name", ["labels", "shifted labels"])
 def test_rules_are_told_apart_by_whatever_sample_of_a_batch_does(name, micro_batch):

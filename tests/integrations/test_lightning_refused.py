@@ -17,7 +17,6 @@ pytest.importorskip("lightning")
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
-    GradientAccumulationScheduler,
     StochasticWeightAveraging,
 )
 
@@ -69,13 +68,6 @@ class NoOptimizer(Plain):
         return None
 
 
-class EveryThird(Plain):
-    def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), 0.1)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        return [optimizer], [{"scheduler": scheduler, "interval": "step", "frequency": 3}]
-
-
 class OwnBatches(BatchSampler):
     pass
 
@@ -106,18 +98,6 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "averaging": (
         "StochasticWeightAveraging",
         {"callbacks": lambda: [StochasticWeightAveraging(0.1)]},
-    ),
-    "scheduled": (
-        "GradientAccumulationScheduler",
-        {"callbacks": lambda: [GradientAccumulationScheduler({0: 2})]},
-    ),
-    "limits": (
-        "limit_train_batches=8 with accumulate_grad_batches=2",
-        {"limit_train_batches": 8, "accumulate_grad_batches": 2},
-    ),
-    "frequency": (
-        "frequency=3 of a scheduler of steps with accumulate_grad_batches=2",
-        {"module": EveryThird, "accumulate_grad_batches": 2},
     ),
     "a range": ("a range gives the batches", {"loader": lambda: range(4)}),
     "own batches": (

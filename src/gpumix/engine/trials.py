@@ -132,8 +132,12 @@ class Trials(ShardedModel):
 
     @contextlib.contextmanager
     def _as_before(self, see: See) -> Iterator[None]:
-        """What a step inside changes, gradients and all, is undone."""
+        """What a step inside changes, gradients and all, is undone. Gradients that later steps are
+        to be added to are as they were."""
         before = {name: getattr(self, name) for name in _OF_A_STEP}
+        kept = [(p, p.grad, p.grad.clone()) for p in self.parameters() if p.grad is not None]
+        for parameter, *_ in kept:
+            parameter.grad = None
         self._own_norm, self.scaler, self.guard = OwnNorm(self.device), copy(self.scaler), None
         self._see_by(see)
         try:
@@ -144,6 +148,8 @@ class Trials(ShardedModel):
             self._see_by(self._own_norm.see)
             for parameter in self.parameters():
                 parameter.grad = None
+            for parameter, gradient, values in kept:
+                parameter.grad = gradient.copy_(values)
 
     def _see_by(self, see: See) -> None:
         for bucket in self._buckets:

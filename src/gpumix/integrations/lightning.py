@@ -62,7 +62,6 @@ from gpumix.integrations.strategy.loaders import (  # noqa: E402
 from gpumix.integrations.strategy.precision import PlannedPrecision  # noqa: E402
 from gpumix.integrations.strategy.recording import Recording  # noqa: E402
 from gpumix.integrations.strategy.refused import (  # noqa: E402
-    refuse_frequencies,
     refuse_without_meaning,
 )
 from gpumix.integrations.strategy.steps import NOTHING, Steps  # noqa: E402
@@ -116,7 +115,7 @@ class GpumixStrategy(Together, Checkpoints):
         self._compile = compile
         self._seed = seed
         self._engine: Engine | None = None
-        self._accumulates = 1
+        self._adds = self._overflowed = False  # to the gradients of the batches before; these did
         self._like: Batching | None = None  # what is read, which tells what batches look like
         self._recording = Recording()
 
@@ -168,8 +167,7 @@ class GpumixStrategy(Together, Checkpoints):
     def setup(self, trainer: Trainer) -> None:
         module = self.lightning_module
         assert module is not None
-        self._fold(trainer)
-        refuse_without_meaning(trainer, module, self._accumulates)
+        refuse_without_meaning(trainer, module)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if self._engine is None:
             unshard(module)  # of another trainer, whose engine is gone then
@@ -190,12 +188,6 @@ class GpumixStrategy(Together, Checkpoints):
         """The module stays sharded: what follows finds it so."""
         self.checkpoint_io.teardown()
 
-    def _fold(self, trainer: Any) -> None:
-        """One batch is one step: the plan cuts it into micro-batches."""
-        if trainer.accumulate_grad_batches > 1:
-            self._accumulates = trainer.accumulate_grad_batches
-            trainer.accumulate_grad_batches = 1
-
     def _host(self, trainer: Any, module: LightningModule, *, fitting: bool) -> None:
         """Make the engine. Collective."""
         self.precision_plugin.convert_module(module)
@@ -211,7 +203,7 @@ class GpumixStrategy(Together, Checkpoints):
         training = Training(
             specimen.batch,
             sequence_length=specimen.sequence_length,
-            global_batch=like.batch_size * world() * (self._accumulates if fitting else 1),
+            global_batch=like.batch_size * world(),
             loss=self._steps.loss,
             optimizer=optimizer_like(self.optimizers[0]) if fitting else None,
             precision=self._computed_in(module),
@@ -254,7 +246,6 @@ class GpumixStrategy(Together, Checkpoints):
             raise InputError("configure_optimizers returned several", fix=ONE_OPTIMIZER) from None
         if not self.optimizers or isinstance(self.optimizers[0], _MockOptimizer):
             raise InputError("configure_optimizers returned no optimizer", fix=ONE_OPTIMIZER)
-        refuse_frequencies(self.lr_scheduler_configs, self._accumulates)
         self.group_sizes = [len(group["params"]) for group in self.optimizers[0].param_groups]
 
     # -- data --------------------------------------------------------------------------------------
@@ -266,9 +257,7 @@ class GpumixStrategy(Together, Checkpoints):
         assert self.lightning_module is not None
         training = self.lightning_module.trainer.training
         given = self._like.of_whole(samples) if training else self._like
-        if training:
-            samples *= self._accumulates
-        elif self._engine is not None:
+        if not training and self._engine is not None:
             samples = min(samples, self._engine.plan.global_batch)
         rows = self._rows(rows_of if training else evaluated_rows)
         return planned_loader(given, samples, rows, self._recording, self._width)
@@ -296,14 +285,31 @@ class GpumixStrategy(Together, Checkpoints):
 
     def training_step(self, batch: Any, *others: Any) -> Tensor:
         """Forward, backward and reduction of one global batch; the loss of all of it."""
-        _without_gradients(self.engine)  # Lightning does so too late: before its own backward
+        if not self._adds:  # Lightning does so too late: before its own backward
+            _without_gradients(self.engine)
         self._recording.computes()
         with self.inside_a_step():
             loss = self._steps.train(batch, others, self.precision_plugin.samples)
+        self._accumulate()
         self._steps.publish()
         self.precision_plugin.lay_aside()
         self._recording.computed(loss)
         return loss.float()
+
+    def _accumulate(self) -> None:
+        """Gradients of several batches are added, and are a mean over `accumulate_grad_batches` of
+        them, even if an epoch ends with fewer, as Lightning has it."""
+        assert self.lightning_module is not None
+        trainer: Any = self.lightning_module.trainer
+        self._overflowed = self.engine.overflowed or (self._adds and self._overflowed)
+        self._adds = trainer.fit_loop._should_accumulate()
+        if self._adds:
+            return
+        if self._overflowed:  # in any of the batches
+            _without_gradients(self.engine)
+        gradients = [p.grad for p in self.engine.parameters() if p.grad is not None]
+        if gradients and trainer.accumulate_grad_batches > 1:
+            torch._foreach_div_(gradients, trainer.accumulate_grad_batches)
 
     def validation_step(self, batch: Any, *others: Any) -> None:
         self._evaluated("validation_step", batch, others)

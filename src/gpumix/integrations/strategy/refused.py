@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from lightning.pytorch.utilities.types import LRSchedulerConfig
 
 from gpumix.integrations.hosted import world
 from gpumix.spec.errors import InputError
 
 WHOLE = "it looks at whole parameters, and a rank has pieces of them"
-COUNTED = "what is accumulated is one batch here, so batches are counted in steps"
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 CALLBACKS = {
     "StochasticWeightAveraging": WHOLE,
@@ -22,36 +19,19 @@ CALLBACKS = {
     "EMAWeightAveraging": WHOLE,
     "ModelPruning": WHOLE,
     "BatchSizeFinder": "no plan is taken that does not fit, and the plan chooses micro-batches",
-    "GradientAccumulationScheduler": "a plan is for one global batch",
 }
 
 
-def refuse_without_meaning(trainer: Trainer, module: LightningModule, accumulates: int) -> None:
+def refuse_without_meaning(trainer: Trainer, module: LightningModule) -> None:
     """
     Raises:
         InputError: the trainer or the module asks for something that has no meaning here.
     """
-    for what, why, fix in _found(trainer, module, accumulates):
+    for what, why, fix in _found(trainer, module):
         raise InputError(f"{what} has no meaning with gpumix", where="Trainer", why=why, fix=fix)
 
 
-def refuse_frequencies(schedulers: Sequence[LRSchedulerConfig], accumulates: int) -> None:
-    """
-    Raises:
-        InputError: a scheduler steps by a number of batches of which several are accumulated.
-    """
-    for one in schedulers if accumulates > 1 else ():
-        if one.interval == "step" and one.frequency > 1:
-            raise InputError(
-                f"frequency={one.frequency} of a scheduler of steps with "
-                f"accumulate_grad_batches={accumulates} has no meaning with gpumix",
-                where="configure_optimizers",
-                why=COUNTED,
-                fix=_larger(accumulates),
-            )
-
-
-def _found(trainer: Trainer, module: LightningModule, accumulates: int) -> Any:
+def _found(trainer: Trainer, module: LightningModule) -> Any:
     """What, why, fix."""
     if not module.automatic_optimization:
         yield (
@@ -87,10 +67,6 @@ def _found(trainer: Trainer, module: LightningModule, accumulates: int) -> Any:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if (why := CALLBACKS.get(type(callback).__name__)) is not None:
             yield f"the callback {type(callback).__name__}", why, "leave it out"
-    yield from _counts(trainer, accumulates)
-
-
-def _counts(trainer: Any, accumulates: int) -> Any:
     devices = trainer._accelerator_connector._devices_flag
     asked = devices if isinstance(devices, int) else len(devices)
     if world() == 1 and asked * trainer._accelerator_connector._num_nodes_flag > 1:
@@ -99,19 +75,3 @@ def _counts(trainer: Any, accumulates: int) -> Any:
             "gpumix trains with one process for each device, of unlike numbers on each host",
             f"start the script with `gpumix launch SCRIPT`, or torchrun --nproc-per-node {asked}",
         )
-    if accumulates > 1:
-        for name in ("limit_train_batches", "val_check_interval"):
-            given = getattr(trainer, name)
-            if isinstance(given, int) and not isinstance(given, bool) and given > 1:
-                yield (
-                    f"{name}={given} with accumulate_grad_batches={accumulates}",
-                    COUNTED,
-                    _larger(accumulates),
-                )
-
-
-def _larger(accumulates: int) -> str:
-    return (
-        "leave accumulate_grad_batches out, and give the loader a batch_size "
-        f"{accumulates} times as large: the plan cuts it into micro-batches"
-    )
