@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "check": BELOW_TRAIN | {"train"},
     "doctor": BELOW_TRAIN | {"train"},
     "report": BELOW_TRAIN | {"train"},
-    "integrations": BELOW_TRAIN | {"train"},
+    "integrations": BELOW_TRAIN | {"train", "testing"},
     "testing": BELOW_TRAIN,
     "cli": BELOW_CLI,
     "__init__": BELOW_CLI,

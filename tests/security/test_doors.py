@@ -34,6 +34,7 @@ ALLOWED = {
     "data/host.py": {"CDLL", "open"},  # this process, and a file of the kernel
     "data/nursery.py": {"CDLL", "loads"},  # this process, and what its parent hands it
     "data/packed.py": {"memmap"},  # numbers, with a checked head
+    "engine/extra_state.py": {"load"},  # weights_only, of what a checkpoint has in its manifest
     "engine/weights.py": {"safe_open"},  # after `check_is_file`
     "hardware/pinned.py": {"open"},  # in the private folder of copies
     "train/memory_map.py": {"from_file"},  # likewise
