@@ -58,7 +58,6 @@ REFUSED: dict[str, tuple[str, str]] = {
     r"deepspeed_plugin|kwargs_handlers)=": (LOOPS, "are refused: the plan decides\nthat"),
     r"has a batch sampler of its own": (LOOPS, "a loader with a batch sampler of its\nown"),
     r"^InputError: Trainer: manual optimization has no": (LIGHTNING, "Manual optimization"),
-    r"limit_\w+_batches=\d+ with accumulate_grad_batches": (LIGHTNING, "limits in batches"),
     r"^InputError: Trainer: \w+\.backward has no meaning": (LIGHTNING, "a `backward` of one's own"),
     r"_step\(dataloader_iter\) has no meaning": (LIGHTNING, "steps that take a\n`dataloader_iter`"),
     r"configure_optimizers returned several": (LIGHTNING, "several optimizers"),
@@ -73,7 +72,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     r"batches come from several loaders at once": (LIGHTNING, "several training loaders at once"),
     r"^InputError: an? \w+ gives the batches": (LIGHTNING, "loaders of another class than torch's"),
     r"^InputError: Trainer: (StochasticWeightAveraging|WeightAveraging|EMAWeightAveraging|"
-    r"ModelPruning|BatchSizeFinder|GradientAccumulationScheduler) has": (
+    r"ModelPruning|BatchSizeFinder) has": (
         LIGHTNING,
         "the callbacks\n",
     ),
