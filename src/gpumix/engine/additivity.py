@@ -91,11 +91,8 @@ def rehearse(
     Raises:
         ModelError: losses of parts do not add up, by any rule.
     """
-    place = choose(engine, batch, rows, objective)
-    if place is None:
-        return ""
-    own = own_samples(engine, batch, rows, place, objective)
-    return _Rehearsal(engine, batch, own, place, objective).run(couples)
+    found = _rehearsal(engine, batch, rows, objective)
+    return "" if found is None else found.run(couples)
 
 
 def in_parts(
@@ -113,12 +110,19 @@ def in_parts(
         run: is called with the model, whose forward it calls once, and samples.
         batch, rows: as in `rehearse`.
     """
+    found = _rehearsal(engine, batch, rows, objective)
+    return [] if found is None else found.made(run)
+
+
+def _rehearsal(
+    engine: Trials, batch: Any, rows: Sequence[range], objective: Reduces
+) -> _Rehearsal | None:
+    """Of a few samples of the batch; None where the batch is not cut. Collective."""
     place = choose(engine, batch, rows, objective)
     if place is None:
-        return []
-    return _Rehearsal(
-        engine, batch, own_samples(engine, batch, rows, place, objective), place, objective
-    ).made(run)
+        return None
+    own = own_samples(engine, batch, rows, place, objective)
+    return _Rehearsal(engine, batch, own, place, objective)
 
 
 def is_told_apart(engine: Trials, batch: Any, objective: Reduces) -> bool:

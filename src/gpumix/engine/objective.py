@@ -25,6 +25,7 @@ from gpumix.engine.reduction import (
     Reduces,
     Rule,
     integer_labels,
+    probe_of_sum,
 )
 
 
@@ -97,9 +98,8 @@ class ReturnedLoss(ReducedLoss):
         rules = super().rules(batch)
         nothing = torch.full((), torch.nan)
         if _is_summed(result):
-            count = torch.as_tensor(result[1])
-            told = loss / count.clamp(min=1).to(loss.device)
-            return Probe(told, (count, *[nothing] * len(rules)), ())
+            found = probe_of_sum(*result)
+            return replace(found, counts=(*found.counts, *[nothing] * len(rules)))
         found = self.probe_of(loss, [self.count(batch, rule) for rule in rules[:-1]])
         return replace(found, counts=(nothing, *found.counts))
 

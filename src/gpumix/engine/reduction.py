@@ -170,9 +170,13 @@ class SummedLoss:
         return counts_by_row((), self.labels_of(batch))
 
     def probe(self, model: nn.Module, batch: Any) -> Probe:
-        loss, count = self._function(model, batch)
-        count = torch.as_tensor(count)
-        return Probe(loss / count.clamp(min=1).to(loss.device), (count,), ())
+        return probe_of_sum(*self._function(model, batch))
+
+
+def probe_of_sum(loss: Tensor, count: Any) -> Probe:
+    """Of (summed loss, count), as a mean."""
+    count = torch.as_tensor(count)
+    return Probe(loss / count.clamp(min=1).to(loss.device), (count,), ())
 
 
 def reducing(objective: Objective | Reduces) -> Reduces:

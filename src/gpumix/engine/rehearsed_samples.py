@@ -73,15 +73,11 @@ def _candidates(engine: Trials, batch: Any, rows: Sequence[range]) -> list[Any]:
         return [batch]
     ways = _ways_through(engine.plan)
     numbers = engine.places[0].batches
-    ends = list(accumulate(map(len, rows)))
-    places = [range(end - len(of), end) for end, of in zip(ends, rows)]
-    return [
-        take(
-            batch,
-            [row for other, own in zip(numbers, places) if ways[other] == ways[n] for row in own],
-        )
-        for n in numbers[: len(places)]
-    ]
+    own: dict[tuple[int, ...], list[int]] = {}
+    for number, of, end in zip(numbers, rows, accumulate(map(len, rows))):
+        own.setdefault(ways[number], []).extend(range(end - len(of), end))
+    parts = {way: take(batch, places) for way, places in own.items()}
+    return [parts[ways[number]] for number, _ in zip(numbers, rows)]
 
 
 def _ways_through(plan: Plan) -> dict[int, tuple[int, ...]]:

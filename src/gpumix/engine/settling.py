@@ -49,7 +49,7 @@ class Settling(Trials):
         reduces = self._reduces
         if reduces.rivals and not additivity.is_told_apart(self, batch, reduces):
             return
-        rows = self._rows_of_step(samples) if in_step else self._rows_given(batch, samples)
+        rows = self._rows_of(batch, samples, in_step=in_step)
         for _ in range(REHEARSALS):
             told = additivity.rehearse(self, batch, rows, reduces, self._couples)
             self.reduction = told or self.reduction
@@ -70,7 +70,7 @@ class Settling(Trials):
     ) -> list[Any]:
         """What `run` makes of a few samples of a batch, at once and in two parts; see
         `engine.additivity.in_parts`."""
-        rows = self._rows_of_step(samples) if in_step else self._rows_given(batch, samples)
+        rows = self._rows_of(batch, samples, in_step=in_step)
         return additivity.in_parts(self, batch, rows, self._reduces, run)
 
     def _refuse_rivals(self) -> None:
@@ -85,6 +85,10 @@ class Settling(Trials):
             "of the batch, whose losses show no difference",
             fix="return (summed loss, count) from a loss function of your own",
         )
+
+    def _rows_of(self, batch: Any, samples: int | None, *, in_step: bool) -> tuple[range, ...]:
+        """Places of this rank's samples in the batch, micro-batch by micro-batch."""
+        return self._rows_of_step(samples) if in_step else self._rows_given(batch, samples)
 
     def _rows_of_step(self, samples: int | None) -> tuple[range, ...]:
         return self._rows if samples is None else rows_of(self.plan, self.comm.rank, samples)

@@ -7,7 +7,6 @@ There is no step that could be measured to plan by. Each rank keeps the whole mo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import nn
 from gpumix.engine.buffers import BufferCopies, keepers
 from gpumix.engine.randomness import evaluating
 from gpumix.engine.units import dissect
+from gpumix.integrations.rows import equal_rows
 from gpumix.spec.plan import Plan
 from gpumix.spec.stage import ComputeDtype
 from gpumix.testing import Share, plan_for
@@ -34,8 +34,7 @@ def even_plan(
         run: computes a batch by the model, for the order in which it calls its blocks.
     """
     calls = calls_of(model, run)
-    ends = [global_batch * rank // world for rank in range(world + 1)]
-    counts = [end - begin for begin, end in pairwise(ends)]
+    counts = [len(equal_rows(world, rank, global_batch)[0]) for rank in range(world)]
     return plan_for(
         model,
         [Share(count, max(count, 1), 1) for count in counts],
