@@ -1,4 +1,4 @@
-"""State that modules keep beside parameters and buffers, by `get_extra_state`."""
+"""State that modules keep in addition to parameters and buffers, by `get_extra_state`."""
 
 from __future__ import annotations
 

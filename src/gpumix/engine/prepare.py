@@ -74,7 +74,7 @@ def prepare(
             which torchrun started is made, and a process that was started alone is a single rank.
         weights: safetensors file or folder with the initial values; default: the model's own.
         loss: function(model, micro-batch) that returns (summed loss, count); default: what
-            forward returns: a loss, alone or beside other values, or these two.
+            forward returns: a loss, alone or with other values, or these two.
         units: class or module names of the units; default: found.
         tensor: how modules are divided where ranks compute together: styles by patterns of names
             (`engine.tensor_plans`); default: the model's own plan.

@@ -138,7 +138,7 @@ class ShardedModel:
         return self._inventory.trains
 
     def agree_on_buffers(self) -> None:
-        """Running statistics and other state beside parameters differ from rank to rank: all get
+        """Running statistics and modules' extra states differ from rank to rank: all get
         those of the first rank that trains on samples, in the stage that computes them. Collective.
         """
         buffers.agree(self.model, self.comm, self._inventory.keeper)
