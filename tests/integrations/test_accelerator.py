@@ -530,7 +530,7 @@ def _skipped(folder: Path, stream: bool) -> dict[str, Any]:
 
 
 WRONG = {
-    "no loader": "the model is prepared without the loader",
+    "no loader": "the model is called before the loader of what it is trained on is prepared",
     "no backward": "the optimizer steps before the backward",
     "other loss": "the loss does not come from the last call",
     "twice": "the model is called again before the backward",
@@ -568,7 +568,7 @@ def _wrong(folder: Path, what: str) -> None:
     if what == "unnamed":
         accelerator.load_state()
     if what == "no loader":
-        accelerator.prepare(network, optimizer)
+        accelerator.prepare(network, optimizer)[0].train()(**Texts()[0])
     loader = DataLoader(Texts(), batch_size=GLOBAL_BATCH)
     network, optimizer, loader = accelerator.prepare(network, optimizer, loader)
     network.train()

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from extended import chosen, left_out
-from gpumix.spec.errors import InputError
+from gpumix.spec.errors import GpumixError, InputError
 from harness import run_ranks
 from programs import as_launched, in_folder, in_hub_cache, tokenizer
 from reference import Share, plan_for
@@ -296,3 +296,51 @@ def _sees_all(folder: Path) -> None:
         processing_class=tokenizer(),
         plan=plan_for(model(), [Share(8, 4, 1)], length=16),
     ).train()
+
+
+def test_a_term_that_balances_experts_is_computed_of_whole_batches_or_refused(tmp_path):
+    stock, whole, cut = run_ranks(_balanced, 1, tmp_path, timeout_s=240)[0]
+    assert whole == pytest.approx(stock, rel=TOLERANCE)
+    assert "the loss of a batch is not made of the losses of its parts" in cut
+
+
+def _balanced(folder: Path) -> tuple[list[float], list[float], str]:
+    """Losses of the stock trainer, and by a plan that does not cut batches; an error otherwise."""
+    as_launched(folder)
+    import torch
+    import trl
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    from gpumix.integrations.trl import SFTTrainer
+
+    def experts() -> Any:
+        torch.manual_seed(3)
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
+        balance = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+        return MixtralForCausalLM(MixtralConfig(vocab_size=64, **sizes, **heads, **balance))
+
+    def losses(kind: Any, name: str, **more: Any) -> list[float]:
+        settings = {"max_length": 16, "report_to": [], "use_cpu": True, "bf16": False}
+        training = kind(
+            experts(),
+            trl.SFTConfig(
+                str(folder / name),
+                per_device_train_batch_size=8,
+                max_steps=2,
+                logging_steps=1,
+                seed=5,
+                **settings,
+            ),
+            train_dataset=texts(),
+            processing_class=tokenizer(),
+            **more,
+        )
+        training.train()
+        return [line["loss"] for line in training.state.log_history if "loss" in line]
+
+    stock = losses(trl.SFTTrainer, "stock")
+    whole = losses(SFTTrainer, "whole", plan=plan_for(experts(), [Share(8, 8, 1)], length=16))
+    with pytest.raises(GpumixError) as refused:
+        losses(SFTTrainer, "cut", plan=plan_for(experts(), [Share(8, 4, 1)], length=16))
+    return stock, whole, str(refused.value)

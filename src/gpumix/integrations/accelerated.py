@@ -20,7 +20,7 @@ from accelerate import accelerator
 from accelerate.data_loader import DataLoaderStateMixin
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import GradientState
-from accelerate.utils import load, send_to_device
+from accelerate.utils import extract_model_from_parallel, load, send_to_device
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
@@ -30,6 +30,7 @@ from gpumix.engine.comm import Communicator
 from gpumix.engine.engine import Engine
 from gpumix.engine.groups import all_ranks, device_of_group
 from gpumix.engine.outside import unshard
+from gpumix.engine.units import trains
 from gpumix.hardware.environment import ranks_here
 from gpumix.hardware.memory import is_out_of_memory
 from gpumix.integrations.accelerator_arguments import (
@@ -38,6 +39,7 @@ from gpumix.integrations.accelerator_arguments import (
     refuse_divided,
     refuse_without_meaning,
 )
+from gpumix.integrations.awaited import Awaited
 from gpumix.integrations.batching import Batching
 from gpumix.integrations.called import ARGS, KWARGS, NAME_PARTS, call_of
 from gpumix.integrations.gathering import all_numbers, all_objects, all_rows
@@ -118,10 +120,19 @@ class Kept(NamedTuple):
 class Optimizer(AcceleratedOptimizer):
     """Steps only once the backward has been done, and not with gradients that overflowed."""
 
-    model: Looped
+    model: Looped | None = None
     record: LoopRecord
 
     def step(self, closure: Any = None) -> None:
+        """
+        Raises:
+            InputError: there is nothing yet that it could update, or a backward is missing.
+        """
+        if self.model is None:
+            raise InputError(
+                "the optimizer steps before its model and a loader are prepared",
+                fix="accelerator.prepare(model, optimizer, loader)",
+            )
         self.model.check_done()
         if not self.gradient_state.sync_gradients:
             return
@@ -133,7 +144,7 @@ class Optimizer(AcceleratedOptimizer):
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         super().zero_grad(set_to_none)
-        if self.gradient_state.sync_gradients:
+        if self.gradient_state.sync_gradients and self.model is not None:
             self.model.overflowed = False
 
 
@@ -174,6 +185,8 @@ class Accelerator(accelerate.Accelerator):
         self._given = plan_of(plan)
         self._engine: Engine | None = None
         self._looped: Looped | None = None
+        self._awaited = Awaited()
+        self._alone: list[nn.Module] = []  # those that were called without a plan
 
     @property
     def plan(self) -> Plan | None:
@@ -183,42 +196,107 @@ class Accelerator(accelerate.Accelerator):
     # -- preparing ---------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
-        """As Accelerate's: a model together with the loader of what it is trained on, which says
-        what its batches look like; then whatever else.
+        """As Accelerate's. The model is run by a plan as soon as its optimizer and a loader of what
+        it is trained on are known, which says what batches look like; a model with a loader is so
+        without an optimizer too.
 
         Raises:
-            InputError: several models, or a model without a loader.
+            InputError: several models are to be trained.
             NoFeasiblePlanError: no plan fits the devices.
         """
-        models = [m for m in args if isinstance(m, nn.Module) and not isinstance(m, Looped)]
-        if len(models) + (self._engine is not None) > 1:
-            raise InputError(
-                "several models cannot be trained by one Accelerator",
-                fix="call accelerator.free_memory() before the next one is prepared",
-            )
-        if models and not self._only_infers(models[0], args):
-            loaders = [one for one in args if isinstance(one, DataLoader)]
-            optimizers = [one for one in args if isinstance(one, torch.optim.Optimizer)]
-            self._host(models[0], loaders, optimizers)
-        return super().prepare(*args, device_placement=device_placement)
+        models = [one for one in args if isinstance(one, nn.Module) and trains(one)]
+        if len(models) > 1:
+            raise _several_models()
+        prepared = super().prepare(*args, device_placement=device_placement)
+        if models and self._engine is None and any(isinstance(one, DataLoader) for one in args):
+            given = prepared if isinstance(prepared, tuple) else (prepared,)
+            self._host(next(one for one in given if isinstance(one, Looped)))
+        return prepared
 
-    def _only_infers(self, model: nn.Module, args: Sequence[Any]) -> bool:
-        """Whether a model is prepared that nothing trains: it stays an ordinary one, on each rank's
-        device."""
-        alone = not any(isinstance(one, DataLoader | torch.optim.Optimizer) for one in args)
-        return alone or not any(p.requires_grad for p in model.parameters())
+    def prepare_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """As Accelerate's. A model that nothing trains stays an ordinary one, on each rank's
+        device; one that is not trained yet is called as it is."""
+        if isinstance(model, Looped):
+            return model
+        if not trains(model) or kwargs.get("evaluation_mode"):
+            kwargs["evaluation_mode"] = True
+            return super().prepare_model(model, *args, **kwargs)
+        looped = self._awaited.known(model)
+        if looped is None:
+            looped = Looped(model, self._at, self._called_alone)
+            self._awaited.models.append(looped)
+            self._host_if_known()
+        return looped
 
-    def _host(self, model: nn.Module, loaders: Sequence[Any], optimizers: Sequence[Any]) -> None:
-        if not loaders:
-            raise InputError(
-                "the model is prepared without the loader of what it is trained on",
-                why="the devices are measured with its batches",
-                fix="accelerator.prepare(model, optimizer, loader)",
-            )
+    def prepare_optimizer(self, optimizer: Any, device_placement: Any = None) -> Any:
+        if isinstance(optimizer, Optimizer):
+            return optimizer
+        prepared = Optimizer(optimizer, device_placement=False, scaler=None)
+        self._optimizers.append(prepared)
+        self._awaited.optimizers.append(prepared)
+        self._host_if_known()
+        if self._looped is not None and prepared.model is None:
+            self._take_over(prepared, self._looped)
+        return prepared
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Loader:
+        if isinstance(data_loader, Loader):
+            return data_loader
+        if self._awaited.loader is None:
+            self._awaited.loader = data_loader
+            self._host_if_known()
+        given = Batching.of(data_loader)
+        collate = CollatedTree(data_loader.collate_fn, self._width, stand_ins=True)
+        config = self.dataloader_config
+        if config.use_seedable_sampler:
+            seed = seed_of_all() if config.data_seed is None else config.data_seed
+            given = replace(given, sampler=prepared(given.sampler, seedable=True, seed=seed))
+        rows = PlannedRows(
+            lambda: self._engine, looped_rows, rank=self.process_index, world=world()
+        )
+        loader = given.own_part(given.batch_size * world(), rows, collate, Loader)
+        loader.device, loader.next_of = self.device, self._next_of
+        return loader
+
+    def _host_if_known(self) -> None:
+        """Run a model by a plan if an optimizer updates it and a loader is known. Collective.
+
+        Raises:
+            InputError: optimizers update several models.
+        """
+        trained = self._awaited.trained()
+        if len(trained) > 1 or (trained and self._engine is not None):
+            raise _several_models()
+        if trained and self._awaited.loader is not None:
+            self._host(trained[0])
+
+    def _called_alone(self, looped: Looped) -> None:
+        """A model is called that is not run by a plan.
+
+        Raises:
+            InputError: it is trained.
+        """
+        if looped.training and torch.is_grad_enabled():
+            if self._engine is not None:
+                raise _several_models()
+            if looped in self._awaited.trained():
+                raise InputError(
+                    "the model is called before the loader of what it is trained on is prepared",
+                    why="the devices are measured with its batches",
+                    fix="loader = accelerator.prepare(loader), before the first step",
+                )
+        if looped.module not in self._alone:
+            self._alone.append(super().prepare_model(looped.module, evaluation_mode=True))
+
+    def _host(self, looped: Looped) -> None:
+        """Shard a model by a plan, and let its optimizers update that. Collective."""
+        model, loader = self._whole(looped), self._awaited.loader
+        assert loader is not None, "a model is hosted once a loader is known"
+        optimizers = list(self._awaited.optimizers)
         if self._on_cpu:
             refuse_gpu(join(), "cpu=True", where="Accelerator")
-        batch_size = Batching.of(loaders[0]).batch_size
-        specimen = specimen_of(loaders[0].dataset, loaders[0].collate_fn, collated_tree)
+        batch_size = Batching.of(loader).batch_size
+        specimen = specimen_of(loader.dataset, loader.collate_fn, collated_tree)
         inside = LABELS in call_of(model, specimen.batch(1))[KWARGS]
         dtypes, self._names = dtypes_of(model), {id(p): n for n, p in model.named_parameters()}
         loss = LoopLoss()
@@ -227,12 +305,12 @@ class Accelerator(accelerate.Accelerator):
             sequence_length=specimen.sequence_length,
             global_batch=batch_size * world(),
             loss=loss if inside else _stand_in_loss,
-            optimizer=optimizer_like(optimizers[0]) if optimizers else None,
+            optimizer=optimizer_like(optimizers[0].optimizer) if optimizers else None,
             precision=self._precision,
             compile=self._compile,
             space=EVERYTHING.in_one_stage(),
             seed=torch.initial_seed() % 2**31,
-            told=f"loop {inside} {[type(one).__name__ for one in optimizers]}",
+            told=f"loop {inside} {[type(one.optimizer).__name__ for one in optimizers]}",
             couples=self._couples,
         )
         folder = Path(self.project_dir, run_files.OF_SCRIPT) if self.project_dir else None
@@ -260,45 +338,25 @@ class Accelerator(accelerate.Accelerator):
         self._saver = Saver(self._engine, dtypes, ranks_here())
         saves_whole(model, self._saver)
         self._record = LoopRecord(self._engine, folder, type(self).__name__)
-        self._looped = Looped(model, self._engine, self._at, loss, self._record)
+        looped.run_by(self._engine, loss, self._record)
+        self._looped = looped
+        for optimizer in optimizers:
+            self._take_over(optimizer, looped)
+        self._awaited = Awaited(models=[one for one in self._awaited.models if one is not looped])
 
-    def prepare_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(model, Looped):
-            return model
-        if self._looped is None or self._looped.module is not model:
-            kwargs["evaluation_mode"] = True
-            return super().prepare_model(model, *args, **kwargs)
-        return self._looped
+    def _whole(self, looped: Looped) -> nn.Module:
+        """The model as it was before it was called alone."""
+        model = looped.module
+        if model in self._alone:
+            self._alone.remove(model)
+            self._models.remove(model)
+            extract_model_from_parallel(model, keep_fp32_wrapper=False)
+        return model
 
-    def prepare_optimizer(self, optimizer: Any, device_placement: Any = None) -> Any:
-        if isinstance(optimizer, Optimizer):
-            return optimizer
-        if self._engine is None or self._looped is None:
-            raise InputError(
-                "the optimizer is prepared before its model",
-                fix="accelerator.prepare(model, optimizer, loader)",
-            )
-        taken_over(optimizer, self._engine, self._names)
-        prepared = Optimizer(optimizer, device_placement=False, scaler=None)
-        prepared.model, prepared.record = self._looped, self._record
-        self._optimizers.append(prepared)
-        return prepared
-
-    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Loader:
-        if isinstance(data_loader, Loader):
-            return data_loader
-        given = Batching.of(data_loader)
-        collate = CollatedTree(data_loader.collate_fn, self._width, stand_ins=True)
-        config = self.dataloader_config
-        if config.use_seedable_sampler:
-            seed = seed_of_all() if config.data_seed is None else config.data_seed
-            given = replace(given, sampler=prepared(given.sampler, seedable=True, seed=seed))
-        rows = PlannedRows(
-            lambda: self._engine, looped_rows, rank=self.process_index, world=world()
-        )
-        loader = given.own_part(given.batch_size * world(), rows, collate, Loader)
-        loader.device, loader.next_of = self.device, self._next_of
-        return loader
+    def _take_over(self, optimizer: Optimizer, looped: Looped) -> None:
+        assert self._engine is not None, "the model is run by a plan"
+        taken_over(optimizer.optimizer, self._engine, self._names)
+        optimizer.model, optimizer.record = looped, self._record
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         if not isinstance(dataloader, Loader):
@@ -330,7 +388,7 @@ class Accelerator(accelerate.Accelerator):
         if self._looped is None:
             raise InputError(
                 "backward is called, and no model was prepared to be trained",
-                why="a model that is prepared alone, or has nothing to train, is for inference",
+                why="a model without an optimizer, or with nothing to train, is for inference",
                 fix="accelerator.prepare(model, optimizer, loader)",
             )
         weight = self._looped.weight_of(loss, count)
@@ -414,6 +472,7 @@ class Accelerator(accelerate.Accelerator):
             self._record.finish(self._record.done)
             self._engine = self._looped = None
             del self._saver, self._record
+        self._awaited, self._alone = Awaited(), []
         return super().free_memory(*objects)
 
     # -- saving ------------------------------------------------------------------------------------
@@ -481,6 +540,13 @@ class Accelerator(accelerate.Accelerator):
                 fix="accelerator.load_state(FOLDER), that of accelerator.save_state(FOLDER)",
             )
         return numbers[max(numbers)]
+
+
+def _several_models() -> InputError:
+    return InputError(
+        "several models cannot be trained by one Accelerator",
+        fix="call accelerator.free_memory() before the next one is prepared",
+    )
 
 
 @contextmanager

@@ -67,36 +67,48 @@ class Looped(nn.Module):
     """What a loop calls instead of its model.
 
     Args:
-        module: the model, sharded by `engine`.
+        module: the model.
         at: this rank's part of the batch that the loop is at; None if it is at none.
-        loss: of its micro-batches.
-        record: is told what the loop does.
+        alone: readies the model for a call before it is run by a plan, or refuses that.
 
     Attributes:
+        is_planned: whether the model is run by a plan.
         overflowed: in fp16, a gradient of those that are summed: there are none of this step.
     """
 
+    is_planned = False
     overflowed = False
+    _engine: Engine
+    _loss: LoopLoss
+    _record: LoopRecord
+    _weights: LoopWeights
 
     def __init__(
         self,
         module: nn.Module,
-        engine: Engine,
         at: Callable[[], Part | None],
-        loss: LoopLoss,
-        record: LoopRecord,
+        alone: Callable[[Looped], None],
     ) -> None:
         super().__init__()
-        self._record = record
         self.module = module
-        self._engine = engine
         self._at = at
-        self._loss = loss
-        self._weights = LoopWeights(engine.comm)
+        self._alone = alone
         self._samples: int | None = None  # of the batch of the last call
         self._begun: _Begun | None = None
         self._has_stepped = False  # the optimizer, since gradients were added
         self._like: Any = None  # what the model returned last, without rows
+
+    def run_by(self, engine: Engine, loss: LoopLoss, record: LoopRecord) -> None:
+        """From now on the model is run by a plan.
+
+        Args:
+            engine: has sharded it.
+            loss: of its micro-batches.
+            record: is told what the loop does.
+        """
+        self._engine, self._loss, self._record = engine, loss, record
+        self._weights = LoopWeights(engine.comm)
+        self.is_planned = True
 
     def __getattr__(self, name: str) -> Any:
         """Whatever else a loop asks of its model: `config`, `generate`, ..."""
@@ -115,6 +127,9 @@ class Looped(nn.Module):
         return self.module.named_parameters(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_planned:
+            self._alone(self)
+            return self.module(*args, **kwargs)
         batch = {ARGS: args, KWARGS: kwargs}
         if not (self.training and torch.is_grad_enabled()):
             evaluated = self._evaluated(batch)
@@ -151,6 +166,9 @@ class Looped(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Of what this rank has of the parameters."""
+        if not self.is_planned:
+            self.module.zero_grad(set_to_none)
+            return
         self.overflowed = False
         self._without_gradients()
 

@@ -70,6 +70,8 @@ class TrainerLoss(ReducedLoss):
         if self._wants_items(batch):
             items = self.count(batch, self.rules(batch)[0]) if count is None else count
             items = items.clamp(min=1)
+        # Terms that a batch of several parts divides by their number: here it is one by itself.
+        self._trainer.current_gradient_accumulation_steps = 1
         with self._noting_items(model, batch) as more:
             made = self._trainer.compute_loss(
                 model,

@@ -1,0 +1,172 @@
+"""Model, optimizer, loader and scheduler may be prepared in any order, in one call or several."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from gpumix.spec.errors import InputError
+from harness import run_ranks
+from programs import GLOBAL_BATCH, Texts, as_launched, model, other_ranks
+
+pytestmark = pytest.mark.slow
+
+ORDERS = {
+    "together": ["model optimizer loader scheduler"],
+    "loader behind": ["model optimizer scheduler", "loader"],
+    "loader first": ["loader", "model optimizer", "scheduler"],
+    "model first": ["model", "optimizer loader", "scheduler"],
+    "optimizer first": ["optimizer", "scheduler", "model", "loader"],
+    "optimizer behind": ["model loader", "optimizer scheduler"],
+    "each by its method": ["loader", "model", "optimizer", "scheduler"],
+}
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory) -> list[float]:
+    return run_ranks(_each, 1, tmp_path_factory.mktemp("stock"))[0]["together"]
+
+
+def test_every_order_trains_as_the_stock_loop(stock, tmp_path):
+    for rank in run_ranks(_each, 2, tmp_path, timeout_s=180):
+        assert rank.keys() == ORDERS.keys()
+        for order, losses in rank.items():
+            assert losses == pytest.approx(stock, rel=1e-5), order
+
+
+def _each(folder: Path) -> dict[str, list[float]]:
+    as_launched(folder)
+    alone = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
+    orders = {"together": ORDERS["together"]} if alone else ORDERS
+    return {name: _trained(name, order, stock=alone) for name, order in orders.items()}
+
+
+def _trained(name: str, order: list[str], *, stock: bool) -> list[float]:
+    more: dict[str, Any] = {}
+    if stock:
+        from accelerate import Accelerator
+    else:
+        from gpumix import Accelerator
+
+        more["plan"] = other_ranks()
+    accelerator = Accelerator(**more)
+    network = model()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)
+    # Accelerate's schedulers step once for each process.
+    rates = torch.optim.lr_scheduler.StepLR(optimizer, accelerator.num_processes, gamma=0.5)
+    loader = DataLoader(Texts(), batch_size=GLOBAL_BATCH // accelerator.num_processes)
+    known: dict[str, Any] = {
+        "model": network,
+        "optimizer": optimizer,
+        "loader": loader,
+        "scheduler": rates,
+    }
+    methods = {
+        "model": accelerator.prepare_model,
+        "optimizer": accelerator.prepare_optimizer,
+        "loader": accelerator.prepare_data_loader,
+        "scheduler": accelerator.prepare_scheduler,
+    }
+    for names in map(str.split, order):
+        if name == "each by its method":
+            known[names[0]] = methods[names[0]](known[names[0]])
+            continue
+        made = accelerator.prepare(*(known[one] for one in names))
+        known |= zip(names, made if len(names) > 1 else [made])
+    losses = []
+    for batch in known["loader"]:
+        loss = known["model"](**batch).loss
+        accelerator.backward(loss)
+        known["optimizer"].step()
+        known["scheduler"].step()
+        known["optimizer"].zero_grad()
+        losses.append(loss.item())
+    accelerator.free_memory()
+    return losses
+
+
+def test_a_model_is_called_as_it_is_before_its_loader_is_known(tmp_path):
+    before, expected, kept, refused = run_ranks(_called_before, 1, tmp_path)[0]
+    assert before == expected
+    assert kept == expected
+    assert "before the loader of what it is trained on is prepared" in refused
+
+
+def _called_before(folder: Path) -> tuple[list[float], list[float], list[float], str]:
+    """Outputs of a prepared model, of the model, of what becomes of it once it is trained by a
+    plan; the error of a call that would train."""
+    as_launched(folder)
+    from gpumix import Accelerator
+    from gpumix.testing import Share, plan_for
+
+    accelerator = Accelerator(plan=plan_for(model(), [Share(12, 6, 1)]), mixed_precision="no")
+    network = model().eval()
+    texts = Texts()
+    batch = {name: value[None] for name, value in texts[0].items() if name != "labels"}
+    with torch.no_grad():
+        expected = network(**batch).logits.flatten().tolist()
+    prepared = accelerator.prepare(network, torch.optim.SGD(network.parameters()))[0]
+    with torch.no_grad():
+        before = prepared(**batch).logits.flatten().tolist()
+    prepared.train()
+    with pytest.raises(InputError) as refused:
+        prepared(**batch)
+    accelerator.prepare(DataLoader(texts, batch_size=GLOBAL_BATCH))
+    prepared.eval()
+    with torch.no_grad():
+        kept = prepared(**batch).logits.flatten().tolist()
+    return before, expected, kept, str(refused.value)
+
+
+def test_optimizers_of_two_models_are_refused(tmp_path):
+    told = run_ranks(_two_models, 1, tmp_path)[0]
+    assert set(told.values()) == {"several models cannot be trained by one Accelerator"}
+
+
+def _two_models(folder: Path) -> dict[str, str]:
+    """What is said where two models are prepared, by how that is done."""
+    as_launched(folder)
+    from gpumix import Accelerator
+    from gpumix.testing import Share, plan_for
+
+    def one() -> tuple[nn.Module, torch.optim.Optimizer]:
+        network = model()
+        return network, torch.optim.SGD(network.parameters())
+
+    def loader() -> DataLoader[Any]:
+        return DataLoader(Texts(), batch_size=GLOBAL_BATCH)
+
+    ways = {
+        "at once": lambda accelerator: accelerator.prepare(*one(), *one(), loader()),
+        "before the loader": lambda accelerator: [accelerator.prepare(*one()) for _ in range(2)],
+        "behind": lambda accelerator: [accelerator.prepare(*one(), loader()) for _ in range(2)],
+    }
+    found = {}
+    for name, prepares in ways.items():
+        accelerator = Accelerator(plan=plan_for(model(), [Share(12, 6, 1)]))
+        with pytest.raises(InputError) as refused:
+            prepares(accelerator)
+        found[name] = str(refused.value).partition("\n")[0]
+        accelerator.free_memory()
+    return found
+
+
+def test_an_optimizer_whose_model_is_not_prepared_does_not_step(tmp_path):
+    told = run_ranks(_without_model, 1, tmp_path)[0]
+    assert "the optimizer steps before its model and a loader are prepared" in told
+
+
+def _without_model(folder: Path) -> str:
+    as_launched(folder)
+    from gpumix import Accelerator
+
+    network = model()
+    optimizer = Accelerator().prepare(torch.optim.SGD(network.parameters()))
+    with pytest.raises(InputError) as refused:
+        optimizer.step()
+    return str(refused.value)
