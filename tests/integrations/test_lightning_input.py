@@ -64,7 +64,7 @@ def network(**changes: Any) -> Any:
             torch.manual_seed(3)
             self.blocks = nn.ModuleList(Block() for _ in range(3))
             self.head = nn.Linear(WIDTH, 1)
-            self.accuracy = BinaryAccuracy()
+            self.accuracy, self.hits = BinaryAccuracy(), BinaryAccuracy()
 
         def forward(self, x):
             for block in self.blocks:
@@ -83,6 +83,8 @@ def network(**changes: Any) -> Any:
             guesses = torch.sigmoid(logits)
             self.log("accuracy", self.accuracy(guesses, targets), batch_size=len(targets))
             self.log("right", self.accuracy, on_step=False, on_epoch=True)
+            self.hits(guesses, targets)
+            self.log("hits", self.hits, on_step=True, on_epoch=True)
             self.log("loss", loss, prog_bar=True)
             return {"loss": loss}
 
@@ -93,6 +95,7 @@ def network(**changes: Any) -> Any:
     return Network()
 
 
+OF_EPOCHS = ("right", "hits", "hits_epoch")
 VARIATIONS: dict[str, dict[str, Any]] = {
     "tuples": {},
     "accumulation": {"trainer": {"accumulate_grad_batches": 2}, "batch": 6},
@@ -192,7 +195,7 @@ def trained(folder: Path, ours: bool) -> dict[str, dict[str, Any]]:
             trainer.fit(module, DataLoader(data, batch, **changes.get("loader", {})))
         found[name] = {
             "told": told,
-            "right": trainer.callback_metrics["right"].item(),
+            "right": [trainer.callback_metrics[name].item() for name in OF_EPOCHS],
             "steps": trainer.global_step,
         }
     return found

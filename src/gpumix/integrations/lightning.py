@@ -363,6 +363,7 @@ class GpumixStrategy(Together, Checkpoints):
 
     def on_exception(self, exception: BaseException) -> None:
         self._recording.fail(exception)
+        super().on_exception(exception)
 
 
 def _without_gradients(engine: Engine, set_to_none: bool = True) -> None:

@@ -163,6 +163,9 @@ class Logs:
         if epoch:
             of_epoch = own | {"on_step": False, "on_epoch": True, OBJECT: path}
             noted.values.append((f"{name}_epoch" if both else name, 0.0, weight, of_epoch))
+        if both:  # callbacks find that of the epoch by the name alone
+            of_callbacks = of_epoch | {"logger": False, "prog_bar": False}
+            noted.values.append((name, 0.0, weight, of_callbacks))
 
     def _settings(self, name: str, given: dict[str, Any], *, explicit: bool) -> dict[str, Any]:
         reduced = given.get(REDUCED, MEAN)
