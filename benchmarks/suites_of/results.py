@@ -60,6 +60,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     r"^InputError: Trainer: manual optimization has no": (LIGHTNING, "Manual optimization"),
     r"^InputError: Trainer: \w+\.backward has no meaning": (LIGHTNING, "a `backward` of one's own"),
     r"_step\(dataloader_iter\) has no meaning": (LIGHTNING, "steps that take a\n`dataloader_iter`"),
+    r"cannot update a sharded model": ("design/optimizers.md", "LBFGS"),
     r"configure_optimizers returned several": (LIGHTNING, "several optimizers"),
     r"configure_optimizers returned no optimizer": (LIGHTNING, "`configure_optimizers` with one"),
     r"training_step returned no loss": (LIGHTNING, "a `training_step` that returns no loss"),
