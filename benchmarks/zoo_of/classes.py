@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -146,7 +147,7 @@ PLAIN_ENTRIES = [
 
 
 def _of_timm() -> Iterator[Entry]:
-    """One model of every module of timm: its smallest by name."""
+    """The smallest model of every module of timm."""
     if find_spec("timm") is None:
         return
     import timm
@@ -155,13 +156,31 @@ def _of_timm() -> Iterator[Entry]:
 
     for module in sorted(timm.list_modules()):
         names = timm.list_models(module=module, pretrained=False)
-        small = sorted(names, key=lambda n: (not re.search("tiny|nano|atto|xxs|small", n), n))
-        for name in small[:2]:
 
-            def make(size: Size, name: str = name) -> nn.Module:
-                return Judged(timm.create_model(name, num_classes=3, drop_rate=0.0), (3, 224, 224))
+        def make(size: Size, names: Sequence[str] = names) -> nn.Module:
+            net = timm.create_model(_smallest(tuple(names)), num_classes=3)
+            return Judged(net, net.default_cfg["input_size"])
 
-            yield Entry(f"timm/{name}", "plain", f"timm/{module}", make)
+        if names:
+            yield Entry(f"timm/{module}", "plain", f"timm/{module}", make)
+
+
+@cache
+def _smallest(names: tuple[str, ...]) -> str:
+    """The model of timm with the fewest parameters."""
+    import timm
+
+    with torch.device("meta"):
+        numbers = {name: _parameters_of(timm.create_model, name) for name in names}
+    return min(numbers, key=lambda name: numbers[name])
+
+
+def _parameters_of(make: Callable[[str], nn.Module], name: str) -> float:
+    """How many a model has; infinitely many if it cannot be built without values."""
+    try:
+        return sum(p.numel() for p in make(name).parameters())
+    except Exception:
+        return math.inf
 
 
 def _of_diffusers() -> Iterator[Entry]:
