@@ -104,12 +104,12 @@ ADDITIVE = {
     ),
     "smoothed labels": (
         lambda z, y: cross_entropy(z, y, label_smoothing=0.1),
-        "a mean over 'labels'",
+        "a mean over what the loss itself divides by",
     ),
     "half of a mean": (lambda z, y: 0.5 * cross_entropy(z, y) + 1, "a mean over 'labels'"),
     "a focal loss": (
         lambda z, y: ((1 - (-each(z, y)).exp()) ** 2 * each(z, y)).sum() / (y != -100).sum(),
-        "a mean over 'labels'",
+        "a mean over what the loss itself divides by",
     ),
     "outputs": (lambda z, y: z.square().mean(), "a mean over samples"),
     "a root of a mean of each sample": (
@@ -288,10 +288,12 @@ def test_rules_are_told_apart_by_whatever_sample_of_a_batch_does(name, micro_bat
     assert engine.reduction == rule
 
 
-@pytest.mark.parametrize("name", ["a focal loss", "samples"])
-def test_rules_that_are_proportional_are_told_apart_by_samples_of_unlike_length(name):
+@pytest.mark.parametrize(
+    ("name", "rule"), [("labels", "a mean over 'labels'"), ("samples", "a mean over samples")]
+)
+def test_rules_that_are_proportional_are_told_apart_by_samples_of_unlike_length(name, rule):
     """Whatever a loss is a mean over, all samples of the first batch have the same weight."""
-    loss, rule = ADDITIVE[name]
+    loss, _ = ADDITIVE[name]
 
     def hidden(logits, labels):
         return loss(logits, labels).square().sqrt()  # its graph tells no denominator
@@ -332,6 +334,57 @@ def test_a_loss_that_leaves_out_another_label_is_by_what_it_divides_by():
     assert engine.step(batch).item() == pytest.approx(expected, rel=1e-5)
     assert engine.reduction == "a mean over what the loss itself divides by"
     assert all(piece.local.grad.isfinite().all() for piece in engine.pieces())
+
+
+def by_own_weights(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    weights = torch.where(labels == 2, 5.0, 1.0)
+    return (F.cross_entropy(logits, labels, reduction="none") * weights).sum() / weights.sum()
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda z, y: F.cross_entropy(z, y, weight=torch.tensor([1.0, 1.0, 5.0, 1.0])),
+        by_own_weights,
+    ],
+)
+@pytest.mark.parametrize("micro_batch", [1, 3])
+def test_weights_that_the_rehearsed_samples_do_not_show(loss, micro_batch):
+    """They are of classes with weight 1, whose weights add up to the number of labels."""
+    batch = a_batch() | {"labels": torch.tensor([0, 1, 2, 2, 1, 0])}
+
+    def of_first_positions(logits, labels):
+        return loss(logits[:, 0, :4], labels)
+
+    engine = an_engine(of_first_positions, micro_batch=micro_batch)
+    expected = of_first_positions(initialised(Blocks)(batch["x"]), batch["labels"]).item()
+    assert engine.step(batch).item() == pytest.approx(expected, rel=1e-5)
+    assert engine.reduction == "a mean over what the loss itself divides by"
+
+
+def test_a_loss_that_divides_by_one_at_least_counts_nothing_without_labels():
+    def loss(logits, labels):
+        return each(logits, labels).sum() / (labels != -100).sum().clamp(min=1)
+
+    batch = a_batch()
+    batch["labels"][3] = -100
+    engine = an_engine(loss, micro_batch=1)
+    expected = loss(initialised(Blocks)(batch["x"]), batch["labels"]).item()
+    assert engine.step(batch).item() == pytest.approx(expected, rel=1e-5)
+    assert engine.reduction == "a mean over what the loss itself divides by"
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 3])
+def test_samples_without_labels_do_not_tell_a_mean_from_a_sum(micro_batch):
+    def loss(logits, labels):
+        return (each(logits, labels).sum(1) / (labels != -100).sum(1).clamp(min=1)).mean()
+
+    batch = a_batch()
+    batch["labels"][[1, 3, 5]] = -100
+    engine = an_engine(loss, micro_batch=micro_batch)
+    expected = loss(initialised(Blocks)(batch["x"]), batch["labels"]).item()
+    assert engine.step(batch).item() == pytest.approx(expected, rel=1e-5)
+    assert engine.reduction == "a mean over samples"
 
 
 def test_dropout_is_no_coupling():

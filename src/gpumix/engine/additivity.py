@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from gpumix.engine.reduction import (
     ReducedLoss,
     Reduces,
     Rival,
+    Rule,
 )
 from gpumix.engine.rehearsed_models import NO_RULE, changed_weight, kept_state, not_alone, versions
 from gpumix.engine.rehearsed_samples import SAMPLES, Place, choose, exchanged, own_samples
@@ -219,7 +220,7 @@ class _Rehearsal:
         )
         if not adds_up and couples != NO_RULE:
             raise self._couples(trials)
-        objective.rule = self._rules[rule]
+        objective.rule = self._found(rule, trials)
         objective.rivals = self._rivals(trials, errors, rule)
         if not adds_up:
             return f"each micro-batch has a loss of its own, taken for {objective.rule.name}"
@@ -281,26 +282,29 @@ class _Rehearsal:
         holds = [n for n, error in enumerate(errors) if error <= 1]
         if not holds:
             return min(range(len(errors)), key=lambda n: errors[n])
-        read = [t for t in trials if t.denominators]
+        graph = next((n for n in holds if self._rules[n] is GRAPH), None)
         if trials[0].ignored not in (None, IGNORED_LABEL):  # rules count labels that are not -100
-            holds.sort(key=lambda n: self._rules[n] is not GRAPH)
-            read = []
+            return holds[0] if graph is None else graph
+        read = [t for t in trials if t.denominators]
+        all_read = len(read) == len(trials)
+        if graph is not None and all_read and any(t.values != read[0].values for t in read):
+            # What the loss divides by goes by values, which no rule counts: of these samples there
+            # may be as many by chance as there are labels, or samples.
+            return graph
         for n in holds if read else ():
             if self._rules[n] is not GRAPH and all(
                 _is_any(t.counts[n], t.denominators) for t in read
             ):
                 return n
-        graph = next((n for n in holds if self._rules[n] is GRAPH), None)
-        if (
-            graph is None
-            or len(read) < len(trials)
-            or all(t.values == read[0].values for t in read)
-        ):
-            return holds[0]
-        # What the loss divides by goes by values, which no rule counts: of these samples there may
-        # be as many by chance as there are samples.
-        known = (n for n in holds if self._rules[n].kind == "labels" and _in_proportion(trials, n))
-        return next(known, graph)
+        return holds[0]
+
+    def _found(self, rule: int, trials: Sequence[Trial]) -> Rule:
+        """A rule; that of the graph knows the labels without which a loss counts nothing."""
+        found = self._rules[rule]
+        for n, other in enumerate(self._rules if found is GRAPH else ()):
+            if other.kind == "labels" and _in_proportion(trials, n):
+                return replace(found, labels=other.labels, shifted=other.shifted)
+        return found
 
     def _rivals(
         self, trials: Sequence[Trial], errors: Sequence[float], rule: int
@@ -367,19 +371,22 @@ class _Rehearsal:
             some = copied(take(own, rows))
         probes: list[Probe] = []
 
+        # As many samples as a micro-batch has are computed in a step; more need not have room.
+        fits = len(range(*rows.indices(self._samples))) <= self._place.size
+        backward = fits and engine.trains
+
         def objective(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
             self._objective.whole = number = samples_in(batch)
             try:
-                probes.append(self._objective.probe(model, batch))
+                with torch.enable_grad():  # the graph of the head says what its loss divides by
+                    found = self._objective.probe(model, batch)
+                probes.append(found if backward else replace(found, loss=found.loss.detach()))
             except (IndexError, RuntimeError, ValueError) as error:
                 if not self._ran or is_out_of_memory(error):
                     raise
                 raise not_alone(model, number, error) from error
             return probes[-1].loss.float(), torch.ones((), device=probes[-1].loss.device)
 
-        # As many samples as a micro-batch has are computed in a step; more need not have room.
-        fits = len(range(*rows.indices(self._samples))) <= self._place.size
-        backward = fits and engine.trains
         copies = BufferCopies(engine.keepers)
         before = versions(engine)
         with in_training(engine.model, training or self._training):

@@ -65,7 +65,8 @@ def denominators_of(loss: Tensor, *, shapes: bool = True) -> tuple[Tensor, ...]:
 
     Args:
         loss: of one element, with its graph.
-        shapes: whether numbers of elements count; else only what values, and constants, come to.
+        shapes: whether numbers of elements, and of labels, count; else only what other values, and
+            constants, come to.
 
     Returns:
         float64 tensors without dimensions, on the loss's device, one for each term of a sum; none
@@ -102,7 +103,7 @@ def _denominators(node: Any, factor: Tensor, shapes: bool) -> list[Tensor | None
     if name in _PRODUCTS | _QUOTIENTS:
         return _of_product(node, factor, shapes, divides=name in _QUOTIENTS)
     own = _own_denominator(node, name, factor)
-    if own is not None and not shapes and _goes_by_shape(node, name):
+    if own is not None and not shapes and not _is_weighted(node, name):
         own = torch.ones_like(factor)
     return [None if own is None else own / factor]
 
@@ -121,9 +122,10 @@ def _of_product(node: Any, factor: Tensor, shapes: bool, *, divides: bool) -> li
     return _denominators(node.next_functions[places[0]][0], factor, shapes)
 
 
-def _goes_by_shape(node: Any, name: str) -> bool:
-    """Whether the denominator of a node is a number of elements."""
-    return name == "MeanBackward0" or name in _ELEMENTWISE
+def _is_weighted(node: Any, name: str) -> bool:
+    """Whether the denominator of a node that reduces goes by more than numbers of elements and
+    labels: by weights of classes."""
+    return name in _LIKELIHOOD and node._saved_weight is not None
 
 
 def _own_denominator(node: Any, name: str, like: Tensor) -> Tensor | None:

@@ -35,7 +35,8 @@ class Rule:
 
     Attributes:
         name: as messages and records have it, such as "a mean over samples".
-        labels: of a mean over labels that are not -100, their name in the batch.
+        labels: of a mean over labels that are not -100, their name in the batch; of "graph", those
+            without any of which a micro-batch counts nothing.
         shifted: whether the first label of each row is left out.
         kind: "labels", "samples", "sum", "told" by the loss function, or "graph": read from the
             loss's autograd graph.
@@ -226,15 +227,9 @@ class ReducedLoss:
         if rule.kind == "graph":
             with torch.enable_grad():  # in evaluations too
                 loss = compute(model, batch, {}, None)
-            found = denominators_of(loss)
-            if not found:
-                raise ModelError(
-                    "the loss is computed in another way than when training began",
-                    why="what it is a mean over was read from its graph, which is another one now",
-                    fix="return (summed loss, count) from a loss function of your own",
-                )
-            summed = loss.float() * found[0]  # without any label that counts, 0 / 0 times 0
-            return torch.where(found[0] > 0, summed, torch.zeros_like(summed)), found[0]
+            divided_by = self.divided_by(loss, rule, labels)
+            summed = loss.float() * divided_by  # without any label that counts, 0 / 0 times 0
+            return torch.where(divided_by > 0, summed, torch.zeros_like(summed)), divided_by
         count = self.count(batch)
         # Without any label a mean is 0 / 0; with some other label it is finite, and counts 0.
         filled = {
@@ -247,6 +242,25 @@ class ReducedLoss:
             expected.settle(loss)
         # In fp32: a sum over many labels is beyond fp16's range.
         return loss.float() * factor, count
+
+    def divided_by(self, loss: Tensor, rule: Rule, labels: Mapping[str, Tensor]) -> Tensor:
+        """What the graph of a micro-batch's loss says that it is divided by.
+
+        Raises:
+            ModelError: it does not say so.
+        """
+        found = denominators_of(loss)
+        if not found:
+            raise ModelError(
+                "the loss is computed in another way than when training began",
+                why="what it is a mean over was read from its graph, which is another one now",
+                fix="return (summed loss, count) from a loss function of your own",
+            )
+        if not rule.labels:
+            return found[0]
+        # Without any label that counts, a loss may divide by one at least.
+        own = counted_by_row(labels[rule.labels], shifted=rule.shifted).sum() > 0
+        return torch.where(own.to(found[0].device), found[0], 0.0)
 
     def count(self, batch: Any, rule: Rule | None = None) -> Tensor:
         """The denominator of a micro-batch's loss, by the rule that holds."""

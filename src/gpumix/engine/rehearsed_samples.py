@@ -103,13 +103,13 @@ def _labels_in(batch: Any, objective: Reduces) -> int:
 
 def _unlike(batch: Any, objective: Reduces) -> Any:
     """A few samples: with few labels, of which rules count unlike parts, with many. Where there is
-    a single sample, it twice."""
-    order = list(range(samples_in(batch)))
+    a single one with labels, it twice."""
     counted = objective.counts_by_row(batch)
+    order = _with_labels(counted, samples_in(batch))
     if counted is not None:
         order.sort(key=counted[0].tolist().__getitem__)
     order = [order[0], order[-1], *order[1:-1]]  # of a single one: it twice
-    row, difference = _least_proportional(counted, order[0])
+    row, difference = _least_proportional(counted, order)
     if difference:
         order = [order[0], row, *(other for other in order[1:] if other != row)]
     return take(batch, order[:SAMPLES])
@@ -117,20 +117,32 @@ def _unlike(batch: Any, objective: Reduces) -> Any:
 
 def _tells_apart(batch: Any, objective: Reduces) -> bool:
     """Whether some sample would tell rules apart."""
-    _, difference = _least_proportional(objective.counts_by_row(batch), 0)
+    counted = objective.counts_by_row(batch)
+    _, difference = _least_proportional(counted, _with_labels(counted, samples_in(batch)))
     return difference > 0
 
 
-def _least_proportional(counted: Tensor | None, first: int) -> tuple[int, float]:
-    """The sample whose counts by rules, [rules, samples], are least proportional to those of the
-    first one, and how far they are from that."""
+def _with_labels(counted: Tensor | None, samples: int) -> list[int]:
+    """The samples in which all rules, [rules, samples], count something, else some, else all
+    samples: the loss of one without labels is nothing by any rule."""
+    if counted is not None:
+        for has in ((counted > 0).all(0), (counted > 0).any(0)):
+            if has.any():
+                return [row for row, own in enumerate(has.tolist()) if own]
+    return list(range(samples))
+
+
+def _least_proportional(counted: Tensor | None, rows: Sequence[int]) -> tuple[int, float]:
+    """Of some samples, the one whose counts by rules, [rules, samples], are least proportional to
+    those of the first one, and how far they are from that."""
     if counted is None or not counted.numel():
-        return first, 0.0
-    counts = counted.double()
+        return rows[0], 0.0
+    counts = counted[:, list(rows)].double()
     ratios = counts / counts.norm(dim=0).clamp(min=1e-30)
-    difference = (ratios - ratios[:, first : first + 1]).abs().sum(0)
-    row = int(difference.argmax())
-    return row, float(difference[row]) if float(difference[row]) > 1e-9 else 0.0
+    difference = (ratios - ratios[:, :1]).abs().sum(0)
+    place = int(difference.argmax())
+    far = float(difference[place])
+    return (rows[place], far) if far > 1e-9 else (rows[0], 0.0)
 
 
 def exchanged(engine: Trials, told: Sequence[float]) -> list[list[float]]:

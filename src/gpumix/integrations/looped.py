@@ -56,6 +56,16 @@ class LoopLoss(ReducedLoss):
         sums = [(made.float() * wanted).sum() for made, wanted in pairs]
         return torch.stack(sums).sum(), batch[WEIGHTS].sum()
 
+    def evaluated(self, model: nn.Module, batch: Any) -> tuple[Any, Tensor]:
+        """What a model returns for a micro-batch, and the denominator of the loss in it."""
+        rule = self.rule
+        if rule is None or rule.kind != "graph":
+            return _outputs(model, batch), self.count(batch)
+        with torch.enable_grad():
+            outputs = _outputs(model, batch)
+        count = self.divided_by(_loss(outputs), rule, self.labels_of(batch))
+        return tree_map(_detached, outputs), count
+
 
 def _computed_by_model(
     model: nn.Module, batch: Any, labels: Mapping[str, Tensor], count: Tensor | None
@@ -276,8 +286,9 @@ class Looped(nn.Module):
         """What the model returns, without gradients; a loss is that of the global batch."""
 
         def made(model: nn.Module, part: Any) -> tuple[Any, Tensor]:
-            count = self._loss.count(part) if labelled else torch.tensor(_rows(part))
-            return model(*part[ARGS], **part[KWARGS]), count
+            if labelled:
+                return self._loss.evaluated(model, part)
+            return _outputs(model, part), torch.tensor(_rows(part))
 
         labelled = LABELS in batch[KWARGS]
         with torch.inference_mode(False), torch.no_grad():
@@ -424,6 +435,10 @@ def _leaves(loss: Tensor) -> Iterator[Tensor]:
 
 def _gradient(leaf: Tensor) -> Tensor:
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 def _tracked(value: Any) -> Any:
