@@ -15,23 +15,31 @@ from proof.stages import STAGES
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu_proof.py"
 NAMES = [stage.name for stage in STAGES]
+# Of the usual rehearsals, each of which has what the other lacks.
+ON_CPU = ["env", "smoke", "speed", "oom", "resume", "doctor_check", "leftover"]
+ON_DEVICE = ["env", "smoke", "speed", "predict", "unequal", "cli", "adapters"]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+every_stage = pytest.param(NAMES, marks=pytest.mark.extended, id="every")
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_every_stage_is_rehearsed_on_the_cpu(tmp_path):
-    assert rehearsed(tmp_path, "--cpu") == (NAMES, 0, 0)
+def test_each_stage_is_in_a_usual_rehearsal():
+    assert {*ON_CPU, *ON_DEVICE} == {*NAMES}
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_every_stage_is_rehearsed_on_the_cuda_device_for_tests(tmp_path):
+@pytest.mark.parametrize("names", [pytest.param(ON_CPU, id="some"), every_stage])
+def test_stages_are_rehearsed_on_the_cpu(tmp_path, names):
+    assert rehearsed(tmp_path, "--cpu", "--only", *names) == (names, 0, 0)
+
+
+@pytest.mark.parametrize("names", [pytest.param(ON_DEVICE, id="some"), every_stage])
+def test_stages_are_rehearsed_on_the_cuda_device_for_tests(tmp_path, names):
     """No line of gpumix makes the host wait in a step; losses are those of plain loops."""
     try:
         library()
     except BuildError as error:
         pytest.skip(f"no CUDA device for tests: {error}")
-    assert rehearsed(tmp_path, "--test-device") == (NAMES, 0, 0)
+    assert rehearsed(tmp_path, "--test-device", "--only", *names) == (names, 0, 0)
     waits = {
         one["what"]: one["figures"]["waits_in_step"]
         for one in read(tmp_path / "out" / RESULTS)
