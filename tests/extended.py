@@ -17,6 +17,12 @@ def every_second(cases: Iterable[Any]) -> list[Any]:
     return left_out(cases, cases[1::2])
 
 
+def every_third(cases: Iterable[Any]) -> list[Any]:
+    """As `every_second`, but that of three cases the first alone is a usual one."""
+    cases = list(cases)
+    return left_out(cases, [case for number, case in enumerate(cases) if number % 3])
+
+
 def left_out(cases: Iterable[Any], further: Collection[Any]) -> list[Any]:
     """The cases as `pytest.mark.parametrize` takes them, of which `further` are extended ones."""
     return [

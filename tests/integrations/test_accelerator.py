@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from extended import every_second
 from gpumix.report.page import page
 from gpumix.report.run import Run, read_run
 from gpumix.spec.errors import InputError
@@ -162,7 +163,7 @@ def _inside(folder: Path, world: int) -> dict[str, Any]:
     return looped(folder, world, inside=True)
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=every_second([3, 2]))
 def ours(request, folder) -> list[dict[str, Any]]:
     return run_ranks(_inside, request.param, folder, request.param, timeout_s=120)
 

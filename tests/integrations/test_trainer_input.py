@@ -279,13 +279,20 @@ def both(request, tmp_path_factory) -> tuple[dict[str, list[float]], list[dict[s
 
 # Of what others do as well.
 FURTHER = (
+    "label smoothing",
     "an optimizer",
     "a loss of a subclass",
+    "a loader of a subclass",
     "workers",
     "columns",
     "in turn",
+    "whole batches of an accumulation",
     "whole batches of a stream",
+    "orders that no seed tells",
+    "weights of a folder",
     "weights of the hub",
+    "a batch without labels",
+    "metrics of whole batches",
     "metrics of batches that stay apart",
     "losses of batches",
     "larger batches of a stream",
