@@ -85,7 +85,7 @@ def as_launched(folder: Path) -> None:
         os.environ.update({name: str(value) for name, value in place.items()})
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     cluster = folder / f"cluster-{rank}.yaml"
-    cluster.write_text(f"- {{class: d, count: {world}, memory: 300MB, emulate: 1e12}}\n")
+    cluster.write_text(f"- {{class: d, count: {world}, memory: 300MB, accelerator: cpu}}\n")
     os.environ["GPUMIX_CLUSTER"] = str(cluster)
 
 
