@@ -73,8 +73,13 @@ def test_every_part_has_its_place():
     assert folders | {p.stem for p in PACKAGE.glob("*.py")} <= set(MAY_IMPORT)
 
 
+ACCELERATORS = ("cuda", "xpu", "accelerator")
+
+
 def accelerators_named(source: str) -> set[str]:
     """The modules of torch for accelerators that `source` names, whatever it calls torch."""
+    if not any(name in source for name in ACCELERATORS):  # most need not be parsed
+        return set()
     tree = ast.parse(source)
     torches = {
         alias.asname or alias.name
@@ -83,7 +88,7 @@ def accelerators_named(source: str) -> set[str]:
         for alias in node.names
         if alias.name == "torch"
     } | {"torch"}
-    named = {f"torch.{name}" for name in ("cuda", "xpu", "accelerator")}
+    named = {f"torch.{name}" for name in ACCELERATORS}
     reached = {
         f"torch.{node.attr}"
         for node in ast.walk(tree)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -47,13 +48,16 @@ ALLOWED = {
 }
 
 
+parsed = lru_cache(maxsize=1)(ast.parse)  # of one file, which is looked through twice
+
+
 def calls(source: str, own: set[str]) -> Iterator[tuple[str, int]]:
     """The calls that are for a door, each by its name and its line.
 
     Args:
         own: names that the module has from the door.
     """
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if not isinstance(node, ast.Call):
             continue
         called = node.func
@@ -84,7 +88,7 @@ def _is_mode(node: ast.expr) -> bool:
 def from_the_door(source: str) -> set[str]:
     """Names that are imported from the door, and functions of the module's own."""
     found = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.ImportFrom) and node.module == "gpumix.spec.files":
             found |= {alias.name for alias in node.names}
         if isinstance(node, ast.FunctionDef):
