@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from documents import STEPS, documents, one_by_one, packs, trained
-from extended import every_second
+from extended import every_second, left_out
 from gpumix.data.course import ByLength
 from gpumix.data.loader import Loader, evaluation_batches
 from gpumix.data.rows import Source
@@ -60,10 +60,10 @@ def one_stage(name: str, mode: Mode = PLAIN, zero_stage: int = 3) -> Plan:
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [
-        *((name, "one stage") for name in ("gpt2", "bert")),
-        ("qwen3", "a team, then one"),
-    ],
+    left_out(
+        [("gpt2", "one stage"), ("bert", "one stage"), ("qwen3", "a team, then one")],
+        [("gpt2", "one stage")],
+    ),
 )
 def test_packed_documents_train_as_one_by_one(name, kind):
     source = packs(name, 90)

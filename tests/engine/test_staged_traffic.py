@@ -10,7 +10,7 @@ from torch import nn
 
 import gpumix
 from counted_steps import BESIDE_THE_MODEL_BYTES, counted, llama, profiled
-from extended import chosen, every_second
+from extended import chosen, left_out
 from gpumix.cost.predict import predict
 from gpumix.cost.traffic import traffic
 from gpumix.planner.explain import plan as make_plan
@@ -85,7 +85,15 @@ UNLIKE = {
                          {"zero_stage": 1}),
 }  # fmt: skip
 PLANNED = ["planned", "planned in stages"]
-SOME, SOME_UNLIKE = every_second(PLANS), every_second(UNLIKE)
+FURTHER = {
+    *list(PLANS)[1::2],
+    *list(UNLIKE)[1::2],
+    "zero-bubble, one micro-batch",
+    "a team, then one",
+    "a sequence each",
+    "unlike, stage 2",
+}
+SOME, SOME_UNLIKE = left_out(PLANS, FURTHER), left_out(UNLIKE, FURTHER)
 
 
 def _plan(model: nn.Module, profile: Profile, name: str) -> Plan:

