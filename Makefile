@@ -23,7 +23,7 @@ help:
 	@echo "make demo      train a small GPT on four emulated devices (a few minutes)"
 	@echo "make test      run all tests but the extended ones"
 	@echo "make test-device   run those that need GPUs, on a CUDA device without one"
-	@echo "make test-extended   run further cases, which take another ten minutes"
+	@echo "make test-extended   run further cases, which take another quarter of an hour"
 	@echo "make test-extras   install Ray, wandb, mlflow and trackio, and run what tests them"
 	@echo "make lint      ruff and mypy"
 	@echo "make docs      write what the pages take from the code"
@@ -33,8 +33,10 @@ help:
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+$(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
+
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/pip
 	$(PIP) torch
 	$(PIP) -e '.[dev]'
 	$(BIN)/python -c 'import torch, transformers.modeling_utils, gpumix.train.work'
@@ -54,11 +56,11 @@ test-device: $(STAMP)
 	$(BIN)/python tests/cuda_device --optional --devices 3 -- \
 		$(BIN)/pytest -n $(DEVICE_WORKERS) --dist worksteal -m gpu $(ON_DEVICE)
 
-extras: $(STAMP)
+extras: | $(BIN)/pip
 	rm -rf $(BESIDE)
 	$(PIP) --target $(BESIDE) $(EXTRAS)
 
-test-extras: extras
+test-extras: extras $(STAMP)
 	PYTHONPATH=$(BESIDE) $(BIN)/pytest tests/integrations/test_ray.py \
 		tests/docs/test_ray_page.py tests/examples/test_ray_example.py \
 		tests/integrations/trackers/test_larger_trackers.py
