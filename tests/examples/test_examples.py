@@ -45,6 +45,7 @@ def test_a_job_opens_with_how_to_run_it(job):
     assert read_job(job).data.text[0].is_dir()
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_own_loop_has_the_same_losses_on_one_device_and_on_three(cache):
     alone = python("examples/own_loop.py", cache=cache)

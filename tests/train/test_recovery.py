@@ -72,6 +72,7 @@ def test_a_killed_rank(tmp_path, undisturbed):
 
 
 @pytest.mark.slow  # it is waited for until the timeout
+@pytest.mark.extended
 def test_a_stopped_rank(tmp_path, undisturbed):
     job = disturbed(tmp_path, "stop", at=9, timeout=5)
     train(job, plan=plan_for(job))

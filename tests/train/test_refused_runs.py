@@ -6,6 +6,7 @@ import fcntl
 import os
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import toys
@@ -28,6 +29,21 @@ GIB = 2**30
 @pytest.fixture
 def job(tmp_path):
     return write_job(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def one_step(tmp_path_factory) -> Path:
+    """The folder of a run of one step."""
+    job = write_job(tmp_path_factory.mktemp("one-step"))
+    train(job, "steps=1", plan=plan_for(job))
+    return job.parent / "run"
+
+
+@pytest.fixture
+def trained(job, one_step) -> Path:
+    """A job of which a run has ended after one step."""
+    shutil.copytree(one_step, job.parent / "run")
+    return job
 
 
 def refused(kind: type[GpumixError], *arguments, **options) -> GpumixError:
@@ -157,9 +173,8 @@ def test_more_stages_than_a_factorys_model_has_units_are_told_before_it_is_measu
 # -- the run's folder ------------------------------------------------------------------------------
 
 
-def test_a_finished_run_is_not_overwritten(job):
-    plan = plan_for(job)
-    train(job, "steps=1", plan=plan)
+def test_a_finished_run_is_not_overwritten(trained):
+    job, plan = trained, plan_for(trained)
     error = refused(InputError, job, plan=plan)
     assert "checkpoints of an earlier run" in error.what
     assert "--resume" in error.fix
@@ -188,9 +203,8 @@ def test_there_must_be_something_to_resume(job):
     assert not (job.parent / "run").exists()
 
 
-def test_a_refused_resume_leaves_the_run_as_it_was(job):
-    plan = plan_for(job)
-    train(job, "steps=1", plan=plan)
+def test_a_refused_resume_leaves_the_run_as_it_was(trained):
+    job = trained
     before = (job.parent / "run" / "plan.json").read_text()
     wider = write_job(job.parent, model=toy(width=32))
     refused(InputError, wider, "steps=2", plan=plan_for(wider), resume=True)
@@ -210,10 +224,9 @@ def test_two_runs_do_not_share_a_folder(tmp_path):
     train(job, "steps=1", plan=plan_for(job))
 
 
-def test_a_run_that_goes_on_is_not_resumed(job):
+def test_a_run_that_goes_on_is_not_resumed(trained):
     """What it saved is that of an earlier run only once it has ended."""
-    plan = plan_for(job)
-    train(job, "steps=1", plan=plan)
+    job, plan = trained, plan_for(trained)
     with (job.parent / "run" / ".lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         for resume in (False, True):
@@ -241,9 +254,8 @@ def test_the_output_must_be_a_folder(job):
     assert "the output is a file" in error.what
 
 
-def test_a_checkpoint_of_another_model_is_refused(job):
-    train(job, "steps=1", plan=plan_for(job))
-    write_job(job.parent, model=toy(width=24))
+def test_a_checkpoint_of_another_model_is_refused(trained):
+    job = write_job(trained.parent, model=toy(width=24))
     error = refused(InputError, job, plan=plan_for(job), resume=True)
     assert "model" in error.what
 
@@ -279,19 +291,18 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("other", left_out(OTHERS, ("samples", "held out")))
-def test_a_resume_that_cannot_be_names_the_keys_before_anything_is_measured(tmp_path, other):
+def test_a_resume_that_cannot_be_names_the_keys_before_anything_is_measured(trained, other):
     change, what, why = OTHERS[other]
-    job = write_job(tmp_path, profile=OWN_PROFILES)
-    train(job, "steps=1", plan=plan_for(job))
-    record = (tmp_path / "run" / "run.json").read_text()
+    folder = trained.parent
+    record = (folder / "run" / "run.json").read_text()
     for given in (False, True):
-        changed = write_job(tmp_path, **{"profile": OWN_PROFILES} | change)
+        changed = write_job(folder, **{"profile": OWN_PROFILES} | change)
         plan = plan_for(changed) if given else None
         error = refused(InputError, changed, "steps=2", plan=plan, resume=True)
         assert error.what == f"the checkpoint is of {what}" and error.why == why
         assert error.where.endswith("step-00000001") and "begin anew" in error.fix
-    assert not any((tmp_path / "profiles").glob("*"))
-    assert (tmp_path / "run" / "run.json").read_text() == record
+    assert not any((folder / "profiles").glob("*"))
+    assert (folder / "run" / "run.json").read_text() == record
 
 
 @pytest.mark.parametrize(
@@ -299,12 +310,11 @@ def test_a_resume_that_cannot_be_names_the_keys_before_anything_is_measured(tmp_
     every_second([("seed=1", "other data"), ("optimizer.name=sgd", "another optimizer")]),
 )
 def test_a_resume_that_one_key_forbids_is_refused_before_ranks_start(
-    job, monkeypatch, change, what
+    trained, monkeypatch, change, what
 ):
     """Where all was measured before, too."""
-    train(job, "steps=1", plan=plan_for(job))
     monkeypatch.setattr(Pipeline, "_train", None)
-    error = refused(InputError, job, "steps=2", change, resume=True)
+    error = refused(InputError, trained, "steps=2", change, resume=True)
     assert error.what == f"the checkpoint is of {what}"
 
 
@@ -349,9 +359,8 @@ def test_a_resume_reads_other_files_with_the_same_texts(tmp_path):
     assert len(train(job, "steps=2", plan=plan_for(job), resume=True).losses) == 1
 
 
-def test_a_checkpoint_that_was_cut_short_is_refused(job):
-    plan = plan_for(job)
-    train(job, "steps=1", plan=plan)
+def test_a_checkpoint_that_was_cut_short_is_refused(trained):
+    job, plan = trained, plan_for(trained)
     [file, *_] = sorted((job.parent / "run" / "checkpoints").glob("*/__0_*"))
     file.write_bytes(file.read_bytes()[:-100])
     error = refused(Damaged, job, plan=plan, resume=True)
