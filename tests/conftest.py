@@ -41,14 +41,14 @@ settings.register_profile(
     "ci",
     deadline=None,
     derandomize=True,
-    max_examples=USUAL,
+    max_examples=USUAL // 2,
     database=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile(
     "explore", settings.get_profile("ci"), derandomize=False, max_examples=200
 )
-settings.load_profile("ci")
+settings.load_profile("ci")  # another one: --hypothesis-profile explore
 
 
 def pytest_configure(config):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import HealthCheck, settings
 
-USUAL = 20  # of the profile that CI has
+USUAL = 20  # where nothing else is said
 
 
 def examples(number: int) -> settings:
