@@ -64,7 +64,8 @@ REFUSED: dict[str, tuple[str, str]] = {
     r"configure_optimizers returned several": (LIGHTNING, "several optimizers"),
     r"configure_optimizers returned no optimizer": (LIGHTNING, "`configure_optimizers` with one"),
     r"training_step returned no loss": (LIGHTNING, "a `training_step` that returns no loss"),
-    r"predict_step returned a tensor of shape": (LIGHTNING, "returns no row for each sample"),
+    r"predict_step returned an? ": (LIGHTNING, "returns no row for each sample"),
+    r"is not in a file system": (LIGHTNING, "lies in a file system"),
     r"this strategy has another module already": (LIGHTNING, "a second module for a strategy"),
     r"Trainer, \w+: precision '[^']*' has no meaning": (
         LIGHTNING,

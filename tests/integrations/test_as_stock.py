@@ -212,9 +212,14 @@ def _fitted(folder: Path) -> dict[str, Any]:
         (after,) = another.validate(module, loader, verbose=False)
         losses = before["val_loss"], after["val_loss"], trainer.callback_metrics["loss"].item()
         found[kind] = losses, saved, another.predict(module, loader)
-    module.predict_step = lambda batch, batch_idx: torch.zeros(())  # type: ignore[method-assign]
-    with pytest.raises(InputError, match="predict_step returned a tensor of shape"):
-        another.predict(module, loader)
+    for made, told in (
+        (torch.zeros(()), "a tensor of shape"),
+        (["a"] * 4, "an object of class str"),
+        (4, "an object of class int"),
+    ):
+        module.predict_step = lambda batch, batch_idx, made=made: made  # type: ignore[method-assign]
+        with pytest.raises(InputError, match=f"predict_step returned {told}"):
+            another.predict(module, loader)
     strategy = GpumixStrategy()
     strategy.connect(Module())
     found["before"] = sorted(strategy.lightning_module_state_dict())

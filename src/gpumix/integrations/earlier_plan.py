@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from torch import nn
@@ -11,6 +12,7 @@ from gpumix.engine.groups import all_ranks, device_of_group
 from gpumix.engine.units import dissect
 from gpumix.integrations.gathering import all_texts
 from gpumix.profiler.library import cluster_of_ranks
+from gpumix.spec.cluster import Cluster
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
@@ -35,18 +37,23 @@ def earlier_plan(folder: Path | None, model: nn.Module, *, global_batch: int) ->
     if folder is None:
         return None
     comm = all_ranks(device_of_group())
-    cluster, text = cluster_of_ranks(), ""
-    if comm.rank == 0:
-        try:
-            plan = Plan.load(folder / run_files.PLAN)
-            profile = Profile.load(folder / run_files.PROFILE)
-        except InputError:
-            plan = None
-        if (
-            plan is not None
-            and (plan.global_batch, plan.model) == (global_batch, dissect(model).fingerprint())
-            and profile.cluster == cluster
-        ):
-            text = plan.model_dump_json()
-    text = all_texts(text, comm, "exchange of the earlier plan")[0]
-    return Plan.model_validate_json(text) if text else None
+    told = _read(folder, dissect(model).fingerprint(), global_batch) if comm.rank == 0 else ""
+    found = json.loads(all_texts(told, comm, "exchange of the earlier plan")[0] or "{}")
+    if not found or Cluster.model_validate(found["cluster"]) != cluster_of_ranks():
+        return None
+    return Plan.model_validate(found["plan"])
+
+
+def _read(folder: Path, model: str, global_batch: int) -> str:
+    """A run's plan and the cluster that it was made for, as JSON; nothing unless the plan is for
+    the model, given by its fingerprint, and for steps of `global_batch` samples."""
+    try:
+        plan = Plan.load(folder / run_files.PLAN)
+        profile = Profile.load(folder / run_files.PROFILE)
+    except InputError:
+        return ""
+    if (plan.global_batch, plan.model) != (global_batch, model):
+        return ""
+    return json.dumps(
+        {"plan": plan.model_dump(mode="json"), "cluster": profile.cluster.model_dump(mode="json")}
+    )

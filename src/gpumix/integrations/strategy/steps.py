@@ -256,9 +256,13 @@ def _refuse_without_rows(told: Any, samples: int) -> None:
         InputError: a prediction of so many samples is not cut as they are.
     """
     for leaf in tree_leaves(told):
-        if isinstance(leaf, Tensor) and (leaf.dim() == 0 or len(leaf) != samples):
-            raise InputError(
-                f"predict_step returned a tensor of shape {tuple(leaf.shape)} of {samples} samples",
-                why="predictions of micro-batches and ranks are put together row by row",
-                fix="return tensors with one row for each sample",
-            )
+        returned = f"an object of class {type(leaf).__name__}"
+        if isinstance(leaf, Tensor):
+            if leaf.dim() and len(leaf) == samples:
+                continue
+            returned = f"a tensor of shape {tuple(leaf.shape)}"
+        raise InputError(
+            f"predict_step returned {returned} of {samples} samples",
+            why="predictions of micro-batches and ranks are put together row by row",
+            fix="return tensors with one row for each sample; make texts of them afterwards",
+        )

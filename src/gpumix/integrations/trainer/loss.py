@@ -119,12 +119,12 @@ class TrainerLoss(ReducedLoss):
     def _items(self, batch: Any) -> Tensor | None:
         """The number of labels as transformers counts it for a model's loss, by the model's class:
         a loss may count one more of each sample, or one fewer. None if it counts none."""
-        trainer = self._trainer
-        if not trainer.model_accepts_loss_kwargs or batch.get(LABELS) is None:
+        trainer, own = self._trainer, batch.get(LABELS)
+        if not trainer.model_accepts_loss_kwargs or not isinstance(own, Tensor):
             return None
         labels = batch.get(SHIFTED)
         if labels is None:
-            labels = batch[LABELS][..., 1:] if trainer._loss_shifts_labels else batch[LABELS]
+            labels = own[..., 1:] if trainer._loss_shifts_labels else own
         return (labels != IGNORED_LABEL).sum()
 
     def _told(self, batch: Any, count: Tensor) -> Tensor:
