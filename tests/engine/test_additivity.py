@@ -362,6 +362,41 @@ def test_weights_that_the_rehearsed_samples_do_not_show(loss, micro_batch):
     assert engine.reduction == "a mean over what the loss itself divides by"
 
 
+@pytest.mark.parametrize("micro_batch", [1, 3])
+def test_elements_that_a_mask_selects_are_counted_though_it_selects_all_of_the_first_batch(
+    micro_batch,
+):
+    def loss(logits, batch):
+        mask = ~batch["targets"].isnan()
+        return (logits[:, 0, :4][mask] - batch["targets"][mask]).square().mean()
+
+    def compute(model, batch, labels, count):
+        return loss(model(batch["x"]), batch)
+
+    model = build(Blocks, SEED)
+    plan = plan_for(model, [Share(6, micro_batch, 1)])
+    engine = prepare(model, plan, loss=ReducedLoss(compute, integer_labels))
+    targets = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+    engine.step(a_batch() | {"targets": targets})
+    targets[0, :3] = targets[4, :] = torch.nan
+    batch = a_batch() | {"targets": targets}
+    expected = loss(initialised(Blocks)(batch["x"]), batch).item()
+    assert engine.step(batch).item() == pytest.approx(expected, rel=1e-5)
+    assert engine.evaluate(batch).item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_term_with_another_denominator_is_refused_though_it_is_nothing_in_the_first_batch():
+    """As a loss of the samples that a model is sure of, of which there are none at first."""
+
+    def loss(logits, labels):
+        sure = (logits.softmax(-1).amax(-1) > 0.99).float()
+        term = (logits.logsumexp(-1) * sure).sum() / sure.sum().clamp(min=1)
+        return cross_entropy(logits, labels) + term
+
+    with pytest.raises(ModelError, match="the loss of a batch is not made of the losses of its"):
+        an_engine(loss).step(a_batch())
+
+
 def test_a_loss_that_divides_by_one_at_least_counts_nothing_without_labels():
     def loss(logits, labels):
         return each(logits, labels).sum() / (labels != -100).sum().clamp(min=1)

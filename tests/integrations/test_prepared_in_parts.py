@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from gpumix.spec.errors import InputError
+from gpumix.spec.errors import GpumixError, InputError
 from harness import run_ranks
 from programs import GLOBAL_BATCH, Texts, as_launched, model, other_ranks
 
@@ -170,3 +170,60 @@ def _without_model(folder: Path) -> str:
     with pytest.raises(InputError) as refused:
         optimizer.step()
     return str(refused.value)
+
+
+def test_norms_over_the_batch_and_labels_without_a_name_are_refused(tmp_path):
+    cut, alone, unnamed = run_ranks(_refused_in_loops, 1, tmp_path)[0]
+    assert "in training, forward changes buffers of module 'blocks.0.norm'" in cut
+    assert "computes more, but not one sample alone" in alone
+    assert "if `labels` are given by name alone" in unnamed
+
+
+def _refused_in_loops(folder: Path) -> list[str]:
+    """The errors of loops over a model with batch norm, and over one that is given labels."""
+    as_launched(folder)
+    from gpumix import Accelerator
+    from gpumix.testing import Share, plan_for
+
+    rows = [{"x": torch.randn(4), "labels": torch.tensor(number % 2)} for number in range(12)]
+    told = []
+    for micro_batch, given in ((6, False), (1, False), (6, True)):
+        network = Scoring(normed=not given)
+        plan = plan_for(network, [Share(12, micro_batch, 1)])
+        accelerator = Accelerator(plan=plan)
+        optimizer = torch.optim.SGD(network.parameters())
+        loader = DataLoader(rows, batch_size=12)  # type: ignore[arg-type]
+        prepared, optimizer, loader = accelerator.prepare(network, optimizer, loader)
+        with pytest.raises(GpumixError) as refused:
+            for batch in loader:
+                scores = prepared(batch["x"], *([batch["labels"]] if given else []))
+                loss = scores["loss"] if given else scores["logits"].square().mean()
+                accelerator.backward(loss)
+        told.append(str(refused.value))
+        accelerator.free_memory()
+    return told
+
+
+class Scoring(nn.Module):
+    """Scores of two classes, with the loss of them where it is given labels."""
+
+    def __init__(self, *, normed: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Normed() if normed else nn.Linear(4, 4) for _ in range(2))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, Any]:
+        for block in self.blocks:
+            x = block(x)
+        scores = self.head(x)
+        loss = None if labels is None else nn.functional.cross_entropy(scores, labels)
+        return {"loss": loss, "logits": scores}
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.BatchNorm1d(4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.norm(x))

@@ -28,7 +28,15 @@ from gpumix.engine.reduction import (
     Rival,
     Rule,
 )
-from gpumix.engine.rehearsed_models import NO_RULE, changed_weight, kept_state, not_alone, versions
+from gpumix.engine.rehearsed_models import (
+    DIFFERENTIATES,
+    NO_RULE,
+    changed_weight,
+    differentiates,
+    kept_state,
+    not_alone,
+    versions,
+)
 from gpumix.engine.rehearsed_samples import SAMPLES, Place, choose, exchanged, own_samples
 from gpumix.engine.samples import (
     IGNORED_LABEL,
@@ -200,7 +208,7 @@ class _Rehearsal:
         whole, *parts = self._slices()
         trained = self._trial(whole, training=True)
         if couples != NO_RULE:
-            self._refuse_any(kept_state(self._engine.model, trained.changed))
+            refuse_any(self._engine, kept_state(self._engine.model, trained.changed))
         self._training = trained.changed  # such as batch norm, which couples samples in training
         trials = [self._trial(rows) for rows in (whole, *parts)]
         if not math.isfinite(trials[0].loss):
@@ -215,8 +223,10 @@ class _Rehearsal:
             trials = [trained, *(self._trial(rows, training=True) for rows in parts)]
             errors = self._errors(trials)
             rule = self._rule(trials, errors)
-        adds_up = errors[rule] <= 1 and not self._exceeds_rounding(
-            errors[rule], rule, trials[1], training=training
+        adds_up = (
+            errors[rule] <= 1
+            and not _of_unlike_means(trials)
+            and not self._exceeds_rounding(errors[rule], rule, trials[1], training=training)
         )
         if not adds_up and couples != NO_RULE:
             raise self._couples(trials)
@@ -382,6 +392,8 @@ class _Rehearsal:
                     found = self._objective.probe(model, batch)
                 probes.append(found if backward else replace(found, loss=found.loss.detach()))
             except (IndexError, RuntimeError, ValueError) as error:
+                if DIFFERENTIATES in str(error):
+                    raise differentiates(model) from error
                 if not self._ran or is_out_of_memory(error):
                     raise
                 raise not_alone(model, number, error) from error
@@ -403,20 +415,9 @@ class _Rehearsal:
         self._ran = self._ran or samples_in(some) > 1  # of several stages no other one sees a loss
         trial.changed = copies.keep_changed()
         copies.restore()
-        self._refuse_any(changed_weight(before, versions(engine)))
+        refuse_any(engine, changed_weight(before, versions(engine)))
         self._tell(trial, probes[-1] if probes and engine.tells_losses else None)
         return trial
-
-    def _refuse_any(self, found: ModelError | None) -> None:
-        """Raise what was found against the model, on all ranks if on any. Collective."""
-        told = exchanged(self._engine, [float(found is not None)])
-        if found is not None:
-            raise found
-        other = next((rank for rank, (is_found,) in enumerate(told) if is_found), None)
-        if other is not None:
-            raise ModelError(
-                f"rank {other} refuses the model", fix="its own error says why, and what to do"
-            )
 
     def _rows(self, own: range) -> tuple[range, ...]:
         """Of each of this rank's micro-batches, of which one alone has samples."""
@@ -443,6 +444,18 @@ class _Rehearsal:
         ends = 3 + MOST_RULES, 3 + 2 * MOST_RULES
         trial.denominators = [d for d in row[ends[0] : ends[1]] if not math.isnan(d)]
         trial.values = [d for d in row[ends[1] :] if not math.isnan(d)]
+
+
+def refuse_any(engine: Trials, found: ModelError | None) -> None:
+    """Raise what was found against the model, on all ranks if on any. Collective."""
+    told = exchanged(engine, [float(found is not None)])
+    if found is not None:
+        raise found
+    other = next((rank for rank, (is_found,) in enumerate(told) if is_found), None)
+    if other is not None:
+        raise ModelError(
+            f"rank {other} refuses the model", fix="its own error says why, and what to do"
+        )
 
 
 def alike(engine: Trials, one: Trial, other: Trial, *, same_samples: bool = False) -> bool:
@@ -554,15 +567,30 @@ def _only(batch: Any, row: int) -> Any:
     return take(batch, slice(row, row + 1))
 
 
+def _of_unlike_means(trials: Sequence[Trial]) -> bool:
+    """Whether a loss is a sum of terms that are divided by numbers which are not in proportion. Of
+    these samples one of the terms may be nothing."""
+    ratios = [
+        [of_term / t.denominators[0] for of_term in t.denominators]
+        for t in trials
+        if t.denominators and all(t.denominators)
+    ]
+    finite = all(math.isfinite(one) for own in ratios for one in own)
+    return finite and not _are_alike(ratios)
+
+
+def _are_alike(rows: Sequence[Sequence[float]]) -> bool:
+    return all(
+        len(one) == len(rows[0])
+        and all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(one, rows[0]))
+        for one in rows
+    )
+
+
 def _is_any(count: float, denominators: Sequence[float]) -> bool:
     return any(math.isclose(count, one, rel_tol=1e-6) for one in denominators)
 
 
 def _in_proportion(trials: Sequence[Trial], rule: int) -> bool:
     """Whether what losses divide by is in proportion to what a rule counts."""
-    ratios = [[value / t.counts[rule] for value in t.values] for t in trials if t.counts[rule]]
-    return all(
-        len(one) == len(ratios[0])
-        and all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(one, ratios[0]))
-        for one in ratios
-    )
+    return _are_alike([[v / t.counts[rule] for v in t.values] for t in trials if t.counts[rule]])

@@ -6,6 +6,7 @@ of class weights. The nodes of the graph have saved that number.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ _ELEMENTWISE = frozenset(
 _LIKELIHOOD = frozenset(("NllLossBackward0", "NllLoss2DBackward0"))
 _PRODUCTS = frozenset(("MulBackward0", "MulBackward1"))
 _QUOTIENTS = frozenset(("DivBackward0", "DivBackward1"))
+# Nodes whose output is as long as values say, as of `losses[mask]`.
+_SELECTIONS = frozenset(("IndexBackward0", "MaskedSelectBackward0"))
 MOST_NODES = 50  # of a graph between a loss and its logits
 _MEAN, _SUM = 1, 2  # torch's numbers of reductions
 
@@ -39,24 +42,42 @@ _MEAN, _SUM = 1, 2  # torch's numbers of reductions
 def ignored_by(loss: Tensor) -> int | None:
     """The label that functions which make a loss leave out, as cross entropy: one other than -100,
     if there is any; None if there is no such function."""
+    found = None
+    for node in _nodes(loss, until=_ignored):
+        own = _ignored(node)
+        if own is not None and own != IGNORED_LABEL:
+            return own
+        found = own if own is not None else found
+    return found
+
+
+def selects_by_values(loss: Tensor) -> bool:
+    """Whether values say how many elements a loss is made of, as where a mask selects them."""
+    return any(type(node).__name__ in _SELECTIONS for node in _nodes(loss))
+
+
+def _nodes(loss: Tensor, until: Callable[[Any], Any] = lambda node: None) -> Iterator[Any]:
+    """Those of a loss's graph, `MOST_NODES` at most, and none behind one of which `until` tells
+    something."""
     left: list[Any] = [loss.grad_fn]
     seen: set[Any] = set()
-    found = None
     while left and len(seen) < MOST_NODES:
         node = left.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        of_chunks = getattr(node, "ignore_index", None)  # see `ChunkedLoss`
-        if type(node).__name__ in _LIKELIHOOD or of_chunks is not None:
-            own = int(node._saved_ignore_index if of_chunks is None else of_chunks)
-            own -= 2**64 * (own >= 2**63)  # torch tells them without a sign
-            if own != IGNORED_LABEL:
-                return own
-            found = own
-        else:
+        yield node
+        if until(node) is None:
             left += [following for following, _ in node.next_functions]
-    return found
+
+
+def _ignored(node: Any) -> int | None:
+    """The label that a node leaves out; None if it is of no such function."""
+    of_chunks = getattr(node, "ignore_index", None)  # see `ChunkedLoss`
+    if type(node).__name__ not in _LIKELIHOOD and of_chunks is None:
+        return None
+    own = int(node._saved_ignore_index if of_chunks is None else of_chunks)
+    return own - 2**64 * (own >= 2**63)  # torch tells them without a sign
 
 
 def denominators_of(loss: Tensor, *, shapes: bool = True) -> tuple[Tensor, ...]:
@@ -89,7 +110,7 @@ def _denominators(node: Any, factor: Tensor, shapes: bool) -> list[Tensor | None
     if node is None:
         return []
     name = type(node).__name__
-    if name in _UNCHANGED:
+    if name in _UNCHANGED or _is_of_one(node, name):
         return _denominators(node.next_functions[0][0], factor, shapes)
     if name in ("AddBackward0", "SubBackward0"):
         (first, _), (second, _) = node.next_functions
@@ -120,6 +141,11 @@ def _of_product(node: Any, factor: Tensor, shapes: bool, *, divides: bool) -> li
         other = other.reshape(())
     factor = (factor / other if divides else factor * other).double()
     return _denominators(node.next_functions[places[0]][0], factor, shapes)
+
+
+def _is_of_one(node: Any, name: str) -> bool:
+    """Whether a node reduces a tensor without dimensions, which it leaves as it is."""
+    return name in ("MeanBackward0", "SumBackward0") and not len(node._saved_self_sym_sizes)
 
 
 def _is_weighted(node: Any, name: str) -> bool:

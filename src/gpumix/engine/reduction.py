@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from gpumix.engine.coroutine import ModelError
 from gpumix.engine.head import expected_gradient
-from gpumix.engine.loss_graph import denominators_of, ignored_by
+from gpumix.engine.loss_graph import denominators_of, ignored_by, selects_by_values
 from gpumix.engine.samples import IGNORED_LABEL, LABELS, samples_in
 
 Objective = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
@@ -97,7 +97,7 @@ class Probe:
         loss: with its graph.
         counts: the denominator by each rule.
         denominators: those of the loss's own graph, none where it is not understood.
-        values: the same without numbers of elements.
+        values: the same without numbers of elements, unless values say how many there are.
         ignored: the label that is left out, if any is.
     """
 
@@ -302,7 +302,7 @@ class ReducedLoss:
         """
         denominators = denominators_of(loss)
         of_graph = denominators[0] if denominators else torch.full((), torch.nan)
-        values = denominators_of(loss, shapes=False)
+        values = denominators_of(loss, shapes=selects_by_values(loss))
         return Probe(loss, (*counts, of_graph), denominators, ignored_by(loss), values)
 
 

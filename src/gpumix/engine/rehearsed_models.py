@@ -10,6 +10,8 @@ from gpumix.engine.coroutine import ModelError
 from gpumix.engine.trials import Trials
 from gpumix.spec.errors import first_line
 
+# Of `torch.autograd.grad`, where a block is between the loss and what it is differentiated by.
+DIFFERENTIATES = "appears to not have been used in the graph"
 NO_RULE = "micro-batch"  # of `couples`: each micro-batch has a loss of its own, whatever it couples
 
 
@@ -58,4 +60,13 @@ def not_alone(model: nn.Module, number: int, error: Exception) -> ModelError:
         "that have come to a single pixel, cannot be cut",
         fix="give it larger pictures, take a module that computes one sample, or train by a plan "
         "that does not cut batches",
+    )
+
+
+def differentiates(model: nn.Module) -> ModelError:
+    return ModelError(
+        f"the loss of {type(model).__name__} is made of gradients by its inputs or parameters",
+        why="blocks are computed apart, each with a graph of its own, so a loss cannot be "
+        "differentiated through it",
+        fix="leave out the term (a gradient penalty, ...)",
     )

@@ -223,7 +223,7 @@ class Accelerator(accelerate.Accelerator):
             return super().prepare_model(model, *args, **kwargs)
         looped = self._awaited.known(model)
         if looped is None:
-            looped = Looped(model, self._at, self._called_alone)
+            looped = Looped(model, self._at, self._called_alone, couples=bool(self._couples))
             self._awaited.models.append(looped)
             self._host_if_known()
         return looped
@@ -390,6 +390,14 @@ class Accelerator(accelerate.Accelerator):
                 "backward is called, and no model was prepared to be trained",
                 why="a model without an optimizer, or with nothing to train, is for inference",
                 fix="accelerator.prepare(model, optimizer, loader)",
+            )
+        if not loss.requires_grad:
+            raise InputError(
+                "the loss does not depend on what the model returned",
+                where="accelerator.backward",
+                why="a loss that the model computes itself has gradients if `labels` are given by "
+                "name alone",
+                fix="model(..., labels=labels), or compute the loss of the model's outputs",
             )
         weight = self._looped.weight_of(loss, count)
         super().backward(loss, **kwargs)

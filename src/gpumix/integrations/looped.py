@@ -15,8 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from gpumix.engine.additivity import refuse_any
+from gpumix.engine.buffers import BufferCopies
 from gpumix.engine.engine import Engine
 from gpumix.engine.reduction import TOLD, ReducedLoss, Rule, integer_labels
+from gpumix.engine.rehearsed_models import kept_state, not_alone
 from gpumix.integrations.called import ARGS, KWARGS
 from gpumix.integrations.loop_record import LoopRecord
 from gpumix.integrations.loop_weights import LoopWeights
@@ -80,6 +83,7 @@ class Looped(nn.Module):
         module: the model.
         at: this rank's part of the batch that the loop is at; None if it is at none.
         alone: readies the model for a call before it is run by a plan, or refuses that.
+        couples: whether each micro-batch may have a loss of its own.
 
     Attributes:
         is_planned: whether the model is run by a plan.
@@ -98,8 +102,12 @@ class Looped(nn.Module):
         module: nn.Module,
         at: Callable[[], Part | None],
         alone: Callable[[Looped], None],
+        *,
+        couples: bool = False,
     ) -> None:
         super().__init__()
+        self._couples = couples
+        self._is_new = True  # nothing was computed as it is trained
         self.module = module
         self._at = at
         self._alone = alone
@@ -168,11 +176,36 @@ class Looped(nn.Module):
         Args:
             own: of `batch`, whose rows may only stand in, so that the loop has a loss to compute.
         """
-        found = self._engine.outputs(_outputs, batch, samples=self._samples, as_trained=True)
+        found = self._first_trained(batch) if self._is_new else self._as_trained(batch)
         outputs = self._joined(list(found.values()))
         leaves = [leaf.detach().requires_grad_() for leaf in _differentiable(outputs)]
         self._begun = _Begun(own, leaves)
         return _with(outputs, leaves)
+
+    def _as_trained(self, batch: dict[str, Any]) -> dict[range, Any]:
+        return self._engine.outputs(_outputs, batch, samples=self._samples, as_trained=True)
+
+    def _first_trained(self, batch: dict[str, Any]) -> dict[range, Any]:
+        """The same, of the first batch.
+
+        Raises:
+            ModelError: forward changes buffers, or cannot compute a micro-batch as small as the
+                plan has.
+        """
+        engine = self._engine
+        copies = BufferCopies(engine.keepers)
+        try:
+            found = self._as_trained(batch)
+        except ValueError as error:  # batch norm, of one value of a channel
+            if not engine.keepers:
+                raise
+            raise not_alone(self.module, 1, error) from error
+        changed = kept_state(self.module, copies.keep_changed())
+        if engine.plan.is_uncut or self._couples:
+            changed = None
+        refuse_any(engine, changed)
+        self._is_new = False
+        return found
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Of what this rank has of the parameters."""

@@ -42,8 +42,12 @@ PASSED_ON = ("prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx", 
 
 
 @dataclass
-class _MicroBatch:
-    """What was logged of one, how much it counts, and how many samples it has."""
+class MicroBatch:
+    """What was logged of one, how much it counts, and how many samples it has.
+
+    Attributes:
+        values: names, values, what these count for (None: what the micro-batch does), settings.
+    """
 
     weight: Tensor
     samples: int
@@ -51,7 +55,7 @@ class _MicroBatch:
 
 
 # A micro-batch's forward is a coroutine, which may stop inside of the module's step.
-_current: ContextVar[_MicroBatch | None] = ContextVar("gpumix_logged_micro_batch", default=None)
+_current: ContextVar[MicroBatch | None] = ContextVar("gpumix_logged_micro_batch", default=None)
 
 
 class Logs:
@@ -71,7 +75,7 @@ class Logs:
         self._by_step = by_step
         self._known: dict[str, dict[str, Any]] = {}  # settings by name, the same on all ranks
         self._own: dict[str, dict[str, Any]] = {}
-        self._seen: list[_MicroBatch] = []
+        self._seen: list[MicroBatch] = []
         self._ways = Ways()
 
     @property
@@ -90,29 +94,29 @@ class Logs:
             del self._module.log
 
     @contextmanager
-    def micro_batch(self, weight: Tensor, samples: int) -> Iterator[None]:
+    def micro_batch(self, weight: Tensor, samples: int) -> Iterator[MicroBatch]:
         """What is logged inside is of one micro-batch; of one that does not end, nothing."""
         with self._noted(weight, samples) as noted:
-            yield
+            yield noted
         if self._tells:
             self._seen.append(noted)
 
     @contextmanager
-    def part(self, weight: Tensor, samples: int) -> Iterator[list[Part]]:
-        """What is logged inside is of samples that are compared; the list has it afterwards."""
-        told: list[Part] = []
+    def part(self, weight: Tensor, samples: int, told: list[Part]) -> Iterator[MicroBatch]:
+        """What is logged inside is of samples that are compared; `told` has it afterwards."""
         with self._noted(weight, samples) as noted:
-            yield told
+            yield noted
         values = {}
         for name, value, own, settings in noted.values:
             self._own[name] = settings
             if not settings[OBJECT]:
+                own = noted.weight if own is None else own
                 values[name] = float(torch.as_tensor(value)), float(torch.as_tensor(own))
         told.append(Part(values, samples))
 
     @contextmanager
-    def _noted(self, weight: Tensor, samples: int) -> Iterator[_MicroBatch]:
-        noted = _MicroBatch(weight.detach(), samples)
+    def _noted(self, weight: Tensor, samples: int) -> Iterator[MicroBatch]:
+        noted = MicroBatch(weight.detach(), samples)
         token = _current.set(noted)
         try:
             yield noted
@@ -148,7 +152,6 @@ class Logs:
         own = self._settings(
             name, {**settings, "prog_bar": prog_bar, "logger": logger}, explicit=weight is not None
         )
-        weight = noted.weight if weight is None else weight
         if not isinstance(value, Metric):
             noted.values.append((name, _detached(value), weight, own))
             return
@@ -214,6 +217,7 @@ class Logs:
         for noted in self._seen:
             for name, value, weight, settings in noted.values:
                 self._own[name] = settings
+                weight = noted.weight if weight is None else weight
                 if self._way(name, settings) == SAMPLES:
                     weight = noted.samples
                 pair = torch.as_tensor(value).double(), torch.as_tensor(weight).double()

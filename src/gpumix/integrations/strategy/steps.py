@@ -23,7 +23,7 @@ from gpumix.engine.samples import samples_in
 from gpumix.hardware.memory import host_memory
 from gpumix.integrations.forward import by_places
 from gpumix.integrations.strategy.combining import Part
-from gpumix.integrations.strategy.logs import Logs, silent
+from gpumix.integrations.strategy.logs import Logs, MicroBatch, silent
 from gpumix.spec.errors import InputError
 
 LABELS = "labels"
@@ -84,14 +84,14 @@ class Steps:
             with self._silently():
                 self._engine.settle(values, samples, in_step=True)
         if logs.compares:
-            self._compare(logs, self._returned, values, samples, in_step=True)
+            self._compare(logs, self._counted, values, samples, in_step=True)
         with logs.listening():
             return self._engine.step(values, samples=samples)
 
     def _compare(
         self,
         logs: Logs,
-        step: Callable[[Any, Any], Any],
+        step: Callable[[Any, Any, MicroBatch], Any],
         values: Any,
         samples: int,
         *,
@@ -101,8 +101,9 @@ class Steps:
         assert self._engine is not None
 
         def part(model: nn.Module, batch: Any) -> Part:
-            with logs.part(self._weight(batch), samples_in(batch)) as told:
-                step(model, batch)
+            told: list[Part] = []
+            with logs.part(self._weight(batch), samples_in(batch), told) as noted:
+                step(model, batch, noted)
             return told[0]
 
         with self._silently(), logs.listening(), torch.inference_mode(False), torch.no_grad():
@@ -128,7 +129,7 @@ class Steps:
                 return tree_map(_on_host, told)
 
         if logs.compares and hook != "predict_step":
-            self._compare(logs, lambda model, batch: step(batch, *others), values, samples)
+            self._compare(logs, lambda model, batch, noted: step(batch, *others), values, samples)
         with logs.listening(), torch.inference_mode(False), torch.no_grad():
             return by_places(self._engine, made, values, samples)
 
@@ -160,8 +161,19 @@ class Steps:
             with self._silently():
                 return self._returned(model, batch)
         weight = _samples(batch) if count is None else count
-        with self._now[0].micro_batch(weight, samples_in(batch)):
+        with self._now[0].micro_batch(weight, samples_in(batch)) as noted:
+            return self._counted(model, batch, noted)
+
+    def _counted(self, model: Any, batch: Any, noted: MicroBatch) -> Tensor:
+        """The loss of a micro-batch; what is logged of it counts for what the loss divides by."""
+        rule = self.loss.rule if isinstance(self.loss, ReducedLoss) else None
+        if rule is None or rule.kind != "graph":
             return self._returned(model, batch)
+        with torch.enable_grad():
+            loss = self._returned(model, batch)
+        assert isinstance(self.loss, ReducedLoss)
+        noted.weight = self.loss.divided_by(loss, rule, self.loss.labels_of(batch)).detach()
+        return loss
 
     def _returned(self, model: Any, batch: Any) -> Tensor:
         made = model.training_step(batch, *self._others)
