@@ -18,6 +18,12 @@ atexit.register(gc.unfreeze)
 _of_ranks = [signal.signal(signal.SIGTERM, signal.SIG_IGN)]
 
 
+def outlive_sigterm() -> None:
+    """In a process that was forked from this one, and that ranks are forked from in turn."""
+    if not _of_ranks:
+        _of_ranks.append(signal.signal(signal.SIGTERM, signal.SIG_IGN))
+
+
 def _in_rank() -> None:
     if _of_ranks:  # what a rank itself forks is its own affair
         signal.signal(signal.SIGTERM, _of_ranks.pop())

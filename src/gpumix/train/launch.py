@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from multiprocessing import forkserver, util
+from multiprocessing import util
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import FrameType
@@ -35,11 +35,16 @@ from gpumix.spec.cluster import Device
 from gpumix.spec.errors import DeviceFailure, GpumixError, Interrupted, RankInterrupted, RankLost
 from gpumix.spec.files import opened_lock, scratch_folder, write_bytes
 from gpumix.train.failures import in_words
+from gpumix.train.spare import ensure_running, keep_spare
 from gpumix.train.stop import SIGNALS, StopRequest, is_once_more, to_take
 
 LOOPBACK = "127.0.0.1"
 # torch imports its compiler in every rank, with the first optimizer.
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "gpumix.train.preload"]
+SERVER_ENDED = (
+    "the process that ranks are forked from has ended: somebody killed it, or the system ran out "
+    "of memory: see `dmesg | tail`"
+)
 STOPPING = b"gpumix: finishing this step, then saving; Ctrl-C ends it at once, without saving\n"
 # After one rank has failed, how long the others may take to notice and say so; and after one was
 # lost, of which they know nothing.
@@ -82,12 +87,13 @@ Work = Callable[..., Any]
 
 def warm_up(imports: Sequence[str] = (), *, preload: Sequence[str] = PRELOAD) -> None:
     """Start the server of ranks, which imports torch, and `imports`, while this process does
-    something else. One that runs already is left as it is."""
+    something else. One that runs already is left as it is; of one that was killed the spare, if
+    there is one, takes the place."""
     count_gpus_by_nvml()
     modules = [*preload, *imports, "gpumix.train.frozen"]
     multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
     with _interrupts_ignored():
-        forkserver.ensure_running()
+        ensure_running()
 
 
 def launch(
@@ -97,6 +103,7 @@ def launch(
     debug: bool = False,
     stop: Asked | None = None,
     silence_s: float = math.inf,
+    spare: bool = False,
 ) -> list[Any]:
     """Run `work(seat, *args)` in one process per device; the results in rank order.
 
@@ -108,6 +115,7 @@ def launch(
             here; only a Ctrl-C after it ends them. None: the first one does.
         silence_s: a rank whose heartbeat stands still for so long, once it has begun, is ended; one
             whose process is stopped after `STOPPED_S`, if that is less.
+        spare: keep a spare of the server of ranks, for those who start them again.
 
     Raises:
         GpumixError: a rank's own error; of several the one that caused the others.
@@ -129,14 +137,26 @@ def launch(
                 process = context.Process(
                     target=_child, args=(work, seat, args, theirs, note, debug), daemon=False
                 )
-                process.start()
+                _start(process)
                 theirs.close()
                 children.append(_Child(seat, process, mine, note))
             with _stops_taken(children, stop):
-                return _watch(children, store, silence_s)
+                return _watch(children, store, silence_s, spare)
         finally:
             for child in children:
                 child.kill()
+
+
+def _start(process: Any) -> None:
+    try:
+        process.start()
+    except (ConnectionError, EOFError) as error:
+        raise RankLost(
+            "a rank could not be started",
+            where=f"host {socket.gethostname()}",
+            why=SERVER_ENDED,
+            fix="run the same command again, with --resume if a checkpoint was saved",
+        ) from error
 
 
 @contextmanager
@@ -320,8 +340,7 @@ class _Child:
             os.kill(self.process.pid, signal.SIGKILL)
         return self._lost(
             f"{self.name()} cannot be watched any more",
-            why="the process that ranks are forked from has ended: somebody killed it, or the "
-            "system ran out of memory: see `dmesg | tail`",
+            why=SERVER_ENDED,
             first="",
             device=None,
         )
@@ -361,6 +380,8 @@ class _Child:
     def kill(self) -> None:
         if self.process.is_alive():
             self.process.kill()
+        elif not self.ended and self._lives:
+            self._orphaned()
         self.process.join(KILLED_S)
         self.pipe.close()
 
@@ -373,7 +394,7 @@ def _mapped(note: Path) -> mmap.mmap:
         os.close(descriptor)
 
 
-def _watch(children: list[_Child], store: Any, silence_s: float) -> list[Any]:
+def _watch(children: list[_Child], store: Any, silence_s: float, spare: bool) -> list[Any]:
     """Wait for all; once one has failed, for as long as the others need to notice."""
     import torch.distributed as dist
 
@@ -383,6 +404,8 @@ def _watch(children: list[_Child], store: Any, silence_s: float) -> list[Any]:
     lookout = _Lookout(children, run_store, silence_s)
     deadline = math.inf
     while waiting := [c for c in children if not c.ended]:
+        if spare:
+            keep_spare()
         signs = [sign for child in waiting for sign in child.signs]
         ready = wait(signs, max(0.0, min(LOOK_S, deadline - time.monotonic())))
         silent = lookout.silent()

@@ -111,7 +111,8 @@ class Pipeline:
         if allowed is not None:
             check_allowed(job, path, allowed, overrides)
         imports = TRANSFORMERS if job.model.config is not None else ()
-        runs = runner(debug=debug, imports=imports, silence_s=job.timeout)
+        restarts = job.restarts > 0
+        runs = runner(debug=debug, imports=imports, silence_s=job.timeout, restarts=restarts)
         return cls(job, path.absolute().parent, runs, debug=debug)
 
     @property

@@ -88,13 +88,18 @@ class Runner(Protocol):
 
 
 def runner(
-    *, debug: bool = False, imports: tuple[str, ...] = (), silence_s: float = math.inf
+    *,
+    debug: bool = False,
+    imports: tuple[str, ...] = (),
+    silence_s: float = math.inf,
+    restarts: bool = False,
 ) -> Runner:
     """The one for this process.
 
     Args:
         imports: what all ranks will import, so that it may be done once.
         silence_s: a rank of which nothing is heard for so long is lost.
+        restarts: ranks that are lost while they train are started again.
 
     Raises:
         InputError: it is one of several, and cannot find the others.
@@ -103,7 +108,7 @@ def runner(
     if place is not None:
         return TorchrunRunner(place, silence_s)
     refuse_part_of_a_place()
-    return LocalRunner(debug, imports, silence_s)
+    return LocalRunner(debug, imports, silence_s, restarts)
 
 
 @dataclass
@@ -113,6 +118,7 @@ class LocalRunner:
     debug: bool = False
     imports: tuple[str, ...] = ()
     silence_s: float = math.inf
+    restarts: bool = False
     speaks: bool = True
     decides_alone: bool = True
     _stop: Asked = field(default_factory=Asked)
@@ -170,4 +176,5 @@ class LocalRunner:
             debug=self.debug,
             stop=self._stop if saves else None,
             silence_s=self.silence_s,
+            spare=saves and self.restarts,
         )[0]
