@@ -18,10 +18,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset
 
+from gpumix.engine.groups import all_ranks, device_of_group
 from gpumix.engine.ragged import take
+from gpumix.engine.randomness import program_untouched
 from gpumix.engine.samples import padded_from, with_last_label, with_words_for_padding
 from gpumix.hardware.memory import host_memory
 from gpumix.integrations.gathering import all_numbers
+from gpumix.integrations.mixed_samples import refuse_mixing
 from gpumix.integrations.own_batches import collated, collated_tree
 from gpumix.integrations.same_data import check_same_data
 from gpumix.spec.errors import InputError
@@ -85,7 +88,7 @@ def specimen_of(
         check: collates two samples, if batches are as they should be.
 
     Raises:
-        InputError: there is none, or ranks have unlike datasets.
+        InputError: there is none, ranks have unlike datasets, or batches mix samples.
     """
     check_same_data(dataset)
     with host_memory():
@@ -93,6 +96,10 @@ def specimen_of(
         if longest is None:
             raise InputError("the dataset has no samples", fix="give it some")
         batch = check(collate, [_fresh(longest), _fresh(longest)])
+        if all_ranks(device_of_group()).world > 1:
+            with program_untouched():
+                some = [_fresh(sample) for _, sample in islice(_in_order(dataset), COLLATED)]
+            refuse_mixing(collate, some)
     tokens = batch.get(TOKENS) if isinstance(batch, Mapping) else None
     known = isinstance(tokens, Tensor) and tokens.dim() == 2
     own = tokens.shape[1] if known else 1  # type: ignore[union-attr]

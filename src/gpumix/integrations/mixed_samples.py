@@ -1,0 +1,91 @@
+"""Collate functions that make values of a sample from the other samples of its batch, as mixed
+pictures, or weights that add up to one: each rank collates its own part of a batch, so these would
+depend on the plan."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from gpumix.engine.randomness import program_untouched
+from gpumix.spec.errors import InputError
+
+Collate = Callable[[list[Any]], Any]
+
+
+def refuse_mixing(collate: Collate, samples: Sequence[Any]) -> None:
+    """Collates a sample with one and with another, drawing the same random numbers.
+
+    Args:
+        collate: gives a batch of samples, which it may change.
+        samples: some of a dataset; with fewer than three nothing is tried.
+
+    Raises:
+        InputError: no row is the same in both batches.
+    """
+    collate = _copied(collate)
+    with program_untouched():
+        first = _rows(collate, samples[:2])
+        if first is None or not _are_alike(first, _rows(collate, samples[:2])):
+            return  # it draws numbers of its own
+        for other in samples[2:]:
+            second = _rows(collate, [samples[0], other])
+            if second is None or _shapes(second) != _shapes(first):
+                continue
+            if not any(_is_row(first, row, second, place) for row in (0, 1) for place in (0, 1)):
+                raise InputError(
+                    "the collate function makes a sample's values from other samples of the batch",
+                    where=getattr(collate, "__name__", type(collate).__name__),
+                    why="each rank collates its own part of a batch, so these values would depend "
+                    "on the plan",
+                    fix="compute them of each sample alone, in the dataset or in forward",
+                )
+            return
+
+
+def _copied(collate: Collate) -> Collate:
+    """One that may draw numbers, and count calls."""
+    try:
+        return copy.deepcopy(collate)
+    except Exception:  # of whatever it holds
+        return collate
+
+
+def _rows(collate: Collate, samples: Sequence[Any]) -> list[Tensor] | None:
+    """The tensors of a batch of two with a row for each; None if they do not go together."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    try:
+        leaves = tree_flatten(collate([copy.copy(one) for one in samples]))[0]
+    except (ValueError, TypeError, RuntimeError, LookupError):
+        return None  # other checks tell of it
+    found = [t for t in leaves if isinstance(t, Tensor) and t.dim() and len(t) == 2]
+    return found if len(samples) == 2 and found else None
+
+
+def _shapes(rows: Sequence[Tensor]) -> list[torch.Size]:
+    return [t.shape for t in rows]
+
+
+def _are_alike(first: Sequence[Tensor], second: Sequence[Tensor] | None) -> bool:
+    return (
+        second is not None
+        and _shapes(first) == _shapes(second)
+        and all(_equal(a, b) for a, b in zip(first, second))
+    )
+
+
+def _is_row(first: Sequence[Tensor], row: int, second: Sequence[Tensor], place: int) -> bool:
+    return all(_equal(a[row], b[place]) for a, b in zip(first, second))
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return bool(((a == b) | ((a != a) & (b != b))).all())
