@@ -21,7 +21,7 @@ from gpumix.engine.ragged import PerSample, RaggedRows, has_rows, take
 from gpumix.engine.randomness import program_untouched
 from gpumix.hardware.memory import host_memory
 from gpumix.integrations.rows import Rows
-from gpumix.spec.errors import InputError
+from gpumix.spec.errors import InputError, in_a_line
 
 
 class Given(dict[str, Any]):
@@ -358,7 +358,14 @@ def collated(collate: Callable[[list[Any]], Any], samples: list[Any]) -> dict[st
     batch = collate(samples)
     if isinstance(batch, Mapping):
         entries = {n: _entries(v) for n, v in batch.items() if _is_per_sample(v, len(samples))}
-        batch = _ragged(collate, samples, {**batch, **entries})
+        try:
+            batch = _ragged(collate, samples, {**batch, **entries})
+        except LookupError as error:
+            raise InputError(
+                "the data collator cannot make a batch of some samples alone",
+                why=f"{in_a_line(error)}; it may leave samples out",
+                fix="leave them out of the dataset",
+            ) from error
     batch = _checked(batch, len(samples))
     if not isinstance(batch, dict):
         raise InputError(
