@@ -112,6 +112,14 @@ ADDITIVE = {
         "a mean over what the loss itself divides by",
     ),
     "outputs": (lambda z, y: z.square().mean(), "a mean over samples"),
+    "probabilities of classes": (
+        lambda z, y: F.cross_entropy(z[:, 0], z[:, 1].detach().softmax(-1)),
+        "a mean over what the loss itself divides by",
+    ),
+    "a minus before a sum over a mask": (
+        lambda z, y: -(z.log_softmax(-1)[..., 0] * (y != -100)).sum() / (y != -100).sum(),
+        "a mean over what the loss itself divides by",
+    ),
     "a root of a mean of each sample": (
         lambda z, y: z.square().mean((1, 2)).sqrt().mean(),
         "a mean over samples",
@@ -191,6 +199,33 @@ def test_a_loss_that_couples_samples_is_refused_where_the_batch_is_cut(name):
         engine.step(a_batch())
     whole, (expected, _) = an_engine(COUPLED[name], micro_batch=6), plainly(COUPLED[name])
     assert whole.step(a_batch()).item() == pytest.approx(expected, rel=1e-5)
+
+
+class Handing(Blocks):
+    """Hands something on beside arguments and results."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.kept: torch.Tensor = torch.zeros(())
+        if way == "a hook":
+            self.blocks[0].register_forward_hook(self._keep)
+
+    def _keep(self, block: nn.Module, args: Any, output: torch.Tensor) -> None:
+        self.kept = output.detach().mean((1, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = x.mean((1, 2))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) + self.kept[:, None, None]
+
+
+@pytest.mark.parametrize("way", ["an attribute", "a hook"])
+def test_what_is_handed_on_beside_arguments_and_results_is_refused(way):
+    engine = an_engine(lambda z, y: z.square().mean(), lambda: Handing(way), micro_batch=2)
+    with pytest.raises(ModelError, match="what one micro-batch comes to depends on another"):
+        engine.step(a_batch())
 
 
 def test_a_loss_of_its_own_for_each_micro_batch_is_accepted_and_told():

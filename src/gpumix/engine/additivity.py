@@ -33,6 +33,7 @@ from gpumix.engine.rehearsed_models import (
     NO_RULE,
     changed_weight,
     differentiates,
+    keeps_for_later,
     kept_state,
     not_alone,
     versions,
@@ -49,6 +50,7 @@ from gpumix.engine.samples import (
 )
 from gpumix.engine.trials import Trials
 from gpumix.hardware.memory import is_out_of_memory
+from gpumix.spec.errors import GpumixError
 
 PARTS, COLUMNS = 16, 61  # of a gradient: how many sums are compared
 AT_ONCE = 4096  # elements of a part at least
@@ -230,6 +232,8 @@ class _Rehearsal:
         )
         if not adds_up and couples != NO_RULE:
             raise self._couples(trials)
+        if couples != NO_RULE and not training and not self._are_apart(trials[1:]):
+            raise keeps_for_later(self._engine.model)
         objective.rule = self._found(rule, trials)
         objective.rivals = self._rivals(trials, errors, rule)
         if not adds_up:
@@ -285,6 +289,24 @@ class _Rehearsal:
         twice = self._trial(slice(0, 2), own=own, training=training)
         rounding = self._errors((twice, first, first))[rule]
         return error > ROUNDINGS * rounding
+
+    def _are_apart(self, parts: Sequence[Trial]) -> bool:
+        """Whether two micro-batches of one step come to what each does alone. Collective."""
+        if self._engine.places:
+            return True
+        expected = Trial(None, loss=sum(part.loss for part in parts))
+        if not math.isfinite(expected.loss):  # one has no labels
+            return True
+        try:
+            found = self._trial(slice(0, self._samples), apart=True)
+        except RuntimeError as error:
+            if isinstance(error, GpumixError) or is_out_of_memory(error):
+                raise
+            raise keeps_for_later(self._engine.model) from error
+        sums = [part.sums for part in parts if part.sums is not None]
+        if len(sums) == len(parts):  # of the mean of two losses
+            expected.sums = torch.stack(sums).mean(0)
+        return alike(self._engine, found, expected)
 
     def _rule(self, trials: Sequence[Trial], errors: Sequence[float]) -> int:
         """The number of the rule: of those that hold, the one by whose denominator the loss itself
@@ -372,8 +394,10 @@ class _Rehearsal:
         training: bool = False,
         start: int = 0,
         trims: bool = False,
+        apart: bool = False,
     ) -> Trial:
-        """Forward and backward of some samples, at once. Collective."""
+        """Forward and backward of some samples, at once; `apart` from each other: the first one in
+        a micro-batch of its own, beside one of the others. Collective."""
         engine = self._engine
         own = self._own if own is None else own
         some = self._nothing
@@ -382,7 +406,7 @@ class _Rehearsal:
         probes: list[Probe] = []
 
         # As many samples as a micro-batch has are computed in a step; more need not have room.
-        fits = len(range(*rows.indices(self._samples))) <= self._place.size
+        fits = len(range(*rows.indices(self._samples))) - apart <= self._place.size
         backward = fits and engine.trains
 
         def objective(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
@@ -396,6 +420,8 @@ class _Rehearsal:
                     raise differentiates(model) from error
                 if not self._ran or is_out_of_memory(error):
                     raise
+                if apart:
+                    raise keeps_for_later(model) from error
                 raise not_alone(model, number, error) from error
             return probes[-1].loss.float(), torch.ones((), device=probes[-1].loss.device)
 
@@ -405,7 +431,7 @@ class _Rehearsal:
             trial = Trial(
                 engine.tried(
                     some,
-                    self._rows(range(start, start + samples_in(some))),
+                    self._rows(range(start, start + samples_in(some)), apart=apart),
                     objective,
                     trims=trims,
                     backward=backward,
@@ -416,22 +442,25 @@ class _Rehearsal:
         trial.changed = copies.keep_changed()
         copies.restore()
         refuse_any(engine, changed_weight(before, versions(engine)))
-        self._tell(trial, probes[-1] if probes and engine.tells_losses else None)
+        self._tell(trial, probes if engine.tells_losses else [])
         return trial
 
-    def _rows(self, own: range) -> tuple[range, ...]:
-        """Of each of this rank's micro-batches, of which one alone has samples."""
+    def _rows(self, own: range, *, apart: bool = False) -> tuple[range, ...]:
+        """Of each of this rank's micro-batches, of which one alone has samples, or two do."""
         places, number = self._engine.places, self._place.number
         if not places:
-            return () if number is None else (own,)
+            if number is None:
+                return ()
+            return (own[:1], own[1:]) if apart else (own,)
         return tuple(own if n == number else range(0) for n in range(len(places[0].batches)))
 
-    def _tell(self, trial: Trial, probe: Probe | None) -> None:
-        """All ranks know what the one that computed the loss has seen."""
+    def _tell(self, trial: Trial, probes: Sequence[Probe]) -> None:
+        """All ranks know what the one that computed the losses has seen."""
         told = [0.0] * (3 + 3 * MOST_RULES)
-        if probe is not None:
+        if probes:
+            probe = probes[-1]
             found = [1.0, math.nan if probe.ignored is None else float(probe.ignored)]
-            found += [float(probe.loss.detach())]
+            found += [math.fsum(float(one.loss.detach()) for one in probes)]
             found += [float(count.detach()) for count in probe.counts][:MOST_RULES]
             found += [math.nan] * (3 + MOST_RULES - len(found))
             found += [float(one) for one in probe.denominators][:MOST_RULES]

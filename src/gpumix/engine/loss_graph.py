@@ -98,7 +98,9 @@ def denominators_of(loss: Tensor, *, shapes: bool = True) -> tuple[Tensor, ...]:
     one = torch.ones((), dtype=torch.float64, device=loss.device)
     with torch.no_grad():
         found = _denominators(loss.grad_fn, one, shapes)
-    return () if any(term is None for term in found) else tuple(found)  # type: ignore[arg-type]
+    if any(term is None for term in found):
+        return ()
+    return tuple(term.abs() for term in found if term is not None)  # -sum(x) / n is over n too
 
 
 def _denominators(node: Any, factor: Tensor, shapes: bool) -> list[Tensor | None]:

@@ -70,3 +70,12 @@ def differentiates(model: nn.Module) -> ModelError:
         "differentiated through it",
         fix="leave out the term (a gradient penalty, ...)",
     )
+
+
+def keeps_for_later(model: nn.Module) -> ModelError:
+    return ModelError(
+        f"in {type(model).__name__}, what one micro-batch comes to depends on another one",
+        why="a block is computed for all micro-batches before the next one, so what forward or a "
+        "hook keeps in an attribute, for a later block or the loss, is of another micro-batch then",
+        fix="hand it on as an argument, or return it; or train by a plan that does not cut batches",
+    )
