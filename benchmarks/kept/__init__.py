@@ -1,0 +1,1 @@
+"""What `benchmarks/goodput.py` trains, and how it is told of."""
