@@ -41,14 +41,10 @@ REFUSED: dict[str, tuple[str, str]] = {
         "of another class than torch's `DataLoader` is refused",
     ),
     r"Adafactor cannot update a sharded model": (TRAINER, "others are [refused]"),
-    r"the model is prepared without the loader": (LOOPS, "Model and loader are prepared together"),
-    r"the optimizer is prepared before its model": (
-        LOOPS,
-        "The optimizer is prepared with them or",
-    ),
+    r"the model is called before the loader": (LOOPS, "The three may also be prepared one by one"),
     r"the model cannot be measured with the loader's batches": (
         LOOPS,
-        "measured with\nthose of its parts that have the names of forward's arguments",
+        "those of its parts that have the names of forward's",
     ),
     r"save_state with \d+ prepared optimizers": (LOOPS, "A state that is saved is that of one"),
     r"several models cannot be trained by one": (LOOPS, "**One model** for each Accelerator"),

@@ -22,6 +22,8 @@ from multiprocessing import connection, forkserver, resource_tracker, spawn, uti
 from pathlib import Path
 from typing import Any
 
+from gpumix.spec.files import remove_quietly
+
 _server: Any = forkserver._forkserver  # type: ignore[attr-defined]
 _start = _server.ensure_running
 _lock = threading.RLock()
@@ -61,8 +63,7 @@ class Spare:
         for file in (self.alive, self.told):
             if file is not None:
                 os.close(file)
-        with suppress(OSError):
-            Path(self.address).unlink()
+        remove_quietly(Path(self.address))
 
 
 _spare: Spare | None = None
