@@ -9,8 +9,8 @@ the batch into micro-batches would train something else.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,9 +36,24 @@ from gpumix.engine.rehearsed_models import (
     keeps_for_later,
     kept_state,
     not_alone,
+    refuse_any,
     versions,
 )
 from gpumix.engine.rehearsed_samples import SAMPLES, Place, choose, exchanged, own_samples
+from gpumix.engine.rehearsed_trials import (
+    SMALLEST,
+    TOLERANCE,
+    Trial,
+    alike,
+    gradient_error,
+    is_any,
+    is_in_proportion,
+    is_of_unlike_means,
+    sums_of,
+    tolerance_of,
+    weights_of,
+    worst_error,
+)
 from gpumix.engine.samples import (
     IGNORED_LABEL,
     LABELS,
@@ -52,38 +67,10 @@ from gpumix.engine.trials import Trials
 from gpumix.hardware.memory import is_out_of_memory
 from gpumix.spec.errors import GpumixError
 
-PARTS, COLUMNS = 16, 61  # of a gradient: how many sums are compared
-AT_ONCE = 4096  # elements of a part at least
 MOST_RULES = 12
-# How far apart a loss, and gradients, may be for rounding alone, by the dtype that is computed in.
-TOLERANCE = {"fp32": (1e-4, 1e-3), "fp16": (1e-2, 5e-2), "bf16": (2e-2, 1e-1)}
-# How far the gradient of a parameter may be beside, in fp32: a part of the size of all gradients.
-SMALLEST = 2e-5
 # A smaller error is taken for rounding; a larger one is compared with that of a sample, alone and
 # twice. It may be so many times as large.
 DOUBTFUL, ROUNDINGS = 0.05, 10.0
-OF_PADDING = (3e-6, 3e-5)  # the same in fp32, where samples differ in padding alone
-
-
-@dataclass
-class Trial:
-    """The loss of some samples, the denominators that it may have, sums of the gradient.
-
-    Attributes:
-        sums: of this rank's part of the gradient; None if there was no backward.
-        counts: by rule; NaN of those that do not exist.
-        denominators: of the terms of the loss, from its graph.
-        values: the same without numbers of elements.
-        ignored: the label that the loss leaves out, if any.
-    """
-
-    sums: Tensor | None
-    loss: float = math.nan
-    counts: Sequence[float] = ()
-    denominators: Sequence[float] = ()
-    values: Sequence[float] = ()
-    ignored: int | None = None
-    changed: list[nn.Module] = field(default_factory=list)
 
 
 def rehearse(
@@ -163,13 +150,6 @@ def padding_counts(engine: Trials, objective: Reduces, narrow: Any, wide: Any) -
     return not alike(engine, *trials, same_samples=True)
 
 
-def _tolerance(engine: Trials) -> tuple[float, float]:
-    """Of losses and of gradients, where the plan computes most coarsely."""
-    workers = engine.plan.workers
-    of_tf32 = "fp16" if any(worker.efficiency.tf32 for worker in workers) else "fp32"
-    return max(TOLERANCE[dtype] for dtype in (of_tf32, *(w.compute_dtype for w in workers)))
-
-
 class _Rehearsal:
     def __init__(
         self, engine: Trials, batch: Any, own: Any, place: Place, objective: Reduces
@@ -227,7 +207,7 @@ class _Rehearsal:
             rule = self._rule(trials, errors)
         adds_up = (
             errors[rule] <= 1
-            and not _of_unlike_means(trials)
+            and not is_of_unlike_means(trials)
             and not self._exceeds_rounding(errors[rule], rule, trials[1], training=training)
         )
         if not adds_up and couples != NO_RULE:
@@ -251,14 +231,14 @@ class _Rehearsal:
         """By rule: how far the parts are from the whole, 1 for as much as rounding explains.
         Collective."""
         whole, *parts = trials
-        of_loss, of_gradient = _tolerance(self._engine)
-        weights = [_weights(whole, parts, n) for n in range(len(self._rules))]
-        told = [number for own in weights for number in _gradient_error(whole, parts, own)]
+        of_loss, of_gradient = tolerance_of(self._engine)
+        weights = [weights_of(whole, parts, n) for n in range(len(self._rules))]
+        told = [number for own in weights for number in gradient_error(whole, parts, own)]
         sums = torch.tensor(exchanged(self._engine, told), dtype=torch.float64).sum(0).tolist()
         worst = [0.0] * len(weights)
         if of_gradient == TOLERANCE["fp32"][1]:
             told = [
-                _worst_error(whole, parts, own, of_gradient, SMALLEST * math.sqrt(sums[2 * n + 1]))
+                worst_error(whole, parts, own, of_gradient, SMALLEST * math.sqrt(sums[2 * n + 1]))
                 for n, own in enumerate(weights)
             ]
             worst = [max(column) for column in zip(*exchanged(self._engine, told))]
@@ -283,7 +263,7 @@ class _Rehearsal:
     def _exceeds_rounding(self, error: float, rule: int, first: Trial, *, training: bool) -> bool:
         """Whether a small error comes from something else than rounding: a weak coupling, such as
         that of a balancing term with a small weight, has one within the tolerance. Collective."""
-        if error <= DOUBTFUL or _tolerance(self._engine) != TOLERANCE["fp32"]:
+        if error <= DOUBTFUL or tolerance_of(self._engine) != TOLERANCE["fp32"]:
             return False
         own = None if self._own is None else take(self._own, [0, 0])
         twice = self._trial(slice(0, 2), own=own, training=training)
@@ -325,7 +305,7 @@ class _Rehearsal:
             return graph
         for n in holds if read else ():
             if self._rules[n] is not GRAPH and all(
-                _is_any(t.counts[n], t.denominators) for t in read
+                is_any(t.counts[n], t.denominators) for t in read
             ):
                 return n
         return holds[0]
@@ -334,7 +314,7 @@ class _Rehearsal:
         """A rule; that of the graph knows the labels without which a loss counts nothing."""
         found = self._rules[rule]
         for n, other in enumerate(self._rules if found is GRAPH else ()):
-            if other.kind == "labels" and _in_proportion(trials, n):
+            if other.kind == "labels" and is_in_proportion(trials, n):
                 return replace(found, labels=other.labels, shifted=other.shifted)
         return found
 
@@ -349,7 +329,7 @@ class _Rehearsal:
         read = [t for t in trials if t.denominators]
         found = []
         for n, other in enumerate(self._rules):
-            is_read = all(_is_any(t.counts[n], t.denominators) for t in read)
+            is_read = all(is_any(t.counts[n], t.denominators) for t in read)
             ignores = trials[0].ignored is not None and other.kind == "samples"
             if n == rule or other.kind not in ("labels", "samples") or ignores or errors[n] > 1:
                 continue
@@ -435,7 +415,7 @@ class _Rehearsal:
                     objective,
                     trims=trims,
                     backward=backward,
-                    seen=_sums_of if backward else lambda parameters: None,
+                    seen=sums_of if backward else lambda parameters: None,
                 )
             )
         self._ran = self._ran or samples_in(some) > 1  # of several stages no other one sees a loss
@@ -475,104 +455,6 @@ class _Rehearsal:
         trial.values = [d for d in row[ends[1] :] if not math.isnan(d)]
 
 
-def refuse_any(engine: Trials, found: ModelError | None) -> None:
-    """Raise what was found against the model, on all ranks if on any. Collective."""
-    told = exchanged(engine, [float(found is not None)])
-    if found is not None:
-        raise found
-    other = next((rank for rank, (is_found,) in enumerate(told) if is_found), None)
-    if other is not None:
-        raise ModelError(
-            f"rank {other} refuses the model", fix="its own error says why, and what to do"
-        )
-
-
-def alike(engine: Trials, one: Trial, other: Trial, *, same_samples: bool = False) -> bool:
-    """Whether two trials came to the same loss and gradient. Collective.
-
-    Args:
-        same_samples: they differ in padding alone, which is far less than rounding of sums in
-            another order: what small parts of a gradient go by shows too.
-    """
-    of_loss, of_gradient = _tolerance(engine)
-    if same_samples and (of_loss, of_gradient) == TOLERANCE["fp32"]:
-        of_loss, of_gradient = OF_PADDING
-    told = [0.0, 0.0]
-    if one.sums is not None and other.sums is not None:
-        told = [_square(one.sums - other.sums), _square(other.sums)]
-    wrong, size = (sum(column) for column in zip(*exchanged(engine, told)))
-    near = abs(one.loss - other.loss) <= of_loss * max(abs(other.loss), 1e-30)
-    return near and math.sqrt(wrong / max(size, 1e-60)) <= of_gradient
-
-
-def _weights(whole: Trial, parts: Sequence[Trial], rule: int) -> list[float]:
-    """What each part's loss counts for in the loss of the whole."""
-    total = whole.counts[rule]
-    return [part.counts[rule] / total if total else math.nan for part in parts]
-
-
-def _gradient_error(
-    whole: Trial, parts: Sequence[Trial], weights: Sequence[float]
-) -> tuple[float, float]:
-    """The square of what the parts' gradients are from the whole's, and of their size, of this
-    rank's part; nothing without gradients."""
-    if whole.sums is None:
-        return 0.0, 0.0
-    added = _added(parts, weights)
-    difference = whole.sums - sum(added)
-    return _square(difference), max(_square(one) for one in (whole.sums, *added))
-
-
-def _worst_error(
-    whole: Trial, parts: Sequence[Trial], weights: Sequence[float], of_own: float, smallest: float
-) -> float:
-    """The same of that parameter of this rank's for which it is most, 1 for as much as rounding
-    explains: a part `of_own` of its gradient's size, and `smallest`. A term that few parameters
-    have, as one that balances experts, does not show in the gradient of all."""
-    if whole.sums is None or not len(whole.sums):
-        return 0.0
-    added = _added(parts, weights)
-    wrong = (whole.sums - sum(added)).norm(dim=1)
-    size = torch.stack([one.norm(dim=1) for one in (whole.sums, *added)]).amax(0)
-    return float((wrong / (of_own * size + max(smallest, 1e-30))).max())
-
-
-def _added(parts: Sequence[Trial], weights: Sequence[float]) -> list[Tensor]:
-    return [p.sums * w for p, w in zip(parts, weights) if w and p.sums is not None]
-
-
-def _square(sums: Tensor) -> float:
-    return float(sums.square().sum())
-
-
-def _sums_of(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """Sums of parts of their gradients, and of columns, float64 on the host, [parameters, sums]:
-    what is added in gradients is added in them. No gradient adds zeros: other samples may use that
-    parameter. All of a device are copied at once: a copy waits for it."""
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for parameter in parameters:
-        if parameter.numel():
-            row = parameter.new_zeros(PARTS + COLUMNS, dtype=torch.float64)
-            if parameter.grad is not None:
-                _add_sums(parameter.grad, row)
-            by_device.setdefault(parameter.device, []).append(row)
-    found = [torch.stack(rows).cpu() for rows in by_device.values()]
-    none = torch.zeros(0, PARTS + COLUMNS, dtype=torch.float64)
-    return found[0] if len(found) == 1 else torch.cat([none, *found])
-
-
-def _add_sums(gradient: Tensor, row: Tensor) -> None:
-    """Put the sums of a gradient into `row`, part by part: sums in another dtype copy what they
-    are of."""
-    length = max(AT_ONCE, math.ceil(gradient.numel() / PARTS))
-    for number, part in enumerate(gradient.split(math.ceil(length / COLUMNS) * COLUMNS)):
-        wide = part.double()
-        row[number] = wide.sum()
-        whole = len(wide) // COLUMNS * COLUMNS
-        row[PARTS:] += wide[:whole].view(-1, COLUMNS).sum(0)
-        row[PARTS : PARTS + len(wide) - whole] += wide[whole:]
-
-
 def _padded(batch: Any, row: int) -> Any:
     """The same with padding at the end of one sample, if there is none; None where what is padding
     is not known."""
@@ -594,32 +476,3 @@ def _padded(batch: Any, row: int) -> Any:
 
 def _only(batch: Any, row: int) -> Any:
     return take(batch, slice(row, row + 1))
-
-
-def _of_unlike_means(trials: Sequence[Trial]) -> bool:
-    """Whether a loss is a sum of terms that are divided by numbers which are not in proportion. Of
-    these samples one of the terms may be nothing."""
-    ratios = [
-        [of_term / t.denominators[0] for of_term in t.denominators]
-        for t in trials
-        if t.denominators and all(t.denominators)
-    ]
-    finite = all(math.isfinite(one) for own in ratios for one in own)
-    return finite and not _are_alike(ratios)
-
-
-def _are_alike(rows: Sequence[Sequence[float]]) -> bool:
-    return all(
-        len(one) == len(rows[0])
-        and all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(one, rows[0]))
-        for one in rows
-    )
-
-
-def _is_any(count: float, denominators: Sequence[float]) -> bool:
-    return any(math.isclose(count, one, rel_tol=1e-6) for one in denominators)
-
-
-def _in_proportion(trials: Sequence[Trial], rule: int) -> bool:
-    """Whether what losses divide by is in proportion to what a rule counts."""
-    return _are_alike([[v / t.counts[rule] for v in t.values] for t in trials if t.counts[rule]])

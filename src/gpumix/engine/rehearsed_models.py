@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from gpumix.engine.coroutine import ModelError
+from gpumix.engine.rehearsed_samples import exchanged
 from gpumix.engine.trials import Trials
 from gpumix.spec.errors import first_line
 
@@ -79,3 +80,15 @@ def keeps_for_later(model: nn.Module) -> ModelError:
         "hook keeps in an attribute, for a later block or the loss, is of another micro-batch then",
         fix="hand it on as an argument, or return it; or train by a plan that does not cut batches",
     )
+
+
+def refuse_any(engine: Trials, found: ModelError | None) -> None:
+    """Raise what was found against the model, on all ranks if on any. Collective."""
+    told = exchanged(engine, [float(found is not None)])
+    if found is not None:
+        raise found
+    other = next((rank for rank, (is_found,) in enumerate(told) if is_found), None)
+    if other is not None:
+        raise ModelError(
+            f"rank {other} refuses the model", fix="its own error says why, and what to do"
+        )

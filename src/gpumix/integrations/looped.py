@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from gpumix.engine.additivity import refuse_any
 from gpumix.engine.buffers import BufferCopies
 from gpumix.engine.engine import Engine
 from gpumix.engine.reduction import TOLD, ReducedLoss, Rule, integer_labels
-from gpumix.engine.rehearsed_models import kept_state, not_alone
+from gpumix.engine.rehearsed_models import kept_state, not_alone, refuse_any
 from gpumix.integrations.called import ARGS, KWARGS
 from gpumix.integrations.loop_record import LoopRecord
 from gpumix.integrations.loop_weights import LoopWeights

@@ -1,0 +1,164 @@
+"""What a rehearsal has seen of some samples, and how far the parts are from the whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from gpumix.engine.rehearsed_samples import exchanged
+from gpumix.engine.trials import Trials
+
+PARTS, COLUMNS = 16, 61  # of a gradient: how many sums are compared
+AT_ONCE = 4096  # elements of a part at least
+# How far apart a loss, and gradients, may be for rounding alone, by the dtype that is computed in.
+TOLERANCE = {"fp32": (1e-4, 1e-3), "fp16": (1e-2, 5e-2), "bf16": (2e-2, 1e-1)}
+OF_PADDING = (3e-6, 3e-5)  # the same in fp32, where samples differ in padding alone
+# How far the gradient of a parameter may be beside, in fp32: a part of the size of all gradients.
+SMALLEST = 2e-5
+
+
+@dataclass
+class Trial:
+    """The loss of some samples, the denominators that it may have, sums of the gradient.
+
+    Attributes:
+        sums: of this rank's part of the gradient; None if there was no backward.
+        counts: by rule; NaN of those that do not exist.
+        denominators: of the terms of the loss, from its graph.
+        values: the same without numbers of elements, unless values say how many there are.
+        ignored: the label that the loss leaves out, if any.
+    """
+
+    sums: Tensor | None
+    loss: float = math.nan
+    counts: Sequence[float] = ()
+    denominators: Sequence[float] = ()
+    values: Sequence[float] = ()
+    ignored: int | None = None
+    changed: list[nn.Module] = field(default_factory=list)
+
+
+def tolerance_of(engine: Trials) -> tuple[float, float]:
+    """Of losses and of gradients, where the plan computes most coarsely."""
+    workers = engine.plan.workers
+    of_tf32 = "fp16" if any(worker.efficiency.tf32 for worker in workers) else "fp32"
+    return max(TOLERANCE[dtype] for dtype in (of_tf32, *(w.compute_dtype for w in workers)))
+
+
+def alike(engine: Trials, one: Trial, other: Trial, *, same_samples: bool = False) -> bool:
+    """Whether two trials came to the same loss and gradient. Collective.
+
+    Args:
+        same_samples: they differ in padding alone, which is far less than rounding of sums in
+            another order: what small parts of a gradient go by shows too.
+    """
+    of_loss, of_gradient = tolerance_of(engine)
+    if same_samples and (of_loss, of_gradient) == TOLERANCE["fp32"]:
+        of_loss, of_gradient = OF_PADDING
+    told = [0.0, 0.0]
+    if one.sums is not None and other.sums is not None:
+        told = [_square(one.sums - other.sums), _square(other.sums)]
+    wrong, size = (sum(column) for column in zip(*exchanged(engine, told)))
+    near = abs(one.loss - other.loss) <= of_loss * max(abs(other.loss), 1e-30)
+    return near and math.sqrt(wrong / max(size, 1e-60)) <= of_gradient
+
+
+def weights_of(whole: Trial, parts: Sequence[Trial], rule: int) -> list[float]:
+    """What each part's loss counts for in the loss of the whole."""
+    total = whole.counts[rule]
+    return [part.counts[rule] / total if total else math.nan for part in parts]
+
+
+def gradient_error(
+    whole: Trial, parts: Sequence[Trial], weights: Sequence[float]
+) -> tuple[float, float]:
+    """The square of what the parts' gradients are from the whole's, and of their size, of this
+    rank's part; nothing without gradients."""
+    if whole.sums is None:
+        return 0.0, 0.0
+    added = _added(parts, weights)
+    difference = whole.sums - sum(added)
+    return _square(difference), max(_square(one) for one in (whole.sums, *added))
+
+
+def worst_error(
+    whole: Trial, parts: Sequence[Trial], weights: Sequence[float], of_own: float, smallest: float
+) -> float:
+    """The same of that parameter of this rank's for which it is most, 1 for as much as rounding
+    explains: a part `of_own` of its gradient's size, and `smallest`. A term that few parameters
+    have, as one that balances experts, does not show in the gradient of all."""
+    if whole.sums is None or not len(whole.sums):
+        return 0.0
+    added = _added(parts, weights)
+    wrong = (whole.sums - sum(added)).norm(dim=1)
+    size = torch.stack([one.norm(dim=1) for one in (whole.sums, *added)]).amax(0)
+    return float((wrong / (of_own * size + max(smallest, 1e-30))).max())
+
+
+def _added(parts: Sequence[Trial], weights: Sequence[float]) -> list[Tensor]:
+    return [p.sums * w for p, w in zip(parts, weights) if w and p.sums is not None]
+
+
+def _square(sums: Tensor) -> float:
+    return float(sums.square().sum())
+
+
+def sums_of(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """Sums of parts of their gradients, and of columns, float64 on the host, [parameters, sums]:
+    what is added in gradients is added in them. No gradient adds zeros: other samples may use that
+    parameter. All of a device are copied at once: a copy waits for it."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.numel():
+            row = parameter.new_zeros(PARTS + COLUMNS, dtype=torch.float64)
+            if parameter.grad is not None:
+                _add_sums(parameter.grad, row)
+            by_device.setdefault(parameter.device, []).append(row)
+    found = [torch.stack(rows).cpu() for rows in by_device.values()]
+    none = torch.zeros(0, PARTS + COLUMNS, dtype=torch.float64)
+    return found[0] if len(found) == 1 else torch.cat([none, *found])
+
+
+def _add_sums(gradient: Tensor, row: Tensor) -> None:
+    """Put the sums of a gradient into `row`, part by part: sums in another dtype copy what they
+    are of."""
+    length = max(AT_ONCE, math.ceil(gradient.numel() / PARTS))
+    for number, part in enumerate(gradient.split(math.ceil(length / COLUMNS) * COLUMNS)):
+        wide = part.double()
+        row[number] = wide.sum()
+        whole = len(wide) // COLUMNS * COLUMNS
+        row[PARTS:] += wide[:whole].view(-1, COLUMNS).sum(0)
+        row[PARTS : PARTS + len(wide) - whole] += wide[whole:]
+
+
+def is_of_unlike_means(trials: Sequence[Trial]) -> bool:
+    """Whether a loss is a sum of terms that are divided by numbers which are not in proportion. Of
+    these samples one of the terms may be nothing."""
+    ratios = [
+        [of_term / t.denominators[0] for of_term in t.denominators]
+        for t in trials
+        if t.denominators and all(t.denominators)
+    ]
+    finite = all(math.isfinite(one) for own in ratios for one in own)
+    return finite and not _are_alike(ratios)
+
+
+def _are_alike(rows: Sequence[Sequence[float]]) -> bool:
+    return all(
+        len(one) == len(rows[0])
+        and all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(one, rows[0]))
+        for one in rows
+    )
+
+
+def is_any(count: float, denominators: Sequence[float]) -> bool:
+    return any(math.isclose(count, one, rel_tol=1e-6) for one in denominators)
+
+
+def is_in_proportion(trials: Sequence[Trial], rule: int) -> bool:
+    """Whether what losses divide by is in proportion to what a rule counts."""
+    return _are_alike([[v / t.counts[rule] for v in t.values] for t in trials if t.counts[rule]])
