@@ -224,10 +224,10 @@ class ReducedLoss:
         compute = compute or self._compute
         labels = self.labels_of(batch)
         rule = self.rule or rules_for(labels)[0]
-        if rule.kind == "graph":
+        if self.reads_graph:
             with torch.enable_grad():  # in evaluations too
                 loss = compute(model, batch, {}, None)
-            divided_by = self.divided_by(loss, rule, labels)
+            divided_by = self.divided_by(loss, batch)
             summed = loss.float() * divided_by  # without any label that counts, 0 / 0 times 0
             return torch.where(divided_by > 0, summed, torch.zeros_like(summed)), divided_by
         count = self.count(batch)
@@ -243,7 +243,12 @@ class ReducedLoss:
         # In fp32: a sum over many labels is beyond fp16's range.
         return loss.float() * factor, count
 
-    def divided_by(self, loss: Tensor, rule: Rule, labels: Mapping[str, Tensor]) -> Tensor:
+    @property
+    def reads_graph(self) -> bool:
+        """Whether the denominator is read from each loss's own graph."""
+        return self.rule is not None and self.rule.kind == "graph"
+
+    def divided_by(self, loss: Tensor, batch: Any) -> Tensor:
         """What the graph of a micro-batch's loss says that it is divided by.
 
         Raises:
@@ -256,10 +261,11 @@ class ReducedLoss:
                 why="what it is a mean over was read from its graph, which is another one now",
                 fix="return (summed loss, count) from a loss function of your own",
             )
-        if not rule.labels:
+        if self.rule is None or not self.rule.labels:
             return found[0]
         # Without any label that counts, a loss may divide by one at least.
-        own = counted_by_row(labels[rule.labels], shifted=rule.shifted).sum() > 0
+        labels = self.labels_of(batch)[self.rule.labels]
+        own = counted_by_row(labels, shifted=self.rule.shifted).sum() > 0
         return torch.where(own.to(found[0].device), found[0], 0.0)
 
     def count(self, batch: Any, rule: Rule | None = None) -> Tensor:

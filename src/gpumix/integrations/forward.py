@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from gpumix.engine.engine import Engine
@@ -48,3 +48,8 @@ def _placed(found: Mapping[range, Any], rows: Sequence[int]) -> Iterator[tuple[r
                     tree_map(lambda t, own=own: t[own], made),
                 )
                 begin = end
+
+
+def detached(value: Any) -> Any:
+    """A leaf of what a model returned, without its graph."""
+    return value.detach() if isinstance(value, Tensor) else value

@@ -20,6 +20,7 @@ from gpumix.engine.engine import Engine
 from gpumix.engine.reduction import TOLD, ReducedLoss, Rule, integer_labels
 from gpumix.engine.rehearsed_models import kept_state, not_alone, refuse_any
 from gpumix.integrations.called import ARGS, KWARGS
+from gpumix.integrations.forward import detached
 from gpumix.integrations.loop_record import LoopRecord
 from gpumix.integrations.loop_weights import LoopWeights
 from gpumix.integrations.own_batches import Part
@@ -60,13 +61,11 @@ class LoopLoss(ReducedLoss):
 
     def evaluated(self, model: nn.Module, batch: Any) -> tuple[Any, Tensor]:
         """What a model returns for a micro-batch, and the denominator of the loss in it."""
-        rule = self.rule
-        if rule is None or rule.kind != "graph":
+        if not self.reads_graph:
             return _outputs(model, batch), self.count(batch)
         with torch.enable_grad():
             outputs = _outputs(model, batch)
-        count = self.divided_by(_loss(outputs), rule, self.labels_of(batch))
-        return tree_map(_detached, outputs), count
+        return tree_map(detached, outputs), self.divided_by(_loss(outputs), batch)
 
 
 def _computed_by_model(
@@ -467,10 +466,6 @@ def _leaves(loss: Tensor) -> Iterator[Tensor]:
 
 def _gradient(leaf: Tensor) -> Tensor:
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
 
 
 def _tracked(value: Any) -> Any:

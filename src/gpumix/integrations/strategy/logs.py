@@ -22,6 +22,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from gpumix.engine.comm import Communicator
+from gpumix.integrations.forward import detached
 from gpumix.integrations.gathering import all_texts
 from gpumix.integrations.strategy.combining import (
     MAX,
@@ -42,7 +43,7 @@ PASSED_ON = ("prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx", 
 
 
 @dataclass
-class MicroBatch:
+class Logged:
     """What was logged of one, how much it counts, and how many samples it has.
 
     Attributes:
@@ -55,7 +56,7 @@ class MicroBatch:
 
 
 # A micro-batch's forward is a coroutine, which may stop inside of the module's step.
-_current: ContextVar[MicroBatch | None] = ContextVar("gpumix_logged_micro_batch", default=None)
+_current: ContextVar[Logged | None] = ContextVar("gpumix_logged_micro_batch", default=None)
 
 
 class Logs:
@@ -75,7 +76,7 @@ class Logs:
         self._by_step = by_step
         self._known: dict[str, dict[str, Any]] = {}  # settings by name, the same on all ranks
         self._own: dict[str, dict[str, Any]] = {}
-        self._seen: list[MicroBatch] = []
+        self._seen: list[Logged] = []
         self._ways = Ways()
 
     @property
@@ -94,7 +95,7 @@ class Logs:
             del self._module.log
 
     @contextmanager
-    def micro_batch(self, weight: Tensor, samples: int) -> Iterator[MicroBatch]:
+    def micro_batch(self, weight: Tensor, samples: int) -> Iterator[Logged]:
         """What is logged inside is of one micro-batch; of one that does not end, nothing."""
         with self._noted(weight, samples) as noted:
             yield noted
@@ -102,7 +103,7 @@ class Logs:
             self._seen.append(noted)
 
     @contextmanager
-    def part(self, weight: Tensor, samples: int, told: list[Part]) -> Iterator[MicroBatch]:
+    def part(self, weight: Tensor, samples: int, told: list[Part]) -> Iterator[Logged]:
         """What is logged inside is of samples that are compared; `told` has it afterwards."""
         with self._noted(weight, samples) as noted:
             yield noted
@@ -115,8 +116,8 @@ class Logs:
         told.append(Part(values, samples))
 
     @contextmanager
-    def _noted(self, weight: Tensor, samples: int) -> Iterator[MicroBatch]:
-        noted = MicroBatch(weight.detach(), samples)
+    def _noted(self, weight: Tensor, samples: int) -> Iterator[Logged]:
+        noted = Logged(weight.detach(), samples)
         token = _current.set(noted)
         try:
             yield noted
@@ -153,7 +154,7 @@ class Logs:
             name, {**settings, "prog_bar": prog_bar, "logger": logger}, explicit=weight is not None
         )
         if not isinstance(value, Metric):
-            noted.values.append((name, _detached(value), weight, own))
+            noted.values.append((name, detached(value), weight, own))
             return
         path = settings.get("metric_attribute") or _path_of(self._module, value)
         step = own["on_step"] if own["on_step"] is not None else self._by_step
@@ -161,7 +162,7 @@ class Logs:
         both = step and epoch
         if step and value._forward_cache is not None:  # there is none where it was only updated
             of_step = own | {"on_step": True, "on_epoch": False}
-            told = (f"{name}_step" if both else name, _detached(value._forward_cache))
+            told = (f"{name}_step" if both else name, detached(value._forward_cache))
             noted.values.append((*told, weight, of_step))
         if epoch:
             of_epoch = own | {"on_step": False, "on_epoch": True, OBJECT: path}
@@ -260,10 +261,6 @@ def _by(way: str, values: Tensor) -> Tensor:
 def silent(name: str, value: Any, **settings: Any) -> None:
     """Takes the place of `log` where devices are measured."""
     return
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
 
 
 def _path_of(module: LightningModule, metric: Metric) -> str:

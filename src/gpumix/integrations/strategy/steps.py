@@ -23,7 +23,7 @@ from gpumix.engine.samples import samples_in
 from gpumix.hardware.memory import host_memory
 from gpumix.integrations.forward import by_places
 from gpumix.integrations.strategy.combining import Part
-from gpumix.integrations.strategy.logs import Logs, MicroBatch, silent
+from gpumix.integrations.strategy.logs import Logged, Logs, silent
 from gpumix.spec.errors import InputError
 
 LABELS = "labels"
@@ -91,7 +91,7 @@ class Steps:
     def _compare(
         self,
         logs: Logs,
-        step: Callable[[Any, Any, MicroBatch], Any],
+        step: Callable[[Any, Any, Logged], Any],
         values: Any,
         samples: int,
         *,
@@ -164,15 +164,13 @@ class Steps:
         with self._now[0].micro_batch(weight, samples_in(batch)) as noted:
             return self._counted(model, batch, noted)
 
-    def _counted(self, model: Any, batch: Any, noted: MicroBatch) -> Tensor:
+    def _counted(self, model: Any, batch: Any, noted: Logged) -> Tensor:
         """The loss of a micro-batch; what is logged of it counts for what the loss divides by."""
-        rule = self.loss.rule if isinstance(self.loss, ReducedLoss) else None
-        if rule is None or rule.kind != "graph":
+        if not (isinstance(self.loss, ReducedLoss) and self.loss.reads_graph):
             return self._returned(model, batch)
         with torch.enable_grad():
             loss = self._returned(model, batch)
-        assert isinstance(self.loss, ReducedLoss)
-        noted.weight = self.loss.divided_by(loss, rule, self.loss.labels_of(batch)).detach()
+        noted.weight = self.loss.divided_by(loss, batch).detach()
         return loss
 
     def _returned(self, model: Any, batch: Any) -> Tensor:
