@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -15,28 +16,31 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from gpumix.engine.randomness import program_untouched
+from gpumix.integrations.own_batches import fresh
 from gpumix.spec.errors import InputError
 
 Collate = Callable[[list[Any]], Any]
 
 
-def refuse_mixing(collate: Collate, samples: Sequence[Any]) -> None:
+def refuse_mixing(collate: Collate, samples: Iterable[Any]) -> None:
     """Collates a sample with one and with another, drawing the same random numbers.
 
     Args:
         collate: gives a batch of samples, which it may change.
-        samples: some of a dataset; with fewer than three nothing is tried.
+        samples: some of a dataset, of which no more are read than it takes, mostly three.
 
     Raises:
         InputError: no row is the same in both batches.
     """
     collate = _copied(collate)
     with program_untouched():
-        first = _rows(collate, samples[:2])
-        if first is None or not _are_alike(first, _rows(collate, samples[:2])):
+        left = iter(samples)
+        pair = list(islice(left, 2))
+        first = _rows(collate, pair)
+        if first is None or not _are_alike(first, _rows(collate, pair)):
             return  # it draws numbers of its own
-        for other in samples[2:]:
-            second = _rows(collate, [samples[0], other])
+        for other in left:
+            second = _rows(collate, [pair[0], other])
             if second is None or _shapes(second) != _shapes(first):
                 continue
             if not any(_is_row(first, row, second, place) for row in (0, 1) for place in (0, 1)):
@@ -64,7 +68,7 @@ def _rows(collate: Collate, samples: Sequence[Any]) -> list[Tensor] | None:
     np.random.seed(0)
     torch.manual_seed(0)
     try:
-        leaves = tree_flatten(collate([copy.copy(one) for one in samples]))[0]
+        leaves = tree_flatten(collate([fresh(one) for one in samples]))[0]
     except (ValueError, TypeError, RuntimeError, LookupError):
         return None  # other checks tell of it
     found = [t for t in leaves if isinstance(t, Tensor) and t.dim() and len(t) == 2]

@@ -445,3 +445,12 @@ def _ragged(
 def _named(path: tuple[Any, ...]) -> str:
     keys = (str(getattr(one, "key", getattr(one, "idx", one))) for one in path)
     return f"'{'.'.join(keys)}'" if path else "a tensor"
+
+
+def fresh(sample: Any) -> Any:
+    """A sample for a collator, which may change what it is given."""
+    if not isinstance(sample, Mapping):
+        return sample
+    return {
+        key: value.clone() if isinstance(value, Tensor) else value for key, value in sample.items()
+    }

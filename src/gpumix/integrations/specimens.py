@@ -20,12 +20,11 @@ from torch.utils.data import IterableDataset
 
 from gpumix.engine.groups import all_ranks, device_of_group
 from gpumix.engine.ragged import take
-from gpumix.engine.randomness import program_untouched
 from gpumix.engine.samples import padded_from, with_last_label, with_words_for_padding
 from gpumix.hardware.memory import host_memory
 from gpumix.integrations.gathering import all_numbers
 from gpumix.integrations.mixed_samples import refuse_mixing
-from gpumix.integrations.own_batches import collated, collated_tree
+from gpumix.integrations.own_batches import collated, collated_tree, fresh
 from gpumix.integrations.same_data import check_same_data
 from gpumix.spec.errors import InputError
 
@@ -55,16 +54,15 @@ class Specimen:
 
     def batch(self, samples: int) -> Any:
         with host_memory():
-            # A collator may change what it is given.
-            return self.make(self.collate, [_fresh(self.sample) for _ in range(samples)])
+            return self.make(self.collate, [fresh(self.sample) for _ in range(samples)])
 
     def padded(self) -> tuple[Any, Any] | None:
         """Batches of the shortest sample, alone and padded as beside the longest one; None if that
         is the same, or the collator pads nothing: then no batch has samples of unlike length."""
         with host_memory():
-            alone = self.make(self.collate, [_fresh(self.shortest)])
+            alone = self.make(self.collate, [fresh(self.shortest)])
             try:
-                both = self.make(self.collate, [_fresh(self.shortest), _fresh(self.sample)])
+                both = self.make(self.collate, [fresh(self.shortest), fresh(self.sample)])
             except (ValueError, TypeError, RuntimeError):
                 return None
         beside = take(both, slice(1))
@@ -95,11 +93,9 @@ def specimen_of(
         shortest, longest = _extremes(dataset)
         if longest is None:
             raise InputError("the dataset has no samples", fix="give it some")
-        batch = check(collate, [_fresh(longest), _fresh(longest)])
+        batch = check(collate, [fresh(longest), fresh(longest)])
         if all_ranks(device_of_group()).world > 1:
-            with program_untouched():
-                some = [_fresh(sample) for _, sample in islice(_in_order(dataset), COLLATED)]
-            refuse_mixing(collate, some)
+            refuse_mixing(collate, (sample for _, sample in islice(_in_order(dataset), COLLATED)))
     tokens = batch.get(TOKENS) if isinstance(batch, Mapping) else None
     known = isinstance(tokens, Tensor) and tokens.dim() == 2
     own = tokens.shape[1] if known else 1  # type: ignore[union-attr]
@@ -115,7 +111,7 @@ def are_padded(dataset: Any, collate: Callable[[list[Any]], Any]) -> bool:
     if not differ:
         with host_memory():
             some = [sample for _, sample in islice(_in_order(dataset), COLLATED)]
-            alone = [_shapes(specimen.make(collate, [_fresh(sample)])) for sample in some]
+            alone = [_shapes(specimen.make(collate, [fresh(sample)])) for sample in some]
         differ = any(shapes != alone[0] for shapes in alone)
     return any(found for (found,) in all_numbers([int(differ)], "comparison of shapes of samples"))
 
@@ -212,12 +208,3 @@ def _elements(value: Any) -> int:
     if isinstance(value, np.ndarray):
         return value.size
     return len(value) if hasattr(value, "__len__") and not isinstance(value, str) else 0
-
-
-def _fresh(sample: Any) -> Any:
-    if not isinstance(sample, Mapping):
-        return sample
-    return {
-        key: value.clone() if isinstance(value, torch.Tensor) else value
-        for key, value in sample.items()
-    }
