@@ -227,3 +227,33 @@ class Normed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(self.norm(x))
+
+
+def test_a_prepared_loader_serves_the_next_model_too(tmp_path):
+    first, second = run_ranks(_one_after_another, 1, tmp_path)[0]
+    assert second == first
+
+
+def _one_after_another(folder: Path) -> list[list[float]]:
+    """The losses of two models that are alike, one trained after the other from one loader."""
+    as_launched(folder)
+    from gpumix import Accelerator
+    from gpumix.testing import Share, plan_for
+
+    accelerator = Accelerator(plan=plan_for(model(), [Share(12, 6, 1)]))
+    loader: Any = DataLoader(Texts(), batch_size=GLOBAL_BATCH)
+    losses = []
+    for _ in range(2):
+        network = model()
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+        prepared, optimizer, loader = accelerator.prepare(network, optimizer, loader)
+        of_one = []
+        for batch in loader:
+            loss = prepared(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            of_one.append(loss.item())
+        losses.append(of_one)
+        accelerator.free_memory()
+    return losses

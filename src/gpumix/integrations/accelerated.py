@@ -75,9 +75,11 @@ class Loader(OwnLoader, DataLoaderStateMixin):
         skipped: batches at the beginning of each epoch that are passed over.
         given: the batch that the loop is at.
         next_of: takes the next of its batches, None behind the last.
+        made_of: the loader that was prepared.
     """
 
     device: torch.device
+    made_of: DataLoader[Any]
     next_of: Callable[[Iterator[Any]], Any]
     iteration = 0
     skipped = 0
@@ -240,11 +242,12 @@ class Accelerator(accelerate.Accelerator):
         return prepared
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Loader:
+        if self._awaited.loader is None:
+            is_prepared = isinstance(data_loader, Loader)
+            self._awaited.loader = data_loader.made_of if is_prepared else data_loader
+            self._host_if_known()
         if isinstance(data_loader, Loader):
             return data_loader
-        if self._awaited.loader is None:
-            self._awaited.loader = data_loader
-            self._host_if_known()
         given = Batching.of(data_loader)
         collate = CollatedTree(data_loader.collate_fn, self._width, stand_ins=True)
         config = self.dataloader_config
@@ -256,6 +259,7 @@ class Accelerator(accelerate.Accelerator):
         )
         loader = given.own_part(given.batch_size * world(), rows, collate, Loader)
         loader.device, loader.next_of = self.device, self._next_of
+        loader.made_of = data_loader
         return loader
 
     def _host_if_known(self) -> None:
