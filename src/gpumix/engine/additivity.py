@@ -272,7 +272,7 @@ class _Rehearsal:
 
     def _are_apart(self, parts: Sequence[Trial]) -> bool:
         """Whether two micro-batches of one step come to what each does alone. Collective."""
-        if self._engine.places:
+        if self._engine.places or self._place.most_batches < 2:
             return True
         expected = Trial(None, loss=sum(part.loss for part in parts))
         if not math.isfinite(expected.loss):  # one has no labels
@@ -385,9 +385,10 @@ class _Rehearsal:
             some = copied(take(own, rows))
         probes: list[Probe] = []
 
-        # As many samples as a micro-batch has are computed in a step; more need not have room.
+        # As many samples as a micro-batch has, and as many micro-batches, are computed in a step;
+        # more need not have room.
         fits = len(range(*rows.indices(self._samples))) - apart <= self._place.size
-        backward = fits and engine.trains
+        backward = fits and engine.trains and (not apart or self._place.batches > 1)
 
         def objective(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
             self._objective.whole = number = samples_in(batch)

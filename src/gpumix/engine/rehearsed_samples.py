@@ -26,10 +26,14 @@ class Place:
     Attributes:
         number: of the micro-batch among this rank's own; None: it has no samples of it.
         size: how many samples it has.
+        batches: how many micro-batches its rank computes in a step.
+        most_batches: the same of the rank with the most.
     """
 
     number: int | None
     size: int
+    batches: int = 1
+    most_batches: int = 1
 
 
 def choose(engine: Trials, batch: Any, rows: Sequence[range], objective: Reduces) -> Place | None:
@@ -51,7 +55,9 @@ def choose(engine: Trials, batch: Any, rows: Sequence[range], objective: Reduces
         return None
     found = max(tuple(map(int, row[:-1])) for row in table)
     own = next((n for n, one in enumerate(known) if one == found), None)
-    return Place(own, found[1])
+    batches = [int(row[-1]) for row in table]
+    there = (n for n, row in zip(batches, table) if tuple(map(int, row[:-1])) == found)
+    return Place(own, found[1], min(filter(None, there), default=1), max(batches))
 
 
 def own_samples(
