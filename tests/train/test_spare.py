@@ -40,10 +40,13 @@ def server() -> int:
 
 
 def kill(process: int) -> None:
-    """Returns when nothing is left of it but its number."""
+    """Returns when nothing is left of it but its number, and what it had just forked has closed
+    the pipe that it had of it."""
+    pipe = _forkserver._forkserver_alive_fd if process == _forkserver._forkserver_pid else None
     os.kill(process, signal.SIGKILL)
-    deadline = time.monotonic() + 10.0
-    while _runs(process) and time.monotonic() < deadline:
+    deadline = time.monotonic() + 30.0
+    while _runs(process) or (pipe is not None and spare._is_read(pipe)):
+        assert time.monotonic() < deadline
         time.sleep(0.002)
 
 
