@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from gpumix.engine.buffers import BufferCopies
 from gpumix.engine.coroutine import ModelError
+from gpumix.engine.loss_graph import kind_of
 from gpumix.engine.ragged import take
 from gpumix.engine.randomness import evaluating, in_training
 from gpumix.engine.reduction import (
@@ -33,9 +34,12 @@ from gpumix.engine.rehearsed_models import (
     NO_RULE,
     changed_weight,
     differentiates,
+    keeps_between_calls,
     keeps_for_later,
     kept_state,
     not_alone,
+    numbers_in,
+    numbers_kept,
     refuse_any,
     versions,
 )
@@ -68,14 +72,29 @@ from gpumix.hardware.memory import is_out_of_memory
 from gpumix.spec.errors import GpumixError
 
 MOST_RULES = 12
+MOST_KINDS = 8  # of losses in one rehearsal
 # A smaller error is taken for rounding; a larger one is compared with that of a sample, alone and
 # twice. It may be so many times as large.
 DOUBTFUL, ROUNDINGS = 0.05, 10.0
 
 
+class Rehearsed(NamedTuple):
+    """
+    Attributes:
+        told: what a record says of how losses add up.
+        kinds: of losses that were seen (`loss_graph.kind_of`).
+    """
+
+    told: str
+    kinds: Sequence[int] = ()
+
+
+NOTHING = Rehearsed("")
+
+
 def rehearse(
     engine: Trials, batch: Any, rows: Sequence[range], objective: Reduces, couples: str
-) -> str:
+) -> Rehearsed:
     """Find the rule that a loss follows, and whether padding may be cut off. Collective, before the
     first step or evaluation.
 
@@ -83,14 +102,36 @@ def rehearse(
         batch, rows: this rank's samples, and the places of those of each of its micro-batches.
         couples: `NO_RULE`: it is no error if there is no rule.
 
-    Returns:
-        What a record says of it.
-
     Raises:
         ModelError: losses of parts do not add up, by any rule.
     """
     found = _rehearsal(engine, batch, rows, objective)
-    return "" if found is None else found.run(couples)
+    if found is None:
+        return NOTHING
+    with numbers_kept(engine.model):
+        return found.run(couples)
+
+
+def rehearse_again(
+    engine: Trials, batch: Any, rows: Sequence[range], objective: Reduces
+) -> list[int]:
+    """See whether losses still add up by the rule that was found. Collective.
+
+    Args:
+        batch, rows: as in `rehearse`, with samples on one rank at least.
+
+    Returns:
+        Kinds of losses (`loss_graph.kind_of`) that were seen.
+
+    Raises:
+        ModelError: they do not.
+    """
+    place = choose(engine, batch, rows, objective, uncut=True)
+    assert place is not None, "some rank has samples"
+    most = max(2, place.size)  # a micro-batch of one sample has it twice
+    own = own_samples(engine, batch, rows, place, objective, most=most)
+    with numbers_kept(engine.model):
+        return _Rehearsal(engine, batch, own, place, objective, most).run_again()
 
 
 def in_parts(
@@ -152,7 +193,13 @@ def padding_counts(engine: Trials, objective: Reduces, narrow: Any, wide: Any) -
 
 class _Rehearsal:
     def __init__(
-        self, engine: Trials, batch: Any, own: Any, place: Place, objective: Reduces
+        self,
+        engine: Trials,
+        batch: Any,
+        own: Any,
+        place: Place,
+        objective: Reduces,
+        most: int = SAMPLES,
     ) -> None:
         self._engine = engine
         self._nothing = take(batch, slice(0))
@@ -160,8 +207,10 @@ class _Rehearsal:
         self._place = place
         self._objective = objective
         self._rules = objective.rules(batch)
-        self._samples = max(2, min(SAMPLES, place.size))
+        self._samples = max(2, min(most, place.size))
         self._training: list[nn.Module] = []
+        self._kinds: set[int] = set()  # of losses that were seen
+        self._loss = math.nan
         self._ran = False  # the model has computed several samples at once
 
     def made(self, run: Callable[[nn.Module, Any], Any]) -> list[Any]:
@@ -185,31 +234,15 @@ class _Rehearsal:
         """Of the samples: all, and two unlike parts."""
         return slice(0, self._samples), slice(0, 1), slice(1, self._samples)
 
-    def run(self, couples: str) -> str:
+    def run(self, couples: str) -> Rehearsed:
         objective = self._objective
-        whole, *parts = self._slices()
-        trained = self._trial(whole, training=True)
-        if couples != NO_RULE:
-            refuse_any(self._engine, kept_state(self._engine.model, trained.changed))
-        self._training = trained.changed  # such as batch norm, which couples samples in training
-        trials = [self._trial(rows) for rows in (whole, *parts)]
-        if not math.isfinite(trials[0].loss):
-            return f"unknown: the first loss is {trials[0].loss}"
-        training = False
-        errors = self._errors(trials)
+        trained = self._trained(couples)
+        compared = self._compared(trained)
+        if compared is None:
+            return Rehearsed(f"unknown: the first loss is {self._loss}")
+        trials, errors, training = compared
         rule = self._rule(trials, errors)
-        if not alike(self._engine, trained, trials[0]) and alike(
-            self._engine, trained, self._trial(whole, training=True, start=1)
-        ):  # no chance, but another computation in training
-            training = True
-            trials = [trained, *(self._trial(rows, training=True) for rows in parts)]
-            errors = self._errors(trials)
-            rule = self._rule(trials, errors)
-        adds_up = (
-            errors[rule] <= 1
-            and not is_of_unlike_means(trials)
-            and not self._exceeds_rounding(errors[rule], rule, trials[1], training=training)
-        )
+        adds_up = self._adds_up(trials, errors[rule], rule, training=training)
         if not adds_up and couples != NO_RULE:
             raise self._couples(trials)
         if couples != NO_RULE and not training and not self._are_apart(trials[1:]):
@@ -217,9 +250,70 @@ class _Rehearsal:
         objective.rule = self._found(rule, trials)
         objective.rivals = self._rivals(trials, errors, rule)
         if not adds_up:
-            return f"each micro-batch has a loss of its own, taken for {objective.rule.name}"
+            told = f"each micro-batch has a loss of its own, taken for {objective.rule.name}"
+            return Rehearsed(told)
         objective.trims = objective.may_trim and self._may_trim()
-        return objective.rule.name
+        return Rehearsed(objective.rule.name, self._kinds_seen())
+
+    def run_again(self) -> list[int]:
+        """See `rehearse_again`."""
+        known = self._objective.rule
+        assert known is not None, "it was rehearsed"
+        compared = self._compared(self._trained(""))
+        names = [rule.name for rule in self._rules]
+        if compared is not None and known.name in names:
+            trials, errors, training = compared
+            rule = names.index(known.name)
+            if not self._adds_up(trials, errors[rule], rule, training=training):
+                raise self._changed(trials, errors, known)
+        return self._kinds_seen()
+
+    def _trained(self, couples: str) -> Trial:
+        """All samples, as in training."""
+        before = numbers_in(self._engine.model)
+        trained = self._trial(self._slices()[0], training=True)
+        counts = before != numbers_in(self._engine.model)
+        if any(own for (own,) in exchanged(self._engine, [float(counts)])):
+            self._refuse_memory(trained)
+        if couples != NO_RULE:
+            refuse_any(self._engine, kept_state(self._engine.model, trained.changed))
+        self._training = trained.changed  # such as batch norm, which couples samples in training
+        return trained
+
+    def _refuse_memory(self, trained: Trial) -> None:
+        """Raise if training with all samples comes to something else this time. Collective."""
+        if not alike(self._engine, trained, self._trial(self._slices()[0], training=True)):
+            raise keeps_between_calls(self._engine.model)
+
+    def _compared(self, trained: Trial) -> tuple[list[Trial], list[float], bool] | None:
+        """All samples and the parts, the errors of them by rule, whether they are as in training;
+        None if the loss is not finite."""
+        whole, *parts = self._slices()
+        trials = [self._trial(rows) for rows in (whole, *parts)]
+        self._loss = trials[0].loss
+        if not math.isfinite(self._loss):
+            return None
+        training = False
+        if not alike(self._engine, trained, trials[0]):
+            other = self._trial(whole, training=True, start=1)
+            self._refuse_memory(trained)
+            training = alike(self._engine, trained, other)
+            if training:  # no chance, but another computation in training
+                trials = [trained, *(self._trial(rows, training=True) for rows in parts)]
+        return trials, self._errors(trials), training
+
+    def _adds_up(self, trials: Sequence[Trial], error: float, rule: int, *, training: bool) -> bool:
+        return (
+            error <= 1
+            and not is_of_unlike_means(trials)
+            and not self._exceeds_rounding(error, rule, trials[1], training=training)
+        )
+
+    def _kinds_seen(self) -> list[int]:
+        """Of all losses, on all ranks."""
+        told = sorted(self._kinds)[:MOST_KINDS]
+        table = exchanged(self._engine, [*map(float, told), *[0.0] * (MOST_KINDS - len(told))])
+        return sorted({int(kind) for row in table for kind in row if kind})
 
     def alone(self) -> Trial:
         """The first sample's."""
@@ -364,6 +458,18 @@ class _Rehearsal:
             f"couples='{NO_RULE}' accepts that each micro-batch has a loss of its own",
         )
 
+    def _changed(self, trials: Sequence[Trial], errors: Sequence[float], known: Rule) -> ModelError:
+        """The error of losses that do not add up any more as they did."""
+        found = self._rule(trials, errors)
+        if errors[found] > 1 or is_of_unlike_means(trials):
+            return self._couples(trials)
+        return ModelError(
+            "the loss adds up in another way than when training began",
+            where=type(self._engine.model).__name__,
+            why=f"it was {known.name}, and is {self._rules[found].name}",
+            fix="return (summed loss, count) from a loss function of your own",
+        )
+
     # -- trials ------------------------------------------------------------------------------------
 
     def _trial(
@@ -395,6 +501,7 @@ class _Rehearsal:
             try:
                 with torch.enable_grad():  # the graph of the head says what its loss divides by
                     found = self._objective.probe(model, batch)
+                self._kinds.add(kind_of(found.loss))
                 probes.append(found if backward else replace(found, loss=found.loss.detach()))
             except (IndexError, RuntimeError, ValueError) as error:
                 if DIFFERENTIATES in str(error):

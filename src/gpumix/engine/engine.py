@@ -24,7 +24,7 @@ from gpumix.engine.buckets import Reductions
 from gpumix.engine.comm import Communicator
 from gpumix.engine.coroutine import Calls
 from gpumix.engine.efficient import channels_last
-from gpumix.engine.exchanged import Exchanged, scale_of
+from gpumix.engine.exchanged import Exchanged, Makeup, scale_of
 from gpumix.engine.guard import Guard
 from gpumix.engine.host import HostStore
 from gpumix.engine.inventory import Inventory
@@ -205,6 +205,7 @@ class Engine(Settling, ByBlocks):
             self._to_take_back = undo.after(self._to_take_back)
             self.steps += 1
             self.exchanged = Exchanged(table)
+            self._note(table)
             counted = table[:, 1].sum()
             self.losses_counted = torch.where(counted > 0, counted, self.losses_counted)
             if self.scaler.active:
@@ -390,6 +391,7 @@ class Engine(Settling, ByBlocks):
                 a batch of `samples`, as `gpumix.evaluation_batches` gives it.
             samples: of the global batch; default: the plan's.
         """
+        self.look_back()
         self.settle(batch, samples)
         with evaluating(self.model), self._in_step():
             results = self._forward_only(self._objective, batch, self._rows_given(batch, samples))
@@ -546,7 +548,7 @@ class Engine(Settling, ByBlocks):
         self, batch: Any, rows: Sequence[range], objective: Function | None = None
     ) -> list[Samples]:
         """The micro-batches of a batch, whose samples are these rows of the global one."""
-        objective = objective or self._objective
+        own = self._seen if objective is None else objective
         if (given := samples_in(batch)) != (wanted := sum(map(len, rows))):
             raise InputError(
                 f"rank {self.comm.rank} was given {given} samples, the plan gives it {wanted}",
@@ -554,14 +556,14 @@ class Engine(Settling, ByBlocks):
                 "plan.rows_of(rank) says",
             )
         widths: list[int | None] = [None] * len(rows)
-        if self._trims and objective is self._objective:
+        if self._trims and objective in (None, self._objective):
             widths = padded_from(batch, rows)  # asks the host, before anything goes to the device
         with self.copies:
             batch = tree_map(self._to_device, batch)
         return [
             Samples.of(
                 part,
-                functools.partial(objective, self.model, part),
+                functools.partial(own, self.model, part),
                 Randomness(self._seed, self.steps, of_one.start, self.device),
             )
             for of_one, part in zip(rows, parts_of(batch, rows, widths))
@@ -580,7 +582,8 @@ class Engine(Settling, ByBlocks):
         """Tell all ranks the losses and counts. Gives the table of them, which is there once what
         it also gives was asked for: what gradients of losses times `scale` are multiplied with."""
         norm = self._own_norm.take() / self.scaler.scale if in_step else 0.0
-        row = Exchanged.row(self.device, notice=self.notice, report=self.report, norm=norm)
+        made = self._makeup() if in_step else Makeup()
+        row = Exchanged.row(self.device, self.notice, self.report, norm, made)
         for loss, count in results if self.tells_losses else ():
             row[0] += loss
             row[1] += count

@@ -5,12 +5,31 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
 from gpumix.engine.comm import Pending
 
-COLUMNS = 5
+
+class Makeup(NamedTuple):
+    """How a rank's losses are made (`engine.loss_watch`).
+
+    Attributes:
+        kind: of all of them; 0 if they are of several kinds, or nobody looks.
+        new: a kind that no rehearsal has seen, or 0.
+        lowest, highest: what terms are multiplied with, beside their count.
+        empty: not 0 if a loss of 0 was divided by 1.
+    """
+
+    kind: float = 0.0
+    new: float = 0.0
+    lowest: torch.Tensor | float = 0.0
+    highest: torch.Tensor | float = 0.0
+    empty: torch.Tensor | float = 0.0
+
+
+COLUMNS = 5 + len(Makeup._fields)
 
 
 @dataclass(frozen=True)
@@ -32,7 +51,11 @@ class Exchanged:
 
     @staticmethod
     def row(
-        device: torch.device, *, notice: float, report: float, norm: torch.Tensor | float
+        device: torch.device,
+        notice: float,
+        report: float,
+        norm: torch.Tensor | float,
+        makeup: Makeup = Makeup(),  # noqa: B008
     ) -> torch.Tensor:
         """What one rank tells, but for its losses (column 0) and their count (column 1).
 
@@ -40,7 +63,7 @@ class Exchanged:
         where an assignment would copy it from memory that is not pinned, and wait for the copy.
         """
         row = torch.zeros(COLUMNS, dtype=torch.float64, device=device)
-        for place, value in enumerate((notice, report, norm), 2):
+        for place, value in enumerate((notice, report, norm, *makeup), 2):
             if isinstance(value, torch.Tensor):
                 row[place].copy_(value)
             elif value:
@@ -69,6 +92,10 @@ class Exchanged:
     def own_norms(self) -> list[float]:
         """The norm of what each rank itself had of the gradient in the step before."""
         return self._columns[4]
+
+    @property
+    def makeups(self) -> list[Makeup]:
+        return [Makeup(*own) for own in zip(*self._columns[5:])]
 
 
 def scale_of(table: torch.Tensor, exchanged: Pending, scale: torch.Tensor) -> torch.Tensor:

@@ -6,8 +6,11 @@ of class weights. The nodes of the graph have saved that number.
 
 from __future__ import annotations
 
+import math
+import zlib
+from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,7 +38,10 @@ _PRODUCTS = frozenset(("MulBackward0", "MulBackward1"))
 _QUOTIENTS = frozenset(("DivBackward0", "DivBackward1"))
 # Nodes whose output is as long as values say, as of `losses[mask]`.
 _SELECTIONS = frozenset(("IndexBackward0", "MaskedSelectBackward0"))
+_CHOICES = frozenset(("WhereBackward0",))
+_COARSE = (torch.float16, torch.bfloat16)
 MOST_NODES = 50  # of a graph between a loss and its logits
+MOST_TERMS = 4  # of a loss, that are told apart
 _MEAN, _SUM = 1, 2  # torch's numbers of reductions
 
 
@@ -57,12 +63,12 @@ def selects_by_values(loss: Tensor) -> bool:
 
 
 def _nodes(loss: Tensor, until: Callable[[Any], Any] = lambda node: None) -> Iterator[Any]:
-    """Those of a loss's graph, `MOST_NODES` at most, and none behind one of which `until` tells
-    something."""
-    left: list[Any] = [loss.grad_fn]
+    """Those of a loss's graph, the nearest `MOST_NODES` at most, and none behind one of which
+    `until` tells something."""
+    left: deque[Any] = deque([loss.grad_fn])
     seen: set[Any] = set()
     while left and len(seen) < MOST_NODES:
-        node = left.pop()
+        node = left.popleft()
         if node is None or node in seen:
             continue
         seen.add(node)
@@ -93,45 +99,115 @@ def denominators_of(loss: Tensor, *, shapes: bool = True) -> tuple[Tensor, ...]:
         float64 tensors without dimensions, on the loss's device, one for each term of a sum; none
         at all where the graph has a node that this function does not know.
     """
-    if loss.grad_fn is None or loss.numel() != 1:
-        return ()
-    one = torch.ones((), dtype=torch.float64, device=loss.device)
     with torch.no_grad():
-        found = _denominators(loss.grad_fn, one, shapes)
-    if any(term is None for term in found):
-        return ()
-    return tuple(term.abs() for term in found if term is not None)  # -sum(x) / n is over n too
+        found = [_quotient(one.divisor, one.factor) for one in _terms_of(loss, shapes=shapes)]
+        return tuple(_on(loss.device, one).abs() for one in found)  # -sum(x) / n is over n too
 
 
-def _denominators(node: Any, factor: Tensor, shapes: bool) -> list[Tensor | None]:
+def kind_of(loss: Tensor) -> int:
+    """A number for how a loss is made, the same on every machine and never 0: which operations are
+    at the end of its graph, and how many numbers there are multiplied by 0."""
+    names, zeros = set(), 0
+    beside = False  # of what the whole loss is multiplied with
+    for node in _nodes(loss):
+        name = type(node).__name__
+        if name in _PRODUCTS:
+            zeros += beside and _is_by_zero(node)
+        elif name not in _UNCHANGED | _QUOTIENTS | _CHOICES:
+            names.add(f"{name} {getattr(node, '_saved_reduction', '')}")
+        beside |= sum(following is not None for following, _ in node.next_functions) > 1
+    told = f"{' '.join(sorted(names))} {min(zeros, MOST_TERMS)}"
+    return 1 + zlib.crc32(told.encode())
+
+
+def _is_by_zero(product: Any) -> bool:
+    """Whether a node multiplies with a number that is 0, as far as the host can see."""
+    for name in ("_saved_self", "_saved_other"):
+        own = getattr(product, name, None)
+        if isinstance(own, Tensor) and (own.numel() != 1 or own.device.type != "cpu"):
+            continue
+        if own is not None and not own:
+            return True
+    return False
+
+
+def weight_of(loss: Tensor) -> Tensor | None:
+    """One number for what the terms of a loss are multiplied with, float64 on its device: losses
+    of one kind with unlike numbers are not sums of the same. None of many terms, of coarse factors,
+    and where the graph is not understood."""
+    terms = _terms_of(loss)
+    if not 0 < len(terms) <= MOST_TERMS or any(one.is_coarse for one in terms):
+        return None
+    with torch.no_grad():
+        weights = [_quotient(one.factor, one.divisor) for one in terms]
+        weights += [_number(own.sum()) for node in _nodes(loss) for own in _class_weights(node)]
+        return _on(loss.device, sum(place * one for place, one in enumerate(weights, 1)))
+
+
+def _class_weights(node: Any) -> list[Tensor]:
+    """What a loss function multiplies the items of a class with."""
+    name = type(node).__name__
+    of_name = "_saved_weight" if name in _LIKELIHOOD else "_saved_pos_weight"
+    own = getattr(node, of_name, None) if name in _LIKELIHOOD | _ELEMENTWISE else None
+    return [] if own is None or own.dtype in _COARSE else [own.detach()]
+
+
+_Number = float | Tensor  # a tensor of a GPU, which nothing is to wait for
+
+
+class _Term(NamedTuple):
+    """One of the terms of a loss: a sum, divided by one number and multiplied with another one."""
+
+    divisor: _Number
+    factor: _Number
+    is_coarse: bool
+
+
+def _terms_of(loss: Tensor, *, shapes: bool = True) -> list[_Term]:
+    """None at all where the graph is not understood."""
+    if loss.grad_fn is None or loss.numel() != 1:
+        return []
+    with torch.no_grad():
+        found = _terms(loss.grad_fn, 1.0, shapes, False)
+    known = [term for term in found if term is not None]
+    return known if len(known) == len(found) else []
+
+
+def _terms(node: Any, factor: _Number, shapes: bool, is_coarse: bool) -> list[_Term | None]:
     """
     Args:
         node: None: a constant.
         factor: what the node's output is multiplied with on its way to the loss.
+        is_coarse: whether some part of it has few digits.
     """
     if node is None:
         return []
     name = type(node).__name__
+    if name in _CHOICES:
+        ends = [following for following, _ in node.next_functions if following is not None]
+        return _terms(ends[0], factor, shapes, is_coarse) if len(ends) == 1 else [None]
     if name in _UNCHANGED or _is_of_one(node, name):
-        return _denominators(node.next_functions[0][0], factor, shapes)
+        return _terms(node.next_functions[0][0], factor, shapes, is_coarse)
     if name in ("AddBackward0", "SubBackward0"):
         (first, _), (second, _) = node.next_functions
         alpha = node._saved_alpha if name == "AddBackward0" else -node._saved_alpha
         return [
-            *_denominators(first, factor, shapes),
-            *_denominators(second, factor * alpha, shapes),
+            *_terms(first, factor, shapes, is_coarse),
+            *_terms(second, factor * alpha, shapes, is_coarse),
         ]
     if name == "NegBackward0":
-        return _denominators(node.next_functions[0][0], -factor, shapes)
+        return _terms(node.next_functions[0][0], -factor, shapes, is_coarse)
     if name in _PRODUCTS | _QUOTIENTS:
-        return _of_product(node, factor, shapes, divides=name in _QUOTIENTS)
-    own = _own_denominator(node, name, factor)
-    if own is not None and not shapes and not _is_weighted(node, name):
-        own = torch.ones_like(factor)
-    return [None if own is None else own / factor]
+        return _of_product(node, factor, shapes, is_coarse, divides=name in _QUOTIENTS)
+    count = _own_count(node, name)
+    if count is not None and not shapes and not _is_weighted(node, name):
+        count = 1.0
+    return [None if count is None else _Term(count, factor, is_coarse)]
 
 
-def _of_product(node: Any, factor: Tensor, shapes: bool, *, divides: bool) -> list[Tensor | None]:
+def _of_product(
+    node: Any, factor: _Number, shapes: bool, is_coarse: bool, *, divides: bool
+) -> list[_Term | None]:
     """Of a product with a constant, or a quotient by one."""
     places = [place for place, (n, _) in enumerate(node.next_functions) if n is not None]
     if len(places) != 1 or (divides and places != [0]):
@@ -139,10 +215,10 @@ def _of_product(node: Any, factor: Tensor, shapes: bool, *, divides: bool) -> li
     other = node._saved_self if places == [1] else node._saved_other
     if other is None or (isinstance(other, Tensor) and other.numel() != 1):
         return [None]
-    if isinstance(other, Tensor) and other.dim():
-        other = other.reshape(())
-    factor = (factor / other if divides else factor * other).double()
-    return _denominators(node.next_functions[places[0]][0], factor, shapes)
+    is_coarse |= isinstance(other, Tensor) and other.dtype in _COARSE
+    number = _number(other)
+    factor = _quotient(factor, number) if divides else factor * number
+    return _terms(node.next_functions[places[0]][0], factor, shapes, is_coarse)
 
 
 def _is_of_one(node: Any, name: str) -> bool:
@@ -156,16 +232,37 @@ def _is_weighted(node: Any, name: str) -> bool:
     return name in _LIKELIHOOD and node._saved_weight is not None
 
 
-def _own_denominator(node: Any, name: str, like: Tensor) -> Tensor | None:
-    """Of a node that reduces: 1 where that is a sum."""
+def _own_count(node: Any, name: str) -> _Number | None:
+    """What a node that reduces divides by: 1 where it is a sum."""
     reduction = getattr(node, "_saved_reduction", None)
     if name == "SumBackward0" or (name in _LIKELIHOOD | _ELEMENTWISE and reduction == _SUM):
-        return torch.ones_like(like)
+        return 1.0
     if name == "MeanBackward0":
-        return torch.full_like(like, node._saved_self_sym_numel)
+        return float(node._saved_self_sym_numel)
     if name in _LIKELIHOOD and reduction == _MEAN:
-        return node._saved_total_weight.detach().double()  # type: ignore[no-any-return]
+        return _number(node._saved_total_weight)
     if name in _ELEMENTWISE and reduction == _MEAN:
-        return torch.full_like(like, node._saved_self.numel())
+        return float(node._saved_self.numel())
     of_chunks = getattr(node, "denominator", None)  # see `ChunkedLoss`
-    return None if of_chunks is None else of_chunks().double()
+    return None if of_chunks is None else _number(of_chunks())
+
+
+def _number(value: Any) -> _Number:
+    """Of one element."""
+    if not isinstance(value, Tensor):
+        return float(value)
+    value = value.detach().reshape(())
+    return float(value) if value.device.type == "cpu" else value.double()
+
+
+def _quotient(one: _Number, other: _Number) -> _Number:
+    """As tensors divide."""
+    if isinstance(other, Tensor) or other:
+        return one / other
+    return one * math.inf
+
+
+def _on(device: torch.device, number: _Number) -> Tensor:
+    if isinstance(number, Tensor):
+        return number
+    return torch.full((), number, dtype=torch.float64, device=device)

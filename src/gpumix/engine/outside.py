@@ -43,6 +43,10 @@ class ByBlocks(ShardedModel):
     changes: Changes
     _parts: Parts
 
+    @abstractmethod
+    def look_back(self) -> None:
+        """See whether the losses of the last steps added up. Collective."""
+
     @property
     def unit_names(self) -> Sequence[str]:
         """Of all units, whoever computes them."""
@@ -289,6 +293,8 @@ class OutsideSteps:
         """Make the model an ordinary one for good; its engine is at its end. Collective. See
         `unshard`."""
         model, engine = self._model, self._of_engine()
+        if engine is not None:
+            engine.look_back()
         held = {own: registered[name] for registered, name, own in self._places()}
         flags = {own: parameter.requires_grad for own, parameter in held.items()}
         if engine is None and self._always_whole:

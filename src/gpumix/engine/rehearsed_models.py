@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import nn
 
@@ -24,6 +26,28 @@ def versions(engine: Trials) -> dict[str, int]:
         for one, name in group.names_by_parameter()
         if type(one) is nn.Parameter
     }
+
+
+def numbers_in(model: nn.Module) -> dict[tuple[str, str], float]:
+    """The numbers that modules have in attributes, such as counters, by name of the module and of
+    the attribute."""
+    return {
+        (path, name): value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if type(value) in (int, float)
+    }
+
+
+@contextmanager
+def numbers_kept(model: nn.Module) -> Iterator[None]:
+    """Numbers in attributes of modules are afterwards what they were before."""
+    before = numbers_in(model)
+    try:
+        yield
+    finally:
+        for (path, name), value in before.items():
+            setattr(model.get_submodule(path), name, value)
 
 
 def changed_weight(before: dict[str, int], after: dict[str, int]) -> ModelError | None:
@@ -82,13 +106,37 @@ def keeps_for_later(model: nn.Module) -> ModelError:
     )
 
 
+def keeps_between_calls(model: nn.Module) -> ModelError:
+    return ModelError(
+        f"{type(model).__name__} comes to something else when it computes the same samples again",
+        why="a batch is computed in several calls, so what forward or the loss counts, keeps in an "
+        "attribute or draws by a generator of its own depends on how the batch is cut",
+        fix="keep nothing between calls and draw by torch's own generator, or train by a plan that "
+        "does not cut batches",
+    )
+
+
+def was_made_otherwise() -> ModelError:
+    return ModelError(
+        "the loss of a micro-batch was made in another way than in the first rehearsal, and than "
+        "in one of the same samples now",
+        why="it depends on chance, on weights or on what was computed before, so nobody can see "
+        "whether it adds up",
+        fix="compute the same terms in every step, with 0 for those that are left out; or train by "
+        "a plan that does not cut batches",
+    )
+
+
 def refuse_any(engine: Trials, found: ModelError | None) -> None:
     """Raise what was found against the model, on all ranks if on any. Collective."""
-    told = exchanged(engine, [float(found is not None)])
+    words = [] if found is None else [found.what, found.why, found.fix]
+    text = json.dumps(words).encode() if words else b""
+    lengths = [int(length) for (length,) in exchanged(engine, [float(len(text))])]
+    if not any(lengths):
+        return
+    table = exchanged(engine, [float(byte) for byte in text.ljust(max(lengths))])
     if found is not None:
         raise found
-    other = next((rank for rank, (is_found,) in enumerate(told) if is_found), None)
-    if other is not None:
-        raise ModelError(
-            f"rank {other} refuses the model", fix="its own error says why, and what to do"
-        )
+    first = next(rank for rank, length in enumerate(lengths) if length)
+    what, why, fix = json.loads(bytes(map(int, table[first])))
+    raise ModelError(what, where=f"rank {first}", why=why, fix=fix)

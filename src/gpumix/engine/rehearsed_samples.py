@@ -36,9 +36,16 @@ class Place:
     most_batches: int = 1
 
 
-def choose(engine: Trials, batch: Any, rows: Sequence[range], objective: Reduces) -> Place | None:
+def choose(
+    engine: Trials,
+    batch: Any,
+    rows: Sequence[range],
+    objective: Reduces,
+    *,
+    uncut: bool = False,
+) -> Place | None:
     """The micro-batch with samples that tell rules apart, with most samples, with most labels; None
-    if the batch is not cut. Collective."""
+    if the batch is not cut, unless an `uncut` one is wanted too. Collective."""
     plan, rank = engine.plan, engine.comm.rank
     first = plan.team_of(rank, plan.stages_of(rank)[0])[0]
     numbers = list(engine.places[0].batches) if engine.places else [first]
@@ -51,7 +58,7 @@ def choose(engine: Trials, batch: Any, rows: Sequence[range], objective: Reduces
     largest = max(known, default=(0, 0, 0, 0))
     cut = engine.tells_losses * sum(bool(of) for of in rows)
     table = exchanged(engine, [*map(float, largest), float(cut)])
-    if sum(row[-1] for row in table) <= 1:
+    if not uncut and sum(row[-1] for row in table) <= 1:
         return None
     found = max(tuple(map(int, row[:-1])) for row in table)
     own = next((n for n, one in enumerate(known) if one == found), None)
@@ -61,13 +68,19 @@ def choose(engine: Trials, batch: Any, rows: Sequence[range], objective: Reduces
 
 
 def own_samples(
-    engine: Trials, batch: Any, rows: Sequence[range], place: Place, objective: Reduces
+    engine: Trials,
+    batch: Any,
+    rows: Sequence[range],
+    place: Place,
+    objective: Reduces,
+    *,
+    most: int = SAMPLES,
 ) -> Any:
-    """The samples that this rank rehearses with, if any."""
+    """The samples that this rank rehearses with, if any, `most` at most."""
     if place.number is None:
         return None
     parts = _candidates(engine, batch, rows)
-    return _unlike(parts[place.number if engine.places else 0], objective)
+    return _unlike(parts[place.number if engine.places else 0], objective, most)
 
 
 def _candidates(engine: Trials, batch: Any, rows: Sequence[range]) -> list[Any]:
@@ -107,7 +120,7 @@ def _labels_in(batch: Any, objective: Reduces) -> int:
     return 0 if own is None else int((own != IGNORED_LABEL).sum())
 
 
-def _unlike(batch: Any, objective: Reduces) -> Any:
+def _unlike(batch: Any, objective: Reduces, most: int) -> Any:
     """A few samples: with few labels, of which rules count unlike parts, with many. Where there is
     a single one with labels, it twice."""
     counted = objective.counts_by_row(batch)
@@ -118,7 +131,7 @@ def _unlike(batch: Any, objective: Reduces) -> Any:
     row, difference = _least_proportional(counted, order)
     if difference:
         order = [order[0], row, *(other for other in order[1:] if other != row)]
-    return take(batch, order[:SAMPLES])
+    return take(batch, order[:most])
 
 
 def _tells_apart(batch: Any, objective: Reduces) -> bool:

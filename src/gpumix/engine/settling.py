@@ -1,18 +1,26 @@
-"""An engine that finds, before its first step, by which rule losses of micro-batches add up."""
+"""An engine that finds, before its first step, by which rule losses of micro-batches add up, and
+sees whether they go on doing so."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from gpumix.engine import additivity
 from gpumix.engine.coroutine import ModelError
+from gpumix.engine.exchanged import Makeup
+from gpumix.engine.loss_watch import AGAIN, Doubt, LossWatch
+from gpumix.engine.ragged import take
 from gpumix.engine.reduction import Reduces
-from gpumix.engine.rehearsed_models import NO_RULE
+from gpumix.engine.rehearsed_models import NO_RULE, was_made_otherwise
+from gpumix.engine.rehearsed_samples import exchanged
 from gpumix.engine.samples import samples_in
 from gpumix.engine.trials import Trials
+from gpumix.hardware.runtime import is_gpu
 from gpumix.spec.cut import cut_rows
 from gpumix.spec.shares import rows_of, share_of
 from gpumix.spec.stage import Worker
@@ -31,11 +39,14 @@ class Settling(Trials):
     _reduces: Reduces
     _couples: str
     _worker: Worker
+    _rehearsed_at = 0
 
     def is_settled(self, *, in_step: bool) -> bool:
-        """Whether `settle` has nothing to do."""
+        """Whether `settle` has nothing to do. Collective."""
         is_known = self._reduces.rule is not None and not self._reduces.rivals
-        return self._settled or is_known or (in_step and self.plan.is_uncut)
+        if in_step and self.plan.is_uncut:
+            return True
+        return (self._settled or is_known) and not (in_step and self._is_due())
 
     def settle(self, batch: Any, samples: int | None = None, *, in_step: bool = False) -> None:
         """Rehearse with the first batch by which rule losses of micro-batches add up, if that is
@@ -46,12 +57,15 @@ class Settling(Trials):
         """
         if self.is_settled(in_step=in_step):
             return
+        if self._settled:
+            self._settle_again(batch, samples)
+            return
         reduces = self._reduces
         if reduces.rivals and not additivity.is_told_apart(self, batch, reduces):
             return
         rows = self._rows_of(batch, samples, in_step=in_step)
         for _ in range(REHEARSALS):
-            told = additivity.rehearse(self, batch, rows, reduces, self._couples)
+            told, kinds = additivity.rehearse(self, batch, rows, reduces, self._couples)
             self.reduction = told or self.reduction
             if not (reduces.rivals and additivity.is_told_apart(self, batch, reduces)):
                 break
@@ -59,6 +73,113 @@ class Settling(Trials):
             self._refuse_rivals()
         self._settled = reduces.rule is not None and not reduces.rivals
         self._trims = reduces.trims
+        if kinds and self._watch is None and self._couples != NO_RULE:
+            self._watch_losses(kinds)
+
+    # -- later steps -------------------------------------------------------------------------------
+
+    def _watch_losses(self, kinds: Sequence[int]) -> None:
+        """Of which a rehearsal has seen these kinds. Collective."""
+        rule = self._reduces.rule
+        # What is told in a step is there at once on a CPU.
+        late = any(told for (told,) in exchanged(self, [float(is_gpu(self.device))]))
+        finds_empty = rule is not None and rule.kind == "graph" and not rule.labels
+        self._watch = LossWatch(self.device, kinds, late=int(late), finds_empty=finds_empty)
+        self._rehearsed_at = self.steps
+
+    def _seen(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """What the objective makes of a micro-batch of a step."""
+        summed, count = self._objective(model, batch)
+        if self._watch is not None and torch.is_grad_enabled():
+            self._watch.see(summed, count, batch)
+        return summed, count
+
+    def _makeup(self) -> Makeup:
+        """What this rank tells of the losses of a step."""
+        return Makeup() if self._watch is None else self._watch.take()
+
+    def _note(self, table: Tensor) -> None:
+        """A step was given to the device, in which all ranks tell this."""
+        if self._watch is not None:
+            self._watch.note(self.steps, table)
+
+    def _is_due(self) -> bool:
+        """Whether a rehearsal is, for what ranks have told in steps before."""
+        if self._watch is None:
+            return False
+        self._watch.read()
+        again = next((step for step in AGAIN if step > self._rehearsed_at), math.inf)
+        return bool(self._watch.doubts) or self.steps >= again
+
+    def look_back(self) -> None:
+        """See whether the losses of the last steps add up as those before, as the next step would.
+        Collective; in stages only where that takes no rehearsal.
+
+        Raises:
+            ModelError: they do not.
+        """
+        if self._watch is not None and not self._failed:
+            self._watch.read(all_of_them=True)
+            while self._watch.doubts:
+                self._settle_again(None)
+
+    def _settle_again(self, batch: Any | None, samples: int | None = None) -> None:
+        """See whether losses still add up as they did. Collective.
+
+        Args:
+            batch: None: there is none.
+
+        Raises:
+            ModelError: they do not.
+        """
+        watch = self._watch
+        assert watch is not None, "something is due"
+        doubt = watch.doubts.popleft() if watch.doubts else None
+        rows, kind, kinds = self._rows_of_step(samples), 0, [0]
+        if doubt is not None:
+            kind = next(iter(doubt.kinds), 0)
+            if not self.places:  # where there are stages, no other rank has kept the samples
+                kept = watch.kept(kind)
+                batch = take(batch, slice(0)) if kept is None else kept
+                rows = () if kept is None else (range(samples_in(kept)),)
+        step = self.steps if doubt is None else doubt.step
+        where = f"{type(self.model).__name__}, step {step}"
+        try:
+            if doubt is None or (kind and not (self.places and batch is None)):
+                kinds = additivity.rehearse_again(self, batch, rows, self._reduces)
+            if kind and kind not in kinds and not self.places:
+                raise was_made_otherwise()
+            if doubt is not None:
+                self._refuse_weights(doubt)
+        except ModelError as error:
+            error.where = where
+            raise
+        self._rehearsed_at = self.steps
+        watch.learn([*kinds, kind])
+
+    def _refuse_weights(self, doubt: Doubt) -> None:
+        rule = self._reduces.rule
+        assert rule is not None, "it was rehearsed"
+        if doubt.unlike is not None:
+            low, high = doubt.unlike
+            why = (
+                f"taken for {rule.name}, the loss of one micro-batch is multiplied with {low:.6g}, "
+                f"that of another one with {high:.6g}: it divides by a number that differs, or its "
+                "terms are means over unlike numbers"
+            )
+        elif doubt.is_empty:
+            why = (
+                "a micro-batch has a loss of 0 that was divided by 1: whether there was nothing "
+                "in it to count, or one item, cannot be told"
+            )
+        else:
+            return
+        raise ModelError(
+            "the loss of a batch is not made of the losses of its parts",
+            why=why,
+            fix="return (summed loss, count) from a loss function of your own, or train by a plan "
+            "that does not cut batches",
+        )
 
     def in_parts(
         self,

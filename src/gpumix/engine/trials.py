@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gpumix.engine.loss_watch import LossWatch
 from gpumix.engine.micro_batch import Loss
 from gpumix.engine.own_gradients import OwnNorm, See
 from gpumix.engine.pipelined import Place
@@ -27,6 +28,7 @@ from gpumix.spec.plan import Plan
 _OF_A_STEP = (  # what a step leaves in the engine, beside buffers and gradients
     "_rows", "_own_norm", "scaler", "steps", "losses_counted", "exchanged", "overflowed",
     "computed", "guard", "_to_take_back", "_objective", "_trims", "_settled", "_tells_samples",
+    "_watch",
 )  # fmt: skip
 
 
@@ -53,6 +55,8 @@ class Trials(ShardedModel):
     _settled: bool
     _tells_samples: bool
     _to_take_back: tuple[Undo, ...]
+    _watch: LossWatch | None = None
+    _failed: str
 
     @abstractmethod
     def _step(self, batch: Any) -> torch.Tensor: ...
@@ -138,7 +142,8 @@ class Trials(ShardedModel):
         kept = [(p, p.grad, p.grad.clone()) for p in self.parameters() if p.grad is not None]
         for parameter, *_ in kept:
             parameter.grad = None
-        self._own_norm, self.scaler, self.guard = OwnNorm(self.device), copy(self.scaler), None
+        self._own_norm, self.scaler = OwnNorm(self.device), copy(self.scaler)
+        self.guard = self._watch = None
         self._see_by(see)
         try:
             with layer_drop(self.model):

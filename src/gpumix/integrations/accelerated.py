@@ -472,6 +472,7 @@ class Accelerator(accelerate.Accelerator):
 
     def end_training(self) -> None:
         if self._engine is not None:
+            self._engine.look_back()
             self._record.finish(self._record.done)
         super().end_training()
 

@@ -201,6 +201,7 @@ class Trainer:
                     self._tell(done)
                     self._after(done.exchanged)
             self._tell_of_last_split()
+            self.engine.look_back()
             path = self.save()
             self.keeping.forget()
             return self._summary(path)

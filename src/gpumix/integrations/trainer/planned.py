@@ -408,6 +408,8 @@ class Planned(PlannedCheckpoints):
                 self._recorded.fail(error)
             raise
         else:
+            if self._engine is not None:
+                self._engine.look_back()
             if self._recorded is not None:
                 self._recorded.finish(self.state.global_step)
             return result

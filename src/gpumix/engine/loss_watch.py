@@ -1,0 +1,149 @@
+"""Whether the losses of later steps are made as those that the rehearsal has seen.
+
+A loss may change while training goes on: a term begins after a warm-up, some batches take another
+branch, a number that it divides by differs between micro-batches. So every micro-batch's loss is
+looked at: which operations are at the end of its graph, and what its terms are multiplied with.
+Ranks tell each other in the exchange of losses that each step has, so nothing waits for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpumix.engine.exchanged import Exchanged, Makeup
+from gpumix.engine.loss_graph import kind_of, weight_of
+from gpumix.engine.reading import Reading
+
+MOST_DOUBTS = 16  # kinds of losses that are rehearsed, after the first ones
+# Steps before which a rehearsal is held in any case: a term may grow from nothing.
+AGAIN = tuple(16**power for power in range(1, 7))
+TOLERANCE = 1e-4  # of what terms are multiplied with
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """Of one step, what ranks have seen.
+
+    Attributes:
+        step: its number, counted from 1.
+        kinds: of losses that no rehearsal has seen.
+        unlike: what terms were multiplied with in two micro-batches, beside their counts, if that
+            was not the same.
+        is_empty: whether a micro-batch has a loss of 0 that was divided by 1.
+    """
+
+    step: int
+    kinds: Sequence[int]
+    unlike: tuple[float, float] | None
+    is_empty: bool
+
+    def __bool__(self) -> bool:
+        return bool(self.kinds) or self.unlike is not None or self.is_empty
+
+
+class LossWatch:
+    """What one rank sees of losses.
+
+    Attributes:
+        doubts: those that were read, the first one first; the same on all ranks.
+
+    Args:
+        known: kinds of losses that the rehearsal has seen.
+        late: how many steps may be given before what was told in one is read, the same on all
+            ranks.
+        finds_empty: whether a loss of 0 that was divided by 1 may count nothing.
+    """
+
+    def __init__(
+        self, device: torch.device, known: Sequence[int], *, late: int, finds_empty: bool
+    ) -> None:
+        self._device = device
+        self._known = set(known)
+        self._late, self._finds_empty = late, finds_empty
+        self._told: deque[tuple[int, Reading]] = deque()
+        self._left = MOST_DOUBTS
+        self._doubted: tuple[int, Any] = (0, None)  # a kind, and a micro-batch of it
+        self.doubts: deque[Doubt] = deque()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._kinds: set[int] = set()
+        self._lowest = self._highest = torch.full((), math.nan, dtype=torch.float64)
+        self._empty: Tensor | float = 0.0
+
+    def see(self, summed: Tensor, count: Tensor, batch: Any) -> None:
+        """
+        Args:
+            summed, count: what an objective has come to for a micro-batch.
+        """
+        kind = kind_of(summed)
+        self._kinds.add(kind)
+        if kind not in self._known and not self._doubted[0] and self._left:
+            self._doubted = kind, batch
+        with torch.no_grad():
+            counted = torch.as_tensor(count, dtype=torch.float64, device=self._device)
+            weight = weight_of(summed)
+            if weight is not None:
+                own = torch.where(counted > 0, weight, math.nan)
+                self._lowest = torch.fmin(self._lowest.to(own.device), own)
+                self._highest = torch.fmax(self._highest.to(own.device), own)
+            if self._finds_empty:
+                self._empty = ((summed == 0) & (counted == 1)).double() + self._empty
+
+    def take(self) -> Makeup:
+        """What this rank tells of the step that ends."""
+        [kind] = self._kinds if len(self._kinds) == 1 else (0,)
+        told = Makeup(
+            float(kind), float(self._doubted[0]), self._lowest, self._highest, self._empty
+        )
+        self._begin()
+        return told
+
+    def note(self, step: int, table: Tensor) -> None:
+        """A step, counted from 1, was given to the device; `table` is what all ranks tell in it."""
+        self._told.append((step, Reading([table])))
+
+    def read(self, *, all_of_them: bool = False) -> None:
+        """What was told in the steps whose time has come."""
+        while len(self._told) > (0 if all_of_them else self._late):
+            step, reading = self._told.popleft()
+            [table] = reading.tensors()
+            makeups = Exchanged(table).makeups
+            kinds = sorted({int(one.new) for one in makeups} - {0} - self._known)
+            doubt = Doubt(step, kinds, _unlike(makeups), any(one.empty for one in makeups))
+            if doubt:
+                self.doubts.append(doubt)
+
+    def kept(self, kind: int) -> Any:
+        """This rank's micro-batch whose loss is of a kind that no rehearsal has seen, if any."""
+        doubted, batch = self._doubted
+        return batch if doubted == kind else None
+
+    def learn(self, kinds: Sequence[int]) -> None:
+        """The losses of these kinds add up. All ranks learn the same."""
+        self._known.update(kinds)
+        self._left -= 1
+        if self._doubted[0] in self._known:
+            self._doubted = 0, None
+        self.doubts.clear()  # they are told again
+
+
+def _unlike(makeups: Sequence[Makeup]) -> tuple[float, float] | None:
+    """Of the ranks whose losses are all of one kind: the least and the greatest weight, if they
+    differ."""
+    by_kind: dict[float, list[float]] = {}
+    for one in makeups:
+        if one.kind:
+            by_kind.setdefault(one.kind, []).extend((float(one.lowest), float(one.highest)))
+    for own in by_kind.values():
+        known = [weight for weight in own if math.isfinite(weight)]
+        if known and max(known) - min(known) > TOLERANCE * max(map(abs, known)):
+            return min(known), max(known)
+    return None
