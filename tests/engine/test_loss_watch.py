@@ -168,8 +168,7 @@ def test_a_micro_batch_in_which_a_mean_over_values_counts_nothing_is_refused():
     batch["labels"] = batch["labels"].double()  # no labels of classes
     engine = an_engine(of_hidden)
     engine.step(batch)
-    batch["labels"][0] = 2
-    batch["labels"][:2] = 2
+    batch["labels"][:3] = 2
     engine.step(batch)
     with pytest.raises(ModelError, match="a loss of 0 that was divided by 1"):
         engine.step(batch)
@@ -179,7 +178,7 @@ def test_a_term_that_grows_from_next_to_nothing_is_found_by_a_later_rehearsal():
     weight = 1e-9
 
     def growing(z, y):
-        return cross_entropy(z, y) + weight * contrast(z, y)
+        return cross_entropy(z, y) + weight * z.std()
 
     engine = an_engine(growing)
     with pytest.raises(ModelError, match="made of the losses of its parts") as caught:
@@ -261,7 +260,8 @@ def test_kinds_tell_operations_apart_and_not_numbers():
     x = torch.randn(6, WIDTH, requires_grad=True)
     y = torch.arange(6)
     entropy = torch.nn.functional.cross_entropy
-    same = [entropy(x, y), entropy(x[:3], y[:3]), entropy(x, y) * 3, entropy(x, y).double() / 2]
+    fewer = x[:3].detach().requires_grad_()
+    same = [entropy(x, y), entropy(fewer, y[:3]), entropy(x, y) * 3, entropy(x, y).double() / 2]
     assert len({kind_of(loss) for loss in same}) == 1
     other = [
         entropy(x, y, reduction="sum"),
