@@ -5,6 +5,7 @@ Each part of the program is run as with the stock classes in one process, and on
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ def with_adapters(folder: Path) -> nn.Module:
     """As they are loaded to be evaluated: nothing is trained."""
     from peft import LoraConfig, PeftModel, get_peft_model
 
+    folder = folder / f"adapter-{os.getpid()}"  # of each rank
     base = get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj"]))
     base.save_pretrained(folder)
     return PeftModel.from_pretrained(llama(), folder)
@@ -118,10 +120,10 @@ def run(folder: Path, ours: bool) -> dict[str, Any]:
     found["without labels"] = predicting.predict(rows(labels=False)).predictions.sum().item()
     predicting.train()
     found["trained after that"] = losses(predicting)
-    adapted = trainer(with_adapters(folder / "adapter"), "adapted", eval_dataset=rows())
+    adapted = trainer(with_adapters(folder), "adapted", eval_dataset=rows())
     found["nothing to train"] = adapted.evaluate()["eval_loss"]
     rest = {"eval_dataset": rows(), "data_collator": padded, "compute_metrics": spread}
-    unequal = trainer(with_adapters(folder / "adapter"), "unequal", **rest).evaluate()
+    unequal = trainer(with_adapters(folder), "unequal", **rest).evaluate()
     found["of unlike lengths"] = [unequal[f"eval_{name}"] for name in ("loss", "spread", "size")]
     looks = Seen.make()
     model = llama()
