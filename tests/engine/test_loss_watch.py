@@ -170,8 +170,24 @@ def test_a_micro_batch_in_which_a_mean_over_values_counts_nothing_is_refused():
     engine.step(batch)
     batch["labels"][:3] = 2
     engine.step(batch)
-    with pytest.raises(ModelError, match="a loss of 0 that was divided by 1"):
+    with pytest.raises(ModelError, match="divided by 1, and so is that of the same samples twice"):
         engine.step(batch)
+
+
+def test_a_micro_batch_with_one_value_to_count_is_no_empty_one():
+    def of_hidden(z, y):
+        hidden = (y % 2 == 1) & (y > 0)
+        return (z.square().mean(-1) * hidden).sum() / hidden.sum().clamp(min=1)
+
+    batch = a_batch()
+    batch["labels"] = (torch.arange(30).view(6, 5) % 4).double()
+    batch["labels"][1, 1:4] = 1
+    engine = an_engine(of_hidden)
+    engine.step(batch)
+    batch["labels"][:3] = 2
+    batch["labels"][1, 1] = 1
+    engine.step(batch)
+    assert engine.step(batch).item() > 0
 
 
 def test_a_term_that_grows_from_next_to_nothing_is_found_by_a_later_rehearsal():

@@ -19,14 +19,14 @@ class Makeup(NamedTuple):
         kind: of all of them; 0 if they are of several kinds, or nobody looks.
         new: a kind that no rehearsal has seen, or 0.
         lowest, highest: what terms are multiplied with, beside their count.
-        empty: not 0 if a loss of 0 was divided by 1.
+        by_one: whether a count that is read from a graph is 1.
     """
 
     kind: float = 0.0
     new: float = 0.0
     lowest: torch.Tensor | float = 0.0
     highest: torch.Tensor | float = 0.0
-    empty: torch.Tensor | float = 0.0
+    by_one: torch.Tensor | float = 0.0
 
 
 COLUMNS = 5 + len(Makeup._fields)

@@ -104,6 +104,13 @@ def denominators_of(loss: Tensor, *, shapes: bool = True) -> tuple[Tensor, ...]:
         return tuple(_on(loss.device, one).abs() for one in found)  # -sum(x) / n is over n too
 
 
+def is_sum(loss: Tensor) -> bool:
+    """Whether a loss is a sum over items, or of such sums, that nothing is divided by."""
+    terms = _terms_of(loss)
+    plain = (one.is_sum and isinstance(one.factor, float) and abs(one.factor) == 1 for one in terms)
+    return bool(terms) and all(plain)
+
+
 def kind_of(loss: Tensor) -> int:
     """A number for how a loss is made, the same on every machine and never 0: which operations are
     at the end of its graph, and how many numbers there are multiplied by 0."""
@@ -156,11 +163,17 @@ _Number = float | Tensor  # a tensor of a GPU, which nothing is to wait for
 
 
 class _Term(NamedTuple):
-    """One of the terms of a loss: a sum, divided by one number and multiplied with another one."""
+    """One of the terms of a loss: a sum, divided by one number and multiplied with another one.
+
+    Attributes:
+        is_coarse: whether a factor has few digits.
+        is_sum: whether what reduces it divides by nothing.
+    """
 
     divisor: _Number
     factor: _Number
     is_coarse: bool
+    is_sum: bool
 
 
 def _terms_of(loss: Tensor, *, shapes: bool = True) -> list[_Term]:
@@ -202,7 +215,7 @@ def _terms(node: Any, factor: _Number, shapes: bool, is_coarse: bool) -> list[_T
     count = _own_count(node, name)
     if count is not None and not shapes and not _is_weighted(node, name):
         count = 1.0
-    return [None if count is None else _Term(count, factor, is_coarse)]
+    return [None if count is None else _Term(count, factor, is_coarse, _sums(node, name))]
 
 
 def _of_product(
@@ -235,7 +248,7 @@ def _is_weighted(node: Any, name: str) -> bool:
 def _own_count(node: Any, name: str) -> _Number | None:
     """What a node that reduces divides by: 1 where it is a sum."""
     reduction = getattr(node, "_saved_reduction", None)
-    if name == "SumBackward0" or (name in _LIKELIHOOD | _ELEMENTWISE and reduction == _SUM):
+    if _sums(node, name):
         return 1.0
     if name == "MeanBackward0":
         return float(node._saved_self_sym_numel)
@@ -245,6 +258,11 @@ def _own_count(node: Any, name: str) -> _Number | None:
         return float(node._saved_self.numel())
     of_chunks = getattr(node, "denominator", None)  # see `ChunkedLoss`
     return None if of_chunks is None else _number(of_chunks())
+
+
+def _sums(node: Any, name: str) -> bool:
+    reduction = getattr(node, "_saved_reduction", None)
+    return name == "SumBackward0" or (name in _LIKELIHOOD | _ELEMENTWISE and reduction == _SUM)
 
 
 def _number(value: Any) -> _Number:

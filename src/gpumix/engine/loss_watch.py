@@ -36,16 +36,19 @@ class Doubt:
         kinds: of losses that no rehearsal has seen.
         unlike: what terms were multiplied with in two micro-batches, beside their counts, if that
             was not the same.
-        is_empty: whether a micro-batch has a loss of 0 that was divided by 1.
+        by_one: whether a loss was divided by 1: it may be that a number is taken for 1 at least,
+            and there was nothing to count.
+        of_one: this rank's micro-batch with such a loss, if any.
     """
 
     step: int
     kinds: Sequence[int]
     unlike: tuple[float, float] | None
-    is_empty: bool
+    by_one: bool
+    of_one: Any
 
     def __bool__(self) -> bool:
-        return bool(self.kinds) or self.unlike is not None or self.is_empty
+        return bool(self.kinds) or self.unlike is not None or self.by_one
 
 
 class LossWatch:
@@ -58,16 +61,16 @@ class LossWatch:
         known: kinds of losses that the rehearsal has seen.
         late: how many steps may be given before what was told in one is read, the same on all
             ranks.
-        finds_empty: whether a loss of 0 that was divided by 1 may count nothing.
+        by_values: whether counts are read from graphs, and are no numbers of labels.
     """
 
     def __init__(
-        self, device: torch.device, known: Sequence[int], *, late: int, finds_empty: bool
+        self, device: torch.device, known: Sequence[int], *, late: int, by_values: bool
     ) -> None:
         self._device = device
         self._known = set(known)
-        self._late, self._finds_empty = late, finds_empty
-        self._told: deque[tuple[int, Reading]] = deque()
+        self._late, self._by_values = late, by_values
+        self._told: deque[tuple[int, Reading, list[tuple[Tensor, Any]]]] = deque()
         self._left = MOST_DOUBTS
         self._doubted: tuple[int, Any] = (0, None)  # a kind, and a micro-batch of it
         self.doubts: deque[Doubt] = deque()
@@ -76,7 +79,7 @@ class LossWatch:
     def _begin(self) -> None:
         self._kinds: set[int] = set()
         self._lowest = self._highest = torch.full((), math.nan, dtype=torch.float64)
-        self._empty: Tensor | float = 0.0
+        self._ones: list[tuple[Tensor, Any]] = []  # whether a count is 1, and the micro-batch
 
     def see(self, summed: Tensor, count: Tensor, batch: Any) -> None:
         """
@@ -94,31 +97,33 @@ class LossWatch:
                 own = torch.where(counted > 0, weight, math.nan)
                 self._lowest = torch.fmin(self._lowest.to(own.device), own)
                 self._highest = torch.fmax(self._highest.to(own.device), own)
-            if self._finds_empty:
-                self._empty = ((summed == 0) & (counted == 1)).double() + self._empty
+            if self._by_values and self._left:
+                self._ones.append((counted == 1, batch))
 
     def take(self) -> Makeup:
         """What this rank tells of the step that ends."""
         [kind] = self._kinds if len(self._kinds) == 1 else (0,)
-        told = Makeup(
-            float(kind), float(self._doubted[0]), self._lowest, self._highest, self._empty
-        )
+        new, _ = self._doubted
+        self._last_ones = self._ones
+        by_one = torch.stack([is_one for is_one, _ in self._ones]).any() if self._ones else 0.0
+        told = Makeup(float(kind), float(new), self._lowest, self._highest, by_one)
         self._begin()
         return told
 
     def note(self, step: int, table: Tensor) -> None:
         """A step, counted from 1, was given to the device; `table` is what all ranks tell in it."""
-        self._told.append((step, Reading([table])))
+        self._told.append((step, Reading([table]), self._last_ones))
 
     def read(self, *, all_of_them: bool = False) -> None:
         """What was told in the steps whose time has come."""
         while len(self._told) > (0 if all_of_them else self._late):
-            step, reading = self._told.popleft()
+            step, reading, ones = self._told.popleft()
             [table] = reading.tensors()
             makeups = Exchanged(table).makeups
             kinds = sorted({int(one.new) for one in makeups} - {0} - self._known)
-            doubt = Doubt(step, kinds, _unlike(makeups), any(one.empty for one in makeups))
-            if doubt:
+            by_one = any(one.by_one for one in makeups) and bool(self._left)
+            of_one = next((b for is_one, b in ones if is_one), None) if by_one else None
+            if doubt := Doubt(step, kinds, _unlike(makeups), by_one, of_one):
                 self.doubts.append(doubt)
 
     def kept(self, kind: int) -> Any:

@@ -117,8 +117,10 @@ class Reduces(Protocol):
         trims: whether columns that are padding may be cut off a micro-batch.
         may_trim: whether that could be done at all.
         whole: samples of the global batch of the step.
+        is_watched: whether losses of later steps are looked at.
     """
 
+    is_watched: bool
     rule: Rule | None
     rivals: tuple[Rival, ...]
     trims: bool
@@ -150,6 +152,7 @@ class SummedLoss:
         rule: `TOLD` where no rehearsal is wanted.
     """
 
+    is_watched = True
     may_trim = trims = False
     rivals: tuple[Rival, ...] = ()
     whole = 1
@@ -195,6 +198,8 @@ class ReducedLoss:
         may_trim: whether columns of padding could be cut off.
         steps: how many steps of another program one batch stands for; a sum is divided by that.
     """
+
+    is_watched = True
 
     def __init__(
         self,

@@ -9,12 +9,18 @@ from contextlib import contextmanager
 from torch import nn
 
 from gpumix.engine.coroutine import ModelError
+from gpumix.engine.reduction import Rule
 from gpumix.engine.rehearsed_samples import exchanged
 from gpumix.engine.trials import Trials
 from gpumix.spec.errors import first_line
 
 # Of `torch.autograd.grad`, where a block is between the loss and what it is differentiated by.
 DIFFERENTIATES = "appears to not have been used in the graph"
+NOT_OF_PARTS = "the loss of a batch is not made of the losses of its parts"
+BY_A_COUNT = (
+    "return (summed loss, count) from a loss function of your own, or train by a plan that does "
+    "not cut batches"
+)
 NO_RULE = "micro-batch"  # of `couples`: each micro-batch has a loss of its own, whatever it couples
 
 
@@ -124,6 +130,26 @@ def was_made_otherwise() -> ModelError:
         "whether it adds up",
         fix="compute the same terms in every step, with 0 for those that are left out; or train by "
         "a plan that does not cut batches",
+    )
+
+
+def unlike_weights(rule: Rule | None, low: float, high: float) -> ModelError:
+    """Of the losses of two micro-batches, which are multiplied with unlike numbers."""
+    return ModelError(
+        NOT_OF_PARTS,
+        why=f"taken for {'a mean' if rule is None else rule.name}, the loss of one micro-batch is "
+        f"multiplied with {low:.6g}, that of another one with {high:.6g}: it divides by a number "
+        "that differs, or its terms are means over unlike numbers",
+        fix=BY_A_COUNT,
+    )
+
+
+def counts_one_at_least() -> ModelError:
+    return ModelError(
+        NOT_OF_PARTS,
+        why="the loss of a micro-batch was divided by 1, and so is that of the same samples twice: "
+        "there is nothing in it that the loss counts, and of the whole batch it would be no 1",
+        fix=BY_A_COUNT,
     )
 
 

@@ -13,12 +13,17 @@ from torch import Tensor, nn
 from gpumix.engine import additivity
 from gpumix.engine.coroutine import ModelError
 from gpumix.engine.exchanged import Makeup
-from gpumix.engine.loss_watch import AGAIN, Doubt, LossWatch
+from gpumix.engine.loss_watch import AGAIN, LossWatch
 from gpumix.engine.ragged import take
 from gpumix.engine.reduction import Reduces
-from gpumix.engine.rehearsed_models import NO_RULE, was_made_otherwise
+from gpumix.engine.rehearsed_models import (
+    NO_RULE,
+    counts_one_at_least,
+    unlike_weights,
+    was_made_otherwise,
+)
 from gpumix.engine.rehearsed_samples import exchanged
-from gpumix.engine.samples import samples_in
+from gpumix.engine.samples import copied, samples_in
 from gpumix.engine.trials import Trials
 from gpumix.hardware.runtime import is_gpu
 from gpumix.spec.cut import cut_rows
@@ -40,6 +45,7 @@ class Settling(Trials):
     _couples: str
     _worker: Worker
     _rehearsed_at = 0
+    _nothing: Any  # a batch without samples
 
     def is_settled(self, *, in_step: bool) -> bool:
         """Whether `settle` has nothing to do. Collective."""
@@ -75,6 +81,7 @@ class Settling(Trials):
         self._trims = reduces.trims
         if kinds and self._watch is None and self._couples != NO_RULE:
             self._watch_losses(kinds)
+            self._nothing = copied(take(batch, slice(0)))
 
     # -- later steps -------------------------------------------------------------------------------
 
@@ -83,15 +90,16 @@ class Settling(Trials):
         rule = self._reduces.rule
         # What is told in a step is there at once on a CPU.
         late = any(told for (told,) in exchanged(self, [float(is_gpu(self.device))]))
-        finds_empty = rule is not None and rule.kind == "graph" and not rule.labels
-        self._watch = LossWatch(self.device, kinds, late=int(late), finds_empty=finds_empty)
+        by_values = rule is not None and rule.kind == "graph" and not rule.labels
+        self._watch = LossWatch(self.device, kinds, late=int(late), by_values=by_values)
         self._rehearsed_at = self.steps
 
     def _seen(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         """What the objective makes of a micro-batch of a step."""
         summed, count = self._objective(model, batch)
-        if self._watch is not None and torch.is_grad_enabled():
-            self._watch.see(summed, count, batch)
+        watch = self._watch if self._reduces.is_watched else None
+        if watch is not None and torch.is_grad_enabled():
+            watch.see(summed, count, batch)
         return summed, count
 
     def _makeup(self) -> Makeup:
@@ -105,7 +113,7 @@ class Settling(Trials):
 
     def _is_due(self) -> bool:
         """Whether a rehearsal is, for what ranks have told in steps before."""
-        if self._watch is None:
+        if self._watch is None or not self._reduces.is_watched:
             return False
         self._watch.read()
         again = next((step for step in AGAIN if step > self._rehearsed_at), math.inf)
@@ -135,51 +143,43 @@ class Settling(Trials):
         watch = self._watch
         assert watch is not None, "something is due"
         doubt = watch.doubts.popleft() if watch.doubts else None
-        rows, kind, kinds = self._rows_of_step(samples), 0, [0]
-        if doubt is not None:
-            kind = next(iter(doubt.kinds), 0)
-            if not self.places:  # where there are stages, no other rank has kept the samples
-                kept = watch.kept(kind)
-                batch = take(batch, slice(0)) if kept is None else kept
-                rows = () if kept is None else (range(samples_in(kept)),)
         step = self.steps if doubt is None else doubt.step
-        where = f"{type(self.model).__name__}, step {step}"
+        kinds: Sequence[int] = ()
         try:
-            if doubt is None or (kind and not (self.places and batch is None)):
+            if doubt is None:
+                rows = self._rows_of_step(samples)
                 kinds = additivity.rehearse_again(self, batch, rows, self._reduces)
-            if kind and kind not in kinds and not self.places:
-                raise was_made_otherwise()
-            if doubt is not None:
-                self._refuse_weights(doubt)
+            elif doubt.kinds:
+                kinds = self._rehearsed_kind(doubt.kinds[0], batch, samples)
+            if doubt is not None and doubt.unlike is not None:
+                raise unlike_weights(self._reduces.rule, *doubt.unlike)
+            if doubt is not None and doubt.by_one and not self.places:
+                batch, rows = self._kept(doubt.of_one)
+                if not additivity.counts_twice(self, batch, rows, self._reduces):
+                    raise counts_one_at_least()
         except ModelError as error:
-            error.where = where
+            error.where = f"{type(self.model).__name__}, step {step}"
             raise
         self._rehearsed_at = self.steps
-        watch.learn([*kinds, kind])
+        watch.learn(kinds)
 
-    def _refuse_weights(self, doubt: Doubt) -> None:
-        rule = self._reduces.rule
-        assert rule is not None, "it was rehearsed"
-        if doubt.unlike is not None:
-            low, high = doubt.unlike
-            why = (
-                f"taken for {rule.name}, the loss of one micro-batch is multiplied with {low:.6g}, "
-                f"that of another one with {high:.6g}: it divides by a number that differs, or its "
-                "terms are means over unlike numbers"
-            )
-        elif doubt.is_empty:
-            why = (
-                "a micro-batch has a loss of 0 that was divided by 1: whether there was nothing "
-                "in it to count, or one item, cannot be told"
-            )
-        else:
-            return
-        raise ModelError(
-            "the loss of a batch is not made of the losses of its parts",
-            why=why,
-            fix="return (summed loss, count) from a loss function of your own, or train by a plan "
-            "that does not cut batches",
-        )
+    def _rehearsed_kind(self, kind: int, batch: Any, samples: int | None) -> Sequence[int]:
+        """Rehearse with the micro-batch whose loss is of a kind that no rehearsal has seen; in
+        stages, whose other ranks have not kept it, with a batch, if there is one. Collective."""
+        assert self._watch is not None, "it has seen it"
+        rows = self._rows_of_step(samples)
+        if not self.places:
+            batch, rows = self._kept(self._watch.kept(kind))
+        elif batch is None:
+            return [kind]
+        kinds = additivity.rehearse_again(self, batch, rows, self._reduces)
+        if kind not in kinds and not self.places:
+            raise was_made_otherwise()
+        return [*kinds, kind]
+
+    def _kept(self, batch: Any) -> tuple[Any, tuple[range, ...]]:
+        """A micro-batch that this rank may have kept, and its rows."""
+        return (self._nothing, ()) if batch is None else (batch, (range(samples_in(batch)),))
 
     def in_parts(
         self,

@@ -403,9 +403,9 @@ class Accelerator(accelerate.Accelerator):
                 "name alone",
                 fix="model(..., labels=labels), or compute the loss of the model's outputs",
             )
-        weight = self._looped.weight_of(loss, count)
+        worth = self._looped.weight_of(loss, count)
         super().backward(loss, **kwargs)
-        self._looped.backward_done(loss.detach(), weight)
+        self._looped.backward_done(loss.detach(), worth)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: int = 2) -> Any:
         """Of all gradients of the model."""

@@ -9,16 +9,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gpumix.engine.comm import Communicator
-from gpumix.engine.loss_graph import denominators_of
+from gpumix.engine.loss_graph import denominators_of, is_sum
 from gpumix.spec.errors import InputError
 
 MOST_TERMS = 6
 COUNT = "accelerator.backward(loss, count=N), N the number of items that the loss is a mean over"
+
+
+class Worth(NamedTuple):
+    """What a rank's loss counts for in that of all ranks, float64 on the device.
+
+    Attributes:
+        weight: what it is multiplied with: 1 if losses are sums over samples.
+        share: of all ranks' weights.
+    """
+
+    weight: Tensor
+    share: Tensor
 
 
 class LoopWeights:
@@ -28,9 +41,8 @@ class LoopWeights:
         self._comm = comm
         self._is_known = False  # that losses are computed in a way that is understood
 
-    def of(self, loss: Tensor, own: int, rows: int, count: Tensor | float | None) -> Tensor:
-        """What the loss counts for, float64 on the device; the weights of all ranks add up to 1.
-        Collective.
+    def of(self, loss: Tensor, own: int, rows: int, count: Tensor | float | None) -> Worth:
+        """What the loss counts for. Collective.
 
         Args:
             loss: of this rank's samples, with its graph.
@@ -51,9 +63,10 @@ class LoopWeights:
                 fix=COUNT,
             )
         device = self._comm.device
-        row = torch.full((3 + MOST_TERMS,), torch.nan, dtype=torch.float64, device=device)
+        row = torch.full((4 + MOST_TERMS,), torch.nan, dtype=torch.float64, device=device)
         row[0].fill_(float(own > 0))
         row[1].fill_(float(rows))
+        row[-1].fill_(float(count is None and is_sum(loss)))
         if count is not None:
             row[2].copy_(torch.as_tensor(count))
         for place, term in enumerate(terms, 3):
@@ -66,7 +79,9 @@ class LoopWeights:
         elif count is not None:
             column = 2
         of_ranks = torch.where(table[:, 0] > 0, table[:, column], 0.0)
-        return of_ranks[self._comm.rank] / of_ranks.sum()
+        share = of_ranks[self._comm.rank] / of_ranks.sum()
+        sums = table[:, -1].all()
+        return Worth(torch.where(sums, torch.ones_like(share), share), share)
 
 
 def _column(table: Sequence[Sequence[float]]) -> int:
@@ -75,7 +90,7 @@ def _column(table: Sequence[Sequence[float]]) -> int:
     known = [row for row in table if row[0]]
     if not any(math.isnan(row[2]) for row in known):
         return 2
-    alike = all(_are_alike(row[3:], known[0][3:]) for row in known)
+    alike = all(_are_alike(row[3:-1], known[0][3:-1]) for row in known)
     idle = len(known) < len(table)
     equal = all(math.isclose(row[3], known[0][3], rel_tol=1e-6) for row in known)
     if alike and not (idle and equal and len(known) > 1):

@@ -13,19 +13,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from gpumix.engine.buffers import BufferCopies
 from gpumix.engine.engine import Engine
+from gpumix.engine.loss_graph import kind_of
 from gpumix.engine.reduction import TOLD, ReducedLoss, Rule, integer_labels
 from gpumix.engine.rehearsed_models import kept_state, not_alone, refuse_any
 from gpumix.integrations.called import ARGS, KWARGS
+from gpumix.integrations.coupled_rows import refuse_coupled
 from gpumix.integrations.forward import detached
 from gpumix.integrations.loop_record import LoopRecord
-from gpumix.integrations.loop_weights import LoopWeights
+from gpumix.integrations.loop_weights import LoopWeights, Worth
 from gpumix.integrations.own_batches import Part
 from gpumix.spec.errors import InputError
 
+MOST_KINDS = 16  # of losses, that are looked at
 GRADIENTS, WEIGHTS = "gradients", "weights"
 LABELS = "labels"
 
@@ -38,10 +41,16 @@ class LoopLoss(ReducedLoss):
         by_loop: whether the loop computes its losses itself, from what the model returns.
     """
 
-    by_loop = False
-
     def __init__(self) -> None:
         super().__init__(_computed_by_model, lambda batch: integer_labels(batch[KWARGS]))
+
+    @property
+    def by_loop(self) -> bool:
+        return not self.is_watched
+
+    @by_loop.setter
+    def by_loop(self, by_loop: bool) -> None:
+        self.is_watched = not by_loop
 
     @property
     def rule(self) -> Rule | None:
@@ -105,6 +114,7 @@ class Looped(nn.Module):
     ) -> None:
         super().__init__()
         self._couples = couples
+        self._kinds: set[int] = set()  # of losses of the loop's that couple no samples
         self._is_new = True  # nothing was computed as it is trained
         self.module = module
         self._at = at
@@ -151,6 +161,7 @@ class Looped(nn.Module):
             evaluated = self._evaluated(batch)
             self._record.rest()
             return evaluated
+        _refuse_gradients(batch)
         self._record.computes()
         if self._begun is not None:
             raise InputError(
@@ -223,7 +234,7 @@ class Looped(nn.Module):
         others = [one for one in leaves if isinstance(one, nn.Parameter) and id(one) not in own]
         return not leaves or len(others) < len(leaves)
 
-    def weight_of(self, loss: Tensor, count: Tensor | float | None) -> Tensor | None:
+    def weight_of(self, loss: Tensor, count: Tensor | float | None) -> Worth | None:
         """What this rank's loss counts for among those of all ranks, before the loop's backward
         from it; None of a loss that is of all ranks' samples. Collective.
 
@@ -236,10 +247,15 @@ class Looped(nn.Module):
         if self._begun is None or self._begun.made is not None:
             return None
         _refuse_parameters(loss, self._begun.leaves)
+        if not (self._engine.plan.is_uncut or self._couples):
+            kind = kind_of(loss)
+            if kind not in self._kinds and len(self._kinds) < MOST_KINDS:
+                refuse_coupled(loss, self._begun.leaves)
+                self._kinds.add(kind)
         own = _rows(self._begun.batch)
         return self._weights.of(loss, own, max(own, 1), count)
 
-    def backward_done(self, loss: Tensor, weight: Tensor | None) -> None:
+    def backward_done(self, loss: Tensor, worth: Worth | None) -> None:
         """The loop's backward from `loss` has come to what the model returned; now gradients of
         parameters are there, added to those that were.
 
@@ -252,20 +268,20 @@ class Looped(nn.Module):
                 "the loss does not come from the last call of the model",
                 fix="compute it of what the model returned, and call accelerator.backward once",
             )
-        if weight is not None:
+        if worth is not None:
             rows = _rows(begun.batch)
-            wanted = [_gradient(leaf) * weight.to(leaf) for leaf in begun.leaves]
+            wanted = [_gradient(leaf) * worth.weight.to(leaf) for leaf in begun.leaves]
             wanted = wanted if rows else tree_map(_without_rows, wanted)
-            weights = (weight / max(rows, 1)).expand(rows)
+            weights = (worth.share / max(rows, 1)).expand(rows)
             batch = {**begun.batch, GRADIENTS: wanted, WEIGHTS: weights}
             _, made = self._computed(batch)
         else:
             assert begun.made is not None, "its gradients were made along with the loss"
-            made, worth = begun.made, begun.leaves[0].grad
-            assert worth is not None
+            made, times = begun.made, begun.leaves[0].grad
+            assert times is not None
             for gradient in made.values():
-                gradient.mul_(worth.to(gradient.device))
-        self._record.computed(loss, weight)
+                gradient.mul_(times.to(gradient.device))
+        self._record.computed(loss, None if worth is None else worth.weight)
         self._add(made)
 
     def check_done(self) -> None:
@@ -400,6 +416,20 @@ class _Begun:
         self.batch = batch
         self.leaves = leaves
         self.made = made
+
+
+def _refuse_gradients(batch: Any) -> None:
+    """
+    Raises:
+        InputError: an input wants a gradient.
+    """
+    if any(isinstance(one, Tensor) and one.requires_grad for one in tree_leaves(batch)):
+        raise InputError(
+            "an input of the model requires a gradient, and gets none",
+            why="the model computes the batch in micro-batches, behind the outputs that the loop "
+            "has",
+            fix="detach it, or put the module that made it into the model",
+        )
 
 
 def _outputs(model: nn.Module, batch: Any) -> Any:

@@ -1,0 +1,193 @@
+"""The computations of a rehearsal: forward and backward of a few samples, which leave no trace."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpumix.engine.buffers import BufferCopies
+from gpumix.engine.loss_graph import kind_of
+from gpumix.engine.ragged import take
+from gpumix.engine.randomness import evaluating, in_training
+from gpumix.engine.reduction import Probe, Reduces
+from gpumix.engine.rehearsed_models import (
+    DIFFERENTIATES,
+    changed_weight,
+    differentiates,
+    keeps_for_later,
+    not_alone,
+    refuse_any,
+    versions,
+)
+from gpumix.engine.rehearsed_samples import SAMPLES, Place, exchanged
+from gpumix.engine.rehearsed_trials import Trial, sums_of
+from gpumix.engine.samples import copied, samples_in
+from gpumix.engine.trials import Trials
+from gpumix.hardware.memory import is_out_of_memory
+
+MOST_RULES = 12
+MOST_KINDS = 8  # of losses in one rehearsal
+
+
+class Computations:
+    """
+    Args:
+        batch: this rank's, as far as it is known how it looks; `own` has the samples of it that are
+            computed, if any.
+        place: where they are computed.
+        most: how many are at once, unless a micro-batch has fewer.
+    """
+
+    def __init__(
+        self,
+        engine: Trials,
+        batch: Any,
+        own: Any,
+        place: Place,
+        objective: Reduces,
+        most: int = SAMPLES,
+    ) -> None:
+        self._engine = engine
+        self._nothing = take(batch, slice(0))
+        self._own = own
+        self._place = place
+        self._objective = objective
+        self._rules = objective.rules(batch)
+        self._samples = max(2, min(most, place.size))
+        self._training: list[nn.Module] = []
+        self._kinds: set[int] = set()  # of losses that were seen
+        self._loss = math.nan
+        self._ran = False  # the model has computed several samples at once
+
+    def made(self, run: Callable[[nn.Module, Any], Any]) -> list[Any]:
+        """See `in_parts`."""
+        found: list[Any] = []
+
+        def objective(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+            found.append(run(model, batch))
+            return torch.zeros(()), torch.zeros(())
+
+        for some in self._slices():
+            own = self._nothing if self._own is None else take(self._own, some)
+            rows = self._rows(range(samples_in(own)))
+            with evaluating(self._engine.model):
+                self._engine.tried(
+                    own, rows, objective, trims=False, backward=False, seen=lambda pieces: None
+                )
+        return found
+
+    def _slices(self) -> tuple[slice, slice, slice]:
+        """Of the samples: all, and two unlike parts."""
+        return slice(0, self._samples), slice(0, 1), slice(1, self._samples)
+
+    def counts(self, twice: Any, samples: int) -> bool:
+        """See `counts_twice`: `twice` are this rank's samples, if any, of so many."""
+        once = self._trial(slice(0, samples))
+        again = self._trial(slice(0, 2 * samples), own=twice)
+        pairs = zip(once.denominators, again.denominators)
+        return all(math.isclose(two, 2 * one, rel_tol=1e-4) for one, two in pairs)
+
+    def _kinds_seen(self) -> list[int]:
+        """Of all losses, on all ranks."""
+        told = sorted(self._kinds)[:MOST_KINDS]
+        table = exchanged(self._engine, [*map(float, told), *[0.0] * (MOST_KINDS - len(told))])
+        return sorted({int(kind) for row in table for kind in row if kind})
+
+    def alone(self) -> Trial:
+        """The first sample's."""
+        return self._trial(slice(0, 1))
+
+    def _trial(
+        self,
+        rows: slice,
+        *,
+        own: Any = None,
+        training: bool = False,
+        start: int = 0,
+        trims: bool = False,
+        apart: bool = False,
+    ) -> Trial:
+        """Forward and backward of some samples, at once; `apart` from each other: the first one in
+        a micro-batch of its own, beside one of the others. Collective."""
+        engine = self._engine
+        own = self._own if own is None else own
+        some = self._nothing
+        if own is not None:
+            some = copied(take(own, rows))
+        probes: list[Probe] = []
+
+        # As many samples as a micro-batch has, and as many micro-batches, are computed in a step;
+        # more need not have room.
+        fits = len(range(*rows.indices(self._samples))) - apart <= self._place.size
+        backward = fits and engine.trains and (not apart or self._place.batches > 1)
+
+        def objective(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+            self._objective.whole = number = samples_in(batch)
+            try:
+                with torch.enable_grad():  # the graph of the head says what its loss divides by
+                    found = self._objective.probe(model, batch)
+                self._kinds.add(kind_of(found.loss))
+                probes.append(found if backward else replace(found, loss=found.loss.detach()))
+            except (IndexError, RuntimeError, ValueError) as error:
+                if DIFFERENTIATES in str(error):
+                    raise differentiates(model) from error
+                if not self._ran or is_out_of_memory(error):
+                    raise
+                if apart:
+                    raise keeps_for_later(model) from error
+                raise not_alone(model, number, error) from error
+            return probes[-1].loss.float(), torch.ones((), device=probes[-1].loss.device)
+
+        copies = BufferCopies(engine.keepers)
+        before = versions(engine)
+        with in_training(engine.model, training or self._training):
+            trial = Trial(
+                engine.tried(
+                    some,
+                    self._rows(range(start, start + samples_in(some)), apart=apart),
+                    objective,
+                    trims=trims,
+                    backward=backward,
+                    seen=sums_of if backward else lambda parameters: None,
+                )
+            )
+        self._ran = self._ran or samples_in(some) > 1  # of several stages no other one sees a loss
+        trial.changed = copies.keep_changed()
+        copies.restore()
+        refuse_any(engine, changed_weight(before, versions(engine)))
+        self._tell(trial, probes if engine.tells_losses else [])
+        return trial
+
+    def _rows(self, own: range, *, apart: bool = False) -> tuple[range, ...]:
+        """Of each of this rank's micro-batches, of which one alone has samples, or two do."""
+        places, number = self._engine.places, self._place.number
+        if not places:
+            if number is None:
+                return ()
+            return (own[:1], own[1:]) if apart else (own,)
+        return tuple(own if n == number else range(0) for n in range(len(places[0].batches)))
+
+    def _tell(self, trial: Trial, probes: Sequence[Probe]) -> None:
+        """All ranks know what the one that computed the losses has seen."""
+        told = [0.0] * (3 + 3 * MOST_RULES)
+        if probes:
+            probe = probes[-1]
+            found = [1.0, math.nan if probe.ignored is None else float(probe.ignored)]
+            found += [math.fsum(float(one.loss.detach()) for one in probes)]
+            found += [float(count.detach()) for count in probe.counts][:MOST_RULES]
+            found += [math.nan] * (3 + MOST_RULES - len(found))
+            found += [float(one) for one in probe.denominators][:MOST_RULES]
+            found += [math.nan] * (3 + 2 * MOST_RULES - len(found))
+            found += [float(one) for one in probe.values][:MOST_RULES]
+            told = found + [math.nan] * (len(told) - len(found))
+        row = next(row for row in exchanged(self._engine, told) if row[0])
+        trial.ignored = None if math.isnan(row[1]) else int(row[1])
+        trial.loss, trial.counts = row[2], row[3 : 3 + MOST_RULES]
+        ends = 3 + MOST_RULES, 3 + 2 * MOST_RULES
+        trial.denominators = [d for d in row[ends[0] : ends[1]] if not math.isnan(d)]
+        trial.values = [d for d in row[ends[1] :] if not math.isnan(d)]
