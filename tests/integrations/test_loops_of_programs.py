@@ -92,6 +92,18 @@ def infers(accelerator: Any, network: Any, optimizer: Any, loader: Any) -> list[
     return found + forgets_in_between(accelerator, network, optimizer, loader)
 
 
+def sums(accelerator: Any, network: Any, optimizer: Any, loader: Any) -> list[float]:
+    """Nothing divides the loss: that of a batch is the sum over all ranks."""
+    found = []
+    for batch in loader:
+        logits = network(input_ids=batch["input_ids"]).logits
+        accelerator.backward(logits.square().sum())
+        found.append(float(accelerator.clip_grad_norm_(network.parameters(), 1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
 LOOPS: dict[str, Callable[..., list[float]]] = {
     "by hand": by_hand,
     "by hand, of the model": by_hand_of_the_model,
@@ -99,6 +111,7 @@ LOOPS: dict[str, Callable[..., list[float]]] = {
     "by place": by_place,
     "prepared again": prepared_again,
     "inference mode": infers,
+    "sums": sums,
 }
 
 
@@ -133,6 +146,41 @@ def test_it_is_as_with_the_stock_accelerator(name, tmp_path):
     assert len(stock) >= 2
     for rank in run_ranks(looped, 2, tmp_path, 2, name, timeout_s=120):
         assert rank == pytest.approx(stock, rel=1e-4)
+
+
+def _refused(folder: Path) -> list[str]:
+    """What is said of a loop whose losses change as it goes on."""
+    made = started(folder, 2, model, 48, zero_stage=2)
+    accelerator, network, optimizer, loader = made
+    found = []
+
+    def tried(inputs: Any, loss_of: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
+        try:
+            logits = network(inputs_embeds=inputs).logits
+            accelerator.backward(loss_of(logits, len(inputs)))
+            optimizer.step()
+            optimizer.zero_grad()
+        except InputError as error:
+            found.append(error.what)
+            network._begun = None
+
+    batch = next(iter(loader))["input_ids"]
+    inputs = torch.nn.functional.one_hot(batch % 32, 32).float()
+    tried(inputs, lambda logits, rows: logits.square().mean())
+    tried(inputs, lambda logits, rows: logits.square().mean() + logits.std())
+    tried(inputs.clone().requires_grad_(), lambda logits, rows: logits.square().mean())
+    for _ in range(2):  # one rank counts 1, the other one 2
+        tried(inputs, lambda logits, rows: logits.square().sum() / torch.tensor(1 + (rows > 5)))
+    return found
+
+
+def test_losses_that_are_not_sums_over_ranks_are_refused(tmp_path):
+    expected = [
+        "the loss of the loop couples samples of a batch",
+        "an input of the model requires a gradient, and gets none",
+        "the loss of a rank was divided by 1, others by other numbers",
+    ]
+    assert run_ranks(_refused, 2, tmp_path, timeout_s=120) == [expected] * 2
 
 
 @pytest.mark.parametrize("key", ["logits", 1, slice(2)])

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gpumix.engine.comm import Communicator
 from gpumix.engine.loss_graph import denominators_of, is_sum
+from gpumix.engine.reading import Reading
 from gpumix.spec.errors import InputError
 
 MOST_TERMS = 6
@@ -40,6 +41,7 @@ class LoopWeights:
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._is_known = False  # that losses are computed in a way that is understood
+        self._told: Reading | None = None  # of the step before
 
     def of(self, loss: Tensor, own: int, rows: int, count: Tensor | float | None) -> Worth:
         """What the loss counts for. Collective.
@@ -52,8 +54,9 @@ class LoopWeights:
 
         Raises:
             InputError: the graph does not tell how the loss was reduced, and ranks have unlike
-                numbers of samples.
+                numbers of samples; or the step before divided by 1.
         """
+        self._refuse_ones()
         terms = () if count is not None else denominators_of(loss)[:MOST_TERMS]
         if self._is_known and count is None and not terms:
             raise InputError(
@@ -63,15 +66,19 @@ class LoopWeights:
                 fix=COUNT,
             )
         device = self._comm.device
-        row = torch.full((4 + MOST_TERMS,), torch.nan, dtype=torch.float64, device=device)
+        row = torch.full((5 + MOST_TERMS,), torch.nan, dtype=torch.float64, device=device)
         row[0].fill_(float(own > 0))
         row[1].fill_(float(rows))
         row[-1].fill_(float(count is None and is_sum(loss)))
+        if values := () if count is not None else denominators_of(loss, shapes=False):
+            row[-2].copy_(values[0])
         if count is not None:
             row[2].copy_(torch.as_tensor(count))
         for place, term in enumerate(terms, 3):
             row[place].copy_(term)
         table = self._comm.exchanged(row, "weights of losses")
+        if self._is_known:
+            self._told = Reading([table])
         column = 3
         if not self._is_known:
             column = _column(table.tolist())
@@ -83,6 +90,26 @@ class LoopWeights:
         sums = table[:, -1].all()
         return Worth(torch.where(sums, torch.ones_like(share), share), share)
 
+    def _refuse_ones(self) -> None:
+        """
+        Raises:
+            InputError: in the step before, a rank's loss was divided by a number that is 1, and
+                others by others.
+        """
+        if self._told is None:
+            return
+        [table] = self._told.tensors()
+        own = {row[-2] for row in table.tolist() if row[0] and not math.isnan(row[-2])}
+        self._told = None
+        if 1.0 in own and len(own) > 1:
+            raise InputError(
+                "the loss of a rank was divided by 1, others by other numbers",
+                where="accelerator.backward, one step before",
+                why="whether there was one item to count, or none and the number is 1 at least, "
+                "cannot be told, and the loss of the whole batch depends on it",
+                fix=COUNT,
+            )
+
 
 def _column(table: Sequence[Sequence[float]]) -> int:
     """Which column of what ranks told has the weights: what the loop says, what the graph tells, or
@@ -90,7 +117,7 @@ def _column(table: Sequence[Sequence[float]]) -> int:
     known = [row for row in table if row[0]]
     if not any(math.isnan(row[2]) for row in known):
         return 2
-    alike = all(_are_alike(row[3:-1], known[0][3:-1]) for row in known)
+    alike = all(_are_alike(row[3:-2], known[0][3:-2]) for row in known)
     idle = len(known) < len(table)
     equal = all(math.isclose(row[3], known[0][3], rel_tol=1e-6) for row in known)
     if alike and not (idle and equal and len(known) > 1):
