@@ -34,6 +34,13 @@ class PlannedCheckpoints(GivenArguments):
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
 
+    def _end(self) -> None:
+        """Training is over."""
+        if self._engine is not None:
+            self._engine.look_back()
+        if self._recorded is not None:
+            self._recorded.finish(self.state.global_step)
+
     def _save(self, *args: Any, **kwargs: Any) -> None:
         with self._unfolded():
             super()._save(*args, **kwargs)  # type: ignore[misc]

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from gpumix.engine.ragged import as_taken
 from gpumix.engine.reduction import ReducedLoss, integer_labels
-from gpumix.engine.samples import IGNORED_LABEL, LABELS
+from gpumix.engine.samples import IGNORED_LABEL, LABELS, samples_in
+from gpumix.integrations.trainer.step_logs import noted
 
 ITEMS, SHIFTED = "num_items_in_batch", "shift_labels"
 COLLECTIVES = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
@@ -66,13 +67,12 @@ class TrainerLoss(ReducedLoss):
         *,
         outputs: list[Any] | None = None,
     ) -> Tensor:
-        items = None
-        if self._wants_items(batch):
-            items = self.count(batch, self.rules(batch)[0]) if count is None else count
+        items = self._items(batch) if self._wants_items(batch) else None
+        if items is not None:
             items = items.clamp(min=1)
         # Terms that a batch of several parts divides by their number: here it is one by itself.
         self._trainer.current_gradient_accumulation_steps = 1
-        with self._noting_items(model, batch) as more:
+        with noted(samples_in(batch)), self._noting_items(model, batch) as more:
             made = self._trainer.compute_loss(
                 model,
                 as_taken({**batch, **labels, **more}),
@@ -101,7 +101,8 @@ class TrainerLoss(ReducedLoss):
         base = base.get_base_model() if hasattr(base, "get_base_model") else base
         own = type(self._trainer).compute_loss is not transformers.Trainer.compute_loss
         function = getattr(base, "loss_function", None)
-        if own or function is None or self._items(batch) is None:
+        takes = self._trainer.model_accepts_loss_kwargs and self._items(batch) is not None
+        if own or function is None or not takes:
             yield {}
             return
         self._takes_items = False
@@ -117,10 +118,10 @@ class TrainerLoss(ReducedLoss):
             base.loss_function = function
 
     def _items(self, batch: Any) -> Tensor | None:
-        """The number of labels as transformers counts it for a model's loss, by the model's class:
-        a loss may count one more of each sample, or one fewer. None if it counts none."""
+        """The number of labels as transformers counts it for a loss, by the model's class: a loss
+        may count one more of each sample, or one fewer. None if it counts none."""
         trainer, own = self._trainer, batch.get(LABELS)
-        if not trainer.model_accepts_loss_kwargs or not isinstance(own, Tensor):
+        if not isinstance(own, Tensor):
             return None
         labels = batch.get(SHIFTED)
         if labels is None:

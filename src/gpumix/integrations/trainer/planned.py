@@ -50,6 +50,7 @@ from gpumix.integrations.trainer.checkpoints import PlannedCheckpoints
 from gpumix.integrations.trainer.control import AgreedControl
 from gpumix.integrations.trainer.evaluation import evaluate
 from gpumix.integrations.trainer.loss import TrainerLoss, by_itself
+from gpumix.integrations.trainer.step_logs import LogsOfSteps
 from gpumix.integrations.trainer.stock_evaluation import StockEvaluation
 from gpumix.integrations.trainer.subclasses import (
     LOADERS,
@@ -109,7 +110,7 @@ class Handle:
         return iter(self._looks)
 
 
-class Planned(PlannedCheckpoints):
+class Planned(LogsOfSteps, PlannedCheckpoints):
     """Put before `transformers.Trainer` or a class that derives from it.
 
     Args:
@@ -250,8 +251,7 @@ class Planned(PlannedCheckpoints):
         return self._engine
 
     def _measured(self) -> AbstractContextManager[None]:
-        """Inside, losses are computed that are not the program's: a class that notes something of
-        each puts it back."""
+        """Inside, losses are computed that are not the program's; see `trl.SFTTrainer`."""
         return nullcontext()
 
     # -- data --------------------------------------------------------------------------------------
@@ -408,10 +408,7 @@ class Planned(PlannedCheckpoints):
                 self._recorded.fail(error)
             raise
         else:
-            if self._engine is not None:
-                self._engine.look_back()
-            if self._recorded is not None:
-                self._recorded.finish(self.state.global_step)
+            self._end()
             return result
         finally:
             self._leave_filter()
@@ -454,7 +451,7 @@ class Planned(PlannedCheckpoints):
         if self._recorded is not None:
             self._recorded.computes()
         self._settle(inputs, in_step=True)
-        with by_itself(self.accelerator):
+        with by_itself(self.accelerator), self._logs_of_step():
             loss = self._engine.step(dict(inputs), samples=inputs.samples)
         self._stepped = loss
         return loss.float()
