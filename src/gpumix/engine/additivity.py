@@ -207,6 +207,7 @@ class _Rehearsal(Computations):
         trials, errors, training = compared
         rule = self._rule(trials, errors)
         adds_up = self._adds_up(trials, errors[rule], rule, training=training)
+        adds_up = adds_up and (training or self._repeats(trials[0], self._rules[rule]))
         if not adds_up and couples != NO_RULE:
             raise self._couples(trials)
         if couples != NO_RULE and not training and not self._are_apart(trials[1:]):
@@ -307,6 +308,18 @@ class _Rehearsal(Computations):
             )
             errors.append(max(error) if adds and not any(map(math.isnan, error)) else math.inf)
         return errors
+
+    def _repeats(self, whole: Trial, rule: Rule) -> bool:
+        """Whether the loss of the same samples several times over is what the rule says, if values
+        are in it: what it is divided by may be some number at least. Collective."""
+        if rule.kind != "sum" and all(value == 1.0 for value in whole.values):
+            return True
+        times = max(2, 2 * self._place.size // self._samples)
+        own = None if self._own is None else take(self._own, [*range(self._samples)] * times)
+        again = self._trial(slice(0, times * self._samples), own=own)
+        expected = Trial(None, loss=whole.loss * (times if rule.kind == "sum" else 1))
+        again.sums = None
+        return alike(self._engine, again, expected)
 
     def _exceeds_rounding(self, error: float, rule: int, first: Trial, *, training: bool) -> bool:
         """Whether a small error comes from something else than rounding: a weak coupling, such as

@@ -38,14 +38,14 @@ class Doubt:
             was not the same.
         by_one: whether a loss was divided by 1: it may be that a number is taken for 1 at least,
             and there was nothing to count.
-        of_one: this rank's micro-batch with such a loss, if any.
+        of_one: this rank's micro-batches with such a loss.
     """
 
     step: int
     kinds: Sequence[int]
     unlike: tuple[float, float] | None
     by_one: bool
-    of_one: Any
+    of_one: Sequence[Any]
 
     def __bool__(self) -> bool:
         return bool(self.kinds) or self.unlike is not None or self.by_one
@@ -122,7 +122,7 @@ class LossWatch:
             makeups = Exchanged(table).makeups
             kinds = sorted({int(one.new) for one in makeups} - {0} - self._known)
             by_one = any(one.by_one for one in makeups) and bool(self._left)
-            of_one = next((b for is_one, b in ones if is_one), None) if by_one else None
+            of_one = [batch for is_one, batch in ones if is_one] if by_one else []
             if doubt := Doubt(step, kinds, _unlike(makeups), by_one, of_one):
                 self.doubts.append(doubt)
 

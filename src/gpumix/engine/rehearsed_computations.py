@@ -123,7 +123,7 @@ class Computations:
 
         # As many samples as a micro-batch has, and as many micro-batches, are computed in a step;
         # more need not have room.
-        fits = len(range(*rows.indices(self._samples))) - apart <= self._place.size
+        fits = rows.stop - rows.start - apart <= self._place.size
         backward = fits and engine.trains and (not apart or self._place.batches > 1)
 
         def objective(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
@@ -131,7 +131,8 @@ class Computations:
             try:
                 with torch.enable_grad():  # the graph of the head says what its loss divides by
                     found = self._objective.probe(model, batch)
-                self._kinds.add(kind_of(found.loss))
+                if number > 1 or self._place.size == 1:  # a mean of one is like a sum
+                    self._kinds.add(kind_of(found.loss))
                 probes.append(found if backward else replace(found, loss=found.loss.detach()))
             except (IndexError, RuntimeError, ValueError) as error:
                 if DIFFERENTIATES in str(error):

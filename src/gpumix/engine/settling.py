@@ -154,9 +154,7 @@ class Settling(Trials):
             if doubt is not None and doubt.unlike is not None:
                 raise unlike_weights(self._reduces.rule, *doubt.unlike)
             if doubt is not None and doubt.by_one and not self.places:
-                batch, rows = self._kept(doubt.of_one)
-                if not additivity.counts_twice(self, batch, rows, self._reduces):
-                    raise counts_one_at_least()
+                self._count_again(doubt.of_one)
         except ModelError as error:
             error.where = f"{type(self.model).__name__}, step {step}"
             raise
@@ -176,6 +174,20 @@ class Settling(Trials):
         if kind not in kinds and not self.places:
             raise was_made_otherwise()
         return [*kinds, kind]
+
+    def _count_again(self, own: Sequence[Any]) -> None:
+        """Of micro-batches whose losses were divided by 1: whether they have something to count.
+        Collective.
+
+        Raises:
+            ModelError: one has not.
+        """
+        numbers = [int(number) for (number,) in exchanged(self, [float(len(own))])]
+        for rank, number in enumerate(numbers):
+            for place in range(number):
+                batch, rows = self._kept(own[place] if rank == self.comm.rank else None)
+                if not additivity.counts_twice(self, batch, rows, self._reduces):
+                    raise counts_one_at_least()
 
     def _kept(self, batch: Any) -> tuple[Any, tuple[range, ...]]:
         """A micro-batch that this rank may have kept, and its rows."""

@@ -359,7 +359,7 @@ class GpumixStrategy(Together, Checkpoints):
 
     def on_train_end(self) -> None:
         assert self.lightning_module is not None
-        self.engine.look_back()
+        self._steps.look_back()
         self._recording.finish(self.lightning_module.trainer.global_step)
 
     def on_exception(self, exception: BaseException) -> None:

@@ -88,6 +88,12 @@ class Steps:
         with logs.listening():
             return self._engine.step(values, samples=samples)
 
+    def look_back(self) -> None:
+        """Training is over; see the engine's."""
+        assert self._engine is not None
+        with self._silently():
+            self._engine.look_back()
+
     def _compare(
         self,
         logs: Logs,
