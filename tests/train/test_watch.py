@@ -168,5 +168,5 @@ def test_a_run_says_once_that_it_waits_for_its_data(tmp_path):
     assert sum(measured.values()) == of_class["peak_bytes"]
     for part in PARTS:
         # But for some kB beside: the next batch, the last losses, counters of the optimizer.
-        assert measured[part] == pytest.approx(planned[part], rel=0.05, abs=2**13)
+        assert measured[part] == pytest.approx(planned[part], rel=0.05, abs=2**13), part
     assert set(asdict(Shares(1, 0, 0, 0, 0))) == set(of_class["shares"])
