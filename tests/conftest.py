@@ -14,6 +14,7 @@ import gc
 import json
 import os
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ os.environ.setdefault("GPUMIX_ALLOW", "toys mine")
 tqdm.tqdm.set_lock(threading.RLock())
 tqdm.tqdm.monitor_interval = 0
 
+LONG_UNTIL = 0.7  # of all files, those with long tests are among the first so many
 # Where all tests run, each process of them has use for it.
 if "PYTEST_XDIST_WORKER" in os.environ:
     rank_server.warm_up()
@@ -58,14 +60,29 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Files with long tests first: what is left at the end is short. One worker tests all of a
-    file (`--dist loadfile`), so that what its tests share is made once."""
+    """One worker tests all of a file (`--dist loadfile`), so that what its tests share is made
+    once."""
     if not config.option.extended:
         left_out = [item for item in items if item.get_closest_marker("extended")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("extended")]
+    places = _places(items)
+    items.sort(key=lambda item: places[item.path])
+
+
+def _places(items) -> dict[Path, float]:
+    """Of each file, how far on it is tested. Those with long tests come early, so that what is left
+    at the end is short, and files of a folder are far from each other: else all workers would wait
+    at the same time, for ranks that hang, and later all compute."""
     long = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in long)
+    alike: dict[tuple[Path, bool], list[Path]] = {}
+    for path in dict.fromkeys(item.path for item in items):
+        alike.setdefault((path.parent, path in long), []).append(path)
+    return {
+        path: (number + 0.5) / len(paths) * (LONG_UNTIL if is_long else 1.0)
+        for (_, is_long), paths in alike.items()
+        for number, path in enumerate(paths)
+    }
 
 
 def pytest_collection_finish(session):
