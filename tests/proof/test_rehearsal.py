@@ -16,7 +16,7 @@ from proof.stages import STAGES
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu_proof.py"
 NAMES = [stage.name for stage in STAGES]
 # Of the usual rehearsals, each of which has what the other lacks.
-ON_CPU = ["env", "smoke", "speed", "oom", "resume", "doctor_check", "leftover"]
+ON_CPU = ["env", "oom", "resume", "doctor_check", "leftover"]
 ON_DEVICE = ["env", "smoke", "speed", "predict", "unequal", "cli", "adapters"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
