@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import cuda_device
+from extended import every_second, left_out
 from gpumix.engine.alike import make_alike
 from gpumix.engine.chunked_loss import Sum
 from gpumix.engine.fused_loss import fused_losses
@@ -26,7 +27,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-STEPS = 5
+STEPS = 3
 LAGS = ("side-late", "side-early")
 
 
@@ -46,7 +47,10 @@ TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA d
 THREE = pytest.mark.skipif(torch.cuda.device_count() < 3, reason="needs three CUDA devices")
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral", "t5", "plain-own-blocks"])
+@pytest.mark.parametrize(
+    "name",
+    left_out(["gpt2", "llama", "mixtral", "t5", "plain-own-blocks"], ["llama", "mixtral"]),
+)
 def test_one_gpu_trains_like_one_process(name):
     found = train_by_plan(name, [Share(5, 2, 1)], STEPS, backend="nccl")
     assert worst_error(found, train_alone(ARCHITECTURES[name], 5, STEPS)) < 1e-4
@@ -103,9 +107,14 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("on_host", [(), (0,)], ids=["state on the device", "state on the host"])
-@pytest.mark.parametrize("mode", MODES)
-def test_modes(mode, on_host):
+# Each mode with the state in one of both places.
+MODES_AND_PLACES = [(mode, place) for mode in MODES for place in ("device", "host")]
+OTHER_PLACES = [(mode, ("host", "device")[n % 2]) for n, mode in enumerate(MODES)]
+
+
+@pytest.mark.parametrize(("mode", "place"), left_out(MODES_AND_PLACES, OTHER_PLACES))
+def test_modes(mode, place):
+    on_host = (0,) if place == "host" else ()
     stage = 0 if MODES[mode].order == "sequential" else 3
     settings = {"zero_stage": stage, "on_host": on_host}
     found = train_by_plan("gpt2", [Share(5, 2, 1, MODES[mode])], STEPS, backend="nccl", **settings)
@@ -144,8 +153,12 @@ IN_STAGES = {
 OF_UNLIKE_SIZES = {"one beside a team": (rows([4, 3], tensor=[(1, 2)]), {"zero_stage": 3})}
 
 
-@pytest.mark.parametrize("case", IN_STAGES | OF_UNLIKE_SIZES)
-@pytest.mark.parametrize("name", ["bert", "t5"])
+# Each layout with one of both architectures.
+SHARED = [(name, case) for case in IN_STAGES | OF_UNLIKE_SIZES for name in ("bert", "t5")]
+OTHERS = [(("bert", "t5")[n % 2], case) for n, case in enumerate(IN_STAGES | OF_UNLIKE_SIZES)]
+
+
+@pytest.mark.parametrize(("name", "case"), left_out(SHARED, OTHERS))
 def test_ranks_of_stages_and_teams_share_a_gpu(name, case):
     layout, settings = (IN_STAGES | OF_UNLIKE_SIZES)[case]
     plan = staged_plan(name, layout, **settings)
@@ -156,7 +169,11 @@ def test_ranks_of_stages_and_teams_share_a_gpu(name, case):
 
 @TWO
 @pytest.mark.parametrize(
-    "case", [*IN_STAGES, *(pytest.param(case, marks=THREE) for case in OF_UNLIKE_SIZES)]
+    "case",
+    [
+        *left_out(IN_STAGES, ["a team"]),
+        *(pytest.param(case, marks=THREE) for case in OF_UNLIKE_SIZES),
+    ],
 )
 def test_stages_and_teams_on_gpus_of_their_own(case):
     layout, settings = (IN_STAGES | OF_UNLIKE_SIZES)[case]
@@ -166,22 +183,26 @@ def test_stages_and_teams_on_gpus_of_their_own(case):
     assert worst_error(found, expected) < 1e-4
 
 
+FORMS = {
+    "list": Collectives(gather="list", reduce="list"),
+    "padded": Collectives(gather="padded", reduce="padded", padding=2.0),
+    "default": Collectives(),
+}
+DIVIDED = {
+    "alike": [(3, 2, 1), (3, 3, 1)],
+    "uneven": [(4, 3, 3), (2, 1, 1)],
+    "apart": [(6, 2, 0), (0, 0, 1)],
+}
+
+
 @TWO
 @pytest.mark.parametrize(
-    "shares", [[(3, 2, 1), (3, 3, 1)], [(4, 3, 3), (2, 1, 1)], [(6, 2, 0), (0, 0, 1)]]
+    ("forms", "shares"), every_second((form, shares) for form in FORMS for shares in DIVIDED)
 )
-@pytest.mark.parametrize(
-    "forms",
-    [
-        Collectives(gather="list", reduce="list"),
-        Collectives(gather="padded", reduce="padded", padding=2.0),
-        Collectives(),
-    ],
-    ids=["list", "padded", "default"],
-)
-def test_every_collective_trains_like_one_process(shares, forms):
-    given = [Share(*share) for share in shares]
-    found = train_by_plan("gpt2", given, STEPS, backend="nccl", collectives=forms)
+def test_every_collective_trains_like_one_process(forms, shares):
+    given = [Share(*share) for share in DIVIDED[shares]]
+    settings = {"collectives": FORMS[forms]}
+    found = train_by_plan("gpt2", given, STEPS, backend="nccl", **settings)
     assert worst_error(found, train_alone(ARCHITECTURES["gpt2"], 6, STEPS)) < 1e-4
 
 
@@ -202,8 +223,10 @@ def test_whole_optimizers_end_where_torch_does(kind, shares):
     assert_close(joined([pieces for pieces, *_ in results]), expected, tolerance)
 
 
-@pytest.mark.parametrize("early", [False, True], ids=["at the end", "early"])
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    ("stage", "early"),
+    left_out([(0, False), (0, True), (3, False), (3, True)], [(0, False), (3, True)]),
+)
 def test_state_on_the_host(stage, early):
     """As with state on the device: it is rounded the same way."""
     (found,) = run_ranks(_losses_with_state_anywhere, 1, stage, early, backend="nccl")
