@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from extended import every_second
 from gpumix.engine.deferred import build
 from gpumix.engine.prepare import prepare
 from gpumix.engine.weights import unused
@@ -66,7 +67,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", every_second(["gpt2", "llama"]))
 def test_stages_and_teams_read_their_parts(name, tmp_path):
     model = pretrained(name)
     model.save_pretrained(tmp_path)

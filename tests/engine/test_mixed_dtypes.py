@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from extended import every_third
 from gpumix.spec.stage import Mode
 from harness import run_ranks
 from models import ARCHITECTURES, mean_loss
@@ -89,7 +90,7 @@ def worst(weights, expected):
 
 @pytest.mark.parametrize(
     "stage, forms",
-    [(0, "broadcast"), (1, "broadcast"), (3, "broadcast"), (3, "padded")],
+    every_third([(0, "broadcast"), (1, "broadcast"), (3, "broadcast"), (3, "padded")]),
 )
 def test_fp32_ranks_compute_with_rounded_weights(stage, forms):
     """All in fp32 but for a rank that only stores: exactly one process that rounds its weights."""

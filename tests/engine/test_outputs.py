@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from extended import every_second
 from gpumix.spec.plan import Plan
 from gpumix.spec.shares import share_of
 from harness import run_ranks
@@ -72,8 +73,10 @@ def test_no_samples_give_nothing():
     assert engine_alone(GPT2.factory, 2, 2).outputs(logits, empty) == {}
 
 
-@pytest.mark.parametrize("zero_stage", [0, 3])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "zero_stage"),
+    every_second((layout, stage) for stage in (0, 3) for layout in LAYOUTS),
+)
 def test_the_last_stage_has_them(layout, zero_stage):
     plan = staged_plan("gpt2", LAYOUTS[layout], zero_stage=zero_stage)
     found = run_ranks(_outputs, len(plan.workers), plan.model_dump_json())

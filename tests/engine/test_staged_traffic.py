@@ -92,6 +92,9 @@ FURTHER = {
     "a team, then one",
     "a sequence each",
     "unlike, stage 2",
+    "stage 2",
+    "sequences, stage 3",
+    "unlike, sequence",
 }
 SOME, SOME_UNLIKE = left_out(PLANS, FURTHER), left_out(UNLIKE, FURTHER)
 

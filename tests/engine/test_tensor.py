@@ -154,6 +154,9 @@ FURTHER = {
     "a team, then one, gpt2",
     "a team, then one, qwen3",
     "interleaved, ZeRO 0",
+    "a team, then one, llama, ZeRO 1",
+    "a team, then one, bert",
+    "1f1b, (2, 1)",
 }
 
 
