@@ -24,6 +24,7 @@ from squares import N, Squares, alive, expected, pids, processes, take, until
 
 import commands
 from commands import Done
+from extended import every_second
 from gpumix.data import arena, feed
 from gpumix.data.crew import Processes
 from gpumix.data.feed import MOST_AHEAD, UNKNOWN_BYTES
@@ -352,8 +353,12 @@ def broken(bad: set[int]) -> Callable[[int], None]:
     return read
 
 
-@pytest.mark.parametrize("cut", [[8], [6, 2], [3, 0, 5]])
-@pytest.mark.parametrize("kind", ["processes", "threads"])
+@pytest.mark.parametrize(
+    ("kind", "cut"),
+    every_second(
+        (kind, cut) for kind in ("processes", "threads") for cut in ([3, 0, 5], [6, 2], [8])
+    ),
+)
 def test_other_samples_take_the_places_of_bad_ones_in_every_plan(cut, kind):
     bad = {3, 50, 51, 120}
     ranks = []

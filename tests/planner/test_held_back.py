@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from profiles import GIB, Card, block, in_a_row, line, profile, steady
 
+from extended import every_second
 from gpumix.cost.input import input_seconds, rates_of
 from gpumix.cost.predict import plan_seconds, predict
 from gpumix.planner.base import predicted
@@ -46,7 +47,7 @@ def samples(plan: Plan) -> tuple[int, ...]:
     return tuple(worker.samples for worker in plan.workers)
 
 
-@pytest.mark.parametrize("cpu_s", [0.0, 1e-3, 4e-3, 10e-3, 16e-3, 50e-3])
+@pytest.mark.parametrize("cpu_s", every_second([0.0, 1e-3, 4e-3, 10e-3, 16e-3, 50e-3]))
 def test_the_plan_is_that_of_brute_force(cpu_s):
     """Over all ways to divide the batch."""
     _is_best(hosts(cpu_s))
@@ -54,14 +55,16 @@ def test_the_plan_is_that_of_brute_force(cpu_s):
 
 @pytest.mark.parametrize(
     ("most", "cpu_s"),
-    [
-        ((200.0, None), 0.0),
-        ((200.0, None), 4e-3),
-        ((None, 50.0), 4e-3),
-        ((300.0, 300.0), 0.0),
-        ((1e6, None), 4e-3),
-        ((40.0, 1000.0), 0.0),
-    ],
+    every_second(
+        [
+            ((200.0, None), 0.0),
+            ((200.0, None), 4e-3),
+            ((None, 50.0), 4e-3),
+            ((300.0, 300.0), 0.0),
+            ((1e6, None), 4e-3),
+            ((40.0, 1000.0), 0.0),
+        ]
+    ),
 )
 def test_the_plan_is_that_of_brute_force_where_a_disk_or_a_network_is_slow(most, cpu_s):
     _is_best(hosts(cpu_s, most=most))
@@ -86,7 +89,9 @@ def _with(plan: Plan, fast: int) -> Plan:
     return plan.model_copy(update={"stages": (one,)})
 
 
-@pytest.mark.parametrize(("readers", "cpu_s"), [(1, 4e-3), (1, 10e-3), (2, 10e-3), (20, 10e-3)])
+@pytest.mark.parametrize(
+    ("readers", "cpu_s"), every_second([(1, 4e-3), (1, 10e-3), (2, 10e-3), (20, 10e-3)])
+)
 def test_the_plan_is_that_of_brute_force_where_readers_are_few(readers, cpu_s):
     _is_best(with_readers(hosts(cpu_s), readers))
 
@@ -181,7 +186,7 @@ def test_alike_cards_on_unlike_hosts_get_what_their_hosts_can_prepare(cores):
     assert given.get(hosts_[0], 0) * 2 < given[hosts_[-1]]
 
 
-@pytest.mark.parametrize("batch", [16, 32])
+@pytest.mark.parametrize("batch", every_second([16, 32]))
 def test_stages_that_there_may_be_make_no_plan_slower(batch):
     """All stages read their samples."""
     kinds = [block(trainable=10_000, kept=line(1e4), gradient=line(1e4), forward=line(1e4))]
@@ -218,7 +223,8 @@ def test_what_binds_is_told_where_it_is_the_data_too(cpu_s, told):
 
 
 @pytest.mark.parametrize(
-    ("cores", "cpu_s"), [((1, 1), 1e-3), ((1, 1), 30e-3), ((2, 30), 30e-3), ((30, 2), 30e-3)]
+    ("cores", "cpu_s"),
+    every_second([((1, 1), 1e-3), ((1, 1), 30e-3), ((2, 30), 30e-3), ((30, 2), 30e-3)]),
 )
 def test_data_never_makes_a_plan_faster(cores, cpu_s):
     found = hosts(cpu_s, cores)

