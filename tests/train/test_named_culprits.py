@@ -8,7 +8,7 @@ import re
 import pytest
 from jobs import BATCH, staged_plan_for, toy, train, write_job
 
-from extended import every_second
+from extended import every_second, left_out
 from gpumix.spec.errors import RankLost
 from gpumix.spec.plan import Plan
 from gpumix.spec.stage import Mode
@@ -89,7 +89,7 @@ def test_of_stages(tmp_path, in_stages, rank, fault):
         check_stand(error, block)
 
 
-@pytest.mark.parametrize(("rank", "fault"), every_second(OF_A_TEAM))
+@pytest.mark.parametrize(("rank", "fault"), left_out(OF_A_TEAM, [*OF_A_TEAM[1::2], (1, "stop")]))
 def test_of_a_team_of_two_and_the_stage_behind_it(tmp_path, a_team_and_one, rank, fault):
     block = 0 if rank < 2 else BLOCKS - 1
     error = named_after(tmp_path, a_team_and_one, fault, rank, block)

@@ -20,7 +20,7 @@ from jobs import (
 )
 from traces import slices, told
 
-from extended import every_second
+from extended import every_second, every_third
 from gpumix.simulate.events import simulate
 from gpumix.simulate.trace import trace_of
 from gpumix.spec.errors import InputError
@@ -57,7 +57,7 @@ def evaluations(folder) -> list[float]:
     return [record["loss"] for record in metrics(folder, "evaluation")]
 
 
-@pytest.mark.parametrize("zero_stage", every_second([0, 1, 3]))
+@pytest.mark.parametrize("zero_stage", every_third([0, 1, 3]))
 def test_a_run_in_stages_is_that_of_one(job, alone, zero_stage):
     folder = job.parent / f"stages-{zero_stage}"
     plan = staged(job, zero_stage=zero_stage)
@@ -128,8 +128,7 @@ def test_a_run_in_teams_of_unlike_sizes_is_that_of_one_and_goes_on_without(tmp_p
     alone = train(job, f"output={tmp_path / 'alone'}")
     there, plan = f"output={tmp_path / 'there'}", plan_in_unlike_teams(job)
     train(job, there, "steps=3", plan=plan)
-    train(job, there, "steps=4", resume=True)
-    train(job, there, plan=plan, resume=True)
+    train(job, there, resume=True)
     seen = [record["loss"] for record in metrics(tmp_path / "there")]
     assert seen == pytest.approx(alone.losses, rel=1e-5)
     assert evaluations(tmp_path / "there") == pytest.approx(
@@ -164,21 +163,21 @@ def test_a_model_that_nobody_says_how_to_divide_is_refused(tmp_path):
 
 def test_devices_that_a_plan_leaves_out_are_not_started(tmp_path):
     job = write_job(tmp_path, steps=3, schedule={"kind": "constant"})
-    alone = train(job, f"output={tmp_path / 'alone'}")
+    alone = train(job, f"output={tmp_path / 'alone'}", "steps=4").losses
     found = train(job, f"output={tmp_path / 'subset'}", "strategy=best-subset")
     plan = Plan.load(tmp_path / "subset" / "plan.json")
     assert len({worker.device_class for worker in plan.workers}) == 1
-    assert found.losses == pytest.approx(alone.losses, rel=1e-5)
+    assert found.losses == pytest.approx(alone[:3], rel=1e-5)
     (again,) = train(job, f"output={tmp_path / 'subset'}", "steps=4", resume=True).losses
-    assert again == pytest.approx(train(job, f"output={tmp_path / 'four'}", "steps=4").losses[-1])
+    assert again == pytest.approx(alone[-1])
 
 
-def test_the_planner_makes_such_plans(tmp_path):
+@pytest.mark.parametrize("strategy", every_second(["staged", "model"]))
+def test_the_planner_makes_such_plans(tmp_path, strategy):
     job = write_job(tmp_path, steps=3, model=toy(blocks=4), schedule={"kind": "constant"})
     alone = train(job, f"output={tmp_path / 'alone'}")
-    for strategy in ("staged", "model"):
-        set_so = (f"strategy={strategy}", "techniques.most_stages=null")
-        found = train(job, f"output={tmp_path / strategy}", *set_so)
-        plan = Plan.load(tmp_path / strategy / "plan.json")
-        assert plan.strategy == strategy and len(plan.stages) > 1
-        assert found.losses == pytest.approx(alone.losses, rel=1e-5)
+    set_so = (f"strategy={strategy}", "techniques.most_stages=null")
+    found = train(job, f"output={tmp_path / strategy}", *set_so)
+    plan = Plan.load(tmp_path / strategy / "plan.json")
+    assert plan.strategy == strategy and len(plan.stages) > 1
+    assert found.losses == pytest.approx(alone.losses, rel=1e-5)

@@ -93,6 +93,7 @@ def test_collectives_do_not_overlap(run):
             assert one["ts"] + one["dur"] <= other["ts"]
 
 
+@pytest.mark.parametrize("run", ["real"], indirect=True)
 def test_a_run_is_not_traced_unless_it_is_asked_for_and_trains_the_same(run, tmp_path):
     folder, plan, _ = run
     losses = [record["loss"] for record in metrics(folder)]
