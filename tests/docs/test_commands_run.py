@@ -3,7 +3,7 @@
 Each distinct command once, in a folder that has what pages take for granted: the job, its cluster,
 a plan, a run, made by the commands that pages show for it. What is not run says why on its page;
 what prints a shown output is run where that is compared, in `test_reference_pages.py`. Of commands
-that train, and take the same options and others less, only the longest is run.
+that take long, with the same options and others less, only the longest is run.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pages import PAGES, ROOT, Block, blocks, commands, marked
 from verbs import gpumix
 
 from commands import environment, run
+from extended import left_out
 from gpumix.spec.profile import Profile
 from gpumix.spec.read import read_cluster
 
@@ -88,7 +89,7 @@ FIRST = (
     "gpumix plan job.yaml --output plan.json",
     "gpumix train job.yaml",
 )
-TRAINS = ("doctor", "profile", "train")
+TAKE_LONG = ("doctor", "profile", "train", "whatif")
 USAGE = re.compile(r"\[\w+\]|JOB|RUN|PLAN|PROGRAM|CHECKPOINT|PATH")
 
 
@@ -113,13 +114,14 @@ def settings(command: tuple[str, ...]) -> Counter[str]:
 
 
 def longest(commands: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Without those that train and whose words are all in another one; of the same words one."""
+    """Without those that take long and whose words are all in another one; of the same words
+    one."""
     alike = {frozenset(settings(one).items()): one for one in reversed([*commands])}
     kept = reversed(alike.values())
     return [
         one
         for one in kept
-        if one[1] not in TRAINS or not any(settings(one) < settings(o) for o in alike.values())
+        if one[1] not in TAKE_LONG or not any(settings(one) < settings(o) for o in alike.values())
     ]
 
 
@@ -131,6 +133,16 @@ RUN = [
     for command in longest(SHOWN)
     if shlex.join(command) not in FIRST and (command[1] != "plan" or command[2:] not in PLANNED)
 ]
+
+
+# What others try too, in long searches and in runs; and of each, its options are looked at in
+# `test_page_commands.py`.
+FURTHER = {
+    "gpumix plan job.yaml --cluster '4x a100-40gb-sxm'",
+    "gpumix plan --cluster '2x rtx4090, 4x rtx3090' --model 3B",
+    "gpumix train job.yaml --strategy model",
+    "gpumix train job.yaml --set trackers=tensorboard",
+}
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +189,11 @@ def folder(desk, tmp_path, monkeypatch) -> Path:
     return copied
 
 
-@pytest.mark.parametrize("command", RUN, ids=shlex.join)
+@pytest.mark.parametrize(
+    "command",
+    left_out([(c,) for c in RUN], [(c,) for c in RUN if shlex.join(c) in FURTHER]),
+    ids=shlex.join,
+)
 def test_a_command_of_the_pages_runs(command, folder, monkeypatch):
     monkeypatch.setattr(webbrowser, "open", lambda url: True)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
@@ -230,7 +246,7 @@ def test_what_pages_show_is_run():
     assert all(
         command in RUN
         or shlex.join(command) in FIRST
-        or command[1] in TRAINS
+        or command[1] in TAKE_LONG
         or command[2:] in PLANNED
         for command in SHOWN
     )

@@ -22,7 +22,7 @@ from changed_imports import (
     losses_before,
     trained,
 )
-from extended import every_second
+from extended import left_out
 from gpumix.report.page import page
 from gpumix.report.run import read_run
 from gpumix.spec.plan import Plan
@@ -36,7 +36,7 @@ def check(found: Launched, expected: list[float]) -> None:
     assert first > second and first + second == BATCH
 
 
-@pytest.mark.parametrize("name", every_second(SCRIPTS))
+@pytest.mark.parametrize("name", left_out(SCRIPTS, SCRIPTS.keys() - {"run_clm"}))
 def test_one_line_is_changed_and_the_losses_are_the_same(name, tmp_path):
     expected = losses_before(name, tmp_path)
     assert len(expected) == (REPORTED_STEPS if name == "run_clm" else STEPS)

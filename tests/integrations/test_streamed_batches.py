@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from extended import every_second
 from gpumix.integrations.batching import Batching
 from gpumix.integrations.own_batches import Collated, OwnLoader
 from gpumix.spec.errors import InputError
@@ -64,8 +65,10 @@ STREAMS = {
 }
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("name", STREAMS)
+@pytest.mark.parametrize(
+    ("name", "drop_last"),
+    every_second((name, drops) for drops in (False, True) for name in STREAMS),
+)
 def test_workers_give_each_sample_once_in_the_order_of_torchs_loader(name, drop_last):
     make, begins = STREAMS[name]
     settings = {"num_workers": 2, "worker_init_fn": begins, "drop_last": drop_last}

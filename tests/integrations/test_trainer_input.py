@@ -280,6 +280,7 @@ def both(request, tmp_path_factory) -> tuple[dict[str, list[float]], list[dict[s
 # Of what others do as well.
 FURTHER = (
     "label smoothing",
+    "a stream",
     "an optimizer",
     "a loss of a subclass",
     "a loader of a subclass",
