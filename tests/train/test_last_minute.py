@@ -128,6 +128,7 @@ def test_with_updates_beside_the_backward_pass(tmp_path):
     check_stopped_after_three(tmp_path, losses, asked(tmp_path, "notice", **unclipped))
 
 
+@pytest.mark.extended
 def test_on_a_slow_disk_that_is_busy(tmp_path, losses):
     """It still writes the checkpoint of the step before: that is waited for."""
     slow = {"factory": "toys:tokens_on_slow_disk", "arguments": {"sync_s": 0.2}, "held_out": 0.1}

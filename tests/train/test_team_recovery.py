@@ -20,7 +20,7 @@ from jobs import (
     write_job,
 )
 
-from extended import every_second
+from extended import every_third
 
 KILLED_IN = 3
 
@@ -40,7 +40,7 @@ CASES = {
 # Teams of one size and of unlike ones, with whole parameters and with shares of them.
 @pytest.mark.parametrize(
     ("case", "zero_stage"),
-    every_second(
+    every_third(
         [
             ("of a team beside one who is alone", 3),
             ("of a team beside one who is alone", 1),

@@ -141,7 +141,8 @@ def test_a_stopped_rank_is_found_and_started_again_long_before_the_timeout(tmp_p
     assert [one["resumed_from"] in (2, 3) for one in metrics(run, "restart")] == [True]
 
 
-@pytest.mark.parametrize("resume", every_second([True, False]))
+@pytest.mark.extended  # without torchrun: `test_recovery`
+@pytest.mark.parametrize("resume", [True, False])
 def test_what_a_killed_run_left_in_memory_is_of_the_run_that_is_resumed(tmp_path, resume):
     """Not of one that begins anew in its place; also if a rank is lost before there is more."""
     changes = {"cluster": PAIR, "steps": 8, "checkpoint": {"memory_every_steps": 1}}
