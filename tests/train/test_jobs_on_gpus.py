@@ -20,10 +20,13 @@ pytestmark = [
 ]
 
 
+# Measured once for all. GPUs would choose bf16.
+WIDE = {"model": toy(width=256, blocks=4), "global_batch": 16, "precision": "fp32"}
+
+
 def test_a_job_trains_as_on_the_cpu(tmp_path):
     """Detects, measures, plans and trains; memory stays within what was planned."""
-    changes = {"model": toy(width=256, blocks=4), "steps": 8, "global_batch": 16}
-    changes |= {"precision": "fp32"}  # GPUs would choose bf16
+    changes = {"steps": 8} | WIDE
     found = train(write_job(tmp_path / "gpu", cluster=None, **changes))
     expected = train(write_job(tmp_path / "cpu", **changes))
     assert found.losses == pytest.approx(expected.losses, rel=1e-3, abs=1e-5)
@@ -58,7 +61,7 @@ def test_a_gap_on_the_gpu_is_told_by_its_own_clock():
 
 def test_a_step_is_traced_on_the_clock_of_the_gpu(tmp_path):
     """What is computed begins and ends within the step that the host measured, in its order."""
-    train(write_job(tmp_path, cluster=None, trace_step=5, model=toy(width=256, blocks=4)))
+    train(write_job(tmp_path, cluster=None, trace_step=5, **WIDE))
     events = Trace.load(tmp_path / "run" / "trace.json").traceEvents
     spans = [e for e in events if e.ph == "X" and e.pid == 1 and e.tid in (100, 101)]
     spans.sort(key=lambda e: (e.ts, e.dur))
