@@ -35,7 +35,12 @@ STEPS = 60
 SAMPLE_S = 0.05  # so that steps are left when a host has come
 
 
-def job_in(folder: Path, hosts: Sequence[str] = HOSTS, once: Path | None = None) -> Path:
+def job_in(
+    folder: Path,
+    hosts: Sequence[str] = HOSTS,
+    once: Path | None = None,
+    sample_s: float = SAMPLE_S,
+) -> Path:
     """
     Args:
         once: rank 0 is stopped in its tenth pass beside another rank, and leaves this path.
@@ -45,7 +50,7 @@ def job_in(folder: Path, hosts: Sequence[str] = HOSTS, once: Path | None = None)
         for name, host in zip(HOSTS, hosts)
     ]
     harm = {"fault": "stop", "at": 10, "among": 2, "once": str(once)} if once is not None else {}
-    model = toy(sample_s=SAMPLE_S, rank=0, **harm)
+    model = toy(sample_s=sample_s, rank=0, **harm)
     # So slow that losses stay away from zero, where sums of another order show.
     changes = {"optimizer": {"lr": 1e-4}, "checkpoint": {"memory_every_steps": 1}}
     return write_job(
@@ -96,7 +101,8 @@ def kill(agent: Command) -> None:
 
 
 def test_a_host_goes_and_another_one_of_a_new_class_comes(tmp_path, agents):
-    expected = train(job_in(tmp_path / "alone", ("localhost",) * len(HOSTS))).losses
+    alone = job_in(tmp_path / "alone", ("localhost",) * len(HOSTS), sample_s=0.0)
+    expected = train(alone).losses
     folder = job_in(tmp_path / "elastic").parent
     run = folder / "run"
     port = free_port()
