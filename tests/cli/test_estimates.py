@@ -306,6 +306,7 @@ def test_hosts_want_a_link_between_them():
 # -- without torch ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_nothing_imports_torch(from_profile):
     found = heavy_imports(
         from_profile[0].parent,

@@ -238,6 +238,7 @@ def test_a_profile_with_a_hole_is_no_profile(folder, keys, said):
     assert said in done.err
 
 
+@pytest.mark.slow
 def test_teams_of_which_no_stages_are_known_are_left_out(folder):
     known = json.loads((folder / "profile.json").read_text(encoding="utf-8"))
     for number in range(len(known["teams"])):

@@ -73,6 +73,7 @@ def test_no_samples_give_nothing():
     assert engine_alone(GPT2.factory, 2, 2).outputs(logits, empty) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "zero_stage"),
     every_second((layout, stage) for stage in (0, 3) for layout in LAYOUTS),

@@ -60,6 +60,7 @@ trained = in_turn(CASES)
 FURTHER = {*list(CASES)[1::2], "sequential", "two teams that divide all"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", left_out(CASES, FURTHER))
 def test_training_is_that_of_one_process(case, trained):
     assert_case(case, trained)

@@ -171,6 +171,7 @@ def done(plans):
     return counted(plans)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [*SOME, *SOME_UNLIKE, *PLANNED])
 def test_collectives_and_messages_are_those_that_were_counted(profile, plans, done, case):
     expected = traffic(profile, plans[case])

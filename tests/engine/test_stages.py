@@ -179,6 +179,7 @@ going_round = in_turn(ROUND)
 FEW_ROUND = {"1 + 1, 3, 3", "2 + 2, 2, 2", "unlike waves"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", left_out(ROUND, ROUND.keys() - FEW_ROUND))
 def test_stages_go_round(case, going_round):
     assert_case(case, going_round)

@@ -160,6 +160,7 @@ FURTHER = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", left_out(CASES, FURTHER))
 def test_training_is_that_of_one_process(case, trained):
     assert_case(case, trained)

@@ -87,6 +87,7 @@ def held(request):
     return run_in_turn(_losses, work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", every_second((case,) for case in HELD), ids=str)
 def test_other_ways_to_hold_parameters(case, held):
     """As a rank alone with all of them does."""

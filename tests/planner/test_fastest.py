@@ -85,6 +85,7 @@ def test_where_links_were_measured_a_slow_class_is_left_out():
     assert predicted(plan).step_s <= predicted(alone).step_s < predicted(mixed).step_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("link", every_second([10e6, 1e12]))
 def test_a_plan_and_a_comparison_agree(link):
     found = hosts(link)

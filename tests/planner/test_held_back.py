@@ -186,6 +186,7 @@ def test_alike_cards_on_unlike_hosts_get_what_their_hosts_can_prepare(cores):
     assert given.get(hosts_[0], 0) * 2 < given[hosts_[-1]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", every_second([16, 32]))
 def test_stages_that_there_may_be_make_no_plan_slower(batch):
     """All stages read their samples."""

@@ -106,6 +106,7 @@ def test_no_plan_of_many_options_is_faster(seed, room):
     check(profile, dice.randint(24, 40), alone=True, gap=IMPROVEMENT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", every_second(range(2)))
 def test_what_does_not_fit_has_no_solution(seed):
     profile = random_profile(Random(seed), (2, 1, 1), 10, update=0.0)

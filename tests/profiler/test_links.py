@@ -251,6 +251,7 @@ def measured_pairs(hosts):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("hosts", "what"), [(["a"] * 4, "island"), (["a", "b", "c", "d"], "rack")])
 def test_islands_and_racks_are_found_in_messages_between_each_two(hosts, what):
     """Listed in turn; and collectives inside of them are timed."""

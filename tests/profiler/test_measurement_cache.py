@@ -53,6 +53,7 @@ def times(profile: Profile) -> dict[str, float]:
     return {c.device_class: c.optimizer_s_per_element for c in profile.classes}
 
 
+@pytest.mark.slow
 def test_a_profile_is_found_again_as_it_was(measured, tmp_path):
     assert missing(tmp_path) == []
     assert cache(tmp_path).load() == measured

@@ -380,6 +380,7 @@ def test_gradients_of_many_outputs_at_once_are_planned_for(joined, order, recomp
     assert measured <= planned <= (1 + MOST_ABOVE) * measured + above * of_one
 
 
+@pytest.mark.slow
 def test_what_is_between_calls_is_on_the_device_where_inputs_are_kept_on_the_host():
     """With frozen blocks, a step's peak is in its forward pass: the model itself still has what its
     last block was given when that returns."""

@@ -71,6 +71,7 @@ def place() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
+@pytest.mark.slow
 @as_root
 @pytest.mark.parametrize(
     "attack",

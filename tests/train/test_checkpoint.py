@@ -112,6 +112,7 @@ def by_layout(tmp_path_factory):
     return run_ranks(_save_as_each, 4, folder), run_ranks(_load_as_each, 4, folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_any_stage_loads_any_other(by_layout, name):
     saved = [rank[name] for rank in by_layout[0]]

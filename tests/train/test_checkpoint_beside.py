@@ -148,6 +148,7 @@ def on_a_slow_disk(folder, steps, **settings):
     ]
 
 
+@pytest.mark.slow
 def test_a_slow_disk_has_fewer_checkpoints_and_steps_that_do_not_wait(tmp_path):
     written, late = on_a_slow_disk(tmp_path, 30, sync_s=0.3, stall_s=0.05)
     assert written[0] == 1 and written[-1] == 30

@@ -48,6 +48,7 @@ STREAM = {
 LINE_BY_LINE = {"text": ["lines.txt"], "document": "line"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "data",
     every_second(

@@ -338,6 +338,7 @@ def test_a_resume_with_other_texts_of_the_same_name_is_refused(tmp_path):
     assert "of other content" in error.why
 
 
+@pytest.mark.slow
 def test_a_resume_with_other_batches_or_fewer_steps_says_so(job):
     train(job, "steps=3", plan=plan_for(job))
     plan_for(job, (2, 1, 1)).save(job.parent / "halves.json")

@@ -135,6 +135,7 @@ def test_resuming_a_finished_run_does_nothing(tmp_path, capsys):
     assert [r["loss"] for r in metrics(tmp_path / "run")] == first.losses
 
 
+@pytest.mark.slow
 def test_nothing_is_said_of_rates_where_no_step_is_left(tmp_path):
     train(write_job(tmp_path, steps=3, schedule={"kind": "cosine"}))
     told = {}

@@ -32,6 +32,7 @@ LOST = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "zero_stage", "place"),
     left_out(LOST, LOST[1:4]),

@@ -102,6 +102,7 @@ def test_a_run_goes_on_in_other_stages_or_without(job, alone):
     assert seen == pytest.approx(alone[0], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_in_a_team_is_that_of_one_and_goes_on_without(tmp_path):
     model = toy() | {"tensor_plan": TENSOR_PLAN}
     settings = {"model": model, "cluster": PAIR, "schedule": {"kind": "constant"}}

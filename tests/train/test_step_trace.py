@@ -42,6 +42,7 @@ def run(request, tmp_path_factory):
     return folder / "run", plan, profile
 
 
+@pytest.mark.slow
 def test_it_has_the_shape_of_the_simulated_one(run):
     folder, plan, profile = run
     found = slices(Trace.load(folder / "trace.json"))

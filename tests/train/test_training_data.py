@@ -97,6 +97,7 @@ def test_text_with_a_tokenizer_trained_on_it(tmp_path, text):
     ]
 
 
+@pytest.mark.slow
 def test_a_folder_of_datasets(tmp_path):
     import datasets
 
