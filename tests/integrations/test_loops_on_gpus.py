@@ -68,6 +68,7 @@ def trained(folder: Path) -> tuple[list[Counter[str]], list[int], list[float]]:
             cuda_device.reset_host_waits()
 
     settings = {"use_cpu": False, "eval_strategy": "no", "save_strategy": "no", "logging_steps": 3}
+    settings["max_steps"] = 15  # before the next one a rehearsal is held
     trainer = Trainer(
         model=model(),
         args=arguments(folder / "out", BATCH, **settings),

@@ -167,6 +167,7 @@ def test_a_run_says_once_that_it_waits_for_its_data(tmp_path):
     measured, planned = of_class["measured_memory"], in_parts(of_class["planned_memory"])
     assert sum(measured.values()) == of_class["peak_bytes"]
     for part in PARTS:
-        # But for some kB beside: the next batch, the last losses, counters of the optimizer.
-        assert measured[part] == pytest.approx(planned[part], rel=0.05, abs=2**13), part
+        # But for some kB beside: the next batch, the last losses, counters of the optimizer, the
+        # samples of a rehearsal.
+        assert measured[part] == pytest.approx(planned[part], rel=0.05, abs=2**15), part
     assert set(asdict(Shares(1, 0, 0, 0, 0))) == set(of_class["shares"])

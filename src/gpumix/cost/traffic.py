@@ -24,7 +24,7 @@ from gpumix.spec.plan import Plan
 from gpumix.spec.profile import ROOT, Profile
 from gpumix.spec.stage import DTYPE_BYTES, Worker, between_teams
 
-EXCHANGE_BYTES = 5 * 8  # loss, count, notice, report, norm
+EXCHANGE_BYTES = 10 * 8  # loss, count, notice, report, norm, and how losses are made
 OVERFLOW_BYTES = 4
 
 

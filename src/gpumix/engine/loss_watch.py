@@ -78,7 +78,7 @@ class LossWatch:
 
     def _begin(self) -> None:
         self._kinds: set[int] = set()
-        self._lowest = self._highest = torch.full((), math.nan, dtype=torch.float64)
+        self._ends: tuple[Tensor, Tensor] | None = None  # lowest and highest weight
         self._ones: list[tuple[Tensor, Any]] = []  # whether a count is 1, and the micro-batch
 
     def see(self, summed: Tensor, count: Tensor, batch: Any) -> None:
@@ -95,8 +95,8 @@ class LossWatch:
             weight = weight_of(summed)
             if weight is not None:
                 own = torch.where(counted > 0, weight, math.nan)
-                self._lowest = torch.fmin(self._lowest.to(own.device), own)
-                self._highest = torch.fmax(self._highest.to(own.device), own)
+                low, high = self._ends or (own, own)
+                self._ends = torch.fmin(low, own), torch.fmax(high, own)
             if self._by_values and self._left:
                 self._ones.append((counted == 1, batch))
 
@@ -106,7 +106,8 @@ class LossWatch:
         new, _ = self._doubted
         self._last_ones = self._ones
         by_one = torch.stack([is_one for is_one, _ in self._ones]).any() if self._ones else 0.0
-        told = Makeup(float(kind), float(new), self._lowest, self._highest, by_one)
+        low, high = self._ends or (math.nan, math.nan)
+        told = Makeup(float(kind), float(new), low, high, by_one)
         self._begin()
         return told
 
