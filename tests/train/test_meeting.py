@@ -21,6 +21,12 @@ from harness import run_ranks
 HERE, ELSEWHERE = "127.0.0.1", "127.0.0.2"  # both loopback
 
 
+@pytest.fixture(autouse=True)
+def _environment_of_its_own(monkeypatch):
+    """What an agent tells its ranks is for none that a later test starts."""
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+
+
 def filled() -> _RendezvousState:
     """One of which nothing is as it begins."""
     one, two, three = (_NodeDesc(f"host-{n}", 10 + n, n) for n in range(3))
