@@ -11,7 +11,8 @@ import changed_imports
 from changed_imports import BATCH, STEPS, launched, losses_before
 
 pytest.importorskip("lightning")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+# As `integrations/test_lightning`, of a whole program.
+pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.timeout(300)]
 
 NAME = "lightning_clm"
 CHANGED = re.compile(r"^(from gpumix\S+ import GpumixStrategy|        strategy=.*)\n", re.M)

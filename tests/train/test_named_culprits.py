@@ -8,7 +8,7 @@ import re
 import pytest
 from jobs import BATCH, staged_plan_for, toy, train, write_job
 
-from extended import every_second, left_out
+from extended import every_third, left_out
 from gpumix.spec.errors import RankLost
 from gpumix.spec.plan import Plan
 from gpumix.spec.stage import Mode
@@ -77,7 +77,7 @@ OF_STAGES = [(0, "hang"), (0, "stop"), (1, "kill"), (1, "hang"), (2, "hang"), (2
 OF_A_TEAM = [(0, "kill"), (0, "hang"), (1, "hang"), (2, "hang"), (1, "stop"), (2, "kill")]
 
 
-@pytest.mark.parametrize(("rank", "fault"), every_second(OF_STAGES))
+@pytest.mark.parametrize(("rank", "fault"), every_third(OF_STAGES))
 def test_of_stages(tmp_path, in_stages, rank, fault):
     plan = in_stages[rank]
     first = plan.stages[plan.stages_of(rank)[0]].units[0]

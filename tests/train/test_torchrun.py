@@ -120,6 +120,7 @@ def test_there_must_be_a_process_for_every_device(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.extended  # without torchrun: `test_lost_ranks`
 def test_a_stopped_rank_is_found_and_started_again_long_before_the_timeout(tmp_path):
     """The agents see only processes that end."""
     changes = {"cluster": PAIR, "steps": 8, "checkpoint": {"memory_every_steps": 1}}

@@ -128,6 +128,7 @@ def check_finished(run: Run, expected: list[float]) -> None:
     assert [one["loss"] for one in metrics(run.folder / "run")] == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.extended  # as one that is throttled
 def test_a_link_that_is_cut_for_five_seconds_is_waited_for(run, joined, expected):
     run.wait_for_steps(3)
     joined.cut()
