@@ -8,7 +8,7 @@ from test_additivity import WIDTH, Blocks, a_batch, an_engine, cross_entropy, re
 
 from gpumix.engine.coroutine import ModelError
 from gpumix.engine.engine import Engine
-from gpumix.engine.loss_graph import kind_of, weight_of
+from gpumix.engine.loss_graph import kind_and_weight_of, kind_of
 from gpumix.engine.loss_watch import AGAIN
 from gpumix.engine.prepare import prepare
 from harness import run_ranks
@@ -290,6 +290,10 @@ def test_kinds_tell_operations_apart_and_not_numbers():
 
 def test_weights_are_what_terms_are_multiplied_with():
     x = torch.randn(6, WIDTH, requires_grad=True)
+
+    def weight_of(loss):
+        return kind_and_weight_of(loss)[1]
+
     assert weight_of(x.sum()).item() == 1
     assert weight_of(3 * x.sum() / torch.tensor(4)).item() == 0.75
     assert weight_of(x.mean()).item() == 1 / x.numel()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +39,8 @@ _QUOTIENTS = frozenset(("DivBackward0", "DivBackward1"))
 # Nodes whose output is as long as values say, as of `losses[mask]`.
 _SELECTIONS = frozenset(("IndexBackward0", "MaskedSelectBackward0"))
 _CHOICES = frozenset(("WhereBackward0",))
+_NAMELESS = _UNCHANGED | _QUOTIENTS | _CHOICES
+_REDUCED = _LIKELIHOOD | _ELEMENTWISE
 _COARSE = (torch.float16, torch.bfloat16)
 MOST_NODES = 50  # of a graph between a loss and its logits
 MOST_TERMS = 4  # of a loss, that are told apart
@@ -114,15 +116,34 @@ def is_sum(loss: Tensor) -> bool:
 def kind_of(loss: Tensor) -> int:
     """A number for how a loss is made, the same on every machine and never 0: which operations are
     at the end of its graph, and how many numbers there are multiplied by 0."""
+    return _kind_of(_nodes(loss))
+
+
+def kind_and_weight_of(loss: Tensor) -> tuple[int, Tensor | None]:
+    """The kind, and one number, float64 on the loss's device, for what its terms are multiplied
+    with: losses of one kind with unlike numbers are not sums of the same. None of many terms, of
+    coarse factors, and where the graph is not understood."""
+    nodes = list(_nodes(loss))
+    kind, terms = _kind_of(nodes), _terms_of(loss)
+    if not 0 < len(terms) <= MOST_TERMS or any(one.is_coarse for one in terms):
+        return kind, None
+    with torch.no_grad():
+        weights = [_quotient(one.factor, one.divisor) for one in terms]
+        weights += [_number(own.sum()) for node in nodes for own in _class_weights(node)]
+        return kind, _on(loss.device, sum(place * one for place, one in enumerate(weights, 1)))
+
+
+def _kind_of(nodes: Iterable[Any]) -> int:
     names, zeros = set(), 0
     beside = False  # of what the whole loss is multiplied with
-    for node in _nodes(loss):
+    for node in nodes:
         name = type(node).__name__
         if name in _PRODUCTS:
             zeros += beside and _is_by_zero(node)
-        elif name not in _UNCHANGED | _QUOTIENTS | _CHOICES:
-            names.add(f"{name} {getattr(node, '_saved_reduction', '')}")
-        beside |= sum(following is not None for following, _ in node.next_functions) > 1
+        elif name not in _NAMELESS:
+            reduction = getattr(node, "_saved_reduction", "") if name in _REDUCED else ""
+            names.add(f"{name} {reduction}")
+        beside = beside or sum(following is not None for following, _ in node.next_functions) > 1
     told = f"{' '.join(sorted(names))} {min(zeros, MOST_TERMS)}"
     return 1 + zlib.crc32(told.encode())
 
@@ -138,24 +159,11 @@ def _is_by_zero(product: Any) -> bool:
     return False
 
 
-def weight_of(loss: Tensor) -> Tensor | None:
-    """One number for what the terms of a loss are multiplied with, float64 on its device: losses
-    of one kind with unlike numbers are not sums of the same. None of many terms, of coarse factors,
-    and where the graph is not understood."""
-    terms = _terms_of(loss)
-    if not 0 < len(terms) <= MOST_TERMS or any(one.is_coarse for one in terms):
-        return None
-    with torch.no_grad():
-        weights = [_quotient(one.factor, one.divisor) for one in terms]
-        weights += [_number(own.sum()) for node in _nodes(loss) for own in _class_weights(node)]
-        return _on(loss.device, sum(place * one for place, one in enumerate(weights, 1)))
-
-
 def _class_weights(node: Any) -> list[Tensor]:
     """What a loss function multiplies the items of a class with."""
     name = type(node).__name__
     of_name = "_saved_weight" if name in _LIKELIHOOD else "_saved_pos_weight"
-    own = getattr(node, of_name, None) if name in _LIKELIHOOD | _ELEMENTWISE else None
+    own = getattr(node, of_name, None) if name in _REDUCED else None
     return [] if own is None or own.dtype in _COARSE else [own.detach()]
 
 
@@ -262,7 +270,7 @@ def _own_count(node: Any, name: str) -> _Number | None:
 
 def _sums(node: Any, name: str) -> bool:
     reduction = getattr(node, "_saved_reduction", None)
-    return name == "SumBackward0" or (name in _LIKELIHOOD | _ELEMENTWISE and reduction == _SUM)
+    return name == "SumBackward0" or (name in _REDUCED and reduction == _SUM)
 
 
 def _number(value: Any) -> _Number:

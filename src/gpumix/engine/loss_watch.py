@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gpumix.engine.exchanged import Exchanged, Makeup
-from gpumix.engine.loss_graph import kind_of, weight_of
+from gpumix.engine.loss_graph import kind_and_weight_of
 from gpumix.engine.reading import Reading
 
 MOST_DOUBTS = 16  # kinds of losses that are rehearsed, after the first ones
@@ -86,13 +86,12 @@ class LossWatch:
         Args:
             summed, count: what an objective has come to for a micro-batch.
         """
-        kind = kind_of(summed)
+        kind, weight = kind_and_weight_of(summed)
         self._kinds.add(kind)
         if kind not in self._known and not self._doubted[0] and self._left:
             self._doubted = kind, batch
         with torch.no_grad():
             counted = torch.as_tensor(count, dtype=torch.float64, device=self._device)
-            weight = weight_of(summed)
             if weight is not None:
                 own = torch.where(counted > 0, weight, math.nan)
                 low, high = self._ends or (own, own)
