@@ -8,8 +8,9 @@ from test_additivity import WIDTH, Blocks, a_batch, an_engine, cross_entropy, re
 
 from gpumix.engine.coroutine import ModelError
 from gpumix.engine.engine import Engine
+from gpumix.engine.exchanged import Exchanged, Makeup
 from gpumix.engine.loss_graph import kind_and_weight_of, kind_of
-from gpumix.engine.loss_watch import AGAIN
+from gpumix.engine.loss_watch import AGAIN, LossWatch
 from gpumix.engine.prepare import prepare
 from harness import run_ranks
 from reference import SEED, Share, build, initialised, plan_for
@@ -243,6 +244,38 @@ def test_a_model_that_counts_in_training_alone_is_refused():
 
     with pytest.raises(ModelError, match="when it computes the same samples again"):
         an_engine(cross_entropy, Counting).step(a_batch())
+
+
+def test_a_loss_changes_while_rules_are_not_told_apart():
+    """The first label of each sample is left out, so it may count or not."""
+    batch = a_batch()
+    batch["labels"][:, 0] = -100
+    batch["labels"][:, 1] = 1
+    engine = a_watched()
+    engine.step(batch)
+    assert engine._reduces.rivals
+    now.function = LATER["a term that couples samples"]
+    engine.step(batch)
+    with pytest.raises(ModelError, match="made of the losses of its parts"):
+        engine.step(batch)
+
+
+def test_what_is_learned_settles_no_other_doubt():
+    cpu = torch.device("cpu")
+    watch = LossWatch(cpu, [5], late=0, by_values=False)
+    told = [Makeup(7, 7, 1.0, 1.0, 0.0), Makeup(5, 0, 1.0, 2.0, 0.0), Makeup(7, 7, 1.0, 1.0, 0.0)]
+    for step, makeup in enumerate(told, 1):
+        watch.take()
+        watch.note(step, Exchanged.row(cpu, 0.0, 0.0, 0.0, makeup)[None])
+    watch.read()
+    assert [(one.step, one.kinds, one.unlike) for one in watch.doubts] == [
+        (1, [7], None),
+        (2, [], (1.0, 2.0)),
+        (3, [7], None),
+    ]
+    watch.doubts.popleft()
+    watch.learn([7])
+    assert [one.step for one in watch.doubts] == [2]
 
 
 def _later() -> str:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -120,7 +120,7 @@ class LossWatch:
             step, reading, ones = self._told.popleft()
             [table] = reading.tensors()
             makeups = Exchanged(table).makeups
-            kinds = sorted({int(one.new) for one in makeups} - {0} - self._known)
+            kinds = self._new(one.new for one in makeups)
             by_one = any(one.by_one for one in makeups) and bool(self._left)
             of_one = [batch for is_one, batch in ones if is_one] if by_one else []
             if doubt := Doubt(step, kinds, _unlike(makeups), by_one, of_one):
@@ -134,10 +134,15 @@ class LossWatch:
     def learn(self, kinds: Sequence[int]) -> None:
         """The losses of these kinds add up. All ranks learn the same."""
         self._known.update(kinds)
-        self._left -= 1
+        self._left = max(0, self._left - 1)
         if self._doubted[0] in self._known:
             self._doubted = 0, None
-        self.doubts.clear()  # they are told again
+        left = [replace(one, kinds=self._new(one.kinds)) for one in self.doubts]
+        self.doubts = deque(filter(None, left))
+
+    def _new(self, kinds: Iterable[float]) -> list[int]:
+        """Those that nobody knows."""
+        return sorted(set(map(int, kinds)) - {0} - self._known)
 
 
 def _unlike(makeups: Sequence[Makeup]) -> tuple[float, float] | None:

@@ -63,8 +63,9 @@ class Settling(Trials):
         """
         if self.is_settled(in_step=in_step):
             return
-        if self._settled:
+        if in_step and self._is_due():
             self._settle_again(batch, samples)
+        if self._settled:
             return
         reduces = self._reduces
         if reduces.rivals and not additivity.is_told_apart(self, batch, reduces):
