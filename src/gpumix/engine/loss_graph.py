@@ -154,7 +154,7 @@ def _is_by_zero(product: Any) -> bool:
         own = getattr(product, name, None)
         if isinstance(own, Tensor) and (own.numel() != 1 or own.device.type != "cpu"):
             continue
-        if own is not None and not own:
+        if own is not None and not _number(own):
             return True
     return False
 
@@ -277,8 +277,11 @@ def _number(value: Any) -> _Number:
     """Of one element."""
     if not isinstance(value, Tensor):
         return float(value)
-    value = value.detach().reshape(())
-    return float(value) if value.device.type == "cpu" else value.double()
+    # Numbers of Python, which graphs keep as tensors, are none to modes that see operations.
+    with torch.no_grad():
+        made = torch.zeros((), dtype=torch.float64, device=value.device) + value
+    made = made.reshape(())
+    return float(made) if made.device.type == "cpu" else made
 
 
 def _quotient(one: _Number, other: _Number) -> _Number:
