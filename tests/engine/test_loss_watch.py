@@ -156,18 +156,22 @@ def test_a_number_that_differs_between_micro_batches_is_seen():
         engine.step(batch)
 
 
+def of_hidden(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """A mean over positions that odd numbers mark."""
+    hidden = (y % 2 == 1) & (y > 0)
+    return (z.square().mean(-1) * hidden).sum() / hidden.sum().clamp(min=1)
+
+
+def some_hidden() -> dict[str, torch.Tensor]:
+    """A batch of which each sample has some; they are no labels of classes."""
+    marks = torch.arange(30).view(6, 5) % 4
+    marks[1, 1:4] = 1
+    return a_batch() | {"labels": marks.double()}
+
+
 def test_a_micro_batch_in_which_a_mean_over_values_counts_nothing_is_refused():
     """It was divided by one at least."""
-
-    def of_hidden(z, y):
-        hidden = (y % 2 == 1) & (y > 0)
-        return (z.square().mean(-1) * hidden).sum() / hidden.sum().clamp(min=1)
-
-    batch = a_batch()
-    batch["labels"] = torch.arange(30).view(6, 5) % 4
-    batch["labels"][1, 1:4] = 1
-    batch["labels"] = batch["labels"].double()  # no labels of classes
-    engine = an_engine(of_hidden)
+    engine, batch = an_engine(of_hidden), some_hidden()
     engine.step(batch)
     batch["labels"][:3] = 2
     engine.step(batch)
@@ -176,14 +180,7 @@ def test_a_micro_batch_in_which_a_mean_over_values_counts_nothing_is_refused():
 
 
 def test_a_micro_batch_with_one_value_to_count_is_no_empty_one():
-    def of_hidden(z, y):
-        hidden = (y % 2 == 1) & (y > 0)
-        return (z.square().mean(-1) * hidden).sum() / hidden.sum().clamp(min=1)
-
-    batch = a_batch()
-    batch["labels"] = (torch.arange(30).view(6, 5) % 4).double()
-    batch["labels"][1, 1:4] = 1
-    engine = an_engine(of_hidden)
+    engine, batch = an_engine(of_hidden), some_hidden()
     engine.step(batch)
     batch["labels"][:3] = 2
     batch["labels"][1, 1] = 1

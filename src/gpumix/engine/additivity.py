@@ -55,7 +55,6 @@ from gpumix.engine.samples import (
     LABELS,
     MASK,
     padded_from,
-    samples_in,
     with_words_for_padding,
 )
 from gpumix.engine.trials import Trials
@@ -131,13 +130,8 @@ def counts_twice(engine: Trials, batch: Any, rows: Sequence[range], objective: R
     """
     place = choose(engine, batch, rows, objective, uncut=True)
     assert place is not None, "some rank has samples"
-    own, twice = batch, None
-    if place.number is None:
-        own = None
-    else:
-        numbers = list(range(samples_in(batch)))
-        twice = take(batch, numbers + numbers)
-    return _Rehearsal(engine, batch, own, place, objective).counts(twice, place.size)
+    own = None if place.number is None else batch
+    return _Rehearsal(engine, batch, own, place, objective).counts_twice()
 
 
 def in_parts(
@@ -201,10 +195,9 @@ class _Rehearsal(Computations):
     def run(self, couples: str) -> Rehearsed:
         objective = self._objective
         trained = self._trained(couples)
-        compared = self._compared(trained)
-        if compared is None:
-            return Rehearsed(f"unknown: the first loss is {self._loss}")
-        trials, errors, training = compared
+        trials, errors, training = self._compared(trained)
+        if not errors:
+            return Rehearsed(f"unknown: the first loss is {trials[0].loss}")
         rule = self._rule(trials, errors)
         adds_up = self._adds_up(trials, errors[rule], rule, training=training)
         adds_up = adds_up and (training or self._repeats(trials[0], self._rules[rule]))
@@ -224,10 +217,9 @@ class _Rehearsal(Computations):
         """See `rehearse_again`."""
         known = self._objective.rule
         assert known is not None, "it was rehearsed"
-        compared = self._compared(self._trained(""))
+        trials, errors, training = self._compared(self._trained(""))
         names = [rule.name for rule in self._rules]
-        if compared is not None and known.name in names:
-            trials, errors, training = compared
+        if errors and known.name in names:
             rule = names.index(known.name)
             if not self._adds_up(trials, errors[rule], rule, training=training):
                 raise self._changed(trials, errors, known)
@@ -250,15 +242,14 @@ class _Rehearsal(Computations):
         if not alike(self._engine, trained, self._trial(self._slices()[0], training=True)):
             raise keeps_between_calls(self._engine.model)
 
-    def _compared(self, trained: Trial) -> tuple[list[Trial], list[float], bool] | None:
+    def _compared(self, trained: Trial) -> tuple[list[Trial], list[float], bool]:
         """All samples and the parts, the errors of them by rule, whether they are as in training;
-        None if the loss is not finite."""
+        no errors if the loss is not finite."""
         whole, *parts = self._slices()
         trials = [self._trial(rows) for rows in (whole, *parts)]
-        self._loss = trials[0].loss
-        if not math.isfinite(self._loss):
-            return None
         training = False
+        if not math.isfinite(trials[0].loss):
+            return trials, [], training
         if not alike(self._engine, trained, trials[0]):
             other = self._trial(whole, training=True, start=1)
             self._refuse_memory(trained)
@@ -315,19 +306,15 @@ class _Rehearsal(Computations):
         if rule.kind != "sum" and all(value == 1.0 for value in whole.values):
             return True
         times = max(2, 2 * self._place.size // self._samples)
-        own = None if self._own is None else take(self._own, [*range(self._samples)] * times)
-        again = self._trial(slice(0, times * self._samples), own=own)
         expected = Trial(None, loss=whole.loss * (times if rule.kind == "sum" else 1))
-        again.sums = None
-        return alike(self._engine, again, expected)
+        return alike(self._engine, self._several_times(self._samples, times), expected)
 
     def _exceeds_rounding(self, error: float, rule: int, first: Trial, *, training: bool) -> bool:
         """Whether a small error comes from something else than rounding: a weak coupling, such as
         that of a balancing term with a small weight, has one within the tolerance. Collective."""
         if error <= DOUBTFUL or tolerance_of(self._engine) != TOLERANCE["fp32"]:
             return False
-        own = None if self._own is None else take(self._own, [0, 0])
-        twice = self._trial(slice(0, 2), own=own, training=training)
+        twice = self._several_times(1, 2, training=training)
         rounding = self._errors((twice, first, first))[rule]
         return error > ROUNDINGS * rounding
 
@@ -432,7 +419,6 @@ class _Rehearsal(Computations):
             return self._couples(trials)
         return ModelError(
             "the loss adds up in another way than when training began",
-            where=type(self._engine.model).__name__,
             why=f"it was {known.name}, and is {self._rules[found].name}",
             fix="return (summed loss, count) from a loss function of your own",
         )

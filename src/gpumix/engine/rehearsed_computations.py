@@ -61,7 +61,6 @@ class Computations:
         self._samples = max(2, min(most, place.size))
         self._training: list[nn.Module] = []
         self._kinds: set[int] = set()  # of losses that were seen
-        self._loss = math.nan
         self._ran = False  # the model has computed several samples at once
 
     def made(self, run: Callable[[nn.Module, Any], Any]) -> list[Any]:
@@ -85,12 +84,18 @@ class Computations:
         """Of the samples: all, and two unlike parts."""
         return slice(0, self._samples), slice(0, 1), slice(1, self._samples)
 
-    def counts(self, twice: Any, samples: int) -> bool:
-        """See `counts_twice`: `twice` are this rank's samples, if any, of so many."""
-        once = self._trial(slice(0, samples))
-        again = self._trial(slice(0, 2 * samples), own=twice)
+    def counts_twice(self) -> bool:
+        """Whether the loss of a micro-batch is divided by twice as much if its samples are there
+        twice. Collective."""
+        once = self._trial(slice(0, self._place.size))
+        again = self._several_times(self._place.size, 2)
         pairs = zip(once.denominators, again.denominators)
         return all(math.isclose(two, 2 * one, rel_tol=1e-4) for one, two in pairs)
+
+    def _several_times(self, samples: int, times: int, *, training: bool = False) -> Trial:
+        """The first samples, each so many times, at once."""
+        own = None if self._own is None else take(self._own, [*range(samples)] * times)
+        return self._trial(slice(0, times * samples), own=own, training=training)
 
     def _kinds_seen(self) -> list[int]:
         """Of all losses, on all ranks."""
