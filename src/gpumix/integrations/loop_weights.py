@@ -20,6 +20,10 @@ from gpumix.engine.reading import Reading
 from gpumix.spec.errors import InputError
 
 MOST_TERMS = 6
+# Columns of what a rank tells: whether it has samples, its rows, the count that the loop gives,
+# from TERMS on the denominators of its terms; last, a value that the loss is divided by, and
+# whether it is a sum.
+HAS, ROWS, GIVEN, TERMS, VALUE, SUM = 0, 1, 2, 3, -2, -1
 COUNT = "accelerator.backward(loss, count=N), N the number of items that the loss is a mean over"
 
 
@@ -66,28 +70,28 @@ class LoopWeights:
                 fix=COUNT,
             )
         device = self._comm.device
-        row = torch.full((5 + MOST_TERMS,), torch.nan, dtype=torch.float64, device=device)
-        row[0].fill_(float(own > 0))
-        row[1].fill_(float(rows))
-        row[-1].fill_(float(count is None and is_sum(loss)))
+        row = torch.full((TERMS + MOST_TERMS + 2,), torch.nan, dtype=torch.float64, device=device)
+        row[HAS].fill_(float(own > 0))
+        row[ROWS].fill_(float(rows))
+        row[SUM].fill_(float(count is None and is_sum(loss)))
         if values := () if count is not None else denominators_of(loss, shapes=False):
-            row[-2].copy_(values[0])
+            row[VALUE].copy_(values[0])
         if count is not None:
-            row[2].copy_(torch.as_tensor(count))
-        for place, term in enumerate(terms, 3):
+            row[GIVEN].copy_(torch.as_tensor(count))
+        for place, term in enumerate(terms, TERMS):
             row[place].copy_(term)
         table = self._comm.exchanged(row, "weights of losses")
         if self._is_known:
             self._told = Reading([table])
-        column = 3
+        column = TERMS
         if not self._is_known:
             column = _column(table.tolist())
-            self._is_known = column == 3
+            self._is_known = column == TERMS
         elif count is not None:
-            column = 2
-        of_ranks = torch.where(table[:, 0] > 0, table[:, column], 0.0)
+            column = GIVEN
+        of_ranks = torch.where(table[:, HAS] > 0, table[:, column], 0.0)
         share = of_ranks[self._comm.rank] / of_ranks.sum()
-        sums = table[:, -1].all()
+        sums = table[:, SUM].all()
         return Worth(torch.where(sums, torch.ones_like(share), share), share)
 
     def _refuse_ones(self) -> None:
@@ -99,7 +103,7 @@ class LoopWeights:
         if self._told is None:
             return
         [table] = self._told.tensors()
-        own = {row[-2] for row in table.tolist() if row[0] and not math.isnan(row[-2])}
+        own = {row[VALUE] for row in table.tolist() if row[HAS] and not math.isnan(row[VALUE])}
         self._told = None
         if 1.0 in own and len(own) > 1:
             raise InputError(
@@ -114,16 +118,16 @@ class LoopWeights:
 def _column(table: Sequence[Sequence[float]]) -> int:
     """Which column of what ranks told has the weights: what the loop says, what the graph tells, or
     the rows where all ranks have as many."""
-    known = [row for row in table if row[0]]
-    if not any(math.isnan(row[2]) for row in known):
-        return 2
-    alike = all(_are_alike(row[3:-2], known[0][3:-2]) for row in known)
+    known = [row for row in table if row[HAS]]
+    if not any(math.isnan(row[GIVEN]) for row in known):
+        return GIVEN
+    alike = all(_are_alike(row[TERMS:VALUE], known[0][TERMS:VALUE]) for row in known)
     idle = len(known) < len(table)
-    equal = all(math.isclose(row[3], known[0][3], rel_tol=1e-6) for row in known)
+    equal = all(math.isclose(row[TERMS], known[0][TERMS], rel_tol=1e-6) for row in known)
     if alike and not (idle and equal and len(known) > 1):
-        return 3
-    if not idle and len({row[1] for row in known}) == 1:
-        return 1
+        return TERMS
+    if not idle and len({row[ROWS] for row in known}) == 1:
+        return ROWS
     if alike:
         raise InputError(
             "a rank has no samples, and the loss is divided by a number of all ranks",
