@@ -121,6 +121,49 @@ def test_a_loss_that_is_made_in_another_way_and_adds_up_is_rehearsed_once(monkey
     assert fresh.step(batch).item() == pytest.approx(expected, rel=1e-5)
 
 
+def test_terms_over_one_number_of_which_some_batches_have_more_add_up():
+    """As of heads, or experts, that few samples use."""
+
+    def by_group(z, y):
+        each = torch.nn.functional.cross_entropy(z.transpose(1, 2), y, reduction="none").sum(1)
+        groups = [(y[:, 0] % 3 == number) for number in range(3)]
+        return sum(each[own].sum() / len(z) for own in groups if own.any())
+
+    engine = a_watched()
+    now.function = by_group
+    batch = a_batch()
+    batch["labels"][:, 0] = 0
+    for few in (0, 0, 1, 2, 0, 2):
+        batch["labels"][3:, 0] = few
+        batch["labels"][4:, 0] = 0 if few == 1 else few // 2
+        expected = by_group(initialised(Blocks)(batch["x"]), batch["labels"]).item()
+        assert engine.step(batch).item() == pytest.approx(expected, rel=1e-5)
+    engine.look_back()
+
+
+def test_a_micro_batch_that_leaves_out_all_blocks_has_a_loss_like_others():
+    """LayerDrop by chance: a rehearsal leaves out none."""
+
+    class LeavesOut(Blocks):
+        def __init__(self):
+            super().__init__()
+            self.layerdrop = 0.5
+
+        def forward(self, x):
+            for block in self.blocks:
+                if not (self.layerdrop and self.training and left_out):
+                    x = block(x)
+            return self.head(torch.tanh(x))
+
+    left_out = False
+    engine = an_engine(cross_entropy, LeavesOut)
+    engine.model.train()
+    for left_out in (False, True, False, True):
+        engine.step(a_batch())
+    engine.look_back()
+    assert len(engine._watch._known) == 2
+
+
 def test_what_a_rehearsal_does_not_repeat_is_refused():
     calls = []
 
@@ -327,6 +370,7 @@ def test_weights_are_what_terms_are_multiplied_with():
     assert weight_of(x.sum()).item() == 1
     assert weight_of(3 * x.sum() / torch.tensor(4)).item() == 0.75
     assert weight_of(x.mean()).item() == 1 / x.numel()
-    assert weight_of(x.sum() - 5 * x.sum()).item() == 1 - 2 * 5
+    assert weight_of(x.sum() - 5 * x.sum()).item() == 1 + 2 * (-5 - 1)
+    assert weight_of(2 * x.sum() + 2 * x.sum() + 2 * x.sum()).item() == 2
     assert weight_of(x.sum() * torch.tensor(0.1, dtype=torch.bfloat16)) is None
     assert weight_of(x.std()) is None

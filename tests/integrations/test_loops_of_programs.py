@@ -42,7 +42,8 @@ def by_hand_of_the_model(
     for number, batch in enumerate(loader):
         logits = network(input_ids=batch["input_ids"]).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["input_ids"].flatten())
-        accelerator.backward(loss / 2)
+        accelerator.backward(loss)
+        found.append(accelerator.reduce(loss.detach(), "mean").item())
         if number % 2:
             found.append(float(accelerator.clip_grad_norm_(network.parameters(), 1.0)))
             optimizer.step()
@@ -97,7 +98,9 @@ def sums(accelerator: Any, network: Any, optimizer: Any, loader: Any) -> list[fl
     found = []
     for batch in loader:
         logits = network(input_ids=batch["input_ids"]).logits
-        accelerator.backward(logits.square().sum())
+        loss = logits.square().sum()
+        accelerator.backward(loss)
+        found.append(accelerator.reduce({"loss": loss.detach()}, "mean")["loss"].item())
         found.append(float(accelerator.clip_grad_norm_(network.parameters(), 1.0)))
         optimizer.step()
         optimizer.zero_grad()

@@ -43,6 +43,7 @@ _NAMELESS = _UNCHANGED | _QUOTIENTS | _CHOICES
 _REDUCED = _LIKELIHOOD | _ELEMENTWISE
 _COARSE = (torch.float16, torch.bfloat16)
 MOST_NODES = 50  # of a graph between a loss and its logits
+MOST_NAMED = 256  # of a graph, whose operations tell its kind
 MOST_TERMS = 4  # of a loss, that are told apart
 _MEAN, _SUM = 1, 2  # torch's numbers of reductions
 
@@ -64,16 +65,23 @@ def selects_by_values(loss: Tensor) -> bool:
     return any(type(node).__name__ in _SELECTIONS for node in _nodes(loss))
 
 
-def _nodes(loss: Tensor, until: Callable[[Any], Any] = lambda node: None) -> Iterator[Any]:
-    """Those of a loss's graph, the nearest `MOST_NODES` at most, and none behind one of which
-    `until` tells something."""
+def _nodes(
+    loss: Tensor,
+    until: Callable[[Any], Any] = lambda node: None,
+    *,
+    most: int = MOST_NODES,
+    nameless: frozenset[str] = frozenset(),
+) -> Iterator[Any]:
+    """Those of a loss's graph, the nearest `most` beside `nameless` ones, and none behind one of
+    which `until` tells something."""
     left: deque[Any] = deque([loss.grad_fn])
     seen: set[Any] = set()
-    while left and len(seen) < MOST_NODES:
+    while left and most:
         node = left.popleft()
         if node is None or node in seen:
             continue
         seen.add(node)
+        most -= type(node).__name__ not in nameless
         yield node
         if until(node) is None:
             left += [following for following, _ in node.next_functions]
@@ -116,21 +124,35 @@ def is_sum(loss: Tensor) -> bool:
 def kind_of(loss: Tensor) -> int:
     """A number for how a loss is made, the same on every machine and never 0: which operations are
     at the end of its graph, and how many numbers there are multiplied by 0."""
-    return _kind_of(_nodes(loss))
+    return _kind_of(_telling(loss))
+
+
+def _telling(loss: Tensor) -> list[Any]:
+    """Nodes whose names tell a kind. A loss that was multiplied with its count has the same ones
+    as without: that product is no named one."""
+    return list(_nodes(loss, most=MOST_NAMED, nameless=_NAMELESS | _PRODUCTS))
 
 
 def kind_and_weight_of(loss: Tensor) -> tuple[int, Tensor | None]:
     """The kind, and one number, float64 on the loss's device, for what its terms are multiplied
     with: losses of one kind with unlike numbers are not sums of the same. None of many terms, of
     coarse factors, and where the graph is not understood."""
-    nodes = list(_nodes(loss))
+    nodes = _telling(loss)
     kind, terms = _kind_of(nodes), _terms_of(loss)
     if not 0 < len(terms) <= MOST_TERMS or any(one.is_coarse for one in terms):
         return kind, None
     with torch.no_grad():
-        weights = [_quotient(one.factor, one.divisor) for one in terms]
-        weights += [_number(own.sum()) for node in nodes for own in _class_weights(node)]
-        return kind, _on(loss.device, sum(place * one for place, one in enumerate(weights, 1)))
+        told = _in_one([_quotient(one.factor, one.divisor) for one in terms])
+        of_classes = [_number(own.sum()) for node in nodes for own in _class_weights(node)]
+        return kind, _on(loss.device, told + _in_one(of_classes))
+
+
+def _in_one(numbers: list[_Number]) -> _Number:
+    """One number that tells of all of them: that of each, where they are alike, however many."""
+    if not numbers:
+        return 0.0
+    first = numbers[0]
+    return first + sum(place * (one - first) for place, one in enumerate(numbers, 1))
 
 
 def _kind_of(nodes: Iterable[Any]) -> int:

@@ -137,14 +137,16 @@ def _add_sums(gradient: Tensor, row: Tensor) -> None:
 
 def is_of_unlike_means(trials: Sequence[Trial]) -> bool:
     """Whether a loss is a sum of terms that are divided by numbers which are not in proportion. Of
-    these samples one of the terms may be nothing."""
+    these samples one of the terms may be nothing. Of terms that are all divided by the same number,
+    there may be more for some samples than for others."""
     ratios = [
         [of_term / t.denominators[0] for of_term in t.denominators]
         for t in trials
         if t.denominators and all(t.denominators)
     ]
-    finite = all(math.isfinite(one) for own in ratios for one in own)
-    return finite and not _are_alike(ratios)
+    every = [one for own in ratios for one in own]
+    are_equal = all(math.isclose(one, 1, rel_tol=1e-5) for one in every)
+    return not are_equal and all(map(math.isfinite, every)) and not _are_alike(ratios)
 
 
 def _are_alike(rows: Sequence[Sequence[float]]) -> bool:

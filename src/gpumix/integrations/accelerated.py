@@ -41,11 +41,11 @@ from gpumix.integrations.accelerator_arguments import (
 )
 from gpumix.integrations.awaited import Awaited
 from gpumix.integrations.batching import Batching
-from gpumix.integrations.called import ARGS, KWARGS, NAME_PARTS, call_of
+from gpumix.integrations.called import KWARGS, NAME_PARTS, call_of
 from gpumix.integrations.gathering import all_numbers, all_objects, all_rows
 from gpumix.integrations.hosted import Training, host, plan_of, refuse_gpu, world
 from gpumix.integrations.loop_record import LoopRecord
-from gpumix.integrations.looped import LABELS, Looped, LoopLoss
+from gpumix.integrations.looped import LABELS, Looped, LoopLoss, stand_in_loss
 from gpumix.integrations.optimizers import optimizer_like, taken_over
 from gpumix.integrations.overflows import tells_of_skips, told_norm
 from gpumix.integrations.own_batches import CollatedTree, OwnLoader, Part, Width, collated_tree
@@ -308,7 +308,7 @@ class Accelerator(accelerate.Accelerator):
             lambda samples: call_of(model, specimen.batch(samples)),
             sequence_length=specimen.sequence_length,
             global_batch=batch_size * world(),
-            loss=loss if inside else _stand_in_loss,
+            loss=loss if inside else stand_in_loss,
             optimizer=optimizer_like(optimizers[0].optimizer) if optimizers else None,
             precision=self._precision,
             compile=self._compile,
@@ -406,6 +406,12 @@ class Accelerator(accelerate.Accelerator):
         worth = self._looped.weight_of(loss, count)
         super().backward(loss, **kwargs)
         self._looped.backward_done(loss.detach(), worth)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """As Accelerate's; the mean of the last loss is the loss of the whole batch."""
+        if reduction == "mean" and self._looped is not None:
+            tensor = tree_map(self._looped.weighed, tensor)
+        return super().reduce(tensor, reduction, scale)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: int = 2) -> Any:
         """Of all gradients of the model."""
@@ -587,14 +593,3 @@ def _load_registered(obj: Any, path: str, index: int = 0) -> None:
             "that you trust call torch.serialization.add_safe_globals before",
         ) from error
     obj.load_state_dict(state)
-
-
-def _stand_in_loss(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-    """While devices are measured: nobody knows yet what the loop will make of the outputs."""
-    outputs = model(*batch[ARGS], **batch[KWARGS])
-    sums = [
-        t.float().square().sum()
-        for t in tree_leaves(outputs)
-        if isinstance(t, Tensor) and t.is_floating_point()
-    ]
-    return torch.stack(sums).sum(), torch.tensor(1, device=sums[0].device)

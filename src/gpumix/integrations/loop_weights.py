@@ -91,7 +91,7 @@ class LoopWeights:
             column = GIVEN
         of_ranks = torch.where(table[:, HAS] > 0, table[:, column], 0.0)
         share = of_ranks[self._comm.rank] / of_ranks.sum()
-        sums = table[:, SUM].all()
+        sums = table[:, SUM].all() & (own > 0)
         return Worth(torch.where(sums, torch.ones_like(share), share), share)
 
     def _refuse_ones(self) -> None:

@@ -121,6 +121,7 @@ class Looped(nn.Module):
         self._alone = alone
         self._samples: int | None = None  # of the batch of the last call
         self._begun: _Begun | None = None
+        self._last: tuple[Tensor, Worth | None] | None = None  # loss that backward began at
         self._has_stepped = False  # the optimizer, since gradients were added
         self._like: Any = None  # what the model returned last, without rows
 
@@ -282,7 +283,20 @@ class Looped(nn.Module):
             for gradient in made.values():
                 gradient.mul_(times.to(gradient.device))
         self._record.computed(loss, None if worth is None else worth.weight)
+        self._last = loss, worth
         self._add(made)
+
+    def weighed(self, tensor: Any) -> Any:
+        """What the mean over ranks is to be taken of: the loss that backward was last called for,
+        times what it counts for, so that its mean is the loss of the whole batch. Anything else as
+        it is."""
+        loss, worth = self._last or (None, None)
+        if worth is None or loss is None or not isinstance(tensor, Tensor):
+            return tensor
+        if tensor.untyped_storage().data_ptr() != loss.untyped_storage().data_ptr():
+            return tensor
+        weight = self._engine.comm.world * worth.weight.to(tensor)
+        return torch.where(weight > 0, tensor * weight, 0.0)
 
     def check_done(self) -> None:
         """
@@ -434,6 +448,17 @@ def _refuse_gradients(batch: Any) -> None:
 
 def _outputs(model: nn.Module, batch: Any) -> Any:
     return model(*batch[ARGS], **batch[KWARGS])
+
+
+def stand_in_loss(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    """While devices are measured: nobody knows yet what the loop will make of the outputs."""
+    outputs = _outputs(model, batch)
+    sums = [
+        t.float().square().sum()
+        for t in tree_leaves(outputs)
+        if isinstance(t, Tensor) and t.is_floating_point()
+    ]
+    return torch.stack(sums).sum(), torch.tensor(1, device=sums[0].device)
 
 
 def _loss(outputs: Any) -> Tensor:
