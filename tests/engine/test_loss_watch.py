@@ -158,8 +158,9 @@ def test_a_micro_batch_that_leaves_out_all_blocks_has_a_loss_like_others():
     left_out = False
     engine = an_engine(cross_entropy, LeavesOut)
     engine.model.train()
-    for left_out in (False, True, False, True):
+    for _ in range(4):
         engine.step(a_batch())
+        left_out = not left_out
     engine.look_back()
     assert len(engine._watch._known) == 2
 
@@ -374,3 +375,30 @@ def test_weights_are_what_terms_are_multiplied_with():
     assert weight_of(2 * x.sum() + 2 * x.sum() + 2 * x.sum()).item() == 2
     assert weight_of(x.sum() * torch.tensor(0.1, dtype=torch.bfloat16)) is None
     assert weight_of(x.std()) is None
+
+
+@pytest.mark.parametrize("micro_batch", [1, 3])
+def test_a_loss_that_is_nothing_of_few_samples_is_rehearsed_with_more(micro_batch):
+    """As one of hard negatives, of which few samples have none."""
+
+    def of_many(z, y):
+        return contrast(z, y) * (len(z) > 3)
+
+    with pytest.raises(ModelError, match="made of the losses of its parts") as caught:
+        an_engine(of_many, micro_batch=micro_batch).step(a_batch())
+    assert caught.value.why.startswith("of 4 samples")
+
+
+def test_a_loss_that_is_nothing_teaches_nothing():
+    weight = 0.0
+
+    def later(z, y):
+        return weight * contrast(z, y)
+
+    engine = an_engine(later)
+    for _ in range(3):
+        engine.step(a_batch())
+    assert not engine._watch._known
+    weight = 1.0
+    with pytest.raises(ModelError, match="made of the losses of its parts"):
+        engine.step(a_batch())

@@ -29,6 +29,7 @@ from gpumix.engine.rehearsed_computations import Computations
 from gpumix.engine.rehearsed_models import (
     NO_RULE,
     NOT_OF_PARTS,
+    draws_in_evaluation,
     keeps_between_calls,
     keeps_for_later,
     kept_state,
@@ -36,7 +37,13 @@ from gpumix.engine.rehearsed_models import (
     numbers_kept,
     refuse_any,
 )
-from gpumix.engine.rehearsed_samples import Place, choose, exchanged, own_samples
+from gpumix.engine.rehearsed_samples import (
+    MORE_SAMPLES,
+    Place,
+    choose,
+    exchanged,
+    own_samples,
+)
 from gpumix.engine.rehearsed_trials import (
     SMALLEST,
     TOLERANCE,
@@ -55,6 +62,7 @@ from gpumix.engine.samples import (
     LABELS,
     MASK,
     padded_from,
+    samples_in,
     with_words_for_padding,
 )
 from gpumix.engine.trials import Trials
@@ -70,11 +78,20 @@ class Rehearsed(NamedTuple):
     """
     Attributes:
         told: what a record says of how losses add up.
-        kinds: of losses that were seen (`loss_graph.kind_of`).
+        seen: kinds of losses that were computed (`loss_graph.kind_of`).
+        shows: whether they were more than nothing, which adds up by any rule.
+        adds_up: whether they do by a rule.
     """
 
     told: str
-    kinds: Sequence[int] = ()
+    seen: Sequence[int] = ()
+    shows: bool = False
+    adds_up: bool = False
+
+    @property
+    def known(self) -> Sequence[int]:
+        """Kinds of losses that add up."""
+        return self.seen if self.shows and self.adds_up else ()
 
 
 NOTHING = Rehearsed("")
@@ -102,24 +119,20 @@ def rehearse(
 
 def rehearse_again(
     engine: Trials, batch: Any, rows: Sequence[range], objective: Reduces
-) -> list[int]:
+) -> Rehearsed:
     """See whether losses still add up by the rule that was found. Collective.
 
     Args:
         batch, rows: as in `rehearse`, with samples on one rank at least.
-
-    Returns:
-        Kinds of losses (`loss_graph.kind_of`) that were seen.
 
     Raises:
         ModelError: they do not.
     """
     place = choose(engine, batch, rows, objective, uncut=True)
     assert place is not None, "some rank has samples"
-    most = max(2, place.size)  # a micro-batch of one sample has it twice
-    own = own_samples(engine, batch, rows, place, objective, most=most)
+    own = own_samples(engine, batch, rows, place, objective, most=max(MORE_SAMPLES, place.size))
     with numbers_kept(engine.model):
-        return _Rehearsal(engine, batch, own, place, objective, most).run_again()
+        return _Rehearsal(engine, batch, own, place, objective, place.size).run_again()
 
 
 def counts_twice(engine: Trials, batch: Any, rows: Sequence[range], objective: Reduces) -> bool:
@@ -140,6 +153,8 @@ def in_parts(
     rows: Sequence[range],
     objective: Reduces,
     run: Callable[[nn.Module, Any], Any],
+    *,
+    start: int = 0,
 ) -> list[Any]:
     """What `run` makes of a few samples at once, of the first of them, of the others; nothing on
     ranks that do not compute them, or where the batch is not cut. Without gradients and dropout.
@@ -148,9 +163,10 @@ def in_parts(
     Args:
         run: is called with the model, whose forward it calls once, and samples.
         batch, rows: as in `rehearse`.
+        start: place that the first sample is given: others are drawn for another one.
     """
     found = _rehearsal(engine, batch, rows, objective)
-    return [] if found is None else found.made(run)
+    return [] if found is None else found.made(run, start)
 
 
 def _rehearsal(
@@ -160,7 +176,7 @@ def _rehearsal(
     place = choose(engine, batch, rows, objective)
     if place is None:
         return None
-    own = own_samples(engine, batch, rows, place, objective)
+    own = own_samples(engine, batch, rows, place, objective, most=MORE_SAMPLES)
     return _Rehearsal(engine, batch, own, place, objective)
 
 
@@ -194,15 +210,14 @@ def padding_counts(engine: Trials, objective: Reduces, narrow: Any, wide: Any) -
 class _Rehearsal(Computations):
     def run(self, couples: str) -> Rehearsed:
         objective = self._objective
-        trained = self._trained(couples)
-        trials, errors, training = self._compared(trained)
+        trials, errors, training = self._compared(couples)
         if not errors:
             return Rehearsed(f"unknown: the first loss is {trials[0].loss}")
         rule = self._rule(trials, errors)
         adds_up = self._adds_up(trials, errors[rule], rule, training=training)
         adds_up = adds_up and (training or self._repeats(trials[0], self._rules[rule]))
         if not adds_up and couples != NO_RULE:
-            raise self._couples(trials)
+            raise self._couples(trials, training=training)
         if couples != NO_RULE and not training and not self._are_apart(trials[1:]):
             raise keeps_for_later(self._engine.model)
         objective.rule = self._found(rule, trials)
@@ -211,19 +226,21 @@ class _Rehearsal(Computations):
             told = f"each micro-batch has a loss of its own, taken for {objective.rule.name}"
             return Rehearsed(told)
         objective.trims = objective.may_trim and self._may_trim()
-        return Rehearsed(objective.rule.name, self._kinds_seen())
+        shows = trials[0].loss != 0
+        return Rehearsed(objective.rule.name, self._kinds_seen(), shows=shows, adds_up=True)
 
-    def run_again(self) -> list[int]:
+    def run_again(self) -> Rehearsed:
         """See `rehearse_again`."""
         known = self._objective.rule
         assert known is not None, "it was rehearsed"
-        trials, errors, training = self._compared(self._trained(""))
+        trials, errors, training = self._compared("")
         names = [rule.name for rule in self._rules]
         if errors and known.name in names:
             rule = names.index(known.name)
             if not self._adds_up(trials, errors[rule], rule, training=training):
-                raise self._changed(trials, errors, known)
-        return self._kinds_seen()
+                raise self._changed(trials, errors, known, training=training)
+        shows = trials[0].loss != 0
+        return Rehearsed(known.name, self._kinds_seen(), shows=shows, adds_up=True)
 
     def _trained(self, couples: str) -> Trial:
         """All samples, as in training."""
@@ -242,9 +259,15 @@ class _Rehearsal(Computations):
         if not alike(self._engine, trained, self._trial(self._slices()[0], training=True)):
             raise keeps_between_calls(self._engine.model)
 
-    def _compared(self, trained: Trial) -> tuple[list[Trial], list[float], bool]:
+    def _compared(self, couples: str) -> tuple[list[Trial], list[float], bool]:
         """All samples and the parts, the errors of them by rule, whether they are as in training;
-        no errors if the loss is not finite."""
+        no errors if the loss is not finite. Of more samples where the loss of a few is nothing."""
+        found = self._compared_to(self._trained(couples))
+        if found[0][0].loss == 0 and self._takes_more():
+            found = self._compared_to(self._trained(couples))
+        return found
+
+    def _compared_to(self, trained: Trial) -> tuple[list[Trial], list[float], bool]:
         whole, *parts = self._slices()
         trials = [self._trial(rows) for rows in (whole, *parts)]
         training = False
@@ -389,7 +412,8 @@ class _Rehearsal(Computations):
 
     def _may_trim(self) -> bool:
         """Whether a sample gives the same without the columns that are padding. Collective."""
-        last = self._samples - 1
+        there = self._samples if self._own is None else samples_in(self._own)
+        last = min(self._samples, there) - 1
         padded = None if self._own is None else _padded(self._own, last)
         known = padded is not None or self._own is None
         if not all(ok for (ok,) in exchanged(self._engine, [float(known)])):
@@ -398,8 +422,15 @@ class _Rehearsal(Computations):
         trials = [self._trial(rows, own=padded, trims=trims) for trims in (True, False)]
         return alike(self._engine, *trials, same_samples=True)
 
-    def _couples(self, trials: Sequence[Trial]) -> ModelError:
+    def _couples(self, trials: Sequence[Trial], *, training: bool) -> ModelError:
+        """The error of losses that do not add up. Collective.
+
+        Args:
+            training: the trials were as in training, where nothing is drawn.
+        """
         whole, first, others = trials
+        if not training and not alike(self._engine, self._trial(self._slices()[0], start=1), whole):
+            return draws_in_evaluation(self._engine.model)
         names = ", ".join(rule.name for rule in self._rules if rule is not GRAPH)
         return ModelError(
             NOT_OF_PARTS,
@@ -412,11 +443,13 @@ class _Rehearsal(Computations):
             f"couples='{NO_RULE}' accepts that each micro-batch has a loss of its own",
         )
 
-    def _changed(self, trials: Sequence[Trial], errors: Sequence[float], known: Rule) -> ModelError:
+    def _changed(
+        self, trials: Sequence[Trial], errors: Sequence[float], known: Rule, *, training: bool
+    ) -> ModelError:
         """The error of losses that do not add up any more as they did."""
         found = self._rule(trials, errors)
         if errors[found] > 1 or is_of_unlike_means(trials):
-            return self._couples(trials)
+            return self._couples(trials, training=training)
         return ModelError(
             "the loss adds up in another way than when training began",
             why=f"it was {known.name}, and is {self._rules[found].name}",

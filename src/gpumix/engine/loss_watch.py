@@ -131,13 +131,17 @@ class LossWatch:
         doubted, batch = self._doubted
         return batch if doubted == kind else None
 
-    def learn(self, kinds: Sequence[int]) -> None:
-        """The losses of these kinds add up. All ranks learn the same."""
+    def learn(self, kinds: Sequence[int], settled: int = 0) -> None:
+        """The losses of these kinds add up. All ranks learn the same.
+
+        Args:
+            settled: a kind that was rehearsed; of losses that were nothing it is not known yet.
+        """
         self._known.update(kinds)
         self._left = max(0, self._left - 1)
-        if self._doubted[0] in self._known:
+        if self._doubted[0] in {*self._known, settled}:
             self._doubted = 0, None
-        left = [replace(one, kinds=self._new(one.kinds)) for one in self.doubts]
+        left = [replace(one, kinds=self._new({*one.kinds} - {settled})) for one in self.doubts]
         self.doubts = deque(filter(None, left))
 
     def _new(self, kinds: Iterable[float]) -> list[int]:

@@ -24,7 +24,7 @@ from gpumix.engine.rehearsed_models import (
     refuse_any,
     versions,
 )
-from gpumix.engine.rehearsed_samples import SAMPLES, Place, exchanged
+from gpumix.engine.rehearsed_samples import MORE_SAMPLES, SAMPLES, Place, exchanged
 from gpumix.engine.rehearsed_trials import Trial, sums_of
 from gpumix.engine.samples import copied, samples_in
 from gpumix.engine.trials import Trials
@@ -40,7 +40,8 @@ class Computations:
         batch: this rank's, as far as it is known how it looks; `own` has the samples of it that are
             computed, if any.
         place: where they are computed.
-        most: how many are at once, unless a micro-batch has fewer.
+        most: how many are at once, unless a micro-batch has fewer; of micro-batches of one sample,
+            which is no batch to cut, `SAMPLES` are, without gradients.
     """
 
     def __init__(
@@ -58,12 +59,12 @@ class Computations:
         self._place = place
         self._objective = objective
         self._rules = objective.rules(batch)
-        self._samples = max(2, min(most, place.size))
+        self._samples = min(most, place.size) if place.size > 1 else SAMPLES
         self._training: list[nn.Module] = []
         self._kinds: set[int] = set()  # of losses that were seen
         self._ran = False  # the model has computed several samples at once
 
-    def made(self, run: Callable[[nn.Module, Any], Any]) -> list[Any]:
+    def made(self, run: Callable[[nn.Module, Any], Any], start: int) -> list[Any]:
         """See `in_parts`."""
         found: list[Any] = []
 
@@ -73,7 +74,7 @@ class Computations:
 
         for some in self._slices():
             own = self._nothing if self._own is None else take(self._own, some)
-            rows = self._rows(range(samples_in(own)))
+            rows = self._rows(range(start, start + samples_in(own)))
             with evaluating(self._engine.model):
                 self._engine.tried(
                     own, rows, objective, trims=False, backward=False, seen=lambda pieces: None
@@ -83,6 +84,13 @@ class Computations:
     def _slices(self) -> tuple[slice, slice, slice]:
         """Of the samples: all, and two unlike parts."""
         return slice(0, self._samples), slice(0, 1), slice(1, self._samples)
+
+    def _takes_more(self) -> bool:
+        """Compute more samples at once from here on, if there are more. Collective."""
+        own = 0 if self._own is None else samples_in(self._own)
+        there = max(int(number) for (number,) in exchanged(self._engine, [float(own)]))
+        before, self._samples = self._samples, max(self._samples, min(there, MORE_SAMPLES))
+        return self._samples > before
 
     def counts_twice(self) -> bool:
         """Whether the loss of a micro-batch is divided by twice as much if its samples are there
@@ -151,9 +159,9 @@ class Computations:
 
         copies = BufferCopies(engine.keepers)
         before = versions(engine)
-        with in_training(engine.model, training or self._training):
-            trial = Trial(
-                engine.tried(
+        try:
+            with in_training(engine.model, training or self._training):
+                sums = engine.tried(
                     some,
                     self._rows(range(start, start + samples_in(some)), apart=apart),
                     objective,
@@ -161,7 +169,11 @@ class Computations:
                     backward=backward,
                     seen=sums_of if backward else lambda parameters: None,
                 )
-            )
+        except (IndexError, ValueError) as error:  # of a block, such as batch norm
+            if not self._ran:
+                raise
+            raise not_alone(engine.model, samples_in(some), error) from error
+        trial = Trial(sums)
         self._ran = self._ran or samples_in(some) > 1  # of several stages no other one sees a loss
         trial.changed = copies.keep_changed()
         copies.restore()

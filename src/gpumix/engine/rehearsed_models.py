@@ -122,6 +122,15 @@ def keeps_between_calls(model: nn.Module) -> ModelError:
     )
 
 
+def draws_in_evaluation(model: nn.Module) -> ModelError:
+    return ModelError(
+        f"{type(model).__name__} draws random numbers in evaluation too",
+        why="so nobody can see whether the loss of a batch is made of the losses of its parts",
+        fix="draw in training only (`if self.training`), or train by a plan that does not cut "
+        f"batches; couples='{NO_RULE}' accepts whatever each micro-batch comes to",
+    )
+
+
 def was_made_otherwise() -> ModelError:
     return ModelError(
         "the loss of a micro-batch was made in another way than in the first rehearsal, and than "

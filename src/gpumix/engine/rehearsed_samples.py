@@ -17,6 +17,7 @@ from gpumix.engine.trials import Trials
 from gpumix.spec.plan import Plan
 
 SAMPLES = 3  # that are computed at once, where a micro-batch has as many
+MORE_SAMPLES = 8  # without gradients, where the loss of so few is nothing
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,12 @@ class Settling(Trials):
     _worker: Worker
     _leaves_out: bool
     _rehearsed_at = 0
-    _nothing: Any  # a batch without samples
+    _no_samples: Any  # a batch without samples
+
+    @property
+    def accepts_coupling(self) -> bool:
+        """Whether each micro-batch may have a loss of its own."""
+        return self._couples == NO_RULE
 
     def is_settled(self, *, in_step: bool) -> bool:
         """Whether `settle` has nothing to do. Collective."""
@@ -73,22 +78,38 @@ class Settling(Trials):
             return
         rows = self._rows_of(batch, samples, in_step=in_step)
         for _ in range(REHEARSALS):
-            told, kinds = additivity.rehearse(self, batch, rows, reduces, self._couples)
-            self.reduction = told or self.reduction
+            found = additivity.rehearse(self, batch, rows, reduces, self._couples)
+            self.reduction = found.told or self.reduction
             if not (reduces.rivals and additivity.is_told_apart(self, batch, reduces)):
                 break
         else:
             self._refuse_rivals()
         self._settled = reduces.rule is not None and not reduces.rivals
         self._trims = reduces.trims
-        if kinds and self._watch is None and self._couples != NO_RULE:
-            self._watch_losses(kinds)
-            self._nothing = copied(take(batch, slice(0)))
+        if found.adds_up and self._watch is None and not self.accepts_coupling:
+            self._watch_losses(found.known)
+            self._no_samples = copied(take(batch, slice(0)))
+
+    def rehearse(self, objective: Reduces, batch: Any, samples: int | None = None) -> None:
+        """See whether what another objective makes of a batch adds up, and still does so the next
+        time. Collective.
+
+        Args:
+            batch, samples: as `step` takes them.
+
+        Raises:
+            ModelError: it does not.
+        """
+        rows = self._rows_of_step(samples)
+        if objective.rule is None:
+            additivity.rehearse(self, batch, rows, objective, self._couples)
+        elif not self.plan.is_uncut:
+            additivity.rehearse_again(self, batch, rows, objective)
 
     # -- later steps -------------------------------------------------------------------------------
 
     def _watch_losses(self, kinds: Sequence[int]) -> None:
-        """Of which a rehearsal has seen these kinds. Collective."""
+        """Of which these kinds add up. Collective."""
         rule = self._reduces.rule
         # What is told in a step is there at once on a CPU.
         late = any(told for (told,) in exchanged(self, [float(is_gpu(self.device))]))
@@ -147,12 +168,13 @@ class Settling(Trials):
         doubt = watch.doubts.popleft() if watch.doubts else None
         step = self.steps if doubt is None else doubt.step
         kinds: Sequence[int] = ()
+        settled = doubt.kinds[0] if doubt is not None and doubt.kinds else 0
         try:
             if doubt is None:
                 rows = self._rows_of_step(samples)
-                kinds = additivity.rehearse_again(self, batch, rows, self._reduces)
-            elif doubt.kinds:
-                kinds = self._rehearsed_kind(doubt.kinds[0], batch, samples)
+                kinds = additivity.rehearse_again(self, batch, rows, self._reduces).known
+            elif settled:
+                kinds = self._rehearsed_kind(settled, batch, samples)
             if doubt is not None and doubt.unlike is not None:
                 raise unlike_weights(self._reduces.rule, *doubt.unlike)
             if doubt is not None and doubt.by_one and not self.places:
@@ -161,7 +183,7 @@ class Settling(Trials):
             error.where = f"{type(self.model).__name__}, step {step}"
             raise
         self._rehearsed_at = self.steps
-        watch.learn(kinds)
+        watch.learn(kinds, settled)
 
     def _rehearsed_kind(self, kind: int, batch: Any, samples: int | None) -> Sequence[int]:
         """Rehearse with the micro-batch whose loss is of a kind that no rehearsal has seen; in
@@ -172,11 +194,11 @@ class Settling(Trials):
             batch, rows = self._kept(self._watch.kept(kind))
         elif batch is None:
             return [kind]
-        kinds = additivity.rehearse_again(self, batch, rows, self._reduces)
+        found = additivity.rehearse_again(self, batch, rows, self._reduces)
         # No rehearsal leaves out blocks, so none sees a head behind no block at all.
-        if kind not in kinds and not (self.places or self._leaves_out):
+        if kind not in found.seen and not (self.places or self._leaves_out):
             raise was_made_otherwise()
-        return [*kinds, kind]
+        return [*found.known, kind] if found.shows else ()
 
     def _count_again(self, own: Sequence[Any]) -> None:
         """Of micro-batches whose losses were divided by 1: whether they have something to count.
@@ -194,7 +216,7 @@ class Settling(Trials):
 
     def _kept(self, batch: Any) -> tuple[Any, tuple[range, ...]]:
         """A micro-batch that this rank may have kept, and its rows."""
-        return (self._nothing, ()) if batch is None else (batch, (range(samples_in(batch)),))
+        return (self._no_samples, ()) if batch is None else (batch, (range(samples_in(batch)),))
 
     def in_parts(
         self,
@@ -203,16 +225,17 @@ class Settling(Trials):
         samples: int | None = None,
         *,
         in_step: bool = False,
+        start: int = 0,
     ) -> list[Any]:
         """What `run` makes of a few samples of a batch, at once and in two parts; see
         `engine.additivity.in_parts`."""
         rows = self._rows_of(batch, samples, in_step=in_step)
-        return additivity.in_parts(self, batch, rows, self._reduces, run)
+        return additivity.in_parts(self, batch, rows, self._reduces, run, start=start)
 
     def _refuse_rivals(self) -> None:
         reduces = self._reduces
         names = [rival.rule.name for rival in reduces.rivals]
-        if reduces.rule is None or self._couples == NO_RULE:
+        if reduces.rule is None or self.accepts_coupling:
             return
         raise ModelError(
             "what the loss of a batch is a mean over cannot be told",

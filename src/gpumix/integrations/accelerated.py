@@ -44,8 +44,9 @@ from gpumix.integrations.batching import Batching
 from gpumix.integrations.called import KWARGS, NAME_PARTS, call_of
 from gpumix.integrations.gathering import all_numbers, all_objects, all_rows
 from gpumix.integrations.hosted import Training, host, plan_of, refuse_gpu, world
+from gpumix.integrations.loop_outputs import stand_in_loss
 from gpumix.integrations.loop_record import LoopRecord
-from gpumix.integrations.looped import LABELS, Looped, LoopLoss, stand_in_loss
+from gpumix.integrations.looped import LABELS, Looped, LoopLoss
 from gpumix.integrations.optimizers import optimizer_like, taken_over
 from gpumix.integrations.overflows import tells_of_skips, told_norm
 from gpumix.integrations.own_batches import CollatedTree, OwnLoader, Part, Width, collated_tree
@@ -225,7 +226,7 @@ class Accelerator(accelerate.Accelerator):
             return super().prepare_model(model, *args, **kwargs)
         looped = self._awaited.known(model)
         if looped is None:
-            looped = Looped(model, self._at, self._called_alone, couples=bool(self._couples))
+            looped = Looped(model, self._at, self._called_alone)
             self._awaited.models.append(looped)
             self._host_if_known()
         return looped
@@ -303,12 +304,12 @@ class Accelerator(accelerate.Accelerator):
         specimen = specimen_of(loader.dataset, loader.collate_fn, collated_tree)
         inside = LABELS in call_of(model, specimen.batch(1))[KWARGS]
         dtypes, self._names = dtypes_of(model), {id(p): n for n, p in model.named_parameters()}
-        loss = LoopLoss()
+        loss, measured = LoopLoss(), LoopLoss(stands_in=True)
         training = Training(
             lambda samples: call_of(model, specimen.batch(samples)),
             sequence_length=specimen.sequence_length,
             global_batch=batch_size * world(),
-            loss=loss if inside else stand_in_loss,
+            loss=measured if inside else stand_in_loss,
             optimizer=optimizer_like(optimizers[0].optimizer) if optimizers else None,
             precision=self._precision,
             compile=self._compile,
@@ -337,7 +338,7 @@ class Accelerator(accelerate.Accelerator):
         if padded := specimen.padded():
             # Nobody knows what a loop makes of outputs of padding.
             self._width.common = not inside or padding_counts(
-                self._engine, loss, *(call_of(model, one) for one in padded)
+                self._engine, measured, *(call_of(model, one) for one in padded)
             )
         self._saver = Saver(self._engine, dtypes, ranks_here())
         saves_whole(model, self._saver)

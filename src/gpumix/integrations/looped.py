@@ -13,19 +13,35 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from gpumix.engine.buffers import BufferCopies
+from gpumix.engine.coroutine import ModelError
 from gpumix.engine.engine import Engine
 from gpumix.engine.loss_graph import kind_of
+from gpumix.engine.loss_watch import AGAIN
 from gpumix.engine.reduction import TOLD, ReducedLoss, Rule, integer_labels
-from gpumix.engine.rehearsed_models import kept_state, not_alone, refuse_any
+from gpumix.engine.rehearsed_models import NOT_OF_PARTS
+from gpumix.engine.rehearsed_samples import exchanged
 from gpumix.integrations.called import ARGS, KWARGS
 from gpumix.integrations.coupled_rows import refuse_coupled
 from gpumix.integrations.forward import detached
+from gpumix.integrations.loop_outputs import (
+    Outputs,
+    SumOfOutputs,
+    as_leaves,
+    differentiable,
+    has_loss,
+    joined,
+    loss_of,
+    outputs_of,
+    sum_of,
+    with_loss,
+    without_rows,
+)
 from gpumix.integrations.loop_record import LoopRecord
 from gpumix.integrations.loop_weights import LoopWeights, Worth
 from gpumix.integrations.own_batches import Part
+from gpumix.integrations.unlike_rows import Returned, refuse_unlike_rows
 from gpumix.spec.errors import InputError
 
 MOST_KINDS = 16  # of losses, that are looked at
@@ -39,10 +55,19 @@ class LoopLoss(ReducedLoss):
 
     Attributes:
         by_loop: whether the loop computes its losses itself, from what the model returns.
+
+    Args:
+        stands_in: whether a model that is given labels, and computes no loss of them, has one here.
     """
 
-    def __init__(self) -> None:
-        super().__init__(_computed_by_model, lambda batch: integer_labels(batch[KWARGS]))
+    def __init__(self, *, stands_in: bool = False) -> None:
+        def computed(
+            model: nn.Module, batch: Any, labels: Mapping[str, Tensor], count: Tensor | None
+        ) -> Tensor:
+            outputs = model(*batch[ARGS], **{**batch[KWARGS], **labels})
+            return sum_of(outputs) if stands_in and not has_loss(outputs) else loss_of(outputs)
+
+        super().__init__(computed, lambda batch: integer_labels(batch[KWARGS]))
 
     @property
     def by_loop(self) -> bool:
@@ -64,23 +89,17 @@ class LoopLoss(ReducedLoss):
         if GRADIENTS not in batch:
             return super().__call__(model, batch, *args)
         outputs = model(*batch[ARGS], **batch[KWARGS])
-        pairs = zip(_differentiable(outputs), batch[GRADIENTS], strict=True)
+        pairs = zip(differentiable(outputs), batch[GRADIENTS], strict=True)
         sums = [(made.float() * wanted).sum() for made, wanted in pairs]
         return torch.stack(sums).sum(), batch[WEIGHTS].sum()
 
     def evaluated(self, model: nn.Module, batch: Any) -> tuple[Any, Tensor]:
         """What a model returns for a micro-batch, and the denominator of the loss in it."""
         if not self.reads_graph:
-            return _outputs(model, batch), self.count(batch)
+            return outputs_of(model, batch), self.count(batch)
         with torch.enable_grad():
-            outputs = _outputs(model, batch)
-        return tree_map(detached, outputs), self.divided_by(_loss(outputs), batch)
-
-
-def _computed_by_model(
-    model: nn.Module, batch: Any, labels: Mapping[str, Tensor], count: Tensor | None
-) -> Tensor:
-    return _loss(model(*batch[ARGS], **{**batch[KWARGS], **labels}))
+            outputs = outputs_of(model, batch)
+        return tree_map(detached, outputs), self.divided_by(loss_of(outputs), batch)
 
 
 class Looped(nn.Module):
@@ -90,7 +109,6 @@ class Looped(nn.Module):
         module: the model.
         at: this rank's part of the batch that the loop is at; None if it is at none.
         alone: readies the model for a call before it is run by a plan, or refuses that.
-        couples: whether each micro-batch may have a loss of its own.
 
     Attributes:
         is_planned: whether the model is run by a plan.
@@ -109,13 +127,13 @@ class Looped(nn.Module):
         module: nn.Module,
         at: Callable[[], Part | None],
         alone: Callable[[Looped], None],
-        *,
-        couples: bool = False,
     ) -> None:
         super().__init__()
-        self._couples = couples
         self._kinds: set[int] = set()  # of losses of the loop's that couple no samples
-        self._is_new = True  # nothing was computed as it is trained
+        self._of_outputs = SumOfOutputs()
+        self._calls = 0  # to train by a loss of the loop's
+        self._evaluations = 0
+        self._has_loss: bool | None = None  # what the model returns for labels
         self.module = module
         self._at = at
         self._alone = alone
@@ -172,10 +190,10 @@ class Looped(nn.Module):
         given = self._at()
         self._samples = None if given is None else given.samples
         stands_in = given is not None and given.own == 0
-        own = tree_map(_without_rows, batch) if stands_in else batch
+        own = without_rows(batch) if stands_in else batch
         if LABELS in kwargs:
             whole, made = self._computed(own)
-            loss = whole.float().requires_grad_()
+            loss, self._has_loss = whole.float().requires_grad_(), True
             self._begun = _Begun(own, [loss], made)
             return Outputs(loss)
         return self._outside(batch, own)
@@ -186,36 +204,27 @@ class Looped(nn.Module):
         Args:
             own: of `batch`, whose rows may only stand in, so that the loop has a loss to compute.
         """
-        found = self._first_trained(batch) if self._is_new else self._as_trained(batch)
-        outputs = self._joined(list(found.values()))
-        leaves = [leaf.detach().requires_grad_() for leaf in _differentiable(outputs)]
-        self._begun = _Begun(own, leaves)
-        return _with(outputs, leaves)
+        if not self._engine.accepts_coupling and self._calls in (0, *AGAIN):
+            self._rehearse_outputs(own)
+        self._calls += 1
+        found = self._engine.outputs(outputs_of, batch, samples=self._samples, as_trained=True)
+        outputs, leaves, numbers = as_leaves(self._joined(list(found.values())))
+        self._begun = _Begun(own, leaves, numbers=numbers)
+        return outputs
 
-    def _as_trained(self, batch: dict[str, Any]) -> dict[range, Any]:
-        return self._engine.outputs(_outputs, batch, samples=self._samples, as_trained=True)
-
-    def _first_trained(self, batch: dict[str, Any]) -> dict[range, Any]:
-        """The same, of the first batch.
+    def _rehearse_outputs(self, batch: dict[str, Any]) -> None:
+        """Of a few samples of a batch. Collective.
 
         Raises:
-            ModelError: forward changes buffers, or cannot compute a micro-batch as small as the
-                plan has.
+            ModelError: what the model returns for a sample depends on others.
         """
-        engine = self._engine
-        copies = BufferCopies(engine.keepers)
         try:
-            found = self._as_trained(batch)
-        except ValueError as error:  # batch norm, of one value of a channel
-            if not engine.keepers:
-                raise
-            raise not_alone(self.module, 1, error) from error
-        changed = kept_state(self.module, copies.keep_changed())
-        if engine.plan.is_uncut or self._couples:
-            changed = None
-        refuse_any(engine, changed)
-        self._is_new = False
-        return found
+            self._engine.rehearse(self._of_outputs, batch, self._samples)
+        except ModelError as error:
+            if error.what == NOT_OF_PARTS:
+                error.what = "what the model returns for a sample depends on other samples"
+                error.why = f"as a sum over what it returns shows, {error.why}"
+            raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Of what this rank has of the parameters."""
@@ -247,8 +256,8 @@ class Looped(nn.Module):
         """
         if self._begun is None or self._begun.made is not None:
             return None
-        _refuse_parameters(loss, self._begun.leaves)
-        if not (self._engine.plan.is_uncut or self._couples):
+        _refuse_terms(loss, self._begun)
+        if not (self._engine.plan.is_uncut or self._engine.accepts_coupling):
             kind = kind_of(loss)
             if kind not in self._kinds and len(self._kinds) < MOST_KINDS:
                 refuse_coupled(loss, self._begun.leaves)
@@ -272,7 +281,7 @@ class Looped(nn.Module):
         if worth is not None:
             rows = _rows(begun.batch)
             wanted = [_gradient(leaf) * worth.weight.to(leaf) for leaf in begun.leaves]
-            wanted = wanted if rows else tree_map(_without_rows, wanted)
+            wanted = wanted if rows else without_rows(wanted)
             weights = (worth.share / max(rows, 1)).expand(rows)
             batch = {**begun.batch, GRADIENTS: wanted, WEIGHTS: weights}
             _, made = self._computed(batch)
@@ -349,29 +358,38 @@ class Looped(nn.Module):
         def made(model: nn.Module, part: Any) -> tuple[Any, Tensor]:
             if labelled:
                 return self._loss.evaluated(model, part)
-            return _outputs(model, part), torch.tensor(_rows(part))
+            return outputs_of(model, part), torch.tensor(_rows(part))
 
-        labelled = LABELS in batch[KWARGS]
         with torch.inference_mode(False), torch.no_grad():
             batch = tree_map(_tracked, batch)
+            labelled = LABELS in batch[KWARGS] and self._computes_loss(batch)
             if labelled:
                 self._loss.by_loop = False
                 self._engine.settle(batch)
                 given = self._at()
                 self._loss.whole = _rows(batch) if given is None else given.samples
+            if self._evaluations in (0, *AGAIN):
+                refuse_unlike_rows(self._engine, _returned, batch)
+            self._evaluations += 1
             found = list(self._engine.outputs(made, batch).values())
         outputs = self._joined([outputs for outputs, _ in found])
-        if not (isinstance(outputs, Mapping) and outputs.get("loss") is not None):
+        if not has_loss(outputs, labelled=labelled):
             return outputs
         sums = torch.zeros(2, dtype=torch.float64, device=self._engine.device)
         given = self._at()
         stands_in = given is not None and given.own == 0
         for one, count in [] if stands_in else found:
-            sums += torch.stack([one["loss"].double() * count, count.double()])
+            sums += torch.stack([loss_of(one).double() * count, count.double()])
         total = self._engine.comm.all_reduce(sums, "loss of an evaluation")
-        whole: Any = outputs
-        whole["loss"] = (total[0] / total[1]).float()
-        return whole
+        return with_loss(outputs, (total[0] / total[1]).float())
+
+    def _computes_loss(self, batch: dict[str, Any]) -> bool:
+        """Whether the model computes a loss of labels that it is given. Collective."""
+        if self._has_loss is None:
+            found = self._engine.outputs(outputs_of, batch).values()
+            table = exchanged(self._engine, [float(any(map(has_loss, found)))])
+            self._has_loss = any(told for (told,) in table)
+        return self._has_loss
 
     def _joined(self, outputs: Sequence[Any]) -> Any:
         """What micro-batches returned, as one."""
@@ -382,36 +400,13 @@ class Looped(nn.Module):
                     fix="use batches of at least as many samples as there are devices",
                 )
             return self._like
-        flat, (_, spec) = [tree_flatten(one)[0] for one in outputs], tree_flatten(outputs[0])
-        joined = [_together(values) for values in zip(*flat)]
-        self._like = tree_unflatten([_without_rows(value) for value in joined], spec)
-        return tree_unflatten(joined, spec)
+        whole = joined(outputs)
+        self._like = without_rows(whole)
+        return whole
 
 
-class Outputs(dict[str, Any]):
-    """What a training call returns, whose backward has been done: the loss of the global batch."""
-
-    def __init__(self, loss: Tensor) -> None:
-        super().__init__(loss=loss)
-        self.loss = loss
-
-    def __getitem__(self, key: Any) -> Any:
-        """The loss by its place too."""
-        if key == 0:
-            return self.loss
-        if isinstance(key, str) and key in self:
-            return super().__getitem__(key)
-        raise KeyError(_not_kept(key))
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(_not_kept(name))
-
-
-def _not_kept(name: Any) -> str:
-    return (
-        f"{name!r} is not kept while training: the batch went through the model in micro-"
-        "batches, forward and backward; call the model in eval mode for it"
-    )
+def _returned(model: nn.Module, batch: Any) -> Returned:
+    return Returned(outputs_of(model, batch), torch.zeros(2))
 
 
 class _Begun:
@@ -419,6 +414,7 @@ class _Begun:
 
     Args:
         made: gradients of the loss that the model computed itself.
+        numbers: of what the model returned, those that are of a whole micro-batch.
     """
 
     def __init__(
@@ -426,10 +422,12 @@ class _Begun:
         batch: dict[str, Any],
         leaves: list[Tensor],
         made: dict[nn.Parameter, Tensor] | None = None,
+        numbers: Sequence[Tensor] = (),
     ) -> None:
         self.batch = batch
         self.leaves = leaves
         self.made = made
+        self.numbers = numbers
 
 
 def _refuse_gradients(batch: Any) -> None:
@@ -446,62 +444,34 @@ def _refuse_gradients(batch: Any) -> None:
         )
 
 
-def _outputs(model: nn.Module, batch: Any) -> Any:
-    return model(*batch[ARGS], **batch[KWARGS])
-
-
-def stand_in_loss(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-    """While devices are measured: nobody knows yet what the loop will make of the outputs."""
-    outputs = _outputs(model, batch)
-    sums = [
-        t.float().square().sum()
-        for t in tree_leaves(outputs)
-        if isinstance(t, Tensor) and t.is_floating_point()
-    ]
-    return torch.stack(sums).sum(), torch.tensor(1, device=sums[0].device)
-
-
-def _loss(outputs: Any) -> Tensor:
-    loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
-    if not isinstance(loss, Tensor):
-        raise InputError("the model was given labels, and returned no loss")
-    return loss
-
-
 def _rows(batch: Any) -> int:
     tensors = (t for t in tree_flatten((batch[ARGS], batch[KWARGS]))[0] if isinstance(t, Tensor))
     return len(next(tensors))
 
 
-def _differentiable(outputs: Any) -> list[Tensor]:
-    """Tensors that a loss may be computed of."""
-    found = tree_flatten(outputs)[0]
-    return [t for t in found if isinstance(t, Tensor) and t.is_floating_point() and t.dim() > 0]
-
-
-def _with(outputs: Any, leaves: Sequence[Tensor]) -> Any:
-    """The same with other differentiable tensors."""
-    rest = iter(leaves)
-
-    def other(value: Any) -> Any:
-        known = isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0
-        return next(rest) if known else value
-
-    return tree_map(other, outputs)
-
-
-def _refuse_parameters(loss: Tensor, leaves: Sequence[Tensor]) -> None:
+def _refuse_terms(loss: Tensor, begun: _Begun) -> None:
     """
     Raises:
-        InputError: the loss has a term over parameters, of which a rank has pieces.
+        InputError: the loss has a term over parameters, of which a rank has pieces, or over a
+            number that is of one micro-batch.
     """
-    known = {id(leaf) for leaf in leaves}
-    if any(isinstance(one, nn.Parameter) and id(one) not in known for one in _leaves(loss)):
+    known = {id(leaf) for leaf in begun.leaves}
+    numbers = {id(number) for number in begun.numbers}
+    leaves = list(_leaves(loss))
+    if any(isinstance(one, nn.Parameter) and id(one) not in known for one in leaves):
         raise InputError(
             "the loss has a term over parameters of the model",
             where="accelerator.backward",
             why="each rank has pieces of them, so the term would be another one on each",
             fix="use weight_decay of the optimizer, or let the model's forward return the term",
+        )
+    if any(id(one) in numbers for one in leaves):
+        raise InputError(
+            "the loss is made of a number that the model returned",
+            where="accelerator.backward",
+            why="each micro-batch has a number of its own, from which no gradient comes back",
+            fix="give the model its labels by that name, model(..., labels=labels), so that it "
+            "computes its loss itself; or return one number for each sample",
         )
 
 
@@ -526,12 +496,3 @@ def _gradient(leaf: Tensor) -> Tensor:
 def _tracked(value: Any) -> Any:
     """A copy of what was made in inference mode: units keep count of changes in place."""
     return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
-
-
-def _together(values: Sequence[Any]) -> Any:
-    rows = isinstance(values[0], Tensor) and values[0].dim() > 0
-    return torch.cat(list(values)) if rows and len(values) > 1 else values[0]
-
-
-def _without_rows(value: Any) -> Any:
-    return value[:0] if isinstance(value, Tensor) and value.dim() > 0 else value

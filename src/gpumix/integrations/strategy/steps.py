@@ -24,6 +24,7 @@ from gpumix.hardware.memory import host_memory
 from gpumix.integrations.forward import by_places
 from gpumix.integrations.strategy.combining import Part
 from gpumix.integrations.strategy.logs import Logged, Logs, silent
+from gpumix.integrations.unlike_rows import Returned, refuse_unlike_rows
 from gpumix.spec.errors import InputError
 
 LABELS = "labels"
@@ -45,6 +46,7 @@ class Steps:
         self._others: tuple[Any, ...] = ()
         self._logs: dict[str, Logs] = {}
         self._now: tuple[Logs, int] | None = None  # of the last step, and its samples
+        self._is_first_prediction = True
         self._engine: Engine | None = None
         self.loss: Reduces = (
             ReducedLoss(self._computed, integer_labels)
@@ -134,7 +136,15 @@ class Steps:
             with host_memory():
                 return tree_map(_on_host, told)
 
-        if logs.compares and hook != "predict_step":
+        def returned(model: nn.Module, batch: Any) -> Returned:
+            return Returned(made(model, batch), torch.zeros(2))
+
+        if hook == "predict_step":
+            if self._is_first_prediction:
+                with self._silently():
+                    refuse_unlike_rows(self._engine, returned, values, samples)
+            self._is_first_prediction = False
+        elif logs.compares:
             self._compare(logs, lambda model, batch, noted: step(batch, *others), values, samples)
         with logs.listening(), torch.inference_mode(False), torch.no_grad():
             return by_places(self._engine, made, values, samples)
