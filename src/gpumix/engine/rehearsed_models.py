@@ -146,9 +146,9 @@ def unlike_weights(rule: Rule | None, low: float, high: float) -> ModelError:
     """Of the losses of two micro-batches, which are multiplied with unlike numbers."""
     return ModelError(
         NOT_OF_PARTS,
-        why=f"taken for {'a mean' if rule is None else rule.name}, the loss of one micro-batch is "
-        f"multiplied with {low:.6g}, that of another one with {high:.6g}: it divides by a number "
-        "that differs, or its terms are means over unlike numbers",
+        why=f"taken for {'a mean' if rule is None else rule.name}, the terms of the losses of two "
+        f"micro-batches are multiplied with unlike numbers ({low:.6g} and {high:.6g} in sum): the "
+        "loss divides by a number that differs, or its terms are means over unlike numbers",
         fix=BY_A_COUNT,
     )
 
