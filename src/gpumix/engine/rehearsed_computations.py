@@ -124,9 +124,16 @@ class Computations:
         start: int = 0,
         trims: bool = False,
         apart: bool = False,
+        backward: bool = True,
     ) -> Trial:
         """Forward and backward of some samples, at once; `apart` from each other: the first one in
-        a micro-batch of its own, beside one of the others. Collective."""
+        a micro-batch of its own, beside one of the others. Collective.
+
+        Args:
+            start: place that the first sample is given: others are drawn for another one.
+            trims: whether columns of padding are cut off.
+            backward: whether gradients are computed, if there is room for them.
+        """
         engine = self._engine
         own = self._own if own is None else own
         some = self._nothing
@@ -137,7 +144,7 @@ class Computations:
         # As many samples as a micro-batch has, and as many micro-batches, are computed in a step;
         # more need not have room.
         fits = rows.stop - rows.start - apart <= self._place.size
-        backward = fits and engine.trains and (not apart or self._place.batches > 1)
+        backward &= fits and engine.trains and (not apart or self._place.batches > 1)
 
         def objective(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
             self._objective.whole = number = samples_in(batch)
