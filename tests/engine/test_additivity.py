@@ -599,3 +599,48 @@ def test_numbers_that_are_alike_by_chance_in_the_first_samples_mislead_nobody():
         gradient = parameter.grad.flatten()
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-7)
     assert engine.reduction == "a mean over what the loss itself divides by"
+
+
+class Centred(Blocks):
+    """In evaluation alone it looks at other samples."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = super().forward(x)
+        return z if self.training else z - z.mean(0)
+
+
+def test_what_couples_in_evaluation_alone_is_seen_when_it_is_evaluated():
+    engine, (expected, _) = an_engine(cross_entropy, Centred), plainly(cross_entropy)
+    assert engine.step(a_batch()).item() == pytest.approx(expected, rel=1e-5)
+    for _ in range(2):
+        with pytest.raises(ModelError, match="in evaluation, the loss of a batch is not made of"):
+            engine.evaluate(a_batch())
+    assert engine.step(a_batch()).item() == pytest.approx(expected, rel=1e-5)
+
+
+class HandsOn(Blocks):
+    """In training alone, a block leaves something for the loss."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = super().forward(x)
+        return z + self.blocks[0].left.mean(1, keepdim=True)[..., :1] if self.training else z
+
+
+class Leaves(Block):
+    def __init__(self) -> None:
+        super().__init__(nn.Identity, 0.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = super().forward(x)
+        self.left = z.detach()
+        return z
+
+
+def test_what_is_kept_for_later_in_training_alone_is_seen():
+    def factory() -> nn.Module:
+        model = HandsOn()
+        model.blocks = nn.ModuleList(Leaves() for _ in range(2))
+        return model
+
+    with pytest.raises(ModelError, match="what one micro-batch comes to depends on another one"):
+        an_engine(cross_entropy, factory).step(a_batch())

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
+import pytest
 import torch
+from torch import nn
 
 from gpumix.engine.engine import Engine
-from gpumix.engine.randomness import Randomness
+from gpumix.engine.randomness import Randomness, program_untouched
 from harness import run_ranks
 from models import Block, Regression, gpt2, packed_lm, vectors
 from reference import (
@@ -27,6 +31,32 @@ def dropping():
     return Regression([Block(dropout=0.3) for _ in range(3)])
 
 
+class Masks(nn.Module):
+    """Draws what it leaves out as some models of speech do, by no generator of torch's."""
+
+    def __init__(self, draws) -> None:
+        super().__init__()
+        self.draws = draws
+
+    def forward(self, x):
+        return x * torch.tensor([self.draws() > 0.3 for _ in range(x.shape[-1])])
+
+
+def masking(draws):
+    def factory():
+        model = dropping()
+        for block in model.blocks:
+            for name, module in block.named_modules():
+                if isinstance(module, nn.Dropout):
+                    block.set_submodule(name, Masks(draws))
+        return model
+
+    return factory
+
+
+KINDS = {"torch": dropping, "numpy": masking(np.random.rand), "Python": masking(random.random)}
+
+
 def seed_as_the_engine(model, step, position):
     """Hooks that seed a plain model's generator where the engine does."""
     randomness = Randomness(SEED, step, position, torch.device("cpu"))
@@ -41,9 +71,9 @@ def seed_as_the_engine(model, step, position):
     return handles
 
 
-def plain_gradients(batch, sizes):
+def plain_gradients(batch, sizes, factory=dropping):
     """Gradients of plain autograd, which keeps the graph and hence the masks."""
-    model = initialised(dropping)
+    model = initialised(factory)
     position, count = 0, batch["target"].numel()
     for size in sizes:
         handles = seed_as_the_engine(model, step=0, position=position)
@@ -55,12 +85,13 @@ def plain_gradients(batch, sizes):
     return {n: p.grad.numpy() for n, p in model.named_parameters()}
 
 
-def test_gradients_are_those_of_a_kept_graph_with_the_same_masks():
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_those_of_a_kept_graph_with_the_same_masks(kind):
     batch = vectors(5, torch.Generator().manual_seed(1))
-    engine = engine_alone(dropping, 5, 2)
+    engine = engine_alone(KINDS[kind], 5, 2)
     engine.step(batch)
-    with torch.random.fork_rng():
-        expected = plain_gradients(batch, (2, 2, 1))
+    with program_untouched():
+        expected = plain_gradients(batch, (2, 2, 1), KINDS[kind])
     assert_gradients_equal(joined([pieces_of(engine, gradients=True)]), expected)
 
 
@@ -101,12 +132,23 @@ def _noted(model, batch, losses):
 def test_the_callers_random_numbers_go_on_as_if_nothing_was():
     engine = engine_alone(dropping, 4, 2)
     batch = vectors(4, torch.Generator().manual_seed(1))
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
+    expected = _drawn(5)
+    _seed(5)
     engine.step(batch)
     engine.evaluate(batch)
-    assert torch.equal(torch.rand(3), expected)
+    assert _drawn() == expected
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
+def _drawn(seed: int | None = None) -> list[float]:
+    if seed is not None:
+        _seed(seed)
+    return [*torch.rand(3).tolist(), np.random.rand(), random.random()]
 
 
 def _on_ranks(shares):
@@ -120,6 +162,6 @@ def test_masks_follow_the_place_in_the_global_batch_not_the_rank():
     shares = [Share(2, 2, 1), Share(3, 2, 2)]
     found = joined(run_ranks(_on_ranks, 2, shares))
     batch = vectors(5, torch.Generator().manual_seed(1))
-    with torch.random.fork_rng():
+    with program_untouched():
         expected = plain_gradients(batch, (2, 2, 1))
     assert_gradients_equal(found, expected)

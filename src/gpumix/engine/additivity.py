@@ -82,12 +82,14 @@ class Rehearsed(NamedTuple):
         seen: kinds of losses that were computed (`loss_graph.kind_of`).
         shows: whether they were more than nothing, which adds up by any rule.
         adds_up: whether they do by a rule.
+        training: whether they were computed as in training, which is not as in evaluation.
     """
 
     told: str
     seen: Sequence[int] = ()
     shows: bool = False
     adds_up: bool = False
+    training: bool = False
 
     @property
     def known(self) -> Sequence[int]:
@@ -134,6 +136,21 @@ def rehearse_again(
     own = own_samples(engine, batch, rows, place, objective, most=max(MORE_SAMPLES, place.size))
     with numbers_kept(engine.model):
         return _Rehearsal(engine, batch, own, place, objective, place.size).run_again()
+
+
+def rehearse_evaluation(
+    engine: Trials, batch: Any, rows: Sequence[range], objective: Reduces
+) -> None:
+    """See whether losses in evaluation add up by the rule that was found in training. Collective.
+    Nothing is said of a model that draws random numbers in evaluation.
+
+    Raises:
+        ModelError: they do not.
+    """
+    found = _rehearsal(engine, batch, rows, objective)
+    if found is not None:
+        with numbers_kept(engine.model):
+            found.run_evaluation()
 
 
 def counts_twice(engine: Trials, batch: Any, rows: Sequence[range], objective: Reduces) -> bool:
@@ -216,10 +233,10 @@ class _Rehearsal(Computations):
             return Rehearsed(f"unknown: the first loss is {trials[0].loss}")
         rule = self._rule(trials, errors)
         adds_up = self._adds_up(trials, errors[rule], rule, training=training)
-        adds_up = adds_up and (training or self._repeats(trials[0], self._rules[rule]))
+        adds_up = adds_up and self._repeats(trials[0], self._rules[rule], training=training)
         if not adds_up and couples != NO_RULE:
             raise self._couples(trials, training=training)
-        if couples != NO_RULE and not training and not self._are_apart(trials[1:]):
+        if couples != NO_RULE and not self._are_apart(trials[1:], training=training):
             raise keeps_for_later(self._engine.model)
         objective.rule = self._found(rule, trials)
         objective.rivals = self._rivals(trials, errors, rule)
@@ -227,8 +244,7 @@ class _Rehearsal(Computations):
             told = f"each micro-batch has a loss of its own, taken for {objective.rule.name}"
             return Rehearsed(told)
         objective.trims = objective.may_trim and self._may_trim()
-        shows = trials[0].loss != 0
-        return Rehearsed(objective.rule.name, self._kinds_seen(), shows=shows, adds_up=True)
+        return self._found_to_add_up(objective.rule, trials, training=training)
 
     def run_again(self) -> Rehearsed:
         """See `rehearse_again`."""
@@ -240,8 +256,24 @@ class _Rehearsal(Computations):
             rule = names.index(known.name)
             if not self._adds_up(trials, errors[rule], rule, training=training):
                 raise self._changed(trials, errors, known, training=training)
-        shows = trials[0].loss != 0
-        return Rehearsed(known.name, self._kinds_seen(), shows=shows, adds_up=True)
+        return self._found_to_add_up(known, trials, training=training)
+
+    def _found_to_add_up(self, rule: Rule, trials: Sequence[Trial], *, training: bool) -> Rehearsed:
+        shows, seen = trials[0].loss != 0, self._kinds_seen()
+        return Rehearsed(rule.name, seen, shows=shows, adds_up=True, training=training)
+
+    def run_evaluation(self) -> None:
+        """See `rehearse_evaluation`."""
+        known = self._objective.rule
+        names = [rule.name for rule in self._rules]
+        trials = [self._trial(rows, backward=False) for rows in self._slices()]
+        if known is None or known.name not in names or not math.isfinite(trials[0].loss):
+            return
+        if self._errors(trials)[names.index(known.name)] > 1:
+            error = self._couples(trials, training=False)
+            if error.what == NOT_OF_PARTS:
+                error.what = f"in evaluation, {error.what}"
+                raise error
 
     def _trained(self, couples: str) -> Trial:
         """All samples, as in training."""
@@ -325,14 +357,15 @@ class _Rehearsal(Computations):
             errors.append(max(error) if adds and not any(map(math.isnan, error)) else math.inf)
         return errors
 
-    def _repeats(self, whole: Trial, rule: Rule) -> bool:
+    def _repeats(self, whole: Trial, rule: Rule, *, training: bool) -> bool:
         """Whether the loss of the same samples several times over is what the rule says, if values
         are in it: what it is divided by may be some number at least. Collective."""
         if rule.kind != "sum" and all(value == 1.0 for value in whole.values):
             return True
         times = max(2, 2 * self._place.size // self._samples)
         expected = Trial(None, loss=whole.loss * (times if rule.kind == "sum" else 1))
-        return alike(self._engine, self._several_times(self._samples, times), expected)
+        found = self._several_times(self._samples, times, training=training)
+        return alike(self._engine, found, expected)
 
     def _exceeds_rounding(self, error: float, rule: int, first: Trial, *, training: bool) -> bool:
         """Whether a small error comes from something else than rounding: a weak coupling, such as
@@ -343,7 +376,7 @@ class _Rehearsal(Computations):
         rounding = self._errors((twice, first, first))[rule]
         return error > ROUNDINGS * rounding
 
-    def _are_apart(self, parts: Sequence[Trial]) -> bool:
+    def _are_apart(self, parts: Sequence[Trial], *, training: bool) -> bool:
         """Whether two micro-batches of one step come to what each does alone. Collective."""
         if self._engine.places or self._place.most_batches < 2:
             return True
@@ -351,7 +384,7 @@ class _Rehearsal(Computations):
         if not math.isfinite(expected.loss):  # one has no labels
             return True
         try:
-            found = self._trial(slice(0, self._samples), apart=True)
+            found = self._trial(slice(0, self._samples), apart=True, training=training)
         except RuntimeError as error:
             if isinstance(error, GpumixError) or is_out_of_memory(error):
                 raise

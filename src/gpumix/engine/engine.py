@@ -36,7 +36,7 @@ from gpumix.engine.own_gradients import OwnNorm
 from gpumix.engine.parts import Parts
 from gpumix.engine.pipelined import Entrance, Place, Running
 from gpumix.engine.precision import TORCH_DTYPE, LossScaler
-from gpumix.engine.randomness import Randomness, evaluating, untouched
+from gpumix.engine.randomness import Randomness, evaluating, program_untouched
 from gpumix.engine.reduction import Objective, Reduces
 from gpumix.engine.replan import move_state, moves_state
 from gpumix.engine.samples import (
@@ -188,7 +188,7 @@ class Engine(Settling, ByBlocks):
                 self._tells_samples = False
             undo = Undo.before(self.keepers, self.losses_counted)
             self.round_ahead()
-            with untouched(self.device), torch.enable_grad():
+            with program_untouched(self.device), torch.enable_grad():
                 if self.places:
                     table = self._step_in_stages(cut, rows, scale, updates)
                 elif self._worker.mode.order == "sequential":
@@ -452,7 +452,7 @@ class Engine(Settling, ByBlocks):
             ]
         self.agree_on_buffers()
         self.round_ahead()
-        with untouched(self.device), torch.no_grad():
+        with program_untouched(self.device), torch.no_grad():
             results = self._through_stages(cut, rows) if self.places else self._through(cut)
         self._leave()
         return results

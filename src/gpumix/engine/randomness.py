@@ -34,11 +34,14 @@ class Randomness:
         self._generators = _generators(device)
 
     def start(self, stretch: int) -> None:
-        """Seed the generators for stretch number `stretch`."""
+        """Seed the generators for stretch number `stretch`; those of Python and numpy too, by which
+        some models draw masks."""
         # An odd multiplier spreads neighbouring numbers over the seeds' space.
         seed = (self._base + stretch * 0x9E3779B97F4A7C15) % 2**63
         for generator in self._generators:
             generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
 
 
 class Draws:

@@ -46,6 +46,7 @@ class Settling(Trials):
     _worker: Worker
     _leaves_out: bool
     _rehearsed_at = 0
+    _in_training_alone = False  # losses were rehearsed, which in evaluation are computed otherwise
     _no_samples: Any  # a batch without samples
 
     @property
@@ -58,7 +59,8 @@ class Settling(Trials):
         is_known = self._reduces.rule is not None and not self._reduces.rivals
         if in_step and self.plan.is_uncut:
             return True
-        return (self._settled or is_known) and not (in_step and self._is_due())
+        is_due = self._is_due() if in_step else self._in_training_alone
+        return (self._settled or is_known) and not is_due
 
     def settle(self, batch: Any, samples: int | None = None, *, in_step: bool = False) -> None:
         """Rehearse with the first batch by which rule losses of micro-batches add up, if that is
@@ -71,9 +73,13 @@ class Settling(Trials):
             return
         if in_step and self._is_due():
             self._settle_again(batch, samples)
-        if self._settled:
-            return
         reduces = self._reduces
+        if self._settled:
+            if not in_step:
+                rows = self._rows_of(batch, samples, in_step=False)
+                additivity.rehearse_evaluation(self, batch, rows, reduces)
+                self._in_training_alone = False
+            return
         if reduces.rivals and not additivity.is_told_apart(self, batch, reduces):
             return
         rows = self._rows_of(batch, samples, in_step=in_step)
@@ -86,6 +92,7 @@ class Settling(Trials):
             self._refuse_rivals()
         self._settled = reduces.rule is not None and not reduces.rivals
         self._trims = reduces.trims
+        self._in_training_alone = found.training and not self.accepts_coupling
         if found.adds_up and self._watch is None and not self.accepts_coupling:
             self._watch_losses(found.known)
             self._no_samples = copied(take(batch, slice(0)))

@@ -41,7 +41,7 @@ from gpumix.integrations.loop_outputs import (
 from gpumix.integrations.loop_record import LoopRecord
 from gpumix.integrations.loop_weights import LoopWeights, Worth
 from gpumix.integrations.own_batches import Part
-from gpumix.integrations.unlike_rows import Returned, refuse_unlike_rows
+from gpumix.integrations.unlike_rows import refuse_unlike_rows
 from gpumix.spec.errors import InputError
 
 MOST_KINDS = 16  # of losses, that are looked at
@@ -369,7 +369,7 @@ class Looped(nn.Module):
                 given = self._at()
                 self._loss.whole = _rows(batch) if given is None else given.samples
             if self._evaluations in (0, *AGAIN):
-                refuse_unlike_rows(self._engine, _returned, batch)
+                refuse_unlike_rows(self._engine, outputs_of, batch)
             self._evaluations += 1
             found = list(self._engine.outputs(made, batch).values())
         outputs = self._joined([outputs for outputs, _ in found])
@@ -403,10 +403,6 @@ class Looped(nn.Module):
         whole = joined(outputs)
         self._like = without_rows(whole)
         return whole
-
-
-def _returned(model: nn.Module, batch: Any) -> Returned:
-    return Returned(outputs_of(model, batch), torch.zeros(2))
 
 
 class _Begun:

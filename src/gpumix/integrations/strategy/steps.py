@@ -24,7 +24,7 @@ from gpumix.hardware.memory import host_memory
 from gpumix.integrations.forward import by_places
 from gpumix.integrations.strategy.combining import Part
 from gpumix.integrations.strategy.logs import Logged, Logs, silent
-from gpumix.integrations.unlike_rows import Returned, refuse_unlike_rows
+from gpumix.integrations.unlike_rows import refuse_unlike_rows
 from gpumix.spec.errors import InputError
 
 LABELS = "labels"
@@ -136,13 +136,10 @@ class Steps:
             with host_memory():
                 return tree_map(_on_host, told)
 
-        def returned(model: nn.Module, batch: Any) -> Returned:
-            return Returned(made(model, batch), torch.zeros(2))
-
         if hook == "predict_step":
             if self._is_first_prediction:
                 with self._silently():
-                    refuse_unlike_rows(self._engine, returned, values, samples)
+                    refuse_unlike_rows(self._engine, made, values, samples)
             self._is_first_prediction = False
         elif logs.compares:
             self._compare(logs, lambda model, batch, noted: step(batch, *others), values, samples)

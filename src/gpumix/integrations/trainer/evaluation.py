@@ -29,7 +29,7 @@ from gpumix.hardware.memory import host_memory
 from gpumix.integrations.forward import by_places
 from gpumix.integrations.gathering import PADDING, all_rows
 from gpumix.integrations.trainer.loss import Computed, TrainerLoss
-from gpumix.integrations.unlike_rows import Returned, refuse_unlike_rows
+from gpumix.integrations.unlike_rows import refuse_unlike_rows
 from gpumix.spec.errors import InputError
 
 SUM, COUNT, LOGITS, INPUTS, LOSSES = "sum", "count", "logits", "inputs", "losses"
@@ -143,11 +143,8 @@ def _batches(
     def made(model: nn.Module, batch: Any) -> dict[str, Any]:
         return _made(trainer, model, batch, loss_only=loss_only, ignored=ignored)
 
-    def returned(model: nn.Module, batch: Any) -> Returned:
-        told = made(model, batch)
-        nothing = torch.zeros(0)
-        sums = [told.get(name, nothing).sum() for name in (SUM, COUNT)]
-        return Returned(told.get(LOGITS), torch.stack(sums))
+    def predicted(model: nn.Module, batch: Any) -> Any:
+        return made(model, batch)[LOGITS]
 
     batches = iter(loader)
     following = next(batches, None)
@@ -156,8 +153,9 @@ def _batches(
         batch, following = following, next(batches, None)
         if has_loss(trainer, batch):
             trainer._settle(batch)
-        if is_first:
-            refuse_unlike_rows(engine, returned, dict(batch), batch.samples)
+        if is_first and not loss_only:
+            with trainer._measured():
+                refuse_unlike_rows(engine, predicted, dict(batch), batch.samples)
         is_first = False
         parts = by_places(engine, made, dict(batch), batch.samples)
         with host_memory():
