@@ -7,8 +7,10 @@ import random
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from gpumix.engine.coroutine import ModelError
 from gpumix.engine.engine import Engine
 from gpumix.engine.randomness import Randomness, program_untouched
 from harness import run_ranks
@@ -93,6 +95,34 @@ def test_gradients_are_those_of_a_kept_graph_with_the_same_masks(kind):
     with program_untouched():
         expected = plain_gradients(batch, (2, 2, 1), KINDS[kind])
     assert_gradients_equal(joined([pieces_of(engine, gradients=True)]), expected)
+
+
+def test_a_unit_that_draws_by_a_generator_of_its_own_is_refused():
+    """Its plan cuts no batch, and nothing is rehearsed: the step itself shows it."""
+    generator = np.random.default_rng(1)
+    engine = engine_alone(masking(generator.random), 5, 5)
+    with pytest.raises(ModelError, match="computes something else when it is run again") as caught:
+        engine.step(vectors(5, torch.Generator().manual_seed(1)))
+    assert "has other values" in caught.value.why
+
+
+def _alone() -> str:
+    """Of two ranks one has such a unit."""
+    draws = np.random.default_rng(1).random if dist.get_rank() else lambda: 0.5
+    shares = [Share(2, 2, 1), Share(3, 3, 2)]
+    engine = engine_for(masking(draws), shares)
+    batch = vectors(5, torch.Generator().manual_seed(1))
+    try:
+        engine.step(own_rows(batch, shares, engine.comm.rank))
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+def test_all_ranks_are_told_of_it():
+    mine, others = run_ranks(_alone, 2)
+    assert "unit 'blocks.2' computes something else" in others
+    assert mine.startswith("rank 1: unit 'blocks.2' computes something else")
 
 
 def gradient_of(engine: Engine, batch) -> np.ndarray:

@@ -188,7 +188,7 @@ class Engine(Settling, ByBlocks):
                 self._tells_samples = False
             undo = Undo.before(self.keepers, self.losses_counted)
             self.round_ahead()
-            with program_untouched(self.device), torch.enable_grad():
+            with program_untouched(self.device), torch.enable_grad(), self._compared():
                 if self.places:
                     table = self._step_in_stages(cut, rows, scale, updates)
                 elif self._worker.mode.order == "sequential":

@@ -21,6 +21,60 @@ from gpumix.engine import stands
 from gpumix.engine.coroutine import ModelError
 
 T = TypeVar("T")
+EACH = 4  # values along each dimension that are compared
+UNLIKE = 1e-3  # relative: more is no rounding of the same computation
+
+
+class Comparison:
+    """Of tensors that units save in a step and compute again, whether they are the same."""
+
+    def __init__(self) -> None:
+        self._unlike: list[tuple[str, torch.Tensor]] = []
+
+    def compare(self, label: str, one: torch.Tensor, other: torch.Tensor) -> None:
+        """
+        Args:
+            label: of the unit.
+            one, other: what `sample` gave; nothing waits for their devices.
+        """
+        with torch.no_grad():
+            far = (one - other).abs() > UNLIKE * one.abs().amax()
+            self._unlike.append((label, far.any()))
+
+    def error(self) -> ModelError | None:
+        """That of the first unit that computes something else; the host waits."""
+        found = (label for label, unlike in self._unlike if unlike)
+        label = next(found, None)
+        return (
+            None
+            if label is None
+            else _computes_otherwise(label, "what it saved for its backward has other values then")
+        )
+
+
+_now: Comparison | None = None  # of the step that is computed, in all threads
+
+
+@contextmanager
+def comparing() -> Iterator[Comparison]:
+    """Inside, what is computed again is compared with what it was before."""
+    global _now
+    _now = made = Comparison()
+    try:
+        yield made
+    finally:
+        _now = None
+
+
+def sample(tensor: torch.Tensor) -> torch.Tensor:
+    """A few of a tensor's values, float64, spread over all dimensions; none of a sparse one."""
+    with torch.no_grad():
+        if tensor.layout is not torch.strided or not tensor.numel():
+            return torch.zeros(1, dtype=torch.float64, device=tensor.device)
+        steps = tuple(slice(None, None, -(-size // EACH)) for size in tensor.shape)
+        few = tensor.detach()[steps]
+        few = torch.view_as_real(few) if few.is_complex() else few
+        return torch.nan_to_num(few.double())
 
 
 class _Phase(Enum):
@@ -43,6 +97,8 @@ class Recomputed(Generic[T]):
         self._phase = _Phase.FORWARD
         self._saved: list[tuple[torch.Size, torch.dtype]] = []
         self._found: dict[int, tuple[torch.Tensor, int]] = {}  # with its version when it was saved
+        self._comparison = _now
+        self._samples: list[torch.Tensor] = []  # to be compared
         self._reruns = 0
         self._lock = threading.Lock()  # a backward over CPU and GPU runs in two threads
 
@@ -73,6 +129,8 @@ class Recomputed(Generic[T]):
     def _save(self, tensor: torch.Tensor) -> int:
         number = len(self._saved)
         self._saved.append((tensor.shape, tensor.dtype))
+        if self._comparison is not None:
+            self._samples.append(sample(tensor))
         self._found[number] = (tensor, tensor._version)  # until the end of `forward`
         return number
 
@@ -108,6 +166,8 @@ class Recomputed(Generic[T]):
             if count < len(self._saved):
                 if self._saved[count] != (tensor.shape, tensor.dtype):
                     raise self._differs(count, tensor)
+                if self._comparison is not None:
+                    self._comparison.compare(self._label, self._samples[count], sample(tensor))
                 # Detached: a graph that holds its own output would never be freed.
                 self._found[count] = (tensor.detach(), tensor._version)
                 count += 1
@@ -133,12 +193,18 @@ class Recomputed(Generic[T]):
     def _differs(self, number: int, tensor: torch.Tensor | None) -> ModelError:
         shape, dtype = self._saved[number]
         now = "nothing" if tensor is None else f"{list(tensor.shape)} of {tensor.dtype}"
-        return ModelError(
-            f"unit '{self._label}' computes something else when it is run again in backward",
-            why=f"it saved {list(shape)} of {dtype} for its backward, and then {now}",
-            fix="it must do the same whenever it gets the same inputs: no counters, caches or "
-            "random generators of its own",
+        return _computes_otherwise(
+            self._label, f"it saved {list(shape)} of {dtype} for its backward, and then {now}"
         )
+
+
+def _computes_otherwise(label: str, why: str) -> ModelError:
+    return ModelError(
+        f"unit '{label}' computes something else when it is run again in backward",
+        why=why,
+        fix="it must do the same whenever it gets the same inputs: no counters, caches or random "
+        "generators of its own",
+    )
 
 
 class Kept(Generic[T]):

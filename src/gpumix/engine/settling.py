@@ -4,7 +4,8 @@ sees whether they go on doing so."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,10 +16,12 @@ from gpumix.engine.coroutine import ModelError
 from gpumix.engine.exchanged import Makeup
 from gpumix.engine.loss_watch import AGAIN, LossWatch
 from gpumix.engine.ragged import take
+from gpumix.engine.recompute import comparing
 from gpumix.engine.reduction import Reduces
 from gpumix.engine.rehearsed_models import (
     NO_RULE,
     counts_one_at_least,
+    refuse_any,
     unlike_weights,
     was_made_otherwise,
 )
@@ -131,6 +134,21 @@ class Settling(Trials):
         if watch is not None and torch.is_grad_enabled():
             watch.see(summed, count, batch)
         return summed, count
+
+    @contextmanager
+    def _compared(self) -> Iterator[None]:
+        """Forward and backward of a step. In the first one, and some later ones, what backward
+        computes again is compared with what forward has computed. Collective.
+
+        Raises:
+            ModelError: a unit computes something else.
+        """
+        if self.steps not in (0, *AGAIN):
+            yield
+            return
+        with comparing() as comparison:
+            yield
+        refuse_any(self, comparison.error())
 
     def _makeup(self) -> Makeup:
         """What this rank tells of the losses of a step."""
