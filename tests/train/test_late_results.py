@@ -115,6 +115,7 @@ def test_a_bad_step_leaves_the_state_before_it(tmp_path):
 # -- on a GPU, or the CUDA device for tests --------------------------------------------------------
 
 DEVICE_FOR_TESTS = pytest.mark.skipif(not is_here(), reason="waits are counted by the test device")
+COMPARED = {"recompute.py", "rehearsed_samples.py"}
 COPIES = {"host_copy.py", "checkpoint_shards.py"}  # beside the loop, in threads of their own
 
 
@@ -124,12 +125,13 @@ COPIES = {"host_copy.py", "checkpoint_shards.py"}  # beside the loop, in threads
     "optimizer", [{"lr": 1e-2, "clip_norm": 1.0}, {"lr": 1e-2, "clip_norm": None}]
 )
 def test_no_step_of_the_loop_waits_for_the_device(tmp_path, optimizer):
-    """But for the first, whose optimizer makes its state: its results are read before that."""
+    """But for the first, whose optimizer makes its state: its results are read before that, and what
+    it computes again is compared."""
     changes = {"optimizer": optimizer, "checkpoint": {"every_steps": 4}, "log_every_steps": 2}
     losses, waits = on_gpu(tmp_path, late_runs.waits, **changes)
     assert len(losses) == len(waits) == 9
     files = [{Path(place.rpartition(":")[0]).name for place in one} - COPIES for one in waits]
-    assert files == [{"reading.py"}, *[set()] * 8]
+    assert files == [{"reading.py", *COMPARED}, *[set()] * 8]
 
 
 @pytest.mark.gpu
