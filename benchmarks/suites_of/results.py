@@ -28,9 +28,17 @@ REFUSED: dict[str, tuple[str, str]] = {
         "`eval_use_gather_object`",
     ),
     r"^InputError: TrainingArguments: auto_find_batch_size=": (TRAINER, "`auto_find_batch_size`"),
-    r"RegressionRandomPreTrainedModel: the loss of a batch is not made of": (
+    r"RegressionRandomPreTrainedModel draws random numbers in evaluation": (
+        "design/losses.md",
+        "A model that draws random numbers in evaluation too is refused",
+    ),
+    r"(Qwen3Moe|GptOss)ForCausalLM: the loss of a batch is not made of": (
         TRAINER,
         "a loss that couples samples of a batch is refused",
+    ),
+    r"the weights of \w+ are quantised": (
+        "guides/fine-tune-7b.md",
+        "Quantised weights (QLoRA by bitsandbytes), and models",
     ),
     r"forward changes buffers of module '', a DummyModel": (
         "design/losses.md",

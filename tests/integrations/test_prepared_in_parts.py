@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from gpumix.integrations.hosted import refuse_as_loaded
 from gpumix.spec.errors import GpumixError, InputError
 from harness import run_ranks
 from programs import GLOBAL_BATCH, Texts, as_launched, model, other_ranks
@@ -167,9 +168,27 @@ def _without_model(folder: Path) -> str:
 
     network = model()
     optimizer = Accelerator().prepare(torch.optim.SGD(network.parameters()))
+    optimizer.step()  # there is no gradient, so nothing is updated
+    next(network.parameters()).grad = torch.ones_like(next(network.parameters()))
     with pytest.raises(InputError) as refused:
         optimizer.step()
     return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "told"),
+    [
+        ({"is_quantized": True}, "the weights of Linear are quantised"),
+        ({"is_loaded_in_4bit": True}, "the weights of Linear are quantised"),
+        ({"hf_device_map": {"one": 0, "other": "cpu"}}, "Linear was spread over devices when it"),
+    ],
+)
+def test_models_that_were_loaded_in_another_way_are_refused(attributes, told):
+    network = torch.nn.Linear(2, 2)
+    vars(network).update({"hf_device_map": {"": "cpu"}, **attributes})
+    with pytest.raises(InputError, match=told):
+        refuse_as_loaded(network)
+    refuse_as_loaded(torch.nn.Linear(2, 2))
 
 
 def test_norms_over_the_batch_and_labels_without_a_name_are_refused(tmp_path):

@@ -237,7 +237,8 @@ class _Rehearsal(Computations):
         if not adds_up and couples != NO_RULE:
             raise self._couples(trials, training=training)
         if couples != NO_RULE and not self._are_apart(trials[1:], training=training):
-            raise keeps_for_later(self._engine.model)
+            draws = self._draws(trials[0], training=training)
+            raise (draws_in_evaluation if draws else keeps_for_later)(self._engine.model)
         objective.rule = self._found(rule, trials)
         objective.rivals = self._rivals(trials, errors, rule)
         if not adds_up:
@@ -308,9 +309,8 @@ class _Rehearsal(Computations):
         if not math.isfinite(trials[0].loss):
             return trials, [], training
         if not alike(self._engine, trained, trials[0]):
-            other = self._trial(whole, training=True, start=1, backward=False)
+            training = not self._draws(trained, training=True)
             self._refuse_memory(trained)
-            training = math.isclose(trained.loss, other.loss, rel_tol=SAME)
             if training:  # no chance, but another computation in training
                 trials = [trained, *(self._trial(rows, training=True) for rows in parts)]
         return trials, self._errors(trials), training
@@ -457,11 +457,15 @@ class _Rehearsal(Computations):
         trials = [self._trial(rows, own=padded, trims=trims) for trims in (True, False)]
         return alike(self._engine, *trials, same_samples=True)
 
+    def _draws(self, whole: Trial, *, training: bool) -> bool:
+        """Whether other random numbers change what all samples came to. Collective."""
+        other = self._trial(self._slices()[0], start=1, training=training, backward=False)
+        return not math.isclose(whole.loss, other.loss, rel_tol=SAME)
+
     def _couples(self, trials: Sequence[Trial], *, training: bool) -> ModelError:
         """The error of losses that do not add up. Collective."""
         whole, first, others = trials
-        other = self._trial(self._slices()[0], start=1, training=training, backward=False)
-        if not math.isclose(whole.loss, other.loss, rel_tol=SAME):
+        if self._draws(whole, training=training):
             return draws_in_evaluation(self._engine.model)
         names = ", ".join(rule.name for rule in self._rules if rule is not GRAPH)
         return ModelError(

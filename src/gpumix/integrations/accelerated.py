@@ -43,7 +43,14 @@ from gpumix.integrations.awaited import Awaited
 from gpumix.integrations.batching import Batching
 from gpumix.integrations.called import KWARGS, NAME_PARTS, call_of
 from gpumix.integrations.gathering import all_numbers, all_objects, all_rows
-from gpumix.integrations.hosted import Training, host, plan_of, refuse_gpu, world
+from gpumix.integrations.hosted import (
+    Training,
+    host,
+    plan_of,
+    refuse_as_loaded,
+    refuse_gpu,
+    world,
+)
 from gpumix.integrations.loop_outputs import stand_in_loss
 from gpumix.integrations.loop_record import LoopRecord
 from gpumix.integrations.looped import LABELS, Looped, LoopLoss
@@ -52,7 +59,7 @@ from gpumix.integrations.overflows import tells_of_skips, told_norm
 from gpumix.integrations.own_batches import CollatedTree, OwnLoader, Part, Width, collated_tree
 from gpumix.integrations.rows import PlannedRows, equal_rows, looped_rows
 from gpumix.integrations.samplers import prepared, seed_of_all
-from gpumix.integrations.saving import Saver, dtypes_of
+from gpumix.integrations.saving import Saver, dtypes_of, newest_state
 from gpumix.integrations.specimens import specimen_of
 from gpumix.integrations.whole_saves import saves_whole
 from gpumix.profiler.library import join
@@ -127,11 +134,16 @@ class Optimizer(AcceleratedOptimizer):
     record: LoopRecord
 
     def step(self, closure: Any = None) -> None:
-        """
+        """Of no gradients at all, nothing, as torch's.
+
         Raises:
-            InputError: there is nothing yet that it could update, or a backward is missing.
+            InputError: its model is not there yet, or a backward is missing.
         """
         if self.model is None:
+            groups = self.optimizer.param_groups
+            if all(one.grad is None for group in groups for one in group["params"]):
+                super().step(closure)
+                return
             raise InputError(
                 "the optimizer steps before its model and a loader are prepared",
                 fix="accelerator.prepare(model, optimizer, loader)",
@@ -226,6 +238,7 @@ class Accelerator(accelerate.Accelerator):
             return super().prepare_model(model, *args, **kwargs)
         looped = self._awaited.known(model)
         if looped is None:
+            refuse_as_loaded(model)
             looped = Looped(model, self._at, self._called_alone)
             self._awaited.models.append(looped)
             self._host_if_known()
@@ -523,15 +536,16 @@ class Accelerator(accelerate.Accelerator):
         return folder
 
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
-        folder = self._last_state() if input_dir is None else Path(input_dir).expanduser()
+        named = self.project_configuration.automatic_checkpoint_naming
+        folder = newest_state(self.project_dir, named) if input_dir is None else Path(input_dir)
         optimizer = self._only_optimizer("load_state")
         optimizers, self._optimizers = self._optimizers, []
         try:
             with _registered_as_weights():
-                super().load_state(str(folder), *args, **kwargs)
+                super().load_state(str(folder.expanduser()), *args, **kwargs)
         finally:
             self._optimizers = optimizers
-        self._record.done = self._saver.load(folder, optimizer)
+        self._record.done = self._saver.load(folder.expanduser(), optimizer)
         for scheduler in self._schedulers:
             rates = zip(scheduler.optimizers[0].param_groups, scheduler.get_last_lr())
             for group, rate in rates:
@@ -546,20 +560,6 @@ class Accelerator(accelerate.Accelerator):
                 fix="make one optimizer, of several parameter groups, and prepare it",
             )
         return found[0].optimizer  # type: ignore[no-any-return]
-
-    def _last_state(self) -> Path:
-        """The newest one, by the names that Accelerate gives."""
-        folder = Path(self.project_dir or ".") / "checkpoints"
-        named = self.project_configuration.automatic_checkpoint_naming
-        found = folder.glob("checkpoint_*") if named else ()
-        numbers = {int(one.name.rpartition("_")[2]): one for one in found}
-        if not numbers:
-            raise InputError(
-                "load_state is told no folder",
-                why=f"there is none in {folder}" if named else "states are not named automatically",
-                fix="accelerator.load_state(FOLDER), that of accelerator.save_state(FOLDER)",
-            )
-        return numbers[max(numbers)]
 
 
 def _several_models() -> InputError:

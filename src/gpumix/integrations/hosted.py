@@ -116,10 +116,11 @@ def host(
         say: is told, on the first rank, what is measured and what was planned.
 
     Raises:
-        InputError: the plan is for another model, batch or number of devices, or `folder` holds
-            files of a run that may not be replaced.
+        InputError: the plan is for another model, batch or number of devices, `folder` holds files
+            of a run that may not be replaced, or the model is quantised.
         NoFeasiblePlanError: no plan fits the devices.
     """
+    refuse_as_loaded(model)
     unshard(model)  # by which it was trained before
     first = rank() == 0
     if first and folder is not None:
@@ -148,6 +149,28 @@ def host(
     )
     tell_names(model, everywhere=False)
     return engine
+
+
+def refuse_as_loaded(model: nn.Module) -> None:
+    """
+    Raises:
+        InputError: the model was loaded in a way that leaves no plain weights to be cut.
+    """
+    flags = ("is_quantized", "is_loaded_in_8bit", "is_loaded_in_4bit")
+    if any(getattr(model, flag, False) is True for flag in flags):
+        raise InputError(
+            f"the weights of {type(model).__name__} are quantised",
+            why="ranks have pieces of weights, and these have numbers beside that tell what their "
+            "bits mean",
+            fix="load it in bf16, without quantization_config; adapters are trained on that too",
+        )
+    places = getattr(model, "hf_device_map", None)
+    if isinstance(places, dict) and len({str(place) for place in places.values()}) > 1:
+        raise InputError(
+            f"{type(model).__name__} was spread over devices when it was loaded",
+            why="the plan says which device stores what",
+            fix="load it without device_map",
+        )
 
 
 def _tell_of_dtypes(plan: Plan, asked: Precision, say: Callable[[str], None]) -> None:

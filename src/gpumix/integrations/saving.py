@@ -135,6 +135,28 @@ class Saver:
         )
 
 
+def newest_state(project: str | None, named: bool) -> Path:
+    """The newest state that an Accelerator has saved, by the names that it gives.
+
+    Args:
+        project: its folder.
+        named: whether it names states.
+
+    Raises:
+        InputError: there is none.
+    """
+    folder = Path(project or ".") / "checkpoints"
+    found = folder.glob("checkpoint_*") if named else ()
+    numbers = {int(one.name.rpartition("_")[2]): one for one in found}
+    if not numbers:
+        raise InputError(
+            "load_state is told no folder",
+            why=f"there is none in {folder}" if named else "states are not named automatically",
+            fix="accelerator.load_state(FOLDER), that of accelerator.save_state(FOLDER)",
+        )
+    return numbers[max(numbers)]
+
+
 def _settings(group: Mapping[str, Any]) -> list[list[Any]]:
     """Of a group of parameters: rates and the like, which may have changed since it was made."""
 
