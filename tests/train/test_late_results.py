@@ -125,8 +125,8 @@ COPIES = {"host_copy.py", "checkpoint_shards.py"}  # beside the loop, in threads
     "optimizer", [{"lr": 1e-2, "clip_norm": 1.0}, {"lr": 1e-2, "clip_norm": None}]
 )
 def test_no_step_of_the_loop_waits_for_the_device(tmp_path, optimizer):
-    """But for the first, whose optimizer makes its state: its results are read before that, and what
-    it computes again is compared."""
+    """But for the first, whose optimizer makes its state: its results are read before that, and
+    what it computes again is compared."""
     changes = {"optimizer": optimizer, "checkpoint": {"every_steps": 4}, "log_every_steps": 2}
     losses, waits = on_gpu(tmp_path, late_runs.waits, **changes)
     assert len(losses) == len(waits) == 9
