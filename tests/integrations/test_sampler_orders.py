@@ -12,7 +12,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from gpumix.integrations.samplers import alike, prepared, seed_of_all
+from gpumix.integrations.samplers import alike, grouped, prepared, seed_of_all
 from harness import run_ranks
 
 NUMBERS = range(20)
@@ -46,6 +46,22 @@ def _read() -> dict[str, Any]:
     torch.manual_seed(rank)
     orders = [[list(read) for _ in range(2)] for read in map(alike, samplers())]
     return {"orders": orders, "then": torch.rand(1).item(), "undisturbed": undisturbed}
+
+
+def test_samples_of_like_lengths_are_put_together_as_one_process_does():
+    from transformers.trainer_pt_utils import LengthGroupedSampler
+
+    torch.manual_seed(0)
+    alone = list(LengthGroupedSampler(8, lengths=list(range(200))))
+    assert run_ranks(_grouped, 2) == [alone] * 2
+
+
+def _grouped() -> list[int]:
+    """Batches of 4 on each of two ranks."""
+    from transformers.trainer_pt_utils import LengthGroupedSampler
+
+    torch.manual_seed(torch.distributed.get_rank())
+    return list(alike(grouped(LengthGroupedSampler(4, lengths=list(range(200))))))
 
 
 def test_orders_by_a_seed_are_the_first_ranks_too():

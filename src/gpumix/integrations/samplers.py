@@ -69,6 +69,16 @@ def alike(sampler: Any) -> Any:
     return Alike(sampler) if draws else sampler
 
 
+def grouped(sampler: Any) -> Any:
+    """The same sampler; one of transformers that puts samples of like lengths together, made for
+    the batches of one process, does so for those of all."""
+    from transformers.trainer_pt_utils import LengthGroupedSampler
+
+    if isinstance(sampler, LengthGroupedSampler):
+        sampler.batch_size *= world()
+    return sampler
+
+
 def prepared(sampler: Any, *, seedable: bool, seed: int | None) -> Any:
     """As Accelerate prepares it: a random one by a seed, another order for each epoch, if it is to
     be so. Without a seed by the one that this process was given, which is then that of all."""

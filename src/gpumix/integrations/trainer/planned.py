@@ -36,7 +36,7 @@ from gpumix.integrations.overflows import Skips, told_norm
 from gpumix.integrations.own_batches import Collated, OwnLoader, own_loader
 from gpumix.integrations.recorded import Recorded
 from gpumix.integrations.rows import PlannedRows, evaluated_rows
-from gpumix.integrations.samplers import Whole, prepared
+from gpumix.integrations.samplers import Whole, grouped, prepared
 from gpumix.integrations.saving import Saver, dtypes_of
 from gpumix.integrations.specimens import specimen_of
 from gpumix.integrations.trainer.arguments import (
@@ -323,7 +323,7 @@ class Planned(LogsOfSteps, PlannedCheckpoints):
     def _sampler(self, sampler: Any) -> Any:
         """Of transformers' own, as Accelerate makes it."""
         seedable = self.args.accelerator_config.use_seedable_sampler
-        return prepared(sampler, seedable=seedable, seed=self.args.data_seed)
+        return prepared(grouped(sampler), seedable=seedable, seed=self.args.data_seed)
 
     def _loaded(self, load: Any, name: str, *args: Any) -> OwnLoader:
         """This rank's part of the batches of a loader that the program makes."""
