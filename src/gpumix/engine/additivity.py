@@ -184,7 +184,8 @@ def in_parts(
         start: place that the first sample is given: others are drawn for another one.
     """
     found = _rehearsal(engine, batch, rows, objective)
-    return [] if found is None else found.made(run, start)
+    with numbers_kept(engine.model):
+        return [] if found is None else found.made(run, start)
 
 
 def _rehearsal(

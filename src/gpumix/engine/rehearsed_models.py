@@ -47,11 +47,16 @@ def numbers_in(model: nn.Module) -> dict[tuple[str, str], float]:
 
 @contextmanager
 def numbers_kept(model: nn.Module) -> Iterator[None]:
-    """Numbers in attributes of modules are afterwards what they were before."""
+    """Numbers in attributes of modules are afterwards what they were before; those that took the
+    place of a number of the class give it back."""
     before = numbers_in(model)
     try:
         yield
     finally:
+        for path, name in numbers_in(model).keys() - before.keys():
+            module = model.get_submodule(path)
+            if hasattr(type(module), name):
+                delattr(module, name)
         for (path, name), value in before.items():
             setattr(model.get_submodule(path), name, value)
 
