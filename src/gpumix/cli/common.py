@@ -44,8 +44,8 @@ Strategy = Annotated[
     str | None,
     typer.Option(
         "--strategy",
-        help="optimal, staged, model, even, proportional, poplar, cephalo or best-subset; "
-        "default: the job's.",
+        help="optimal, staged, model, undivided, even, proportional, poplar, cephalo or "
+        "best-subset; default: the job's.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]

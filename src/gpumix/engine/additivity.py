@@ -27,7 +27,6 @@ from gpumix.engine.reduction import (
 )
 from gpumix.engine.rehearsed_computations import Computations
 from gpumix.engine.rehearsed_models import (
-    NO_RULE,
     NOT_OF_PARTS,
     draws_in_evaluation,
     keeps_between_calls,
@@ -67,6 +66,7 @@ from gpumix.engine.samples import (
 )
 from gpumix.engine.trials import Trials
 from gpumix.hardware.memory import is_out_of_memory
+from gpumix.spec.couples import HOW_TO_COUPLE, NO_RULE
 from gpumix.spec.errors import GpumixError
 
 # A smaller error is taken for rounding; a larger one is compared with that of a sample, alone and
@@ -476,8 +476,7 @@ class _Rehearsal(Computations):
             f"{first.loss:.6g}, of the others {others.loss:.6g}: neither these nor their gradients "
             f"add up as {names}. Samples of a batch are coupled (batch norm, negatives in the "
             "batch, a balancing term), or several means over unlike numbers are added",
-            fix="change the loss, or train by a plan that does not cut batches; "
-            f"couples='{NO_RULE}' accepts that each micro-batch has a loss of its own",
+            fix=f"change the loss; {HOW_TO_COUPLE}",
         )
 
     def _changed(

@@ -44,6 +44,7 @@ from gpumix.engine.units import Anatomy, dissect
 from gpumix.engine.weights import load_buffers, source_of
 from gpumix.engine.wires import Wires
 from gpumix.hardware import runtime
+from gpumix.spec.couples import NO_RULE, WHOLE_BATCH
 from gpumix.spec.dtypes import support_of_capability
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Plan
@@ -79,11 +80,13 @@ def prepare(
         tensor: how modules are divided where ranks compute together: styles by patterns of names
             (`engine.tensor_plans`); default: the model's own plan.
         seed: of dropout.
-        couples: "micro-batch" where the loss couples samples of a batch, and each micro-batch may
-            have a loss of its own; such a loss is refused otherwise.
+        couples: of a loss that couples samples of a batch: "micro-batch" if each micro-batch may
+            have a loss of its own, "batch" if no batch may be cut. Without it such a loss is
+            refused where the plan cuts batches.
 
     Raises:
-        InputError: the plan is for another model or number of ranks, or ranks disagree.
+        InputError: the plan is for another model or number of ranks, or cuts batches that may not
+            be cut; or ranks disagree.
     """
     if comm is None:
         join_launched(on_gpus=on_gpu(plan))
@@ -91,6 +94,7 @@ def prepare(
     plan = _bound(plan, comm)
     anatomy = _as_planned(model, plan, units)
     _check(plan, anatomy, comm)
+    _check_coupling(plan, couples)
     _refuse_other_holders(model)
     make_alike(model, comm)
     worker = plan.workers[comm.rank]
@@ -130,6 +134,18 @@ def prepare(
         changes=changes,
         forwards=forwards,
     )
+
+
+def _check_coupling(plan: Plan, couples: str) -> None:
+    if couples not in ("", NO_RULE, WHOLE_BATCH):
+        raise InputError(
+            f"there is no couples='{couples}'", fix=f"use '{WHOLE_BATCH}', '{NO_RULE}', or none"
+        )
+    if couples == WHOLE_BATCH and not plan.is_uncut:
+        raise InputError(
+            f"the plan cuts batches, and couples='{WHOLE_BATCH}' says that none may be cut",
+            fix="plan with `--strategy undivided`, or give no plan",
+        )
 
 
 def _own_forwards(anatomy: Anatomy) -> dict[str, Callable[..., Any]]:

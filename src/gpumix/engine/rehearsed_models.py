@@ -12,6 +12,7 @@ from gpumix.engine.coroutine import ModelError
 from gpumix.engine.reduction import Rule
 from gpumix.engine.rehearsed_samples import exchanged
 from gpumix.engine.trials import Trials
+from gpumix.spec.couples import HOW_TO_COUPLE, NO_RULE
 from gpumix.spec.errors import first_line
 
 # Of `torch.autograd.grad`, where a block is between the loss and what it is differentiated by.
@@ -21,7 +22,6 @@ BY_A_COUNT = (
     "return (summed loss, count) from a loss function of your own, or train by a plan that does "
     "not cut batches"
 )
-NO_RULE = "micro-batch"  # of `couples`: each micro-batch has a loss of its own, whatever it couples
 
 
 def versions(engine: Trials) -> dict[str, int]:
@@ -83,8 +83,9 @@ def kept_state(model: nn.Module, changed: Sequence[nn.Module]) -> ModelError | N
         f"in training, forward changes buffers of module '{name}', a {type(module).__name__}",
         why="it does so for each micro-batch, so what it keeps depends on how the batch is cut",
         fix="freeze it (.eval() for batch norm), take a module without state (group or layer "
-        f"norm), or train by a plan that does not cut batches; couples='{NO_RULE}' accepts it: all "
-        "ranks then use the buffers of one of them, as under DDP",
+        "norm), or train by a plan that does not cut batches, as couples='batch' makes; "
+        f"couples='{NO_RULE}' accepts it: all ranks then use the buffers of one of them, as under "
+        "DDP",
     )
 
 
@@ -95,7 +96,7 @@ def not_alone(model: nn.Module, number: int, error: Exception) -> ModelError:
         why="a batch is cut into micro-batches; what needs several samples, as norms of pictures "
         "that have come to a single pixel, cannot be cut",
         fix="give it larger pictures, take a module that computes one sample, or train by a plan "
-        "that does not cut batches",
+        "that does not cut batches, as couples='batch' makes",
     )
 
 
@@ -131,8 +132,7 @@ def draws_in_evaluation(model: nn.Module) -> ModelError:
     return ModelError(
         f"{type(model).__name__} draws random numbers in evaluation too",
         why="so nobody can see whether the loss of a batch is made of the losses of its parts",
-        fix="draw in training only (`if self.training`), or train by a plan that does not cut "
-        f"batches; couples='{NO_RULE}' accepts whatever each micro-batch comes to",
+        fix=f"draw in training only (`if self.training`); {HOW_TO_COUPLE}",
     )
 
 

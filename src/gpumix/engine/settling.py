@@ -19,7 +19,6 @@ from gpumix.engine.ragged import take
 from gpumix.engine.recompute import comparing
 from gpumix.engine.reduction import Reduces
 from gpumix.engine.rehearsed_models import (
-    NO_RULE,
     counts_one_at_least,
     refuse_any,
     unlike_weights,
@@ -29,6 +28,7 @@ from gpumix.engine.rehearsed_samples import exchanged
 from gpumix.engine.samples import copied, samples_in
 from gpumix.engine.trials import Trials
 from gpumix.hardware.runtime import is_gpu
+from gpumix.spec.couples import NO_RULE
 from gpumix.spec.cut import cut_rows
 from gpumix.spec.shares import rows_of, share_of
 from gpumix.spec.stage import Worker

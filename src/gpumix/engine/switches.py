@@ -9,10 +9,12 @@ Fan, Grave, Joulin: Reducing Transformer Depth on Demand, https://arxiv.org/abs/
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from torch.nn import functional
 
 CACHE, CHECKPOINTING = "use_cache", "gradient_checkpointing"
 LAYER_DROP = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop", "layer_drop")
@@ -64,6 +66,19 @@ def layer_drop(model: nn.Module) -> Switches:
     holders = [*model.modules(), *_configs(model)]
     settings = ((held, getattr(held, "__dict__", {})) for held in holders)
     return Switches((held, n) for held, own in settings for n in LAYER_DROP if n in own)
+
+
+@contextmanager
+def norms_of_one_sample() -> Iterator[None]:
+    """Inside, batch norm computes a single sample in training too, where torch refuses that: nobody
+    looks at the values while devices are measured."""
+    library: Any = functional
+    before = library._verify_batch_size
+    library._verify_batch_size = lambda size: None
+    try:
+        yield
+    finally:
+        library._verify_batch_size = before
 
 
 def _configs(model: nn.Module) -> list[Any]:

@@ -169,8 +169,9 @@ class Accelerator(accelerate.Accelerator):
     Args:
         plan: trains by this one, or that of a file; by default the devices are measured and one is
             made, when the model is prepared.
-        couples: "micro-batch" where the model's loss couples samples of a batch, and each
-            micro-batch may have a loss of its own; such a loss is refused otherwise.
+        couples: of a loss that couples samples of a batch: "batch" has one device compute each
+            batch at once, "micro-batch" lets each micro-batch have a loss of its own; refused
+            otherwise.
     """
 
     def __init__(

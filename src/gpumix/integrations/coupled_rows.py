@@ -33,7 +33,8 @@ def refuse_coupled(loss: Tensor, outputs: Sequence[Tensor]) -> None:
             why="the gradient by one sample's outputs depends on other samples (negatives in the "
             "batch, statistics of a batch), and each rank has a part of the batch",
             fix="gather the outputs of all ranks first, or let a single device compute; "
-            "Accelerator(couples='micro-batch') accepts that each rank has a loss of its own",
+            "Accelerator(couples='micro-batch') accepts that each rank has a loss of its own, and "
+            "couples='batch' has one rank compute each batch",
         )
 
 

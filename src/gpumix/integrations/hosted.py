@@ -34,6 +34,7 @@ from gpumix.hardware import runtime
 from gpumix.integrations.adapters import tell_names
 from gpumix.integrations.even_plan import even_plan
 from gpumix.planner.explain import plan as make_plan
+from gpumix.planner.undivided import strategy_of
 from gpumix.profiler.library import open_device, profile
 from gpumix.profiler.measure import OptimizerOf
 from gpumix.profiler.program_cache import work_of
@@ -213,7 +214,12 @@ def _planned(
         progress=say,
         same_as=work_of(model, training.make_batch(1), training.told),
     )
-    plan = make_plan(found, training.global_batch, space=allowed.with_all_devices())
+    plan = make_plan(
+        found,
+        training.global_batch,
+        strategy=strategy_of(training.couples),
+        space=allowed.with_all_devices(),
+    )
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         found.save(folder / run_files.PROFILE)

@@ -86,8 +86,9 @@ class GpumixStrategy(Together, Checkpoints):
             made, when the trainer first needs it.
         count: of a batch, what the mean loss that `training_step` returns is a mean over; default:
             found by a rehearsal of the first step.
-        couples: "micro-batch" where the loss couples samples of a batch, and each micro-batch may
-            have a loss of its own; such a loss is refused otherwise.
+        couples: of a loss that couples samples of a batch: "batch" has one device compute each
+            batch at once, "micro-batch" lets each micro-batch have a loss of its own; refused
+            otherwise.
         space: what plans may use.
         compile: whether blocks run in compiled code.
         seed: of dropout.

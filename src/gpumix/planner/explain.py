@@ -20,6 +20,7 @@ from gpumix.planner.optimal import least_step_s
 from gpumix.planner.poplar import poplar
 from gpumix.planner.proportional import proportional
 from gpumix.planner.staged import staged
+from gpumix.planner.undivided import undivided
 from gpumix.planner.worth import Worths
 from gpumix.spec.cluster import Device
 from gpumix.spec.curve import Curve
@@ -47,6 +48,7 @@ STRATEGIES: dict[str, Strategy] = {
     "optimal": minding_data(fastest),
     "staged": minding_data(staged),
     "model": _with_no_choice(by_memory),
+    "undivided": _with_no_choice(undivided),
     "even": _with_no_choice(even),
     "proportional": _with_no_choice(proportional),
     "poplar": _with_no_choice(poplar),

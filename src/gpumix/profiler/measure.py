@@ -19,7 +19,7 @@ from gpumix.engine.efficient import make_efficient
 from gpumix.engine.objective import objective_of
 from gpumix.engine.precision import TORCH_DTYPE
 from gpumix.engine.reduction import Objective
-from gpumix.engine.switches import in_units, layer_drop
+from gpumix.engine.switches import in_units, layer_drop, norms_of_one_sample
 from gpumix.engine.tensor import all_of, divide
 from gpumix.engine.tensor_plans import tensor_plan
 from gpumix.engine.units import Anatomy, Unit, buffer_bytes, check_trains, dissect, frozen_bytes
@@ -127,7 +127,8 @@ def measure_class(
         NoFeasiblePlanError: the device cannot hold one unit with one sample.
     """
     try:
-        return _measured(subject, runtime, device_class, progress)
+        with norms_of_one_sample():
+            return _measured(subject, runtime, device_class, progress)
     except NotImplementedError as error:
         if "meta tensor" not in str(error):
             raise

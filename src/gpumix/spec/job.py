@@ -72,10 +72,11 @@ class ModelSpec(Value):
         description="how modules are divided where devices compute together: styles by patterns "
         "of names, as `tp_plan` of transformers has them; null: the model's own",
     )
-    couples: Literal["micro-batch"] | None = Field(
+    couples: Literal["batch", "micro-batch"] | None = Field(
         default=None,
-        description="`micro-batch`: the loss may couple samples of a batch (batch norm, a "
-        "balancing term), and each micro-batch have a loss of its own; null: that is refused",
+        description="of a loss that couples samples of a batch (batch norm, a balancing term). "
+        "`batch`: one device computes each batch at once; `micro-batch`: each micro-batch may have "
+        "a loss of its own; null: such a loss is refused where the plan cuts batches",
     )
 
     @model_validator(mode="after")
@@ -384,6 +385,7 @@ class Job(Value):
         "optimal",
         "staged",
         "model",
+        "undivided",
         "even",
         "proportional",
         "poplar",
@@ -392,9 +394,9 @@ class Job(Value):
     ] = Field(
         default="optimal",
         description="`optimal` takes what is fastest; `staged` several stages in any case, `model` "
-        "one stage a device, by memory alone. The others are there to compare with: `even` splits "
-        "work and state evenly, `proportional` goes by peak FLOP/s, `best-subset` uses one class "
-        "alone",
+        "one stage a device, by memory alone, `undivided` has one device compute each batch at "
+        "once. The others are there to compare with: `even` splits work and state evenly, "
+        "`proportional` goes by peak FLOP/s, `best-subset` uses one class alone",
     )
     techniques: Space = Field(
         default=EVERYTHING, description="what the plan may use; all by default, the plan chooses"

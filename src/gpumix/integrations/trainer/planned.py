@@ -116,8 +116,9 @@ class Planned(LogsOfSteps, PlannedCheckpoints):
     Args:
         plan: trains by this one, or that of a file; by default the devices are measured and one is
             made, when it is first needed.
-        couples: "micro-batch" where the loss couples samples of a batch, and each micro-batch may
-            have a loss of its own; such a loss is refused otherwise.
+        couples: of a loss that couples samples of a batch: "batch" has one device compute each
+            batch at once, "micro-batch" lets each micro-batch have a loss of its own; refused
+            otherwise.
     """
 
     _arguments: tuple[type, Fields] = (TrainingArguments, TRAINING)

@@ -1,0 +1,123 @@
+"""The plan that cuts no batch: one device computes each batch at once, all of them store.
+
+For losses that couple the samples of a batch (batch norm, negatives in the batch), which no other
+plan computes as one process does. The device, its mode, the ZeRO stage and the form of the
+collectives are those of the fastest step; the state is spread as evenly as there is room for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from gpumix.cost.curves import MicroBatches
+from gpumix.planner.base import PlanRequest, ranked_devices
+from gpumix.planner.division import Division
+from gpumix.planner.fleet import Fleet
+from gpumix.planner.setting import Setting, settings
+from gpumix.planner.weigh import Load, capacities
+from gpumix.spec.couples import WHOLE_BATCH
+from gpumix.spec.errors import NoFeasiblePlanError
+from gpumix.spec.plan import Plan
+from gpumix.spec.profile import Profile
+from gpumix.spec.stage import Mode
+
+ENOUGH = 1.0 - 1e-9  # of the state, that room is found for
+
+
+def undivided(profile: Profile, request: PlanRequest) -> Plan:
+    """The fastest of the plans that cut no batch.
+
+    Raises:
+        InputError: the profile lacks a device.
+        NoFeasiblePlanError: no device has room for a whole batch beside its part of the state, or
+            all of them together have none for the state.
+    """
+    batch = request.global_batch
+    fleet = Fleet.of(profile, ranked_devices(profile, request))
+    found = (
+        division
+        for setting in settings(fleet, request.space)
+        if setting.sharding == "all"
+        for name in setting.classes
+        for division in _divisions(setting, name, batch)
+    )
+    best = min(found, key=lambda division: division.step_s, default=None)
+    if best is None:
+        raise NoFeasiblePlanError(
+            f"no device computes a batch of {batch} samples at once",
+            why="there is no room for it beside a part of the state, or it was never measured",
+            fix="use a smaller global batch, or a loss that does not couple samples",
+        )
+    return best.plan("undivided")
+
+
+def strategy_of(couples: str, strategy: str = "optimal") -> str:
+    """What is planned by for a loss that couples so much."""
+    return "undivided" if couples == WHOLE_BATCH else strategy
+
+
+def _divisions(setting: Setting, name: str, batch: int) -> Iterator[Division]:
+    """Those in which one device of class `name` computes, by its modes; each class stores beside
+    the first mode of its own."""
+    if setting.largest_micro_batch(name, batch) < batch:
+        return
+    computed, nothing = MicroBatches.of([batch], [batch]), MicroBatches.of([0], [1])
+    idle = {one: setting.modes[one][0] for one in setting.classes}
+    room = {one: float(capacities(setting, one, nothing, idle[one])[0]) for one in idle}
+    for mode in setting.modes[name]:
+        busy = float(capacities(setting, name, computed, mode)[0])
+        shares = _shares(setting, name, busy, room)
+        if shares is not None:
+            yield _division(setting, name, batch, mode, idle, shares)
+
+
+def _shares(
+    setting: Setting, name: str, busy: float, room: Mapping[str, float]
+) -> dict[str, float] | None:
+    """What the device that computes ("") and each other device of a class store; None without
+    room.
+
+    Args:
+        busy: the largest share that the device that computes has room for; -1 for none at all.
+        room: the same of devices that only store, by class.
+    """
+    counts = {one: len(of) - (one == name) for one, of in setting.classes.items()}
+    most = {"": busy, **{one: room[one] for one, count in counts.items() if count}}
+    if min(most.values()) < 0:
+        return None
+    number = len(setting.devices)
+    if setting.zero_stage == 0 or setting.equal_shares:
+        fits = min(most.values()) >= (1.0 if setting.zero_stage == 0 else 1.0 / number)
+        return dict.fromkeys(most, 1.0 / number) if fits else None
+    most = {one: min(own, 1.0, setting.cap / number) for one, own in most.items()}
+    counts = {"": 1, **counts}
+    if sum(most[one] * counts[one] for one in most) < ENOUGH:
+        return None
+    level = _level([most[one] for one in most], [counts[one] for one in most])
+    return {one: min(own, level) for one, own in most.items()}
+
+
+def _level(most: Sequence[float], counts: Sequence[int]) -> float:
+    """The share of all devices that have room for it, so that all store the whole state."""
+    left, devices = 1.0, sum(counts)
+    for own, count in sorted(zip(most, counts)):
+        if own * devices >= left:
+            break
+        left, devices = left - own * count, devices - count
+    return left / devices if devices else max(most)
+
+
+def _division(
+    setting: Setting,
+    name: str,
+    batch: int,
+    mode: Mode,
+    idle: Mapping[str, Mode],
+    shares: Mapping[str, float],
+) -> Division:
+    loads = [(Load(name, batch, batch, shares[""], mode), 1)]
+    for one, devices in setting.classes.items():
+        count = len(devices) - (one == name)
+        if count:
+            loads.append((Load(one, 0, 0, shares[one], idle[one]), count))
+    return Division(setting, tuple(loads))

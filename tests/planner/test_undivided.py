@@ -1,0 +1,98 @@
+"""Plans that cut no batch: one device computes it, all store."""
+
+from __future__ import annotations
+
+import pytest
+from brute import small_profiles
+from hypothesis import given
+from hypothesis import strategies as st
+from naive import peak_bytes, step_seconds
+from policies import plan_by, ways
+from profiles import fleet
+
+from draws import examples
+from gpumix.cost.memory import free_bytes
+from gpumix.planner.base import Part, PlanRequest, assemble
+from gpumix.planner.fastest import fastest
+from gpumix.planner.undivided import _level, strategy_of, undivided
+from gpumix.spec.errors import NoFeasiblePlanError
+from gpumix.spec.space import EVERYTHING, Space
+
+MANY = examples(10)
+ONE = EVERYTHING.in_one_stage()
+SPACES = [EVERYTHING, Space(zero_stages=3, recompute=True, state_on="device"), Space(zero_stages=0)]
+
+
+def fits(profile, plan) -> bool:
+    """By memory that is counted by hand."""
+    workers = range(len(plan.workers))
+    free = [free_bytes(profile, worker.device_class) for worker in plan.workers]
+    return all(peak_bytes(profile, plan, rank)[0] <= free[rank] for rank in workers)
+
+
+@pytest.mark.parametrize("space", SPACES, ids=["everything", "layers", "nothing is divided"])
+@MANY
+@given(profile=small_profiles(), batch=st.integers(1, 12))
+def test_one_device_computes_and_no_plan_of_equal_shares_is_faster(space, profile, batch):
+    plan = plan_by(undivided, profile, batch, space)
+    if plan is not None:
+        assert plan.is_uncut
+        assert sorted(worker.samples for worker in plan.workers)[:-1] == [0] * (
+            len(plan.workers) - 1
+        )
+        assert sum(worker.state_share for worker in plan.workers) == pytest.approx(1.0)
+        assert fits(profile, plan)
+        assert plan.prediction.step_s == pytest.approx(step_seconds(profile, plan), rel=1e-6)
+    for setting, mode in ways(profile, batch, space):
+        for computes in setting.devices:
+            if setting.largest_micro_batch(computes.device_class, batch) < batch:
+                continue
+            parts = {
+                device.id: Part(
+                    n := batch * (device == computes), n, 1 / len(setting.devices), mode
+                )
+                for device in setting.devices
+            }
+            other = assemble(setting, strategy="even", global_batch=batch, parts=parts)
+            if fits(profile, other):
+                assert plan is not None
+                assert plan.prediction.step_s <= other.prediction.step_s * (1 + 1e-9)
+
+
+@MANY
+@given(profile=small_profiles(), batch=st.integers(1, 12))
+def test_it_is_never_faster_than_the_fastest(profile, batch):
+    plan = plan_by(undivided, profile, batch, ONE)
+    if plan is not None:
+        best = fastest(profile, PlanRequest(global_batch=batch, space=ONE))
+        assert best.prediction.step_s <= plan.prediction.step_s * (1 + 1e-9)
+
+
+def test_many_unlike_devices_store_what_one_computes_with():
+    found = fleet(64)
+    plan = undivided(found, PlanRequest(global_batch=8))
+    (busy,) = [worker for worker in plan.workers if worker.samples]
+    assert (busy.device_class, busy.samples, busy.micro_batch) == ("a100", 8, 8)
+    with pytest.raises(NoFeasiblePlanError, match="no device computes a batch of 4096 samples"):
+        undivided(found, PlanRequest(global_batch=4096))
+
+
+@pytest.mark.parametrize(
+    ("most", "counts", "level"),
+    [
+        ((1.0, 1.0), (1, 3), 0.25),
+        ((0.1, 1.0), (1, 3), 0.3),
+        ((1.0, 0.2), (1, 3), 0.4),
+        ((0.0, 0.5), (1, 2), 0.5),
+        ((1.0,), (1,), 1.0),
+    ],
+)
+def test_the_state_is_spread_as_evenly_as_there_is_room(most, counts, level):
+    assert _level(most, counts) == pytest.approx(level)
+    assert sum(min(m, level) * c for m, c in zip(most, counts)) == pytest.approx(1.0)
+
+
+def test_it_is_what_couples_asks_for():
+    assert strategy_of("batch") == "undivided"
+    assert strategy_of("micro-batch") == strategy_of("") == "optimal"
+    assert strategy_of("", "even") == "even"
