@@ -42,14 +42,18 @@ class Comparison:
             self._unlike.append((label, far.any()))
 
     def error(self) -> ModelError | None:
-        """That of the first unit that computes something else; the host waits."""
-        found = (label for label, unlike in self._unlike if unlike)
-        label = next(found, None)
-        return (
-            None
-            if label is None
-            else _computes_otherwise(label, "what it saved for its backward has other values then")
-        )
+        """That of a unit that computes something else; the host waits, once for each device."""
+        by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
+        for label, unlike in self._unlike:
+            by_device.setdefault(unlike.device, []).append((label, unlike))
+        found = [
+            label
+            for every in by_device.values()
+            for (label, _), unlike in zip(every, torch.stack([one for _, one in every]).tolist())
+            if unlike
+        ]
+        why = "what it saved for its backward has other values then"
+        return _computes_otherwise(found[0], why) if found else None
 
 
 _now: Comparison | None = None  # of the step that is computed, in all threads
