@@ -95,4 +95,3 @@ def test_the_state_is_spread_as_evenly_as_there_is_room(most, counts, level):
 def test_it_is_what_couples_asks_for():
     assert strategy_of("batch") == "undivided"
     assert strategy_of("micro-batch") == strategy_of("") == "optimal"
-    assert strategy_of("", "even") == "even"

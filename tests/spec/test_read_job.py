@@ -81,6 +81,13 @@ def test_one_technique_or_a_list_of_them(job_file, written):
     assert by_hand.techniques.recompute == (True, False)
 
 
+def test_whole_batches_are_planned_by_their_own_strategy(job_file):
+    told = error_of(job_file(JOB), "model.couples=batch")
+    assert "'model.couples: batch' is for 'strategy: undivided', it is 'optimal'" in told
+    job = read_job(job_file(JOB), ["model.couples=batch", "strategy=undivided"])
+    assert (job.model.couples, job.strategy) == ("batch", "undivided")
+
+
 def test_null_where_none_is_meant(job_file):
     assert read_job(job_file(JOB + "optimizer: {clip_norm: null}\n")).optimizer.clip_norm is None
 

@@ -51,9 +51,9 @@ def undivided(profile: Profile, request: PlanRequest) -> Plan:
     return best.plan("undivided")
 
 
-def strategy_of(couples: str, strategy: str = "optimal") -> str:
+def strategy_of(couples: str) -> str:
     """What is planned by for a loss that couples so much."""
-    return "undivided" if couples == WHOLE_BATCH else strategy
+    return "undivided" if couples == WHOLE_BATCH else "optimal"
 
 
 def _divisions(setting: Setting, name: str, batch: int) -> Iterator[Division]:

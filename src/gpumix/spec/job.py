@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from gpumix.spec.base import Value
 from gpumix.spec.cluster import Cluster
+from gpumix.spec.couples import WHOLE_BATCH
 from gpumix.spec.dtypes import Precision
 from gpumix.spec.efficiency import EfficiencySpec
 from gpumix.spec.profile import ModelProfile
@@ -75,8 +76,9 @@ class ModelSpec(Value):
     couples: Literal["batch", "micro-batch"] | None = Field(
         default=None,
         description="of a loss that couples samples of a batch (batch norm, a balancing term). "
-        "`batch`: one device computes each batch at once; `micro-batch`: each micro-batch may have "
-        "a loss of its own; null: such a loss is refused where the plan cuts batches",
+        "`batch`, with `strategy: undivided`: one device computes each batch at once; "
+        "`micro-batch`: each micro-batch may have a loss of its own; null: such a loss is refused "
+        "where the plan cuts batches",
     )
 
     @model_validator(mode="after")
@@ -453,6 +455,15 @@ class Job(Value):
         "way would not end in time, the state before it is saved, or the run just ends if it is on "
         "disk; default: what `gpumix launch --grace` says, else 30 s, as torchrun has it",
     )
+
+    @model_validator(mode="after")
+    def _whole_batches_are_planned(self) -> Self:
+        if self.model.couples == WHOLE_BATCH and self.strategy != "undivided":
+            raise ValueError(
+                f"'model.couples: {WHOLE_BATCH}' is for 'strategy: undivided', it is "
+                f"'{self.strategy}'"
+            )
+        return self
 
     @model_validator(mode="after")
     def _traced_step_is_one_of_the_run(self) -> Self:

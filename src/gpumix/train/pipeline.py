@@ -19,7 +19,6 @@ from gpumix.hardware.environment import shared_memory_folder
 from gpumix.hardware.occupied import leave_taken, occupied
 from gpumix.planner.explain import plan as make_plan
 from gpumix.planner.no_stages import refuse_wanted, wants_stages
-from gpumix.planner.undivided import strategy_of
 from gpumix.profiler.cache import MeasurementCache, reading_as
 from gpumix.spec.allowed import check_allowed
 from gpumix.spec.cluster import Cluster
@@ -522,8 +521,7 @@ def plan_of(job: Job, profile: Profile, strategy: str | None = None, *, leaving_
     """
     techniques = job.techniques
     space = techniques.leaving_out() if leaving_out else techniques.with_all_devices()
-    own = strategy_of(job.model.couples or "", job.strategy)
-    return make_plan(profile, job.global_batch, strategy=strategy or own, space=space)
+    return make_plan(profile, job.global_batch, strategy=strategy or job.strategy, space=space)
 
 
 def _check_free(output: Path) -> None:
