@@ -76,13 +76,16 @@ class Settling(Trials):
             return
         if in_step and self._is_due():
             self._settle_again(batch, samples)
+        if not self._settled:
+            self._find_rule(batch, samples, in_step=in_step)
+        if self._in_training_alone and not in_step:
+            rows = self._rows_of(batch, samples, in_step=False)
+            additivity.rehearse_evaluation(self, batch, rows, self._reduces)
+            self._in_training_alone = False
+
+    def _find_rule(self, batch: Any, samples: int | None, *, in_step: bool) -> None:
+        """The rule that the losses of a batch follow, if it tells rules apart."""
         reduces = self._reduces
-        if self._settled:
-            if not in_step:
-                rows = self._rows_of(batch, samples, in_step=False)
-                additivity.rehearse_evaluation(self, batch, rows, reduces)
-                self._in_training_alone = False
-            return
         if reduces.rivals and not additivity.is_told_apart(self, batch, reduces):
             return
         rows = self._rows_of(batch, samples, in_step=in_step)
