@@ -644,3 +644,13 @@ def test_what_is_kept_for_later_in_training_alone_is_seen():
 
     with pytest.raises(ModelError, match="what one micro-batch comes to depends on another one"):
         an_engine(cross_entropy, factory).step(a_batch())
+
+
+def test_a_model_whose_plan_cuts_no_batch_is_evaluated_on_larger_ones():
+    """Norms over a batch go by what they have kept then."""
+    engine = an_engine(cross_entropy, lambda: Blocks(Normed), micro_batch=6, couples="batch")
+    batch = a_batch(15)
+    plain = initialised(lambda: Blocks(Normed)).eval()
+    expected = cross_entropy(plain(batch["x"]), batch["labels"]).item()
+    assert engine.evaluate(batch).item() == pytest.approx(expected, rel=1e-5)
+    assert engine.step(a_batch()).isfinite()

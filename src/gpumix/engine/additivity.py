@@ -101,7 +101,13 @@ NOTHING = Rehearsed("")
 
 
 def rehearse(
-    engine: Trials, batch: Any, rows: Sequence[range], objective: Reduces, couples: str
+    engine: Trials,
+    batch: Any,
+    rows: Sequence[range],
+    objective: Reduces,
+    couples: str,
+    *,
+    trains: bool = True,
 ) -> Rehearsed:
     """Find the rule that a loss follows, and whether padding may be cut off. Collective, before the
     first step or evaluation.
@@ -109,6 +115,7 @@ def rehearse(
     Args:
         batch, rows: this rank's samples, and the places of those of each of its micro-batches.
         couples: `NO_RULE`: it is no error if there is no rule.
+        trains: whether losses are to add up in training too, where batches may not be cut.
 
     Raises:
         ModelError: losses of parts do not add up, by any rule.
@@ -117,7 +124,7 @@ def rehearse(
     if found is None:
         return NOTHING
     with numbers_kept(engine.model):
-        return found.run(couples)
+        return found.run(couples, trains=trains)
 
 
 def rehearse_again(
@@ -227,9 +234,9 @@ def padding_counts(engine: Trials, objective: Reduces, narrow: Any, wide: Any) -
 
 
 class _Rehearsal(Computations):
-    def run(self, couples: str) -> Rehearsed:
+    def run(self, couples: str, *, trains: bool) -> Rehearsed:
         objective = self._objective
-        trials, errors, training = self._compared(couples)
+        trials, errors, training = self._compared(couples, trains=trains)
         if not errors:
             return Rehearsed(f"unknown: the first loss is {trials[0].loss}")
         rule = self._rule(trials, errors)
@@ -252,7 +259,7 @@ class _Rehearsal(Computations):
         """See `rehearse_again`."""
         known = self._objective.rule
         assert known is not None, "it was rehearsed"
-        trials, errors, training = self._compared("")
+        trials, errors, training = self._compared("", trains=True)
         names = [rule.name for rule in self._rules]
         if errors and known.name in names:
             rule = names.index(known.name)
@@ -295,21 +302,21 @@ class _Rehearsal(Computations):
         if not alike(self._engine, trained, again):
             raise keeps_between_calls(self._engine.model)
 
-    def _compared(self, couples: str) -> tuple[list[Trial], list[float], bool]:
+    def _compared(self, couples: str, *, trains: bool) -> tuple[list[Trial], list[float], bool]:
         """All samples and the parts, the errors of them by rule, whether they are as in training;
         no errors if the loss is not finite. Of more samples where the loss of a few is nothing."""
-        found = self._compared_to(self._trained(couples))
+        found = self._compared_to(self._trained(couples) if trains else None)
         if found[0][0].loss == 0 and self._takes_more():
-            found = self._compared_to(self._trained(couples))
+            found = self._compared_to(self._trained(couples) if trains else None)
         return found
 
-    def _compared_to(self, trained: Trial) -> tuple[list[Trial], list[float], bool]:
+    def _compared_to(self, trained: Trial | None) -> tuple[list[Trial], list[float], bool]:
         whole, *parts = self._slices()
         trials = [self._trial(rows) for rows in (whole, *parts)]
         training = False
         if not math.isfinite(trials[0].loss):
             return trials, [], training
-        if not alike(self._engine, trained, trials[0]):
+        if trained is not None and not alike(self._engine, trained, trials[0]):
             training = not self._draws(trained, training=True)
             self._refuse_memory(trained)
             if training:  # no chance, but another computation in training

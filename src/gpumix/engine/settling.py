@@ -90,7 +90,9 @@ class Settling(Trials):
             return
         rows = self._rows_of(batch, samples, in_step=in_step)
         for _ in range(REHEARSALS):
-            found = additivity.rehearse(self, batch, rows, reduces, self._couples)
+            found = additivity.rehearse(
+                self, batch, rows, reduces, self._couples, trains=in_step or not self.plan.is_uncut
+            )
             self.reduction = found.told or self.reduction
             if not (reduces.rivals and additivity.is_told_apart(self, batch, reduces)):
                 break
