@@ -12,7 +12,7 @@ from torch import nn
 
 from gpumix.engine.coroutine import ModelError
 from gpumix.engine.engine import Engine
-from gpumix.engine.randomness import Randomness, program_untouched
+from gpumix.engine.randomness import OtherGenerators, Randomness, program_untouched
 from harness import run_ranks
 from models import Block, Regression, gpt2, packed_lm, vectors
 from reference import (
@@ -61,7 +61,9 @@ KINDS = {"torch": dropping, "numpy": masking(np.random.rand), "Python": masking(
 
 def seed_as_the_engine(model, step, position):
     """Hooks that seed a plain model's generator where the engine does."""
-    randomness = Randomness(SEED, step, position, torch.device("cpu"))
+    others = OtherGenerators()
+    others.are_used = True
+    randomness = Randomness(SEED, step, position, torch.device("cpu"), others)
     handles = []
     for number, block in enumerate(model.blocks):
         inside, after = 2 * number + 1, 2 * number + 2
@@ -92,6 +94,7 @@ def test_gradients_are_those_of_a_kept_graph_with_the_same_masks(kind):
     batch = vectors(5, torch.Generator().manual_seed(1))
     engine = engine_alone(KINDS[kind], 5, 2)
     engine.step(batch)
+    assert engine._others.are_used == (kind != "torch")
     with program_untouched():
         expected = plain_gradients(batch, (2, 2, 1), KINDS[kind])
     assert_gradients_equal(joined([pieces_of(engine, gradients=True)]), expected)

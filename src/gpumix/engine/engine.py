@@ -36,7 +36,7 @@ from gpumix.engine.own_gradients import OwnNorm
 from gpumix.engine.parts import Parts
 from gpumix.engine.pipelined import Entrance, Place, Running
 from gpumix.engine.precision import TORCH_DTYPE, LossScaler
-from gpumix.engine.randomness import Randomness, evaluating, program_untouched
+from gpumix.engine.randomness import OtherGenerators, Randomness, evaluating, untouched
 from gpumix.engine.reduction import Objective, Reduces
 from gpumix.engine.replan import move_state, moves_state
 from gpumix.engine.samples import (
@@ -123,6 +123,7 @@ class Engine(Settling, ByBlocks):
         self.keepers = buffers.keepers(model)
         self._switches = in_units(model)
         self._leaves_out = bool(layer_drop(model).on)
+        self._others = OtherGenerators()
         self._to_take_back: tuple[Undo, ...] = ()
         self.guard: Guard | None = None
         self.changes = changes
@@ -188,7 +189,7 @@ class Engine(Settling, ByBlocks):
                 self._tells_samples = False
             undo = Undo.before(self.keepers, self.losses_counted)
             self.round_ahead()
-            with program_untouched(self.device), torch.enable_grad(), self._compared():
+            with untouched(self.device), torch.enable_grad(), self._compared():
                 if self.places:
                     table = self._step_in_stages(cut, rows, scale, updates)
                 elif self._worker.mode.order == "sequential":
@@ -452,7 +453,7 @@ class Engine(Settling, ByBlocks):
             ]
         self.agree_on_buffers()
         self.round_ahead()
-        with program_untouched(self.device), torch.no_grad():
+        with untouched(self.device), self._drawn(), torch.no_grad():
             results = self._through_stages(cut, rows) if self.places else self._through(cut)
         self._leave()
         return results
@@ -564,7 +565,7 @@ class Engine(Settling, ByBlocks):
             Samples.of(
                 part,
                 functools.partial(own, self.model, part),
-                Randomness(self._seed, self.steps, of_one.start, self.device),
+                Randomness(self._seed, self.steps, of_one.start, self.device, self._others),
             )
             for of_one, part in zip(rows, parts_of(batch, rows, widths))
         ]

@@ -19,6 +19,56 @@ from torch import nn
 from gpumix.hardware import runtime
 
 
+class OtherGenerators:
+    """Those of Python and numpy, by which some models draw masks. To seed them takes as long as
+    many a layer, so only a model that is seen to draw by them has them seeded.
+
+    Attributes:
+        are_used: whether the model was seen to.
+    """
+
+    are_used = False
+
+    def __init__(self) -> None:
+        self._looks = False
+        self._seeded: object = None  # their states
+
+    @contextlib.contextmanager
+    def of_step(self, *, looks: bool) -> Iterator[None]:
+        """Whatever is drawn inside, the program's numbers go on as if nothing was.
+
+        Args:
+            looks: see whether the model draws by them.
+        """
+        if not (looks or self.are_used):
+            yield
+            return
+        states = random.getstate(), np.random.get_state()
+        self._looks, self._seeded = looks, None
+        try:
+            yield
+        finally:
+            self._look()
+            self._looks = False
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+    def seed(self, seed: int) -> None:
+        if self._looks or self.are_used:
+            self._look()
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            self._seeded = _other_states() if self._looks and not self.are_used else None
+
+    def _look(self) -> None:
+        self.are_used |= self._seeded is not None and self._seeded != _other_states()
+
+
+def _other_states() -> object:
+    _, words, *rest = np.random.get_state(legacy=True)
+    return random.getstate(), np.asarray(words).tobytes(), rest
+
+
 class Randomness:
     """Seeds of one step.
 
@@ -26,22 +76,29 @@ class Randomness:
         seed, step: of the run.
         position: number of the micro-batch's first sample in the global batch.
         device: whose generator is seeded, beside the CPU's.
+        others: are seeded too, if the model draws by them.
     """
 
-    def __init__(self, seed: int, step: int, position: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        seed: int,
+        step: int,
+        position: int,
+        device: torch.device,
+        others: OtherGenerators,
+    ) -> None:
         digest = hashlib.sha256(f"{seed}:{step}:{position}".encode()).digest()
         self._base = int.from_bytes(digest[:7], "little")
         self._generators = _generators(device)
+        self._others = others
 
     def start(self, stretch: int) -> None:
-        """Seed the generators for stretch number `stretch`; those of Python and numpy too, by which
-        some models draw masks."""
+        """Seed the generators for stretch number `stretch`."""
         # An odd multiplier spreads neighbouring numbers over the seeds' space.
         seed = (self._base + stretch * 0x9E3779B97F4A7C15) % 2**63
         for generator in self._generators:
             generator.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
+        self._others.seed(seed)
 
 
 class Draws:

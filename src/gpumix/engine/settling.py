@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from gpumix.engine.coroutine import ModelError
 from gpumix.engine.exchanged import Makeup
 from gpumix.engine.loss_watch import AGAIN, LossWatch
 from gpumix.engine.ragged import take
+from gpumix.engine.randomness import OtherGenerators
 from gpumix.engine.recompute import comparing
 from gpumix.engine.reduction import Reduces
 from gpumix.engine.rehearsed_models import (
@@ -33,6 +34,7 @@ from gpumix.spec.cut import cut_rows
 from gpumix.spec.shares import rows_of, share_of
 from gpumix.spec.stage import Worker
 
+LOOKS = (0, *AGAIN)  # steps before which so many were done are looked at closely
 REHEARSALS = 3  # until a batch's samples are told apart
 
 
@@ -48,6 +50,7 @@ class Settling(Trials):
     _couples: str
     _worker: Worker
     _leaves_out: bool
+    _others: OtherGenerators
     _rehearsed_at = 0
     _in_training_alone = False  # losses were rehearsed, which in evaluation are computed otherwise
     _no_samples: Any  # a batch without samples
@@ -148,12 +151,17 @@ class Settling(Trials):
         Raises:
             ModelError: a unit computes something else.
         """
-        if self.steps not in (0, *AGAIN):
-            yield
-            return
-        with comparing() as comparison:
-            yield
+        with self._drawn():
+            if self.steps not in LOOKS:
+                yield
+                return
+            with comparing() as comparison:
+                yield
         refuse_any(self, comparison.error())
+
+    def _drawn(self) -> AbstractContextManager[None]:
+        """Inside, a model may draw random numbers by any generator."""
+        return self._others.of_step(looks=self.steps in LOOKS)
 
     def _makeup(self) -> Makeup:
         """What this rank tells of the losses of a step."""
