@@ -7,7 +7,6 @@ import random
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from gpumix.engine.coroutine import ModelError
@@ -107,25 +106,6 @@ def test_a_unit_that_draws_by_a_generator_of_its_own_is_refused():
     with pytest.raises(ModelError, match="computes something else when it is run again") as caught:
         engine.step(vectors(5, torch.Generator().manual_seed(1)))
     assert caught.value.why == "what it returns has other values then"
-
-
-def _alone() -> str:
-    """Of two ranks one has such a unit."""
-    draws = np.random.default_rng(1).random if dist.get_rank() else lambda: 0.5
-    shares = [Share(2, 2, 1), Share(3, 3, 2)]
-    engine = engine_for(masking(draws), shares)
-    batch = vectors(5, torch.Generator().manual_seed(1))
-    try:
-        engine.step(own_rows(batch, shares, engine.comm.rank))
-    except ModelError as error:
-        return str(error)
-    return ""
-
-
-def test_all_ranks_are_told_of_it():
-    mine, others = run_ranks(_alone, 2)
-    assert "unit 'blocks.2' computes something else" in others
-    assert mine.startswith("rank 1: unit 'blocks.2' computes something else")
 
 
 def gradient_of(engine: Engine, batch) -> np.ndarray:

@@ -21,7 +21,6 @@ from gpumix.engine.recompute import comparing
 from gpumix.engine.reduction import Reduces
 from gpumix.engine.rehearsed_models import (
     counts_one_at_least,
-    refuse_any,
     unlike_weights,
     was_made_otherwise,
 )
@@ -146,7 +145,7 @@ class Settling(Trials):
     @contextmanager
     def _compared(self) -> Iterator[None]:
         """Forward and backward of a step. In the first one, and some later ones, what backward
-        computes again is compared with what forward has computed. Collective.
+        computes again is compared with what forward has computed.
 
         Raises:
             ModelError: a unit computes something else.
@@ -157,7 +156,8 @@ class Settling(Trials):
                 return
             with comparing() as comparison:
                 yield
-        refuse_any(self, comparison.error())
+        if error := comparison.error():
+            raise error
 
     def _drawn(self) -> AbstractContextManager[None]:
         """Inside, a model may draw random numbers by any generator."""
