@@ -374,6 +374,11 @@ def test_weights_are_what_terms_are_multiplied_with():
     assert weight_of(2 * x.sum() + 2 * x.sum() + 2 * x.sum()).item() == 2
     assert weight_of(x.sum() * torch.tensor(0.1, dtype=torch.bfloat16)) is None
     assert weight_of(x.std()) is None
+    several = torch.stack([x.mean(), x.square().mean()])
+    for loss in (several.sum(), several.mean(), (several * torch.tensor([0.5, 2.0])).sum()):
+        assert weight_of(loss) is None
+    assert weight_of((x.sum() * torch.ones(1)).mean()).item() == 1
+    assert weight_of(torch.stack([x, x]).sum()).item() == 1
 
 
 @pytest.mark.parametrize("micro_batch", [1, 3])

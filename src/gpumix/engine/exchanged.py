@@ -99,7 +99,8 @@ class Exchanged:
 
 
 def scale_of(table: torch.Tensor, exchanged: Pending, scale: torch.Tensor) -> torch.Tensor:
-    """What gradients of summed losses times `scale` are multiplied with, to be those of the mean;
-    waits until the table is there."""
+    """What gradients of summed losses times `scale` are multiplied with, to be those of the mean: 0
+    where nothing was counted; waits until the table is there."""
     exchanged.wait()
-    return (1.0 / (table[:, 1].sum() * scale)).float()
+    counted = table[:, 1].sum() * scale
+    return torch.where(counted > 0, 1.0 / counted, 0.0).float()

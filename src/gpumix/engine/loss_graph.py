@@ -38,6 +38,7 @@ _PRODUCTS = frozenset(("MulBackward0", "MulBackward1"))
 _QUOTIENTS = frozenset(("DivBackward0", "DivBackward1"))
 # Nodes whose output is as long as values say, as of `losses[mask]`.
 _SELECTIONS = frozenset(("IndexBackward0", "MaskedSelectBackward0"))
+_REDUCES = frozenset(("MeanBackward0", "SumBackward0"))
 _CHOICES = frozenset(("WhereBackward0",))
 _NAMELESS = _UNCHANGED | _QUOTIENTS | _CHOICES
 _REDUCED = _LIKELIHOOD | _ELEMENTWISE
@@ -242,6 +243,8 @@ def _terms(node: Any, factor: _Number, shapes: bool, is_coarse: bool) -> list[_T
         return _terms(node.next_functions[0][0], -factor, shapes, is_coarse)
     if name in _PRODUCTS | _QUOTIENTS:
         return _of_product(node, factor, shapes, is_coarse, divides=name in _QUOTIENTS)
+    if _is_of_losses(node, name):
+        return [None]
     count = _own_count(node, name)
     if count is not None and not shapes and not _is_weighted(node, name):
         count = 1.0
@@ -265,8 +268,20 @@ def _of_product(
 
 
 def _is_of_one(node: Any, name: str) -> bool:
-    """Whether a node reduces a tensor without dimensions, which it leaves as it is."""
-    return name in ("MeanBackward0", "SumBackward0") and not len(node._saved_self_sym_sizes)
+    """Whether a node reduces a tensor of one element, which it leaves as it is."""
+    return name in _REDUCES and math.prod(node._saved_self_sym_sizes) == 1
+
+
+def _is_of_losses(node: Any, name: str) -> bool:
+    """Whether a node reduces numbers that were stacked, as several losses are: no items."""
+    if name not in _REDUCES or len(node._saved_self_sym_sizes) != 1:
+        return False
+    inner = node.next_functions[0][0]
+    for _ in range(MOST_TERMS):
+        if inner is None or type(inner).__name__ not in _UNCHANGED | _PRODUCTS | _QUOTIENTS:
+            break
+        inner = next((one for one, _ in inner.next_functions if one is not None), None)
+    return type(inner).__name__ == "StackBackward0"
 
 
 def _is_weighted(node: Any, name: str) -> bool:

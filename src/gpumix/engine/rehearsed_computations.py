@@ -59,7 +59,10 @@ class Computations:
         self._place = place
         self._objective = objective
         self._rules = objective.rules(batch)
-        self._samples = min(most, place.size) if place.size > 1 else SAMPLES
+        self._samples = min(most, place.size)
+        if place.size == 1:
+            self._samples = 2
+            self._takes_more(SAMPLES)
         self._training: list[nn.Module] = []
         self._kinds: set[int] = set()  # of losses that were seen
         self._ran = False  # the model has computed several samples at once
@@ -85,11 +88,11 @@ class Computations:
         """Of the samples: all, and two unlike parts."""
         return slice(0, self._samples), slice(0, 1), slice(1, self._samples)
 
-    def _takes_more(self) -> bool:
+    def _takes_more(self, most: int = MORE_SAMPLES) -> bool:
         """Compute more samples at once from here on, if there are more. Collective."""
         own = 0 if self._own is None else samples_in(self._own)
         there = max(int(number) for (number,) in exchanged(self._engine, [float(own)]))
-        before, self._samples = self._samples, max(self._samples, min(there, MORE_SAMPLES))
+        before, self._samples = self._samples, max(self._samples, min(there, most))
         return self._samples > before
 
     def counts_twice(self) -> bool:
