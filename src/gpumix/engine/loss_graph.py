@@ -268,8 +268,8 @@ def _of_product(
 
 
 def _is_of_one(node: Any, name: str) -> bool:
-    """Whether a node reduces a tensor of one element, which it leaves as it is."""
-    return name in _REDUCES and math.prod(node._saved_self_sym_sizes) == 1
+    """Whether a node reduces a tensor without dimensions, which it leaves as it is."""
+    return name in _REDUCES and not len(node._saved_self_sym_sizes)
 
 
 def _is_of_losses(node: Any, name: str) -> bool:
