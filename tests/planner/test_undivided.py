@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from brute import small_profiles
 from hypothesis import given
@@ -14,7 +15,8 @@ from draws import examples
 from gpumix.cost.memory import free_bytes
 from gpumix.planner.base import Part, PlanRequest, assemble
 from gpumix.planner.fastest import fastest
-from gpumix.planner.undivided import _level, strategy_of, undivided
+from gpumix.planner.search import level as fill
+from gpumix.planner.undivided import strategy_of, undivided
 from gpumix.spec.errors import NoFeasiblePlanError
 from gpumix.spec.space import EVERYTHING, Space
 
@@ -88,7 +90,8 @@ def test_many_unlike_devices_store_what_one_computes_with():
     ],
 )
 def test_the_state_is_spread_as_evenly_as_there_is_room(most, counts, level):
-    assert _level(most, counts) == pytest.approx(level)
+    found = fill(np.asarray(most), np.ones(len(most)), np.asarray(counts, float))
+    assert found == pytest.approx(level)
     assert sum(min(m, level) * c for m, c in zip(most, counts)) == pytest.approx(1.0)
 
 

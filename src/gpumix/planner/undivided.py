@@ -7,12 +7,15 @@ collectives are those of the fastest step; the state is spread as evenly as ther
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+
+import numpy as np
 
 from gpumix.cost.curves import MicroBatches
 from gpumix.planner.base import PlanRequest, ranked_devices
 from gpumix.planner.division import Division
 from gpumix.planner.fleet import Fleet
+from gpumix.planner.search import level
 from gpumix.planner.setting import Setting, settings
 from gpumix.planner.weigh import Load, capacities
 from gpumix.spec.couples import WHOLE_BATCH
@@ -93,18 +96,9 @@ def _shares(
     counts = {"": 1, **counts}
     if sum(most[one] * counts[one] for one in most) < ENOUGH:
         return None
-    level = _level([most[one] for one in most], [counts[one] for one in most])
-    return {one: min(own, level) for one, own in most.items()}
-
-
-def _level(most: Sequence[float], counts: Sequence[int]) -> float:
-    """The share of all devices that have room for it, so that all store the whole state."""
-    left, devices = 1.0, sum(counts)
-    for own, count in sorted(zip(most, counts)):
-        if own * devices >= left:
-            break
-        left, devices = left - own * count, devices - count
-    return left / devices if devices else max(most)
+    number_of = np.asarray([counts[one] for one in most], float)
+    height = level(np.asarray([*most.values()]), np.ones(len(most)), number_of)
+    return {one: min(own, height) for one, own in most.items()}
 
 
 def _division(
