@@ -43,15 +43,13 @@ class OtherGenerators:
         if not (looks or self.are_used):
             yield
             return
-        states = random.getstate(), np.random.get_state()
         self._looks, self._seeded = looks, None
-        try:
-            yield
-        finally:
-            self._look()
-            self._looks = False
-            random.setstate(states[0])
-            np.random.set_state(states[1])
+        with _others_untouched():
+            try:
+                yield
+            finally:
+                self._look()
+                self._looks = False
 
     def seed(self, seed: int) -> None:
         if self._looks or self.are_used:
@@ -62,6 +60,17 @@ class OtherGenerators:
 
     def _look(self) -> None:
         self.are_used |= self._seeded is not None and self._seeded != _other_states()
+
+
+@contextlib.contextmanager
+def _others_untouched() -> Iterator[None]:
+    """The generators of Python and numpy go on as if nothing inside had been."""
+    states = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
 
 
 def _other_states() -> object:
@@ -152,13 +161,8 @@ def program_untouched(device: torch.device | None = None) -> Iterator[None]:
     """
     if device is None:
         device = runtime.current_device() if runtime.is_available() else torch.device("cpu")
-    states = random.getstate(), np.random.get_state()
-    try:
-        with untouched(device):
-            yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
+    with _others_untouched(), untouched(device):
+        yield
 
 
 def evaluating(model: nn.Module) -> contextlib.AbstractContextManager[None]:
