@@ -538,15 +538,16 @@ class Accelerator(accelerate.Accelerator):
 
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
         named = self.project_configuration.automatic_checkpoint_naming
-        folder = newest_state(self.project_dir, named) if input_dir is None else Path(input_dir)
+        given = newest_state(self.project_dir, named) if input_dir is None else input_dir
+        folder = Path(given).expanduser()
         optimizer = self._only_optimizer("load_state")
         optimizers, self._optimizers = self._optimizers, []
         try:
             with _registered_as_weights():
-                super().load_state(str(folder.expanduser()), *args, **kwargs)
+                super().load_state(str(folder), *args, **kwargs)
         finally:
             self._optimizers = optimizers
-        self._record.done = self._saver.load(folder.expanduser(), optimizer)
+        self._record.done = self._saver.load(folder, optimizer)
         for scheduler in self._schedulers:
             rates = zip(scheduler.optimizers[0].param_groups, scheduler.get_last_lr())
             for group, rate in rates:

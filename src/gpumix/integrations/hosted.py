@@ -161,8 +161,8 @@ def refuse_as_loaded(model: nn.Module) -> None:
     if any(getattr(model, flag, False) is True for flag in flags):
         raise InputError(
             f"the weights of {type(model).__name__} are quantised",
-            why="ranks have pieces of weights, and these have numbers beside that tell what their "
-            "bits mean",
+            why="each rank stores a piece of the weights, and quantised weights need scales that "
+            "are stored for the whole tensor",
             fix="load it in bf16, without quantization_config; adapters are trained on that too",
         )
     places = getattr(model, "hf_device_map", None)
