@@ -261,6 +261,7 @@ void cuda_device_set_lag(int of_default, int of_others, unsigned seed, int longe
     for (int64_t id = 0; id < STREAMS; ++id) {
       Queue* const q = state().queues[device][id];
       if (q == nullptr) continue;
+      q->polls = 0;
       q->delays.seed(seed + 1000 * device + id);
       q->wake.notify_all();
     }
