@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpumix.engine.coroutine import ModelError
+from gpumix.spec.errors import GpumixError
 from gpumix.spec.stage import Mode
 from known_losses import known_loss
+from harness import run_ranks
 from models import ARCHITECTURES, Block, Regression, vectors
-from reference import batches, engine_alone, initialised
+from reference import (
+    Share,
+    batches,
+    engine_alone,
+    engine_for,
+    initialised,
+    optimizer_for,
+    own_rows,
+)
 
 
 def step(factory, samples=4, micro_batch=2, **settings):
@@ -256,3 +268,54 @@ def test_a_blocks_weight_outside_of_the_block_is_right_or_refused(stage, order):
     found = {piece.name: piece.local.grad for piece in engine.pieces()}
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad.flatten())
+
+
+class WeightOfABlockAhead(Regression):
+    """Its loss has a factor from the weight of its first block, read before the block is called."""
+
+    def __init__(self):
+        super().__init__([Block() for _ in range(2)])
+
+    def forward(self, x, target):
+        factor = next(self.blocks[0].parameters()).detach().abs().sum()
+        loss, count = super().forward(x, target)
+        return loss * factor, count
+
+
+AHEAD_SHARES = [Share(3, 2, 1), Share(1, 1, 2)]
+
+
+def _two_steps_ahead(stage):
+    engine = engine_for(WeightOfABlockAhead, AHEAD_SHARES, zero_stage=stage)
+    optimizer = optimizer_for(engine.parameters())
+    bucket = engine._parts.units["blocks.0"].bucket
+    if dist.get_rank() == 0:  # its part of the weight comes late to the other rank
+        gather = bucket.start_gather
+        bucket.start_gather = lambda: (time.sleep(0.3), gather())
+    losses = []
+    for _ in range(2):
+        batch = vectors(4, torch.Generator().manual_seed(0))
+        try:
+            losses.append(engine.step(own_rows(batch, AHEAD_SHARES, dist.get_rank())).item())
+        except GpumixError as error:
+            return str(error)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_blocks_weight_that_is_still_on_its_way_is_not_read(stage):
+    plain = initialised(WeightOfABlockAhead)
+    optimizer, expected = optimizer_for(plain.parameters()), []
+    for _ in range(2):
+        total, count = plain(**vectors(4, torch.Generator().manual_seed(0)))
+        expected.append((total / count).item())
+        (total / count).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for told in run_ranks(_two_steps_ahead, 2, stage, timeout_s=60):
+        if isinstance(told, str):
+            assert "is used while its unit is not computed" in told
+        else:
+            assert told == pytest.approx(expected, rel=1e-5)

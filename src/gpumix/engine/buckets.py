@@ -74,9 +74,10 @@ class Bucket:
         for group in self.groups:  # one by one: what has begun is known if the next one fails
             if not self._ever_gathered or not self._resident or group.diverges:
                 self._gathering += group.gather()
-            group.install()
         self._ever_gathered = True
         self._comm.record.issued("gather", self.name, self._gathering)
+        if not self._gathering:
+            self._install()
 
     def gathered(self) -> None:
         """Wait until the parameters are here."""
@@ -90,6 +91,13 @@ class Bucket:
             for pending in self._gathering:
                 pending.wait()
             self._gathering = []
+            self._install()
+
+    def _install(self) -> None:
+        """Only now: who used a parameter while it is still on its way would compute with what was
+        there before."""
+        for group in self.groups:
+            group.install()
 
     def release(self) -> None:
         """The parameters are not needed until the next gather; resident ones stay."""

@@ -322,6 +322,8 @@ class Step:
 
     def _forward(self, place: Place, action: Action) -> None:
         running = self._running_of(place, action)
+        for bucket in self._shared:  # the model uses what this rank has of it in every stage
+            bucket.arrived()
         layered.forward(place.parts, _turns(running), keep=self._scale is not None)
         for one in running:
             for to, taken in place.gives:
