@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from gpumix.engine.coroutine import ModelError
 from gpumix.spec.errors import GpumixError
 from gpumix.spec.stage import Mode
-from known_losses import known_loss
 from harness import run_ranks
+from known_losses import known_loss
 from models import ARCHITECTURES, Block, Regression, vectors
 from reference import (
     Share,
