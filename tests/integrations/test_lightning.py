@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from gpumix.report.run import read_run
+from gpumix.spec.errors import InputError
 from harness import run_ranks
 from programs import GLOBAL_BATCH, Texts, as_launched, model, told_of_input
 from reference import Share, plan_for
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.slow
 TOLERANCE = 1e-5
 EPOCHS, STEPS = 2, 10  # the last batch of an epoch has 2 samples
 LOGGED = ("val_loss", "first_words", "most of means", "sum of means", "mean of sums", "least")
+AT_END = ("words", "counted", "kept")
 CHECKPOINT = "epoch=1-step=7.ckpt"
 
 
@@ -36,6 +38,7 @@ def module() -> Any:
             super().__init__()
             self.model = model()
             self.first_words = MeanMetric()
+            self.counted, self.words = 0, []
 
         def training_step(self, batch, batch_idx):
             loss = self.model(**batch).loss
@@ -46,7 +49,9 @@ def module() -> Any:
             return loss
 
         def validation_step(self, batch, batch_idx):
+            self.counted += len(batch["input_ids"])
             outputs = self.model(**batch)
+            self.words.append(batch["input_ids"][:, 0].float())
             self.first_words.update(outputs.logits[:, 0].argmax(-1).float())
             self.log("val_loss", outputs.loss)
             self.log("first_words", self.first_words)
@@ -55,6 +60,15 @@ def module() -> Any:
             self.log("sum of means", words.mean(), reduce_fx="sum")
             self.log("mean of sums", words.sum())
             self.log("least", words.mean(1).min(), reduce_fx="min")
+
+        def on_validation_epoch_end(self):
+            words = torch.cat(self.words) if self.words else torch.zeros(0)
+            total = self.all_gather(words.sum()).sum()
+            number = self.all_gather(torch.tensor(float(len(words)))).sum()
+            self.log("words", total / number, sync_dist=True)
+            for name, value in (("counted", self.counted), ("kept", len(words))):
+                self.log(name, float(value), reduce_fx="sum", sync_dist=True)
+            self.counted, self.words = 0, []
 
         def predict_step(self, batch, batch_idx):
             return self.model(**batch).logits.argmax(-1)
@@ -202,7 +216,7 @@ def test_losses_and_rates_are_those_of_the_stock_script(stock, ours):
 
 def test_what_a_validation_logs_is_of_all_samples(stock, ours):
     for rank in ours:
-        for name in LOGGED:
+        for name in (*LOGGED, *AT_END):
             expected = stock["validated"][name]
             assert rank["validated"][name] == pytest.approx(expected, rel=TOLERANCE), name
             assert rank["again"][name] == pytest.approx(stock["again"][name], rel=TOLERANCE), name
@@ -248,3 +262,36 @@ def test_a_run_goes_on_by_another_plan_in_the_middle_of_an_epoch(stock, unlike, 
 def test_the_stock_script_goes_on_from_a_checkpoint_too(unlike, folder):
     (found,) = run_ranks(trained, 1, folder, "", "unlike", timeout_s=120)
     assert found["steps"] == STEPS
+
+
+def mean_over_ranks(folder: Path) -> str:
+    """What is said of a mean of the ranks' own means, behind the steps of a validation."""
+    as_launched(folder)
+    from lightning.pytorch import Trainer
+
+    from gpumix.integrations.lightning import GpumixStrategy
+
+    class Averages(type(module())):  # type: ignore[misc]
+        def on_validation_epoch_end(self):
+            self.log("mean", torch.cat(self.words).mean(), sync_dist=True)
+
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        max_epochs=1,
+        strategy=GpumixStrategy(plan=other_ranks()),
+    )
+    loaders = DataLoader(Texts(), batch_size=6), DataLoader(Texts(11, seed=2), batch_size=3)
+    try:
+        trainer.fit(Averages(), *loaders)
+    except InputError as error:
+        return f"{trainer.global_step} {error}"
+    return "trained"
+
+
+def test_a_mean_of_ranks_is_refused_before_the_first_step(folder):
+    for said in run_ranks(mean_over_ranks, 2, folder, timeout_s=120):
+        assert said.startswith("0 a hook behind the steps: a mean over ranks is asked for, and")

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from gpumix.engine.attributes import attributes_kept, numbers_in
 from gpumix.engine.coroutine import ModelError
 from gpumix.engine.ragged import take
 from gpumix.engine.reduction import (
@@ -32,8 +33,6 @@ from gpumix.engine.rehearsed_models import (
     keeps_between_calls,
     keeps_for_later,
     kept_state,
-    numbers_in,
-    numbers_kept,
     refuse_any,
 )
 from gpumix.engine.rehearsed_samples import (
@@ -123,7 +122,7 @@ def rehearse(
     found = _rehearsal(engine, batch, rows, objective)
     if found is None:
         return NOTHING
-    with numbers_kept(engine.model):
+    with attributes_kept(engine.model):
         return found.run(couples, trains=trains)
 
 
@@ -141,7 +140,7 @@ def rehearse_again(
     place = choose(engine, batch, rows, objective, uncut=True)
     assert place is not None, "some rank has samples"
     own = own_samples(engine, batch, rows, place, objective, most=max(MORE_SAMPLES, place.size))
-    with numbers_kept(engine.model):
+    with attributes_kept(engine.model):
         return _Rehearsal(engine, batch, own, place, objective, place.size).run_again()
 
 
@@ -156,7 +155,7 @@ def rehearse_evaluation(
     """
     found = _rehearsal(engine, batch, rows, objective)
     if found is not None:
-        with numbers_kept(engine.model):
+        with attributes_kept(engine.model):
             found.run_evaluation()
 
 
@@ -169,7 +168,8 @@ def counts_twice(engine: Trials, batch: Any, rows: Sequence[range], objective: R
     place = choose(engine, batch, rows, objective, uncut=True)
     assert place is not None, "some rank has samples"
     own = None if place.number is None else batch
-    return _Rehearsal(engine, batch, own, place, objective).counts_twice()
+    with attributes_kept(engine.model):
+        return _Rehearsal(engine, batch, own, place, objective).counts_twice()
 
 
 def in_parts(
@@ -191,7 +191,7 @@ def in_parts(
         start: place that the first sample is given: others are drawn for another one.
     """
     found = _rehearsal(engine, batch, rows, objective)
-    with numbers_kept(engine.model):
+    with attributes_kept(engine.model):
         return [] if found is None else found.made(run, start)
 
 
@@ -226,10 +226,11 @@ def padding_counts(engine: Trials, objective: Reduces, narrow: Any, wide: Any) -
         first = next(r for r, worker in enumerate(plan.workers) if worker.samples)
         number = 0 if first in plan.team_of(rank, 0) else None
     place = Place(number, 1)
-    trials = [
-        _Rehearsal(engine, one, None if number is None else one, place, objective).alone()
-        for one in (narrow, wide)
-    ]
+    with attributes_kept(engine.model):
+        trials = [
+            _Rehearsal(engine, one, None if number is None else one, place, objective).alone()
+            for one in (narrow, wide)
+        ]
     return not alike(engine, *trials, same_samples=True)
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -32,33 +31,6 @@ def versions(engine: Trials) -> dict[str, int]:
         for one, name in group.names_by_parameter()
         if type(one) is nn.Parameter
     }
-
-
-def numbers_in(model: nn.Module) -> dict[tuple[str, str], float]:
-    """The numbers that modules have in attributes, such as counters, by name of the module and of
-    the attribute."""
-    return {
-        (path, name): value
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if type(value) in (int, float)
-    }
-
-
-@contextmanager
-def numbers_kept(model: nn.Module) -> Iterator[None]:
-    """Numbers in attributes of modules are afterwards what they were before; those that took the
-    place of a number of the class give it back."""
-    before = numbers_in(model)
-    try:
-        yield
-    finally:
-        for path, name in numbers_in(model).keys() - before.keys():
-            module = model.get_submodule(path)
-            if hasattr(type(module), name):
-                delattr(module, name)
-        for (path, name), value in before.items():
-            setattr(model.get_submodule(path), name, value)
 
 
 def changed_weight(before: dict[str, int], after: dict[str, int]) -> ModelError | None:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from gpumix.engine.attributes import attributes_kept
 from gpumix.engine.buffers import BufferCopies, keepers
 from gpumix.engine.randomness import evaluating
-from gpumix.engine.rehearsed_models import numbers_kept
 from gpumix.engine.units import dissect
 from gpumix.integrations.rows import equal_rows
 from gpumix.spec.plan import Plan
@@ -58,7 +58,7 @@ def calls_of(model: nn.Module, run: Callable[[], Any]) -> list[str]:
         for unit in units
     ]
     try:
-        with evaluating(model), numbers_kept(model):
+        with evaluating(model), attributes_kept(model):
             run()
     finally:
         for hook in hooks:

@@ -115,7 +115,6 @@ class GpumixStrategy(Together, Checkpoints):
         self._space = space
         self._compile = compile
         self._seed = seed
-        self._engine: Engine | None = None
         self._adds = self._overflowed = False  # to the gradients of the batches before; these did
         self._like: Batching | None = None  # what is read, which tells what batches look like
         self._recording = Recording()
@@ -132,11 +131,6 @@ class GpumixStrategy(Together, Checkpoints):
                 fix="say how many steps there are: Trainer(max_steps=...) and max_epochs=-1",
             )
         return self._engine
-
-    @property
-    def plan(self) -> Plan | None:
-        """What is trained by, once it is made."""
-        return None if self._engine is None else self._engine.plan
 
     # -- as Lightning asks -------------------------------------------------------------------------
 
@@ -169,6 +163,8 @@ class GpumixStrategy(Together, Checkpoints):
         module = self.lightning_module
         assert module is not None
         refuse_without_meaning(trainer, module)
+        # Who has which samples is the plan's affair.
+        trainer._accelerator_connector.use_distributed_sampler = False
         fitting = trainer.state.fn == TrainerFn.FITTING
         if self._engine is None:
             unshard(module)  # of another trainer, whose engine is gone then

@@ -24,6 +24,7 @@ from gpumix.hardware.memory import host_memory
 from gpumix.integrations.forward import by_places
 from gpumix.integrations.strategy.combining import Part
 from gpumix.integrations.strategy.logs import Logged, Logs, silent
+from gpumix.integrations.strategy.together import tells
 from gpumix.integrations.unlike_rows import refuse_unlike_rows
 from gpumix.spec.errors import InputError
 
@@ -202,10 +203,9 @@ class Steps:
     def _noted(self, hook: str, samples: int) -> Logs:
         assert self._engine is not None
         if hook not in self._logs:
-            plan, rank = self._engine.plan, self._engine.comm.rank
-            tells = plan.team_of(rank, plan.stages_of(rank)[-1])[0] == rank
+            counts = tells(self._engine.plan, self._engine.comm.rank)
             self._logs[hook] = Logs(
-                self._module, self._engine.comm, tells=tells, by_step=hook == TRAINING
+                self._module, self._engine.comm, tells=counts, by_step=hook == TRAINING
             )
         self._now = (self._logs[hook], samples)
         return self._logs[hook]

@@ -3,29 +3,53 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from gpumix.engine.comm import Communicator
+from gpumix.engine.engine import Engine
 from gpumix.engine.groups import all_ranks
 from gpumix.hardware.runtime import synchronize
 from gpumix.integrations.gathering import all_texts
 from gpumix.profiler.library import join
 from gpumix.spec.errors import InputError
+from gpumix.spec.plan import Plan
 
 CPU = torch.device("cpu")
+_log = logging.getLogger(__name__)
+
+
+def tells(plan: Plan, rank: int) -> bool:
+    """Whether a rank computes samples to their end, and no rank before it does so too."""
+    stage = len(plan.stages) - 1
+    return stage in plan.stages_of(rank) and plan.team_of(rank, stage)[0] == rank
 
 
 class Together:
-    """The collectives of a strategy."""
+    """The collectives of a strategy.
+
+    Attributes:
+        is_distributed: so that Lightning asks for the collectives.
+    """
+
+    is_distributed = True
+    lightning_module: LightningModule | None
+    _engine: Engine | None = None
 
     _device = CPU
     _comm: Communicator | None = None
     _in_step = False
+
+    @property
+    def plan(self) -> Plan | None:
+        """What is trained by, once it is made."""
+        return None if self._engine is None else self._engine.plan
 
     def meet(self) -> None:
         """All ranks are there. Collective."""
@@ -55,10 +79,12 @@ class Together:
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         if not isinstance(tensor, Tensor):
             return tensor
-        table = self._table(tensor)
+        table = self._counted(tensor)
         kind = str(reduce_op or "mean").rpartition(".")[2].lower()
         if kind in ("mean", "avg"):
             table = table if table.is_floating_point() else table.double()
+            if not torch.allclose(table, table[:1].expand_as(table), equal_nan=True):
+                self._differs_by_rank(table)
             return table.mean(0)
         reduced: dict[str, Callable[..., Tensor]] = {
             "sum": torch.sum,
@@ -69,9 +95,38 @@ class Together:
             raise InputError(f"reduce_op={reduce_op!r}", fix="take mean, sum, max or min")
         return reduced[kind](table, 0)
 
+    def _differs_by_rank(self, table: Tensor) -> None:
+        """A mean over ranks is asked for, of a value which they do not have in common.
+
+        Raises:
+            InputError: it is of an evaluation, and so of each rank's samples.
+        """
+        module = self.lightning_module
+        trainer: Any = None if module is None else module.trainer
+        values = ", ".join(f"{float(value):.4g}" for value in table.reshape(len(table), -1)[:8, 0])
+        problem = f"a mean over ranks is asked for, and their values differ: {values}"
+        why = "each is of a rank's own samples, of which ranks have unlike numbers, by the plan"
+        fix = (
+            "self.log it in the step; or add up sums and counts, and put them together: "
+            "self.all_gather(total).sum() / self.all_gather(count).sum()"
+        )
+        if trainer is not None and (trainer.evaluating or trainer.predicting):
+            raise InputError(problem, where="a hook behind the steps", why=why, fix=fix)
+        _log.warning("%s; where each is of a rank's own samples: %s", problem, fix)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        found = self._table(torch.tensor(float(decision))).bool()
+        return bool(found.all() if all else found.any())
+
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """[ranks, ...], without gradients."""
-        return self._table(tensor)
+        """[ranks, ...], of the ranks whose samples count, without gradients."""
+        return self._counted(tensor)
+
+    def _counted(self, tensor: Tensor) -> Tensor:
+        """[ranks, ...], of those alone that count what they compute: of ranks that compute the same
+        samples one does."""
+        table, plan = self._table(tensor), self.plan
+        return table if plan is None else table[[r for r in range(len(table)) if tells(plan, r)]]
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         comm = self._together()

@@ -1,0 +1,109 @@
+"""What modules keep in attributes beside parameters and buffers: counters, lists, running sums.
+
+A rehearsal computes some samples several times, and none of that is to be found in them later.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+LONG = 1000  # of longer containers the length alone is kept
+OF_TORCH = frozenset(vars(nn.Module()))
+_LISTS = (list, deque)
+_MAPPINGS = (dict, OrderedDict, defaultdict)
+
+
+def numbers_in(model: nn.Module) -> dict[tuple[str, str], float]:
+    """The numbers that modules have in attributes, such as counters, by name of the module and of
+    the attribute."""
+    return {
+        (path, name): value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if type(value) in (int, float)
+    }
+
+
+@contextmanager
+def attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Numbers, containers and tensors in attributes of modules are afterwards what they were
+    before; those that took the place of a number of the class give it back."""
+    before = numbers_in(model)
+    undo = [
+        put_back
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if name not in OF_TORCH
+        for put_back in _kept(value, partial(setattr, module, name))
+    ]
+    try:
+        yield
+    finally:
+        for path, name in numbers_in(model).keys() - before.keys():
+            module = model.get_submodule(path)
+            if hasattr(type(module), name):
+                delattr(module, name)
+        for put_back in undo:
+            put_back()
+
+
+def _kept(value: Any, put: Callable[[Any], None]) -> Iterator[Callable[[], object]]:
+    """What puts a value, and what it holds, back."""
+    if type(value) in (int, float):
+        yield partial(put, value)
+    elif type(value) is Tensor:
+        yield partial(put, value)
+        if value.numel() <= LONG and value.device.type != "meta":
+            yield partial(_restore, value, value.detach().clone(), value._version)
+    elif type(value) in (*_LISTS, *_MAPPINGS, set):
+        yield partial(put, value)
+        if len(value) > LONG:
+            yield partial(_shorten, value, len(value))
+            return
+        yield partial(_refill, value, type(value)(value) if type(value) is set else value.copy())
+        for inner in list(value.values()) if type(value) in _MAPPINGS else list(value):
+            yield from _kept(inner, _nowhere)
+
+
+def _nowhere(_: Any) -> None:
+    """The container has it."""
+
+
+def _restore(tensor: Tensor, values: Tensor, version: int) -> None:
+    if tensor._version != version:
+        with torch.no_grad():
+            tensor.copy_(values)
+
+
+def _shorten(container: Any, length: int) -> None:
+    """What was appended goes."""
+    while len(container) > length and type(container) is not set:
+        container.popitem() if type(container) in _MAPPINGS else container.pop()
+
+
+def _refill(container: Any, contents: Any) -> None:
+    if len(container) == len(contents) and all(
+        one is other for one, other in zip(_identities(container), _identities(contents))
+    ):
+        return
+    container.clear()
+    if type(container) in _LISTS:
+        container.extend(contents)
+    else:
+        container.update(contents)
+
+
+def _identities(container: Any) -> Iterator[Any]:
+    if type(container) in _MAPPINGS:
+        for key, value in container.items():
+            yield key
+            yield value
+    else:
+        yield from container
