@@ -31,6 +31,16 @@ def llama() -> nn.Module:
     return t.LlamaForCausalLM(t.LlamaConfig(vocab_size=100, num_attention_heads=4, **sizes))
 
 
+def bart() -> nn.Module:
+    import transformers as t
+
+    torch.manual_seed(1)
+    sizes = {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "vocab_size": 100}
+    layers = {"encoder_layers": 2, "decoder_layers": 2, "max_position_embeddings": 64}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    return t.BartForConditionalGeneration(t.BartConfig(**sizes, **layers, **heads))
+
+
 def with_adapters(folder: Path) -> nn.Module:
     """As they are loaded to be evaluated: nothing is trained."""
     from peft import LoraConfig, PeftModel, get_peft_model
@@ -55,6 +65,35 @@ def padded(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         "attention_mask": ids.ne(0).long(),
         "labels": ids.where(ids != 0, -100),
     }
+
+
+def counted(told: Any) -> dict[str, float]:
+    """Of texts that were generated; a batch that is narrow is filled with the token for padding."""
+    texts, labels = told.predictions, told.label_ids
+    return {"texts": len(texts), "labels": int(labels[labels > 4].sum()), "sum": int(texts.sum())}
+
+
+def generated(library: Any, folder: Path, **more: Any) -> list[float]:
+    """An evaluation that generates, of a number of samples that is no multiple of a batch, as the
+    first thing that a trainer does."""
+    import transformers
+
+    args = transformers.Seq2SeqTrainingArguments(
+        output_dir=str(folder / "generating"),
+        per_device_train_batch_size=BATCH // (2 if more else 1),
+        per_device_eval_batch_size=4 // (2 if more else 1),
+        predict_with_generate=True,
+        generation_max_length=6,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    trainer = library.Seq2SeqTrainer(
+        model=bart(), args=args, eval_dataset=rows()[:7], compute_metrics=counted,
+        data_collator=padded, **more,
+    )  # fmt: skip
+    found = trainer.evaluate()
+    return [float(found[f"eval_{name}"]) for name in ("loss", "texts", "labels", "sum")]
 
 
 def spread(told: Any) -> dict[str, float]:
@@ -125,6 +164,8 @@ def run(folder: Path, ours: bool) -> dict[str, Any]:
     rest = {"eval_dataset": rows(), "data_collator": padded, "compute_metrics": spread}
     unequal = trainer(with_adapters(folder), "unequal", **rest).evaluate()
     found["of unlike lengths"] = [unequal[f"eval_{name}"] for name in ("loss", "spread", "size")]
+    plan = {"plan": plan_for(bart(), [Share(3, 2, 2), Share(5, 3, 1)], zero_stage=3)}
+    found["generated"] = generated(library, folder, **(plan if ours else {}))
     looks = Seen.make()
     model = llama()
     model.model.requires_grad_(False)
@@ -163,7 +204,13 @@ def both(tmp_path_factory) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 def test_evaluations_come_first(both):
     """Predictions without labels, and a model that has nothing to train; training follows."""
     stock, ours = both
-    names = ("without labels", "trained after that", "nothing to train", "of unlike lengths")
+    names = (
+        "without labels",
+        "trained after that",
+        "nothing to train",
+        "of unlike lengths",
+        "generated",
+    )
     for rank in ours:
         for name in names:
             assert rank[name] == pytest.approx(stock[name], rel=1e-4)

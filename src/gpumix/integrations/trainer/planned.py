@@ -339,11 +339,8 @@ class Planned(LogsOfSteps, PlannedCheckpoints):
                     f"{self.args.train_batch_size}",
                     fix="make the loader with batch_size=self.args.train_batch_size",
                 )
-        if not is_training:
-            if self._stock.is_of(loader):
-                return loader
-            if self._stock.wanted(loader.dataset, loader.collate_fn):
-                return self._stock.prepared(loader)
+        if not is_training and self._stock.is_of(loader):
+            return loader
         width = self._widths.trained
         if not is_training:
             description = "Evaluation" if name == LOADERS[1] else "Prediction"
@@ -351,7 +348,10 @@ class Planned(LogsOfSteps, PlannedCheckpoints):
         collate = Collated(loader.collate_fn, width)
         rows = self._rows(is_training, loader.dataset, loader.collate_fn)
         samples, most = given.batch_size * world(), self._global_batch
-        return given.own_part(samples, rows, collate, OwnLoader, most=most)
+        planned = partial(given.own_part, samples, rows, collate, OwnLoader, most=most)
+        if not is_training and self._stock.wanted(loader.dataset, loader.collate_fn):
+            return self._stock.prepared(loader, planned)
+        return planned()
 
     def _rows(self, is_training: bool, dataset: Any, collate: Any) -> PlannedRows:
         """Of a loader, whose reader may come before the training."""
@@ -537,19 +537,18 @@ class Planned(LogsOfSteps, PlannedCheckpoints):
     ) -> Any:
         if self._stock.is_of(dataloader):
             rest = (description, prediction_loss_only, ignore_keys, metric_key_prefix)
+            planned = self._stock.planned(dataloader)
             with self._stock.under_way(super()._move_model_to_device):  # type: ignore[misc]
                 told = super().evaluation_loop(dataloader, *rest)  # type: ignore[misc]
             name = f"{metric_key_prefix}_loss"
-            planned = self._stock.planned(dataloader)
             if planned is not None and name in told.metrics:  # there it is a mean of ranks' means
                 told.metrics[name] = self.evaluation_loop(
                     planned, description, True, None, metric_key_prefix
                 ).metrics[name]
             return told
         engine = self._hosted(dataloader.whole, dataloader.collated)
-        loss_only = prediction_loss_only
-        if loss_only is None:
-            loss_only = self.args.prediction_loss_only
+        if prediction_loss_only is None:
+            prediction_loss_only = self.args.prediction_loss_only
         if callable(getattr(self.optimizer, "eval", None)):
             self.optimizer.eval()
         self.model.eval()
@@ -559,7 +558,7 @@ class Planned(LogsOfSteps, PlannedCheckpoints):
                 engine,
                 dataloader,
                 description=description,
-                loss_only=bool(loss_only),
+                loss_only=bool(prediction_loss_only),
                 ignore_keys=ignore_keys,
                 prefix=metric_key_prefix,
             )

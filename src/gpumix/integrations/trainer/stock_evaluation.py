@@ -2,8 +2,8 @@
 
 Such are: a model that trains nothing, in one process; predictions of samples without labels before
 any training; text that is generated; a program's own `prediction_step`. There is nothing to plan by
-for the first two; the others call the model in ways that only they know. Each rank evaluates an
-equal part.
+for the first two; the others call the model in ways that only they know, and their losses are those
+of another evaluation, by the plan. Each rank evaluates an equal part.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from gpumix.engine.outside import outside_of
 from gpumix.engine.outside import whole as whole_model
 from gpumix.engine.units import trains
 from gpumix.integrations.hosted import world
+from gpumix.integrations.own_batches import OwnLoader
 from gpumix.integrations.specimens import specimen_of
 from gpumix.integrations.trainer.evaluation import has_loss
 
@@ -45,8 +47,8 @@ class StockEvaluation:
             return True
         return not has_loss(trainer, specimen_of(dataset, collate).batch(1))
 
-    def loader(self, make: Callable[[], Any], planned: Callable[[], Any] | None) -> Any:
-        """The loader that transformers makes, which gives each rank an equal part.
+    def loader(self, make: Callable[[], Any], planned: Callable[[], OwnLoader]) -> Any:
+        """The loader that transformers makes, which gives each rank an equal part. Collective.
 
         Args:
             planned: makes the one that gives each rank what the plan says.
@@ -57,17 +59,25 @@ class StockEvaluation:
             made = make()
         finally:
             accelerator.prepare_data_loader = ours
-        several = self._trainer.has_engine and accelerator.num_processes > 1
-        self._loaders[made] = planned() if planned is not None and several else None
+        self._loaders[made] = planned() if accelerator.num_processes > 1 else None
         return made
 
-    def prepared(self, loader: Any) -> Any:
-        """The same of a loader that the program makes."""
-        return self.loader(lambda: self._trainer.accelerator.prepare_data_loader(loader), None)
+    def prepared(self, loader: Any, planned: Callable[[], OwnLoader]) -> Any:
+        """The same of a loader that the program makes. Collective."""
+        prepare = self._trainer.accelerator.prepare_data_loader
+        return self.loader(partial(prepare, loader), planned)
 
-    def planned(self, loader: Any) -> Any:
-        """The loader of the same batches by the plan, of several ranks; else None."""
-        return self._loaders[loader]
+    def planned(self, loader: Any) -> OwnLoader | None:
+        """The loader of the same batches by the plan, which there is then, of several ranks that
+        have a loss of them; else None. Collective."""
+        planned: OwnLoader | None = self._loaders[loader]
+        if planned is None:
+            return None
+        dataset, trainer = (planned.whole, planned.collated), self._trainer
+        if not trainer.has_engine and not has_loss(trainer, specimen_of(*dataset).batch(1)):
+            return None
+        trainer._hosted(*dataset)
+        return planned
 
     def is_of(self, loader: Any) -> bool:
         return loader in self._loaders
@@ -83,6 +93,7 @@ class StockEvaluation:
         if not trainer.has_engine:
             move(trainer.model, trainer.args.device)
             try:
+                trainer.gather_function = accelerator.gather_for_metrics
                 yield
             finally:  # which may have wrapped its forward
                 accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
