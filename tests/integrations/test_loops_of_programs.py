@@ -44,6 +44,7 @@ def by_hand_of_the_model(
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["input_ids"].flatten())
         accelerator.backward(loss)
         found.append(accelerator.reduce(loss.detach(), "mean").item())
+        found.append(accelerator.gather(loss.detach()).mean().item())
         if number % 2:
             found.append(float(accelerator.clip_grad_norm_(network.parameters(), 1.0)))
             optimizer.step()

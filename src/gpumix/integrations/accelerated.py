@@ -444,7 +444,9 @@ class Accelerator(accelerate.Accelerator):
             nn.utils.clip_grad_value_(list(self._engine.parameters()), clip_value)
 
     def gather(self, tensor: Any) -> Any:
-        """Rows of all ranks, of which each may have another number, on all of them."""
+        """Rows of all ranks, unlike numbers of them; for the last loss the whole batch's for each."""
+        if self._looped is not None and self._looped.is_last(tensor):
+            return self.reduce(tensor, "mean").expand(self.num_processes).clone()
         lifted = tree_map(lambda t: t[None] if t.dim() == 0 else t, tensor)
         rows = len(next(t for t in tree_leaves(lifted)))
         begin = self.process_index * PLACES_OF_A_RANK

@@ -299,13 +299,19 @@ class Looped(nn.Module):
         """What the mean over ranks is to be taken of: the loss that backward was last called for,
         times what it counts for, so that its mean is the loss of the whole batch. Anything else as
         it is."""
-        loss, worth = self._last or (None, None)
-        if worth is None or loss is None or not isinstance(tensor, Tensor):
+        if not self.is_last(tensor):
             return tensor
-        if tensor.untyped_storage().data_ptr() != loss.untyped_storage().data_ptr():
-            return tensor
+        _, worth = self._last or (None, None)
+        assert worth is not None, "it has one"
         weight = self._engine.comm.world * worth.weight.to(tensor)
         return torch.where(weight > 0, tensor * weight, 0.0)
+
+    def is_last(self, tensor: Any) -> bool:
+        """Whether it is the loss that backward was last called for, which is this rank's."""
+        loss, worth = self._last or (None, None)
+        if worth is None or loss is None or not isinstance(tensor, Tensor) or tensor.numel() != 1:
+            return False
+        return tensor.untyped_storage().data_ptr() == loss.untyped_storage().data_ptr()
 
     def check_done(self) -> None:
         """
