@@ -69,7 +69,7 @@ def on_one_device(folder) -> list[float]:
 @pytest.mark.slow
 def test_state_moves_while_the_run_trains_and_losses_stay(tmp_path):
     profile, plan, part = prepared(tmp_path / "sound")
-    slow = model(rank=1, at=8, sample_s=0.008)
+    slow = model(rank=1, at=8, sample_s=0.02)
     trained(tmp_path / "moved", profile, plan, part, model=slow, rebalance=True)
     expected = on_one_device(tmp_path / "alone")
     run = tmp_path / "moved" / "run"
