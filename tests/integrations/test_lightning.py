@@ -264,6 +264,51 @@ def test_the_stock_script_goes_on_from_a_checkpoint_too(unlike, folder):
     assert found["steps"] == STEPS
 
 
+def validated_first(folder: Path, ours: bool) -> list[float]:
+    """Losses of validations before and after training."""
+    as_launched(folder)
+    from lightning.pytorch import Trainer
+
+    class Validated(type(module())):  # type: ignore[misc]
+        def validation_step(self, batch, batch_idx):
+            self.log("val_loss", self.model(**batch).loss)
+
+        def on_validation_epoch_end(self):
+            pass
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    more: dict[str, Any] = {}
+    if ours:
+        from gpumix.integrations.lightning import GpumixStrategy
+
+        more["strategy"] = GpumixStrategy(plan=other_ranks())
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        max_epochs=1,
+        num_sanity_val_steps=0,
+        **more,
+    )
+    processes, validated = (2 if ours else 1), Validated()
+    evaluated = DataLoader(Texts(11, seed=2), batch_size=6 // processes)
+    (before,) = trainer.validate(validated, evaluated, verbose=False)
+    trainer.fit(validated, DataLoader(Texts(), batch_size=GLOBAL_BATCH // processes), evaluated)
+    (after,) = trainer.validate(validated, evaluated, verbose=False)
+    return [before["val_loss"], after["val_loss"]]
+
+
+def test_a_validation_comes_first(folder):
+    (stock,) = run_ranks(validated_first, 1, folder, False, timeout_s=60)
+    assert stock[0] > stock[1]
+    for found in run_ranks(validated_first, 2, folder, True, timeout_s=120):
+        assert found == pytest.approx(stock, rel=TOLERANCE)
+
+
 def mean_over_ranks(folder: Path) -> str:
     """What is said of a mean of the ranks' own means, behind the steps of a validation."""
     as_launched(folder)

@@ -444,7 +444,7 @@ class Accelerator(accelerate.Accelerator):
             nn.utils.clip_grad_value_(list(self._engine.parameters()), clip_value)
 
     def gather(self, tensor: Any) -> Any:
-        """Rows of all ranks, unlike numbers of them; for the last loss the whole batch's for each."""
+        """Rows of all ranks, unlike numbers of them; of the last loss, the whole batch's."""
         if self._looped is not None and self._looped.is_last(tensor):
             return self.reduce(tensor, "mean").expand(self.num_processes).clone()
         lifted = tree_map(lambda t: t[None] if t.dim() == 0 else t, tensor)

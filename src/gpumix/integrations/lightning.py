@@ -115,6 +115,7 @@ class GpumixStrategy(Together, Checkpoints):
         self._space = space
         self._compile = compile
         self._seed = seed
+        self._trains = False  # or the engine was made to evaluate
         self._adds = self._overflowed = False  # to the gradients of the batches before; these did
         self._like: Batching | None = None  # what is read, which tells what batches look like
         self._recording = Recording()
@@ -166,10 +167,13 @@ class GpumixStrategy(Together, Checkpoints):
         # Who has which samples is the plan's affair.
         trainer._accelerator_connector.use_distributed_sampler = False
         fitting = trainer.state.fn == TrainerFn.FITTING
-        if self._engine is None:
-            unshard(module)  # of another trainer, whose engine is gone then
+        if self._engine is None or (fitting and not self._trains):
+            unshard(module)  # of another trainer, whose engine is gone then, or to evaluate
+            if self._engine is not None:
+                self._engine = self._like = None
             vars(module).pop("zero_grad", None)
             self._host(trainer, module, fitting=fitting)
+            self._trains = fitting
         elif self._engine.model is not module:
             raise InputError(
                 "this strategy has another module already",
@@ -197,10 +201,13 @@ class GpumixStrategy(Together, Checkpoints):
         self._steps.begin(trainer, module)
         specimen = specimen_of(like.loader.dataset, like.loader.collate_fn, self._handed_over)
         metrics = [m for m in module.modules() if isinstance(m, Metric)]
+        together = like.batch_size * world()
+        if self._given is not None and not fitting:  # larger batches come in parts
+            together = self._given.global_batch
         training = Training(
             specimen.batch,
             sequence_length=specimen.sequence_length,
-            global_batch=like.batch_size * world(),
+            global_batch=together,
             loss=self._steps.loss,
             optimizer=optimizer_like(self.optimizers[0]) if fitting else None,
             precision=self._computed_in(module),

@@ -68,6 +68,7 @@ class Steps:
 
     def serve(self, engine: Engine) -> None:
         self._engine = engine
+        self._logs, self._now = {}, None
 
     def depend_on_padding(self, narrow: Any, wide: Any) -> bool:
         """Whether a sample's loss depends on how far it is padded; see `padding_counts`."""
