@@ -108,6 +108,20 @@ def sums(accelerator: Any, network: Any, optimizer: Any, loader: Any) -> list[fl
     return found
 
 
+def reads_two(accelerator: Any, network: Any, optimizer: Any, loader: Any) -> list[float]:
+    """Trains with the batches of one loader, and reads smaller ones of another beside them."""
+    size = GLOBAL_BATCH // accelerator.num_processes
+    others = accelerator.prepare(DataLoader(Texts(30, seed=2), batch_size=size))
+    found = []
+    for batch, _ in zip(loader, others):
+        loss = network(**batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
 LOOPS: dict[str, Callable[..., list[float]]] = {
     "by hand": by_hand,
     "by hand, of the model": by_hand_of_the_model,
@@ -116,6 +130,7 @@ LOOPS: dict[str, Callable[..., list[float]]] = {
     "prepared again": prepared_again,
     "inference mode": infers,
     "sums": sums,
+    "reads two": reads_two,
 }
 
 
@@ -168,13 +183,14 @@ def _refused(folder: Path) -> list[str]:
             found.append(error.what)
             network._begun = None
 
-    batch = next(iter(loader))["input_ids"]
-    inputs = torch.nn.functional.one_hot(batch % 32, 32).float()
+    batches = iter(loader)
+    inputs = torch.nn.functional.one_hot(next(batches)["input_ids"] % 32, 32).float()
     tried(inputs, lambda logits, rows: logits.square().mean())
     tried(inputs, lambda logits, rows: logits.square().mean() + logits.std())
     tried(inputs.clone().requires_grad_(), lambda logits, rows: logits.square().mean())
     for _ in range(2):  # one rank counts 1, the other one 2
         tried(inputs, lambda logits, rows: logits.square().sum() / torch.tensor(1 + (rows > 5)))
+    tried(torch.cat([inputs, inputs]), lambda logits, rows: logits.square().mean())
     return found
 
 
@@ -184,7 +200,12 @@ def test_losses_that_are_not_sums_over_ranks_are_refused(tmp_path):
         "an input of the model requires a gradient, and gets none",
         "the loss of a rank was divided by 1, others by other numbers",
     ]
-    assert run_ranks(_refused, 2, tmp_path, timeout_s=120) == [expected] * 2
+    for rank, said in enumerate(run_ranks(_refused, 2, tmp_path, timeout_s=120)):
+        own = (5, 7)[rank]
+        twice = (
+            f"the model is given {2 * own} samples, and the loop has {own} of the batch it is at"
+        )
+        assert said == [*expected, twice]
 
 
 @pytest.mark.parametrize("key", ["logits", 1, slice(2)])

@@ -6,7 +6,7 @@ The plan has one stage: every rank calls the model, and looks at what it returns
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
@@ -17,10 +17,8 @@ from typing import Any, NamedTuple
 import accelerate
 import torch
 from accelerate import accelerator
-from accelerate.data_loader import DataLoaderStateMixin
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.state import GradientState
-from accelerate.utils import extract_model_from_parallel, load, send_to_device
+from accelerate.utils import extract_model_from_parallel, load
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
@@ -51,12 +49,13 @@ from gpumix.integrations.hosted import (
     refuse_gpu,
     world,
 )
+from gpumix.integrations.loop_loader import Loader, part_at
 from gpumix.integrations.loop_outputs import stand_in_loss
 from gpumix.integrations.loop_record import LoopRecord
 from gpumix.integrations.looped import LABELS, Looped, LoopLoss
 from gpumix.integrations.optimizers import optimizer_like, taken_over
 from gpumix.integrations.overflows import tells_of_skips, told_norm
-from gpumix.integrations.own_batches import CollatedTree, OwnLoader, Part, Width, collated_tree
+from gpumix.integrations.own_batches import CollatedTree, Width, collated_tree
 from gpumix.integrations.rows import PlannedRows, equal_rows, looped_rows
 from gpumix.integrations.samplers import prepared, seed_of_all
 from gpumix.integrations.saving import Saver, dtypes_of, newest_state
@@ -74,49 +73,6 @@ __all__ = ["Accelerator"]
 
 PRECISIONS: dict[str, Precision] = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
 PLACES_OF_A_RANK = 2**40
-
-
-class Loader(OwnLoader, DataLoaderStateMixin):
-    """Tells Accelerate where the loop is.
-
-    Attributes:
-        skipped: batches at the beginning of each epoch that are passed over.
-        given: the batch that the loop is at.
-        next_of: takes the next of its batches, None behind the last.
-        made_of: the loader that was prepared.
-    """
-
-    device: torch.device
-    made_of: DataLoader[Any]
-    next_of: Callable[[Iterator[Any]], Any]
-    iteration = 0
-    skipped = 0
-    given: Part | None = None
-
-    def __len__(self) -> int:
-        return max(0, super().__len__() - self.skipped)
-
-    def set_epoch(self, epoch: int) -> None:
-        """From which the loop goes on to count."""
-        self.iteration = epoch
-        super().set_epoch(epoch)
-
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        self.gradient_state = GradientState()
-        self.reset()
-        self.gradient_state._add_dataloader(self)
-        self.set_epoch(self.iteration)
-        batches = self.after(self.skipped)
-        try:
-            following = self.next_of(batches)
-            while following is not None:
-                self.given, following = following, self.next_of(batches)
-                self.end_of_dataloader = following is None
-                yield send_to_device(self.given.values, self.device)
-        finally:
-            self.given = None
-            self.iteration += 1
-            self.gradient_state._remove_dataloader(self)
 
 
 class Kept(NamedTuple):
@@ -240,7 +196,7 @@ class Accelerator(accelerate.Accelerator):
         looped = self._awaited.known(model)
         if looped is None:
             refuse_as_loaded(model)
-            looped = Looped(model, self._at, self._called_alone)
+            looped = Looped(model, self._called_alone)
             self._awaited.models.append(looped)
             self._host_if_known()
         return looped
@@ -388,11 +344,6 @@ class Accelerator(accelerate.Accelerator):
     def _next_of(self, batches: Iterator[Any]) -> Any:
         return next(batches, None) if self._engine is None else self._record.next_of(batches)
 
-    def _at(self) -> Part | None:
-        """This rank's part of the batch that the loop is at."""
-        active = self.gradient_state.active_dataloader
-        return active.given if isinstance(active, Loader) else None
-
     # -- the loop ----------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, *, count: Tensor | float | None = None, **kwargs: Any) -> None:
@@ -464,7 +415,7 @@ class Accelerator(accelerate.Accelerator):
             kept = self._of_samples([len(one) for one in lists])
             things = [thing for one, own in zip(lists, kept.own) for thing in one[:own]]
             return things[: kept.together]
-        if self._at() is None:
+        if part_at() is None:
             return self.gather(input_data)
         lifted = tree_map(lambda t: t[None] if t.dim() == 0 else t, input_data)
         rows = all_numbers([len(tree_leaves(lifted)[0])], label)
@@ -475,7 +426,7 @@ class Accelerator(accelerate.Accelerator):
 
     def _of_samples(self, rows: Sequence[int]) -> Kept:
         """Of so many rows that ranks have of the batch that the loop is at, those of samples."""
-        given = self._at()
+        given = part_at()
         if given is None:
             return Kept(rows, None)
         samples, own = given.samples, []

@@ -22,9 +22,11 @@ from gpumix.engine.loss_watch import AGAIN
 from gpumix.engine.reduction import TOLD, ReducedLoss, Rule, integer_labels
 from gpumix.engine.rehearsed_models import NOT_OF_PARTS
 from gpumix.engine.rehearsed_samples import exchanged
+from gpumix.engine.samples import samples_in
 from gpumix.integrations.called import ARGS, KWARGS
 from gpumix.integrations.coupled_rows import refuse_coupled
 from gpumix.integrations.forward import detached
+from gpumix.integrations.loop_loader import part_at
 from gpumix.integrations.loop_outputs import (
     Outputs,
     SumOfOutputs,
@@ -107,7 +109,6 @@ class Looped(nn.Module):
 
     Args:
         module: the model.
-        at: this rank's part of the batch that the loop is at; None if it is at none.
         alone: readies the model for a call before it is run by a plan, or refuses that.
 
     Attributes:
@@ -125,7 +126,6 @@ class Looped(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        at: Callable[[], Part | None],
         alone: Callable[[Looped], None],
     ) -> None:
         super().__init__()
@@ -135,7 +135,6 @@ class Looped(nn.Module):
         self._evaluations = 0
         self._has_loss: bool | None = None  # what the model returns for labels
         self.module = module
-        self._at = at
         self._alone = alone
         self._samples: int | None = None  # of the batch of the last call
         self._begun: _Begun | None = None
@@ -187,7 +186,8 @@ class Looped(nn.Module):
                 "the model is called again before the backward of its last loss",
                 fix="call accelerator.backward(loss) once for each call of the model",
             )
-        given = self._at()
+        given = part_at(batch)
+        _refuse_other_rows(samples_in(batch), given)
         self._samples = None if given is None else given.samples
         stands_in = given is not None and given.own == 0
         own = without_rows(batch) if stands_in else batch
@@ -372,7 +372,7 @@ class Looped(nn.Module):
             if labelled:
                 self._loss.by_loop = False
                 self._engine.settle(batch)
-                given = self._at()
+                given = part_at(batch)
                 self._loss.whole = _rows(batch) if given is None else given.samples
             if self._evaluations in (0, *AGAIN):
                 refuse_unlike_rows(self._engine, outputs_of, batch)
@@ -382,7 +382,7 @@ class Looped(nn.Module):
         if not has_loss(outputs, labelled=labelled):
             return outputs
         sums = torch.zeros(2, dtype=torch.float64, device=self._engine.device)
-        given = self._at()
+        given = part_at(batch)
         stands_in = given is not None and given.own == 0
         for one, count in [] if stands_in else found:
             sums += torch.stack([loss_of(one).double() * count, count.double()])
@@ -449,6 +449,21 @@ def _refuse_gradients(batch: Any) -> None:
 def _rows(batch: Any) -> int:
     tensors = (t for t in tree_flatten((batch[ARGS], batch[KWARGS]))[0] if isinstance(t, Tensor))
     return len(next(tensors))
+
+
+def _refuse_other_rows(rows: int, given: Part | None) -> None:
+    """
+    Raises:
+        InputError: the model is given another number of samples than this rank has.
+    """
+    if given is None or rows == max(1, given.own):
+        return
+    raise InputError(
+        f"the model is given {rows} samples, and the loop has {given.own} of the batch it is at",
+        why=f"the batch of all ranks has {given.samples}, of which the plan says whose are which",
+        fix="call it with the samples of one batch of one prepared loader; samples that belong "
+        "together are of one dataset",
+    )
 
 
 def _refuse_terms(loss: Tensor, begun: _Begun) -> None:
