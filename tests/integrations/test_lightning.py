@@ -24,6 +24,7 @@ pytestmark = pytest.mark.slow
 TOLERANCE = 1e-5
 EPOCHS, STEPS = 2, 10  # the last batch of an epoch has 2 samples
 LOGGED = ("val_loss", "first_words", "most of means", "sum of means", "mean of sums", "least")
+WEIGHED = ("weighed", "weighed by tokens")
 AT_END = ("words", "counted", "kept")
 CHECKPOINT = "epoch=1-step=7.ckpt"
 
@@ -60,6 +61,10 @@ def module() -> Any:
             self.log("sum of means", words.mean(), reduce_fx="sum")
             self.log("mean of sums", words.sum())
             self.log("least", words.mean(1).min(), reduce_fx="min")
+            weights = (batch["input_ids"] % 7 + 1.0) * batch["attention_mask"]
+            weighed = (outputs.logits[..., 0] * weights).sum() / weights.sum()
+            self.log("weighed", weighed)
+            self.log("weighed by tokens", weighed, batch_size=int(batch["attention_mask"].sum()))
 
         def on_validation_epoch_end(self):
             words = torch.cat(self.words) if self.words else torch.zeros(0)
@@ -216,7 +221,7 @@ def test_losses_and_rates_are_those_of_the_stock_script(stock, ours):
 
 def test_what_a_validation_logs_is_of_all_samples(stock, ours):
     for rank in ours:
-        for name in (*LOGGED, *AT_END):
+        for name in (*LOGGED, *WEIGHED, *AT_END):
             expected = stock["validated"][name]
             assert rank["validated"][name] == pytest.approx(expected, rel=TOLERANCE), name
             assert rank["again"][name] == pytest.approx(stock["again"][name], rel=TOLERANCE), name

@@ -8,10 +8,12 @@ once and in two unlike parts; the way that gives the value of the whole is the o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 MEAN, SAMPLES, SUM, MAX, MIN = "mean", "samples", "sum", "max", "min"
+DIVIDED = "divided"  # a mean over what the value's own graph says that it is divided by
+MEANS = (MEAN, SAMPLES, DIVIDED)
 TRIES = 8  # batches, until the first of several ways that fit is taken
 RELATIVE, ABSOLUTE = 1e-4, 1e-7
 
@@ -21,11 +23,12 @@ class Part:
     """What was logged of some samples.
 
     Attributes:
-        values: by name, with the weight of each in a mean.
+        values: by name, with the weight of each in a mean, and what its graph says that it is
+            divided by; NaN if it says nothing.
         samples: how many there are.
     """
 
-    values: Mapping[str, tuple[float, float]]
+    values: Mapping[str, tuple[float, float, float]]
     samples: int
 
 
@@ -42,6 +45,11 @@ class Ways:
         """Whether another batch should be compared."""
         return not self._compared or any(self._left.values())
 
+    @property
+    def found(self) -> set[str]:
+        """The ways that values are combined in."""
+        return {ways[0] for ways in self._ways.values() if ways}
+
     def of(self, name: str, reduced: str) -> str:
         """
         Args:
@@ -50,15 +58,17 @@ class Ways:
         ways = self._ways.get(name)
         return ways[0] if ways else reduced
 
-    def take(self, fitting: Mapping[str, list[str]]) -> None:
-        """Learn the ways that fit, by name, of a batch."""
-        self._compared = True
+    def take(self, fitting: Mapping[str, list[str]]) -> list[str]:
+        """Learn the ways that fit, by name, of a batch; the names for which none is left."""
+        self._compared, lost = True, []
         for name, ways in fitting.items():
             left = self._left.get(name, TRIES)
             if left:
                 before = self._ways.get(name, ways)
                 self._ways[name] = [way for way in before if way in ways]
                 self._left[name] = left - 1 if len(self._ways[name]) > 1 else 0
+                lost += [] if self._ways[name] else [name]
+        return lost
 
 
 def fitting_ways(
@@ -70,19 +80,19 @@ def fitting_ways(
         reduced: what the module says of each name.
     """
     found = {}
-    for name, (value, _) in whole.values.items():
-        if all(name in part.values for part in parts):
+    for name, (value, *_) in whole.values.items():
+        if math.isfinite(value) and all(name in part.values for part in parts):
             own = [(*part.values[name], float(part.samples)) for part in parts]
             found[name] = _ways(value, own, reduced[name])
     return found
 
 
-def _ways(whole: float, parts: list[tuple[float, float, float]], reduced: str) -> list[str]:
-    values, weights, samples = zip(*parts)
-    proportional = math.isclose(weights[0] * samples[1], weights[1] * samples[0])
+def _ways(whole: float, parts: Sequence[tuple[float, ...]], reduced: str) -> list[str]:
+    values, weights, divided, samples = zip(*parts)
     told = {
         MEAN: _mean(values, weights),
-        SAMPLES: math.nan if proportional else _mean(values, samples),
+        SAMPLES: math.nan if _alike(weights, samples) else _mean(values, samples),
+        DIVIDED: math.nan if _alike(weights, divided) else _mean(values, divided),
         SUM: math.fsum(values),
         MAX: max(values),
         MIN: min(values),
@@ -91,6 +101,10 @@ def _ways(whole: float, parts: list[tuple[float, float, float]], reduced: str) -
     return [
         way for way in order if math.isclose(told[way], whole, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
     ]
+
+
+def _alike(weights: tuple[float, ...], others: tuple[float, ...]) -> bool:
+    return math.isclose(weights[0] * others[1], weights[1] * others[0])
 
 
 def _mean(values: tuple[float, ...], weights: tuple[float, ...]) -> float:

@@ -9,12 +9,13 @@ Lightning is told once, after the step.
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule
@@ -22,11 +23,14 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from gpumix.engine.comm import Communicator
+from gpumix.engine.loss_graph import denominators_of
 from gpumix.integrations.forward import detached
 from gpumix.integrations.gathering import all_texts
 from gpumix.integrations.strategy.combining import (
+    DIVIDED,
     MAX,
     MEAN,
+    MEANS,
     MIN,
     SAMPLES,
     SUM,
@@ -36,23 +40,34 @@ from gpumix.integrations.strategy.combining import (
 )
 from gpumix.spec.errors import InputError
 
+_log = logging.getLogger(__name__)
 REDUCED = "reduce_fx"
 COMPARED = "comparison of logged values"
 OBJECT, EXPLICIT = "metric", "batch_size"
 PASSED_ON = ("prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx", REDUCED)
 
 
+class Value(NamedTuple):
+    """
+    Attributes:
+        size: `batch_size` of it, where the module says one.
+        divided: by what, as its graph says; None where it was not asked, or does not say.
+    """
+
+    name: str
+    value: Any
+    settings: dict[str, Any]
+    size: Any = None
+    divided: Tensor | None = None
+
+
 @dataclass
 class Logged:
-    """What was logged of one, how much it counts, and how many samples it has.
-
-    Attributes:
-        values: names, values, what these count for (None: what the micro-batch does), settings.
-    """
+    """What was logged of one, how much it counts, and how many samples it has."""
 
     weight: Tensor
     samples: int
-    values: list[tuple[str, Any, Any, dict[str, Any]]] = field(default_factory=list)
+    values: list[Value] = field(default_factory=list)
 
 
 # A micro-batch's forward is a coroutine, which may stop inside of the module's step.
@@ -78,6 +93,11 @@ class Logs:
         self._own: dict[str, dict[str, Any]] = {}
         self._seen: list[Logged] = []
         self._ways = Ways()
+
+    @property
+    def reads_graphs(self) -> bool:
+        """Whether values are to be logged with their graphs."""
+        return self._ways.is_open or DIVIDED in self._ways.found
 
     @property
     def compares(self) -> bool:
@@ -108,11 +128,12 @@ class Logs:
         with self._noted(weight, samples) as noted:
             yield noted
         values = {}
-        for name, value, own, settings in noted.values:
-            self._own[name] = settings
-            if not settings[OBJECT]:
-                own = noted.weight if own is None else own
-                values[name] = float(torch.as_tensor(value)), float(torch.as_tensor(own))
+        for one in noted.values:
+            self._own[one.name] = one.settings
+            if not one.settings[OBJECT]:
+                weight = noted.weight if one.size is None else one.size
+                divided = math.nan if one.divided is None else one.divided
+                values[one.name] = _number(one.value), _number(weight), _number(divided)
         told.append(Part(values, samples))
 
     @contextmanager
@@ -137,7 +158,14 @@ class Logs:
             reduced = {name: self._own[name][REDUCED] for name in whole.values}
             found = fitting_ways(whole, (first, others), reduced)
         every = [json.loads(text) for text in all_texts(json.dumps(found), self._comm, COMPARED)]
-        self._ways.take(next(filter(None, every), {}))
+        lost = self._ways.take(next(filter(None, every), {}))
+        if lost and self._comm.rank == 0:
+            _log.warning(
+                "%s: no mean, sum, maximum or minimum of the values of micro-batches is that of a "
+                "batch; it is combined by its reduce_fx, and depends on the plan. Log what adds "
+                "up, and compute with it behind the epoch, or log a metric of torchmetrics",
+                ", ".join(map(repr, lost)),
+            )
 
     def _note(
         self,
@@ -154,7 +182,7 @@ class Logs:
             name, {**settings, "prog_bar": prog_bar, "logger": logger}, explicit=weight is not None
         )
         if not isinstance(value, Metric):
-            noted.values.append((name, detached(value), weight, own))
+            noted.values.append(Value(name, detached(value), own, weight, self._divided(value)))
             return
         path = settings.get("metric_attribute") or _path_of(self._module, value)
         step = own["on_step"] if own["on_step"] is not None else self._by_step
@@ -163,13 +191,23 @@ class Logs:
         if step and value._forward_cache is not None:  # there is none where it was only updated
             of_step = own | {"on_step": True, "on_epoch": False}
             told = (f"{name}_step" if both else name, detached(value._forward_cache))
-            noted.values.append((*told, weight, of_step))
+            noted.values.append(Value(*told, of_step, weight))
         if epoch:
             of_epoch = own | {"on_step": False, "on_epoch": True, OBJECT: path}
-            noted.values.append((f"{name}_epoch" if both else name, 0.0, weight, of_epoch))
+            noted.values.append(Value(f"{name}_epoch" if both else name, 0.0, of_epoch, weight))
         if both:  # callbacks find that of the epoch by the name alone
             of_callbacks = of_epoch | {"logger": False, "prog_bar": False}
-            noted.values.append((name, 0.0, weight, of_callbacks))
+            noted.values.append(Value(name, 0.0, of_callbacks, weight))
+
+    def _divided(self, value: Any) -> Tensor | None:
+        """What a value's graph says that it is divided by, where that may be asked."""
+        if not (self.reads_graphs and isinstance(value, Tensor) and value.requires_grad):
+            return None
+        if value.numel() != 1:
+            return None
+        found = denominators_of(value)
+        alike = found and all(torch.equal(one, found[0]) for one in found)
+        return found[0] if alike else None
 
     def _settings(self, name: str, given: dict[str, Any], *, explicit: bool) -> dict[str, Any]:
         reduced = given.get(REDUCED, MEAN)
@@ -197,14 +235,16 @@ class Logs:
                 self._known = json.loads(text) | self._known
             table = self._exchanged(own)
         for place, (name, settings) in enumerate(self._known.items()):
-            values, weights = table[:, 1 + 2 * place], table[:, 2 + 2 * place]
+            values, weights, sizes = table[:, 1 + 3 * place : 4 + 3 * place].T
             if (there := weights > 0).any():
-                self._tell(name, settings, values[there], weights[there], samples)
+                size = int(sizes.sum()) if settings[EXPLICIT] else samples
+                self._tell(name, settings, values[there], weights[there], size)
 
-    def _exchanged(self, own: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
-        """By rank: whether it has names that are not known to all, and value and weight by name."""
+    def _exchanged(self, own: dict[str, tuple[Tensor, ...]]) -> Tensor:
+        """By rank: whether it has names that are not known to all; then by name value, weight and
+        size."""
         new = float(any(name not in self._known for name in own))
-        nothing = (torch.zeros(()), torch.zeros(()))
+        nothing = (torch.zeros(()),) * 3
         pairs = [part for name in self._known for part in own.get(name, nothing)]
         row = torch.stack(
             [part.double().to(self._comm.device) for part in (torch.tensor(new), *pairs)]
@@ -212,46 +252,67 @@ class Logs:
         table = self._comm.exchanged(row, "exchange of logged values")
         return table.cpu()
 
-    def _summed(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Of this rank's micro-batches, value and weight by name."""
-        by_name: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    def _summed(self) -> dict[str, tuple[Tensor, ...]]:
+        """Of this rank's micro-batches, value, weight and size by name."""
+        by_name: dict[str, list[tuple[Tensor, ...]]] = {}
         for noted in self._seen:
-            for name, value, weight, settings in noted.values:
-                self._own[name] = settings
-                weight = noted.weight if weight is None else weight
-                if self._way(name, settings) == SAMPLES:
-                    weight = noted.samples
-                pair = torch.as_tensor(value).double(), torch.as_tensor(weight).double()
-                by_name.setdefault(name, []).append(pair)
+            for one in noted.values:
+                self._own[one.name] = one.settings
+                size = 0 if one.size is None else one.size
+                row = one.value, self._weight(one, noted), size
+                by_name.setdefault(one.name, []).append(
+                    tuple(torch.as_tensor(number).double() for number in row)
+                )
         self._seen = []
-        return {name: self._reduced(name, pairs) for name, pairs in by_name.items()}
+        return {name: self._reduced(name, rows) for name, rows in by_name.items()}
+
+    def _weight(self, one: Value, noted: Logged) -> Any:
+        """What a value of a micro-batch counts for in a mean.
+
+        Raises:
+            InputError: its graph is to say so, and does not.
+        """
+        way = self._way(one.name, one.settings)
+        if way == DIVIDED and one.divided is None:
+            raise InputError(
+                f"'{one.name}' is computed in another way than when it was logged first",
+                why="what it is a mean over was read from its graph, which is another one now",
+                fix="say what it is a mean over: self.log(..., batch_size=...)",
+            )
+        if way == DIVIDED:
+            return one.divided
+        if way == SAMPLES:
+            return noted.samples
+        return noted.weight if one.size is None else one.size
 
     def _way(self, name: str, settings: dict[str, Any]) -> str:
         return self._ways.of(name, settings[REDUCED])
 
-    def _reduced(self, name: str, pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        device = pairs[0][0].device
-        values = torch.stack([value.to(device) for value, _ in pairs])
-        weights = torch.stack([weight.to(device) for _, weight in pairs])
+    def _reduced(self, name: str, rows: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        device = rows[0][0].device
+        values, weights, sizes = (torch.stack([n.to(device) for n in each]) for each in zip(*rows))
         way = self._way(name, self._own[name])
-        if way in (MEAN, SAMPLES):
+        if way in MEANS:
             # What has no weight has no value: a mean of no labels is none.
-            return torch.where(weights > 0, values * weights, 0.0).sum(), weights.sum()
-        return _by(way, values), torch.ones(())
+            value = torch.where(weights > 0, values * weights, 0.0).sum()
+            return value, weights.sum(), sizes.sum()
+        return _by(way, values), torch.ones(()), sizes.sum()
 
     def _tell(
-        self, name: str, settings: dict[str, Any], values: Tensor, weights: Tensor, samples: int
+        self, name: str, settings: dict[str, Any], values: Tensor, weights: Tensor, size: int
     ) -> None:
         way, total = self._way(name, settings), math.fsum(weights.tolist())
-        is_mean = way in (MEAN, SAMPLES)
-        value = math.fsum(values.tolist()) / total if is_mean else float(_by(way, values))
+        value = math.fsum(values.tolist()) / total if way in MEANS else float(_by(way, values))
         passed_on = {key: settings[key] for key in PASSED_ON if settings.get(key) is not None}
         told: Any = value
         if settings[OBJECT]:
             told = self._module.get_submodule(settings[OBJECT])
             passed_on["metric_attribute"] = settings[OBJECT]
-        size = int(total) if settings[EXPLICIT] and way == MEAN else samples
         LightningModule.log(self._module, name, told, batch_size=size, **passed_on)
+
+
+def _number(value: Any) -> float:
+    return float(torch.as_tensor(value))
 
 
 def _by(way: str, values: Tensor) -> Tensor:

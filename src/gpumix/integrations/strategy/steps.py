@@ -112,7 +112,8 @@ class Steps:
 
         def part(model: nn.Module, batch: Any) -> Part:
             told: list[Part] = []
-            with logs.part(self._weight(batch), samples_in(batch), told) as noted:
+            samples = samples_in(batch)
+            with logs.part(self._weight(batch), samples, told) as noted, torch.enable_grad():
                 step(model, batch, noted)
             return told[0]
 
@@ -128,7 +129,8 @@ class Steps:
         step = getattr(self._module, hook)
 
         def made(model: nn.Module, batch: Any) -> Any:
-            with logs.micro_batch(self._weight(batch), samples_in(batch)):
+            weight, samples = self._weight(batch), samples_in(batch)
+            with logs.micro_batch(weight, samples), torch.set_grad_enabled(logs.reads_graphs):
                 told = step(batch, *others)
             if hook != "predict_step":
                 return torch.zeros(samples_in(batch))
