@@ -71,7 +71,7 @@ def test_the_last_step_is_looked_at_too(look):
     from gpumix import unshard
 
     engine = a_watched()
-    changing([cross_entropy, LATER["a sum"]], engine, [])
+    changing([cross_entropy, cross_entropy, LATER["a sum"]], engine, [])
     with pytest.raises(ModelError, match="adds up in another way"):
         if look == "unshard":
             unshard(engine.model)
@@ -176,11 +176,12 @@ def test_what_a_rehearsal_does_not_repeat_is_refused():
     once = -1
     engine = an_engine(now_and_then)
     engine.step(a_batch())
+    engine.step(a_batch())
     once = len(calls) + 1
     engine.step(a_batch())
     with pytest.raises(ModelError, match=r"in another way than in the first rehearsal.*") as caught:
         engine.step(a_batch())
-    assert caught.value.where == "Blocks, step 2"
+    assert caught.value.where == "Blocks, step 3"
 
 
 def test_a_number_that_differs_between_micro_batches_is_seen():
@@ -192,6 +193,7 @@ def test_a_number_that_differs_between_micro_batches_is_seen():
 
     engine = an_engine(of_few)
     batch = a_batch()
+    engine.step(batch)
     engine.step(batch)
     batch["labels"][0, 0] = 100
     batch["labels"][5] = 100
@@ -232,6 +234,30 @@ def test_a_micro_batch_with_one_value_to_count_is_no_empty_one():
     assert engine.step(batch).item() > 0
 
 
+@pytest.mark.parametrize("nothing", [[0], [1, 2], [0, 1, 4]])
+def test_a_sample_that_has_nothing_to_count_is_no_item(nothing):
+    """Its loss alone is divided by one at least."""
+    engine, batch = an_engine(of_hidden), some_hidden()
+    batch["labels"][nothing] = 2
+    expected = of_hidden(initialised(Blocks)(batch["x"]), batch["labels"]).item()
+    assert engine.step(batch).item() == pytest.approx(expected, rel=1e-5)
+    for _ in range(2):
+        engine.step(batch)
+
+
+def test_what_couples_many_samples_alone_is_found_before_the_second_step():
+    """As experts do that take so many samples and no more."""
+
+    def crowded(z, y):
+        return cross_entropy(z, y) * (1 + 0.1 * (len(z) > 4))
+
+    engine = an_engine(crowded, micro_batch=5)
+    with pytest.raises(ModelError, match="made of the losses of its parts") as caught:
+        for _ in range(3):
+            engine.step(a_batch())
+    assert caught.value.where == "Blocks, step 1"
+
+
 def test_a_term_that_grows_from_next_to_nothing_is_found_by_a_later_rehearsal():
     weight = 1e-9
 
@@ -240,10 +266,10 @@ def test_a_term_that_grows_from_next_to_nothing_is_found_by_a_later_rehearsal():
 
     engine = an_engine(growing)
     with pytest.raises(ModelError, match="made of the losses of its parts") as caught:
-        for _ in range(AGAIN[0] + 2):
+        for _ in range(AGAIN[1] + 2):
             weight = min(1.0, weight * 10)
             engine.step(a_batch())
-    assert caught.value.where == f"Blocks, step {AGAIN[0]}"
+    assert caught.value.where == f"Blocks, step {AGAIN[1]}"
 
 
 def test_counters_of_a_model_are_what_steps_alone_make_of_them():
