@@ -39,12 +39,12 @@ def test_two_units_are_gathered_at_a_time_and_two_have_gradients():
 
 
 def present(engine: Engine) -> set[str]:
-    """Units whose modules hold parameters to compute with."""
-    return {
-        name
-        for name, unit in engine._parts.units.items()
-        if not any(isinstance(p, Away | AtRest) for p in unit.module.parameters())
-    }
+    """Units whose parameters are gathered, or on their way."""
+    units = engine._parts.units.items()
+    for _, unit in units:
+        here = not any(isinstance(p, Away | AtRest) for p in unit.module.parameters())
+        assert not here or unit.bucket._gathering is not None
+    return {name for name, unit in units if unit.bucket._gathering is not None}
 
 
 @pytest.mark.parametrize("action", ["step", "evaluate"])
