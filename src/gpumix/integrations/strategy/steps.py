@@ -130,7 +130,8 @@ class Steps:
 
         def made(model: nn.Module, batch: Any) -> Any:
             weight, samples = self._weight(batch), samples_in(batch)
-            with logs.micro_batch(weight, samples), torch.set_grad_enabled(logs.reads_graphs):
+            reads = logs.reads_graphs and hook != "predict_step"
+            with logs.micro_batch(weight, samples), torch.set_grad_enabled(reads):
                 told = step(batch, *others)
             if hook != "predict_step":
                 return torch.zeros(samples_in(batch))

@@ -46,6 +46,10 @@ class Together:
     _comm: Communicator | None = None
     _in_step = False
 
+    def __init__(self, **more: Any) -> None:
+        super().__init__(**more)
+        self._broadcast: dict[tuple[int, str], str] = {}  # by rank and what this one has of it
+
     @property
     def plan(self) -> Plan | None:
         """What is trained by, once it is made."""
@@ -129,14 +133,19 @@ class Together:
         return table if plan is None else table[[r for r in range(len(table)) if tells(plan, r)]]
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        comm = self._together()
+        """What a rank has; inside of a step only what was broadcast before, as trainer.log_dir."""
         try:
-            own = json.dumps(obj if comm.rank == src else None, default=str)
+            own = json.dumps(obj, default=str)
         except (TypeError, ValueError) as error:
             raise InputError(
                 f"a {type(obj).__name__} cannot be told to other ranks", why=str(error)
             ) from error
-        return json.loads(all_texts(own, comm, "broadcast for Lightning")[src])
+        if self._in_step and (src, own) in self._broadcast:
+            return json.loads(self._broadcast[src, own])
+        comm = self._together()
+        texts = all_texts(own if comm.rank == src else "", comm, "broadcast for Lightning")
+        self._broadcast[src, own] = texts[src]
+        return json.loads(texts[src])
 
     def barrier(self, name: str | None = None) -> None:
         comm = self._together()
