@@ -269,6 +269,15 @@ def test_the_stock_script_goes_on_from_a_checkpoint_too(unlike, folder):
     assert found["steps"] == STEPS
 
 
+def test_a_run_goes_on_from_a_checkpoint_of_the_stock_script(stock, folder):
+    """With its weights and schedulers; the optimizer begins anew, and so does the epoch, of which
+    the stock script keeps no place."""
+    for rank in run_ranks(trained, 2, folder, "other", "stock", timeout_s=120):
+        assert max(rank["losses"]) < min(stock["losses"][:4])
+        assert rank["rates"] == pytest.approx(stock["rates"][7:], rel=TOLERANCE)
+        assert rank["steps"] == STEPS
+
+
 def validated_first(folder: Path, ours: bool) -> list[float]:
     """Losses of validations before and after training."""
     as_launched(folder)

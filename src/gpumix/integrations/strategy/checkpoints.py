@@ -1,11 +1,13 @@
 """Checkpoints of a strategy: a file as Lightning's, with the whole weights, and beside it a folder
 with the sharded state, which any plan on any devices goes on from.
 
-A trainer with another strategy goes on from the file too: its optimizer begins anew.
+A trainer with another strategy goes on from the file too, and this one from a file of another
+strategy: the optimizer begins anew.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -19,6 +21,7 @@ from gpumix.integrations.saving import Saver
 from gpumix.spec.errors import InputError
 from gpumix.spec.files import remove_quietly
 
+_log = logging.getLogger(__name__)
 SUFFIX = ".gpumix"
 OURS = "gpumix"  # in a checkpoint: where loaders are, which other strategies' do not know
 LOADERS = "combined_loader"
@@ -91,6 +94,13 @@ class Checkpoints(ParallelStrategy):
         assert self.lightning_module is not None and self._loaded_from is not None
         assert self.saver is not None
         optimizer = self.optimizers[0]
+        if not self._loaded_from.is_dir():
+            _log.warning(
+                "beside the checkpoint is no %s, for another strategy has saved it: weights, "
+                "schedulers and progress go on, the optimizer starts anew",
+                self._loaded_from.name,
+            )
+            return
         self.saver.load(self._loaded_from, optimizer)
         saved = checkpoint["optimizer_states"][0]["param_groups"]
         for group, settings in zip(optimizer.param_groups, saved, strict=True):
