@@ -94,17 +94,17 @@ class Checkpoints(ParallelStrategy):
         assert self.lightning_module is not None and self._loaded_from is not None
         assert self.saver is not None
         optimizer = self.optimizers[0]
-        if not self._loaded_from.is_dir():
+        if self._loaded_from.is_dir():
+            self.saver.load(self._loaded_from, optimizer)
+        else:
             _log.warning(
                 "beside the checkpoint is no %s, for another strategy has saved it: weights, "
                 "schedulers and progress go on, the optimizer starts anew",
                 self._loaded_from.name,
             )
-            return
-        self.saver.load(self._loaded_from, optimizer)
-        saved = checkpoint["optimizer_states"][0]["param_groups"]
-        for group, settings in zip(optimizer.param_groups, saved, strict=True):
-            group.update(_settings(settings))
+        for saved in checkpoint["optimizer_states"][:1]:
+            for group, settings in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+                group.update(_settings(settings))
         # Lightning looks for what loaders said when it makes them, which is done.
         self.lightning_module.trainer.fit_loop._load_combined_loader_states()
 
