@@ -102,7 +102,7 @@ class Checkpoints(ParallelStrategy):
                 "schedulers and progress go on, the optimizer starts anew",
                 self._loaded_from.name,
             )
-        for saved in checkpoint["optimizer_states"][:1]:
+        for saved in list(checkpoint["optimizer_states"])[:1]:
             for group, settings in zip(optimizer.param_groups, saved["param_groups"], strict=True):
                 group.update(_settings(settings))
         # Lightning looks for what loaders said when it makes them, which is done.
