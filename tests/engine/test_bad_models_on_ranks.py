@@ -91,7 +91,7 @@ def accounts(factory, steps=1):
 
 
 class OrderedLater(Ordered):
-    after = 2  # behind the rehearsal in front of the second step
+    after = 2
 
 
 class Shorter(Ordered):

@@ -18,7 +18,7 @@ from reference import Share, batches, engine_for, optimizer_for, own_rows
 
 pytestmark = pytest.mark.gpu
 OURS = str(Path(gpumix.__file__).parent)
-STEPS, SAMPLES = 3, 4  # in front of the second step there is a rehearsal
+STEPS, SAMPLES = 3, 4
 # What `transformers` waits for by itself in each step: whether a mask hides anything, whether
 # sequences are packed, and how many tokens each expert got.
 MASKS, EXPERTS = "masking_utils.py", "moe.py"

@@ -24,7 +24,7 @@ from gpumix.engine.reading import Reading
 MOST_DOUBTS = 16  # kinds of losses that are rehearsed, after the first ones
 # Behind so many steps a rehearsal is held in any case, with a whole micro-batch: samples may be
 # coupled where they are many, and a term may grow from nothing.
-AGAIN = tuple(16**power for power in range(7))
+AGAIN = tuple(16**power for power in range(1, 7))
 TOLERANCE = 1e-4  # of what terms are multiplied with
 
 

@@ -33,7 +33,7 @@ from gpumix.spec.cut import cut_rows
 from gpumix.spec.shares import rows_of, share_of
 from gpumix.spec.stage import Worker
 
-LOOKS = (0, *AGAIN[1:])  # steps before which so many were done are looked at closely
+LOOKS = (0, *AGAIN)  # steps before which so many were done are looked at closely
 REHEARSALS = 3  # until a batch's samples are told apart
 
 
