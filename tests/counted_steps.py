@@ -87,7 +87,7 @@ def _count(plans: dict[str, str]) -> dict[str, Counted]:
             batch = packed_lm(plan.global_batch, torch.Generator().manual_seed(2))
             own = own_samples(plan, rank, batch)
             runtime.reset_peak()
-            for _ in range(3):
+            for _ in range(2):
                 counts, sizes = engine.comm.counts.copy(), engine.comm.bytes.copy()
                 engine.step(own)
                 counts, sizes = engine.comm.counts - counts, engine.comm.bytes - sizes

@@ -91,7 +91,7 @@ def accounts(factory, steps=1):
 
 
 class OrderedLater(Ordered):
-    after = 2
+    after = 1
 
 
 class Shorter(Ordered):
@@ -112,7 +112,7 @@ def blocks_that_fail_in_backward():
     "factory, step, kind, what",
     [
         (Ordered, 0, "ModelError", "units that are called behind 'blocks.1' were called before"),
-        (OrderedLater, 2, "ModelError", "units that are called behind 'blocks.1' were called"),
+        (OrderedLater, 1, "ModelError", "units that are called behind 'blocks.1' were called"),
         (WritesOnSecond, 0, "ModelError", "unit 'blocks.0' writes into its own input"),
         (blocks_that_fail_in_backward, 0, "ZeroDivisionError", "no good"),
     ],
@@ -169,7 +169,7 @@ def staged_accounts(factory, step=0, cut=1):
     "factory, step, what",
     [
         (Ordered, 0, "unit 'blocks.1' was to be called as call 2 of 3"),
-        (OrderedLater, 2, "unit 'blocks.1' was to be called as call 2 of 3"),
+        (OrderedLater, 1, "unit 'blocks.1' was to be called as call 2 of 3"),
         (Shorter, 0, "unit 'blocks.2' was to be called as call 3 of 3"),
         (WithoutUnits, 0, "unit 'blocks.0' was to be called as call 1 of 3"),
     ],

@@ -71,7 +71,7 @@ def test_the_last_step_is_looked_at_too(look):
     from gpumix import unshard
 
     engine = a_watched()
-    changing([cross_entropy, cross_entropy, LATER["a sum"]], engine, [])
+    changing([cross_entropy, LATER["a sum"]], engine, [])
     with pytest.raises(ModelError, match="adds up in another way"):
         if look == "unshard":
             unshard(engine.model)
@@ -176,12 +176,11 @@ def test_what_a_rehearsal_does_not_repeat_is_refused():
     once = -1
     engine = an_engine(now_and_then)
     engine.step(a_batch())
-    engine.step(a_batch())
     once = len(calls) + 1
     engine.step(a_batch())
     with pytest.raises(ModelError, match=r"in another way than in the first rehearsal.*") as caught:
         engine.step(a_batch())
-    assert caught.value.where == "Blocks, step 3"
+    assert caught.value.where == "Blocks, step 2"
 
 
 def test_a_number_that_differs_between_micro_batches_is_seen():
@@ -193,7 +192,6 @@ def test_a_number_that_differs_between_micro_batches_is_seen():
 
     engine = an_engine(of_few)
     batch = a_batch()
-    engine.step(batch)
     engine.step(batch)
     batch["labels"][0, 0] = 100
     batch["labels"][5] = 100

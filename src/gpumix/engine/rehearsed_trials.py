@@ -78,15 +78,9 @@ def counts_of(whole: Trial, parts: Sequence[Trial], rule: int) -> list[float]:
     """What the parts' losses are divided by. A part with nothing to count may be divided by 1 at
     least: that is no item of the whole, and its loss is 0."""
     counts = [part.counts[rule] for part in parts]
-    if add_up(whole, counts, rule) or all(part.loss for part in parts):
-        return counts
     filled = [count if part.loss else 0.0 for count, part in zip(counts, parts)]
-    return filled if add_up(whole, filled, rule) else counts
-
-
-def add_up(whole: Trial, counts: Sequence[float], rule: int) -> bool:
-    """Whether the whole is divided by the sum; a mean may be over n + 1e-5."""
-    return math.isclose(sum(counts), whole.counts[rule], rel_tol=1e-5)
+    total = whole.counts[rule]
+    return filled if math.isclose(sum(filled), total, rel_tol=1e-6) else counts
 
 
 def gradient_error(

@@ -178,7 +178,7 @@ class Settling(Trials):
             return False
         self._watch.read()
         again = next((step for step in AGAIN if step > self._rehearsed_at), math.inf)
-        return bool(self._watch.doubts) or (self._settled and self.steps >= again)
+        return bool(self._watch.doubts) or self.steps >= again
 
     def look_back(self) -> None:
         """See whether the losses of the last steps add up as those before, as the next step would.
