@@ -270,18 +270,32 @@ def test_the_stock_script_goes_on_from_a_checkpoint_too(unlike, folder):
 
 
 def test_a_run_goes_on_from_a_checkpoint_of_the_stock_script(stock, folder):
-    """With its weights and schedulers; the optimizer begins anew, and so does the epoch, of which
-    the stock script keeps no place."""
+    """With its weights and schedulers; the optimizer's state is empty, and the epoch starts again:
+    the stock script keeps no place in it."""
     for rank in run_ranks(trained, 2, folder, "other", "stock", timeout_s=120):
         assert max(rank["losses"]) < min(stock["losses"][:4])
         assert rank["rates"] == pytest.approx(stock["rates"][7:], rel=TOLERANCE)
         assert rank["steps"] == STEPS
 
 
+def quiet_trainer(**more: Any) -> Any:
+    """Of one epoch, which leaves nothing."""
+    from lightning.pytorch import Trainer
+
+    return Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        max_epochs=1,
+        **more,
+    )
+
+
 def validated_first(folder: Path, ours: bool) -> list[float]:
     """Losses of validations before and after training."""
     as_launched(folder)
-    from lightning.pytorch import Trainer
 
     class Validated(type(module())):  # type: ignore[misc]
         def validation_step(self, batch, batch_idx):
@@ -298,16 +312,7 @@ def validated_first(folder: Path, ours: bool) -> list[float]:
         from gpumix.integrations.lightning import GpumixStrategy
 
         more["strategy"] = GpumixStrategy(plan=other_ranks())
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        max_epochs=1,
-        num_sanity_val_steps=0,
-        **more,
-    )
+    trainer = quiet_trainer(num_sanity_val_steps=0, **more)
     processes, validated = (2 if ours else 1), Validated()
     evaluated = DataLoader(Texts(11, seed=2), batch_size=6 // processes)
     (before,) = trainer.validate(validated, evaluated, verbose=False)
@@ -326,23 +331,13 @@ def test_a_validation_comes_first(folder):
 def mean_over_ranks(folder: Path) -> str:
     """What is said of a mean of the ranks' own means, behind the steps of a validation."""
     as_launched(folder)
-    from lightning.pytorch import Trainer
-
     from gpumix.integrations.lightning import GpumixStrategy
 
     class Averages(type(module())):  # type: ignore[misc]
         def on_validation_epoch_end(self):
             self.log("mean", torch.cat(self.words).mean(), sync_dist=True)
 
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        max_epochs=1,
-        strategy=GpumixStrategy(plan=other_ranks()),
-    )
+    trainer = quiet_trainer(strategy=GpumixStrategy(plan=other_ranks()))
     loaders = DataLoader(Texts(), batch_size=6), DataLoader(Texts(11, seed=2), batch_size=3)
     try:
         trainer.fit(Averages(), *loaders)

@@ -109,7 +109,7 @@ def sums(accelerator: Any, network: Any, optimizer: Any, loader: Any) -> list[fl
 
 
 def reads_two(accelerator: Any, network: Any, optimizer: Any, loader: Any) -> list[float]:
-    """Trains with the batches of one loader, and reads smaller ones of another beside them."""
+    """Trains with the batches of one loader, and reads those of another at the same time."""
     size = GLOBAL_BATCH // accelerator.num_processes
     others = accelerator.prepare(DataLoader(Texts(30, seed=2), batch_size=size))
     found = []

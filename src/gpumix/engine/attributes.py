@@ -1,4 +1,4 @@
-"""What modules keep in attributes beside parameters and buffers: counters, lists, running sums.
+"""What modules keep in attributes that are no parameters or buffers: counters, lists, running sums.
 
 A rehearsal computes some samples several times, and none of that is to be found in them later.
 """
@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-LONG = 1000  # of longer containers the length alone is kept
+LONG = 1000  # elements; of a longer container the length alone is kept, of a tensor nothing
 OF_TORCH = frozenset(vars(nn.Module()))
 _LISTS = (list, deque)
 _MAPPINGS = (dict, OrderedDict, defaultdict)
+_CONTAINERS = (*_LISTS, *_MAPPINGS, set)
+_KEPT = (int, float, Tensor, *_CONTAINERS)
 
 
 def numbers_in(model: nn.Module) -> dict[tuple[str, str], float]:
@@ -36,13 +38,11 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
     """Numbers, containers and tensors in attributes of modules are afterwards what they were
     before; those that took the place of a number of the class give it back."""
     before = numbers_in(model)
-    undo = [
-        put_back
-        for module in model.modules()
-        for name, value in vars(module).items()
-        if name not in OF_TORCH
-        for put_back in _kept(value, partial(setattr, module, name))
-    ]
+    undo: list[Callable[[], object]] = []
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if name not in OF_TORCH and type(value) in _KEPT:
+                undo += [partial(setattr, module, name, value), *_contents(value)]
     try:
         yield
     finally:
@@ -54,26 +54,17 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
             put_back()
 
 
-def _kept(value: Any, put: Callable[[Any], None]) -> Iterator[Callable[[], object]]:
-    """What puts a value, and what it holds, back."""
-    if type(value) in (int, float):
-        yield partial(put, value)
-    elif type(value) is Tensor:
-        yield partial(put, value)
+def _contents(value: Any) -> Iterator[Callable[[], object]]:
+    """What puts back that which a value holds."""
+    if type(value) is Tensor:
         if value.numel() <= LONG and value.device.type != "meta":
             yield partial(_restore, value, value.detach().clone(), value._version)
-    elif type(value) in (*_LISTS, *_MAPPINGS, set):
-        yield partial(put, value)
-        if len(value) > LONG:
-            yield partial(_shorten, value, len(value))
-            return
-        yield partial(_refill, value, type(value)(value) if type(value) is set else value.copy())
+    elif type(value) in _CONTAINERS and len(value) <= LONG:
+        yield partial(_refill, value, value.copy())
         for inner in list(value.values()) if type(value) in _MAPPINGS else list(value):
-            yield from _kept(inner, _nowhere)
-
-
-def _nowhere(_: Any) -> None:
-    """The container has it."""
+            yield from _contents(inner)
+    elif type(value) in (*_LISTS, *_MAPPINGS):
+        yield partial(_shorten, value, len(value))
 
 
 def _restore(tensor: Tensor, values: Tensor, version: int) -> None:
@@ -84,7 +75,7 @@ def _restore(tensor: Tensor, values: Tensor, version: int) -> None:
 
 def _shorten(container: Any, length: int) -> None:
     """What was appended goes."""
-    while len(container) > length and type(container) is not set:
+    while len(container) > length:
         container.popitem() if type(container) in _MAPPINGS else container.pop()
 
 

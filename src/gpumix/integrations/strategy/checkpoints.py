@@ -2,7 +2,7 @@
 with the sharded state, which any plan on any devices goes on from.
 
 A trainer with another strategy goes on from the file too, and this one from a file of another
-strategy: the optimizer begins anew.
+strategy: the optimizer then starts with an empty state.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class Checkpoints(ParallelStrategy):
             self.saver.load(self._loaded_from, optimizer)
         else:
             _log.warning(
-                "beside the checkpoint is no %s, for another strategy has saved it: weights, "
-                "schedulers and progress go on, the optimizer starts anew",
+                "the checkpoint has no folder %s, for another strategy has saved it: weights, "
+                "schedulers and progress go on, the optimizer starts with an empty state",
                 self._loaded_from.name,
             )
         for saved in list(checkpoint["optimizer_states"])[:1]:

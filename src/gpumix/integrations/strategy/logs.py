@@ -201,9 +201,9 @@ class Logs:
 
     def _divided(self, value: Any) -> Tensor | None:
         """What a value's graph says that it is divided by, where that may be asked."""
-        if not (self.reads_graphs and isinstance(value, Tensor) and value.requires_grad):
+        if not (isinstance(value, Tensor) and value.requires_grad and value.numel() == 1):
             return None
-        if value.numel() != 1:
+        if not self.reads_graphs:
             return None
         found = denominators_of(value)
         alike = found and all(torch.equal(one, found[0]) for one in found)

@@ -90,10 +90,11 @@ class StockEvaluation:
             move: takes an ordinary model to a device, as transformers does.
         """
         trainer, accelerator = self._trainer, self._trainer.accelerator
+        # No sample counts twice, whatever is predicted of it.
+        trainer.gather_function = accelerator.gather_for_metrics
         if not trainer.has_engine:
             move(trainer.model, trainer.args.device)
             try:
-                trainer.gather_function = accelerator.gather_for_metrics
                 yield
             finally:  # which may have wrapped its forward
                 accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
@@ -106,6 +107,4 @@ class StockEvaluation:
             # The model is where it is, and computes in its own dtype.
             accelerator.prepare_model = lambda model, **kwargs: model
             stack.callback(lambda: vars(accelerator).pop("prepare_model"))
-            # No sample counts twice, whatever is predicted of it.
-            trainer.gather_function = accelerator.gather_for_metrics
             yield
