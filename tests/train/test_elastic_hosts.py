@@ -32,6 +32,7 @@ pytestmark = [
 
 HOSTS = ("one", "two", "three")
 STEPS = 60
+MANY_STEPS = 200
 SAMPLE_S = 0.05  # so that steps are left when a host has come
 
 
@@ -40,24 +41,27 @@ def job_in(
     hosts: Sequence[str] = HOSTS,
     once: Path | None = None,
     sample_s: float = SAMPLE_S,
+    steps: int = STEPS,
 ) -> Path:
     """
     Args:
         once: rank 0 is stopped in its tenth pass beside another rank, and leaves this path.
+
+    Steps are slow until `all-came` is in the folder.
     """
     cluster = [
         {"class": f"of-{name}", "accelerator": "cpu", "memory": "64 MiB", "host": host}
         for name, host in zip(HOSTS, hosts)
     ]
     harm = {"fault": "stop", "at": 10, "among": 2, "once": str(once)} if once is not None else {}
-    model = toy(sample_s=sample_s, rank=0, **harm)
+    model = toy(sample_s=sample_s, rank=0, until=str(folder / "all-came"), **harm)
     # So slow that losses stay away from zero, where sums of another order show.
     changes = {"optimizer": {"lr": 1e-4}, "checkpoint": {"memory_every_steps": 1}}
     return write_job(
         folder,
         cluster=cluster,
         model=model,
-        steps=STEPS,
+        steps=steps,
         timeout=600,
         profile=OWN_PROFILES,
         **changes,
@@ -101,9 +105,9 @@ def kill(agent: Command) -> None:
 
 
 def test_a_host_goes_and_another_one_of_a_new_class_comes(tmp_path, agents):
-    alone = job_in(tmp_path / "alone", ("localhost",) * len(HOSTS), sample_s=0.0)
+    alone = job_in(tmp_path / "alone", ("localhost",) * len(HOSTS), sample_s=0.0, steps=MANY_STEPS)
     expected = train(alone).losses
-    folder = job_in(tmp_path / "elastic").parent
+    folder = job_in(tmp_path / "elastic", steps=MANY_STEPS).parent
     run = folder / "run"
     port = free_port()
 
@@ -134,12 +138,13 @@ def test_a_host_goes_and_another_one_of_a_new_class_comes(tmp_path, agents):
     wait_until(lambda: steps() >= before + 5)
     agents["three"] = start("three", folder, port)
     wait_until(lambda: hosts_in(run) == ["one", "three"])
-    assert steps() < STEPS
+    assert steps() < MANY_STEPS
+    (folder / "all-came").touch()
     assert agents["one"].wait(120) == 0, (folder / "said-one").read_text()
     plan = Plan.load(run / "plan.json")
     assert sorted(worker.device_class for worker in plan.workers) == ["of-one", "of-three"]
     assert classes_of(Profile.load(run / "profile.json")) == {"of-one", "of-three"}
-    assert [one["step"] for one in metrics(run)] == list(range(1, STEPS + 1))
+    assert [one["step"] for one in metrics(run)] == list(range(1, MANY_STEPS + 1))
     losses = [one["loss"] for one in metrics(run)]
     assert losses == pytest.approx(expected, rel=1e-5)
     gone_on = [one for one in metrics(run, "restart")[begun:] if one["resumed_from"]]

@@ -56,6 +56,7 @@ class Toy(nn.Module):
         after: a path that is there before it happens.
         once: a path that it leaves when it happens; it does not if that is there.
         sample_s: how long that rank sleeps over each sample, from that pass on.
+        until: a path; once it is there nobody sleeps any more.
         block: where it happens, instead of at the loss; then passes of this block count, those that
             are done again for the backward too.
         watchdog_s: who waits for so long between two passes is aborted, as by that of NCCL; not
@@ -76,6 +77,7 @@ class Toy(nn.Module):
         block: int | None = None,
         watchdog_s: float = 0.0,
         among: int = 1,
+        until: str = "",
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
@@ -85,7 +87,7 @@ class Toy(nn.Module):
             fault = ""
         self.head = nn.Linear(width, VOCABULARY)
         self.fault, self.rank, self.at, self.after = fault, rank, at, after
-        self.once, self.sample_s, self.among = once, sample_s, among
+        self.once, self.sample_s, self.among, self.until = once, sample_s, among, until
         self.passes = 0
         if watchdog_s and _rank() != rank:
             threading.Thread(target=self._watch, args=(watchdog_s,), daemon=True).start()
@@ -100,7 +102,8 @@ class Toy(nn.Module):
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         self.passes += self.training
-        if self.sample_s and _rank() == self.rank and self.passes >= self.at:
+        slow = self.sample_s and _rank() == self.rank and self.passes >= self.at
+        if slow and not (self.until and Path(self.until).exists()):
             time.sleep(self.sample_s * len(input_ids))
         here = self.rank in (-1, _rank()) and _world() >= self.among
         strike = self.fault and self.training and self.passes == self.at and here
@@ -183,6 +186,7 @@ def model(
     watchdog_s: float = 0.0,
     among: int = 1,
     place: int | None = None,
+    until: str = "",
 ) -> nn.Module:
     """
     Args:
@@ -190,7 +194,9 @@ def model(
     """
     if place is not None:
         rank = _rank() if os.environ.get("RANK") == str(place) else NOBODY
-    return Toy(width, blocks, fault, rank, at, after, once, sample_s, block, watchdog_s, among)
+    return Toy(
+        width, blocks, fault, rank, at, after, once, sample_s, block, watchdog_s, among, until
+    )
 
 
 def selective(
