@@ -76,3 +76,13 @@ def test_what_a_list_held_is_the_same_object():
         module.outputs.clear()
         module.outputs.append(torch.zeros(1))
     assert module.outputs[0] is first
+
+
+def test_a_container_that_holds_itself():
+    module = nn.Linear(2, 2)
+    module.tree = {"children": []}
+    module.tree["children"].append(module.tree)
+    with attributes_kept(module):
+        module.tree["children"].append(1)
+    (child,) = module.tree["children"]
+    assert child is module.tree

@@ -39,10 +39,11 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
     before; those that took the place of a number of the class give it back."""
     before = numbers_in(model)
     undo: list[Callable[[], object]] = []
+    seen: set[int] = set()
     for module in model.modules():
         for name, value in vars(module).items():
             if name not in OF_TORCH and type(value) in _KEPT:
-                undo += [partial(setattr, module, name, value), *_contents(value)]
+                undo += [partial(setattr, module, name, value), *_contents(value, seen)]
     try:
         yield
     finally:
@@ -54,15 +55,22 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
             put_back()
 
 
-def _contents(value: Any) -> Iterator[Callable[[], object]]:
-    """What puts back that which a value holds."""
+def _contents(value: Any, seen: set[int]) -> Iterator[Callable[[], object]]:
+    """What puts back that which a value holds.
+
+    Args:
+        seen: the `id` of each value that was looked at, for a container may hold itself.
+    """
+    if id(value) in seen:
+        return
+    seen.add(id(value))
     if type(value) is Tensor:
         if value.numel() <= LONG and value.device.type != "meta":
             yield partial(_restore, value, value.detach().clone(), value._version)
     elif type(value) in _CONTAINERS and len(value) <= LONG:
         yield partial(_refill, value, value.copy())
         for inner in list(value.values()) if type(value) in _MAPPINGS else list(value):
-            yield from _contents(inner)
+            yield from _contents(inner, seen)
     elif type(value) in (*_LISTS, *_MAPPINGS):
         yield partial(_shorten, value, len(value))
 
