@@ -1,1 +1,1 @@
-"""Runs a plan: units, shards, collectives, the layered schedule."""
+"""The engine that runs a plan: units, shards, collectives, the layered schedule."""

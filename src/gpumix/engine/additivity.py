@@ -1,9 +1,9 @@
-"""A rehearsal of the first step: whether losses of parts of a batch add up to that of the whole.
+"""Rehearsal of the first step: check that losses of parts of a batch add up to the batch's loss.
 
-A few samples are computed at once, and in two unlike parts. By the right rule, the loss of the
-whole is the sum of the losses of the parts, each times its denominator, over the denominator of the
-whole; and so are the gradients. Where no rule makes them agree, the loss couples samples: cutting
-the batch into micro-batches would train something else.
+A few samples are computed at once, and again in two unequal parts. By the right rule, the loss of
+all samples is the sum of the parts' losses, each times its denominator, over the denominator of all
+samples. The same holds for gradients. If no rule fits, the loss couples samples, and cutting the
+batch into micro-batches would train something else.
 """
 
 from __future__ import annotations
@@ -69,20 +69,21 @@ from gpumix.hardware.memory import is_out_of_memory
 from gpumix.spec.couples import HOW_TO_COUPLE, NO_RULE
 from gpumix.spec.errors import GpumixError
 
-# A smaller error is taken for rounding; a larger one is compared with that of a sample, alone and
-# twice. It may be so many times as large.
+# An error up to `DOUBTFUL` is taken for rounding. A larger error is compared with the error of one
+# sample, alone and twice, and may be up to `ROUNDINGS` times as large.
 DOUBTFUL, ROUNDINGS = 0.05, 10.0
-SAME = 1e-6  # relative, of losses between which no random numbers differ
+SAME = 1e-6  # relative, for losses computed with equal random numbers
 
 
 class Rehearsed(NamedTuple):
-    """
+    """Result of a rehearsal.
+
     Attributes:
-        told: what a record says of how losses add up.
-        seen: kinds of losses that were computed (`loss_graph.kind_of`).
-        shows: whether they were more than nothing, which adds up by any rule.
-        adds_up: whether they do by a rule.
-        training: whether they were computed as in training, which is not as in evaluation.
+        told: how losses add up, as written to records.
+        seen: kinds of the computed losses (`loss_graph.kind_of`).
+        shows: whether the losses were nonzero; zero adds up by any rule.
+        adds_up: whether the losses add up by a rule.
+        training: whether samples were computed in training mode, because evaluation mode differs.
     """
 
     told: str
@@ -93,7 +94,7 @@ class Rehearsed(NamedTuple):
 
     @property
     def known(self) -> Sequence[int]:
-        """Kinds of losses that add up."""
+        """Kinds of losses known to add up."""
         return self.seen if self.shows and self.adds_up else ()
 
 
@@ -109,16 +110,16 @@ def rehearse(
     *,
     trains: bool = True,
 ) -> Rehearsed:
-    """Find the rule that a loss follows, and whether padding may be cut off. Collective, before the
+    """Find the rule that a loss follows and whether padding may be cut off. Collective, before the
     first step or evaluation.
 
     Args:
-        batch, rows: this rank's samples, and the places of those of each of its micro-batches.
-        couples: `NO_RULE`: it is no error if there is no rule.
-        trains: whether losses are to add up in training too, where batches may not be cut.
+        batch, rows: this rank's samples, and the places of each micro-batch's samples.
+        couples: with `NO_RULE`, a loss without a rule is no error.
+        trains: whether losses must add up in training too, where batches may not be cut.
 
     Raises:
-        ModelError: losses of parts do not add up, by any rule.
+        ModelError: losses of parts do not add up by any rule.
     """
     found = _rehearsal(engine, batch, rows, objective)
     if found is None:
@@ -130,13 +131,13 @@ def rehearse(
 def rehearse_again(
     engine: Trials, batch: Any, rows: Sequence[range], objective: Reduces
 ) -> Rehearsed:
-    """See whether losses still add up by the rule that was found. Collective.
+    """Check that losses still add up by the known rule. Collective.
 
     Args:
-        batch, rows: as in `rehearse`, with samples on one rank at least.
+        batch, rows: as in `rehearse`, with samples on at least one rank.
 
     Raises:
-        ModelError: they do not.
+        ModelError: losses do not add up by the known rule.
     """
     place = choose(engine, batch, rows, objective, uncut=True)
     assert place is not None, "some rank has samples"
@@ -148,11 +149,11 @@ def rehearse_again(
 def rehearse_evaluation(
     engine: Trials, batch: Any, rows: Sequence[range], objective: Reduces
 ) -> None:
-    """See whether losses in evaluation add up by the rule that was found in training. Collective.
-    Nothing is said of a model that draws random numbers in evaluation.
+    """Check that evaluation losses add up by the rule found in training. Collective. A model that
+    draws random numbers in evaluation is not checked.
 
     Raises:
-        ModelError: they do not.
+        ModelError: losses do not add up by the rule.
     """
     found = _rehearsal(engine, batch, rows, objective)
     if found is not None:
@@ -161,10 +162,10 @@ def rehearse_evaluation(
 
 
 def counts_twice(engine: Trials, batch: Any, rows: Sequence[range], objective: Reduces) -> bool:
-    """Whether a loss is divided by twice as much where samples are there twice. Collective.
+    """Return whether doubling the samples doubles the denominator of a loss. Collective.
 
     Args:
-        batch, rows: a micro-batch, on one rank at least.
+        batch, rows: a micro-batch, on at least one rank.
     """
     place = choose(engine, batch, rows, objective, uncut=True)
     assert place is not None, "some rank has samples"
@@ -182,14 +183,14 @@ def in_parts(
     *,
     start: int = 0,
 ) -> list[Any]:
-    """What `run` makes of a few samples at once, of the first of them, of the others; nothing on
-    ranks that do not compute them, or where the batch is not cut. Without gradients and dropout.
+    """Return the results of `run` on a few samples: all, the first, the rest. The list is empty on
+    ranks without samples and where the batch is not cut. Runs without gradients and dropout.
     Collective.
 
     Args:
-        run: is called with the model, whose forward it calls once, and samples.
+        run: called with the model and samples; calls the model's forward once.
         batch, rows: as in `rehearse`.
-        start: place that the first sample is given: others are drawn for another one.
+        start: place of the first sample in the batch, which determines the random numbers drawn.
     """
     found = _rehearsal(engine, batch, rows, objective)
     with attributes_kept(engine.model):
@@ -199,7 +200,7 @@ def in_parts(
 def _rehearsal(
     engine: Trials, batch: Any, rows: Sequence[range], objective: Reduces
 ) -> _Rehearsal | None:
-    """Of a few samples of the batch; None where the batch is not cut. Collective."""
+    """Make a rehearsal of a few samples; None where the batch is not cut. Collective."""
     place = choose(engine, batch, rows, objective)
     if place is None:
         return None
@@ -208,17 +209,17 @@ def _rehearsal(
 
 
 def is_told_apart(engine: Trials, batch: Any, objective: Reduces) -> bool:
-    """Whether a rank's samples would tell the rule of a loss from its rivals. Collective."""
+    """Return whether samples of any rank distinguish the rule from its rivals. Collective."""
     own = isinstance(objective, ReducedLoss) and objective.tells_rivals_apart(batch)
     return any(told for (told,) in exchanged(engine, [float(own)]))
 
 
 def padding_counts(engine: Trials, objective: Reduces, narrow: Any, wide: Any) -> bool:
-    """Whether a sample's loss, or its gradient, depends on how far it is padded. Collective.
+    """Return whether padding changes a sample's loss or gradient. Collective.
 
     Args:
-        narrow, wide: batches of one sample on the host, the same ones on all ranks, which differ in
-            padding alone.
+        narrow, wide: batches of one sample on the host, equal on all ranks, that differ only in
+            padding.
     """
     plan, rank = engine.plan, engine.comm.rank
     if engine.places:
@@ -287,7 +288,7 @@ class _Rehearsal(Computations):
                 raise error
 
     def _trained(self, couples: str) -> Trial:
-        """All samples, as in training."""
+        """Compute all samples in training mode."""
         before = numbers_in(self._engine.model)
         trained = self._trial(self._slices()[0], training=True)
         counts = before != numbers_in(self._engine.model)
@@ -299,14 +300,19 @@ class _Rehearsal(Computations):
         return trained
 
     def _refuse_memory(self, trained: Trial) -> None:
-        """Raise if training with all samples comes to something else this time. Collective."""
+        """Raise if a second training forward of all samples gives another loss. Collective."""
         again = self._trial(self._slices()[0], training=True, backward=False)
         if not alike(self._engine, trained, again):
             raise keeps_between_calls(self._engine.model)
 
     def _compared(self, couples: str, *, trains: bool) -> tuple[list[Trial], list[float], bool]:
-        """All samples and the parts, the errors of them by rule, whether they are as in training;
-        no errors if the loss is not finite. Of more samples where the loss of a few is nothing."""
+        """Compute all samples and the parts, and compare. Takes more samples if the loss of a few
+        is 0.
+
+        Returns:
+            trials of all samples and the parts; errors by rule, empty if the loss is not finite;
+                whether training mode was used.
+        """
         found = self._compared_to(self._trained(couples) if trains else None)
         if found[0][0].loss == 0 and self._takes_more():
             found = self._compared_to(self._trained(couples) if trains else None)
@@ -321,7 +327,7 @@ class _Rehearsal(Computations):
         if trained is not None and not alike(self._engine, trained, trials[0]):
             training = not self._draws(trained, training=True)
             self._refuse_memory(trained)
-            if training:  # no chance, but another computation in training
+            if training:  # not random numbers, but another computation in training
                 trials = [trained, *(self._trial(rows, training=True) for rows in parts)]
         return trials, self._errors(trials), training
 
@@ -332,11 +338,10 @@ class _Rehearsal(Computations):
             and not self._exceeds_rounding(error, rule, trials[1], training=training)
         )
 
-    # -- what is compared --------------------------------------------------------------------------
+    # -- comparison --------------------------------------------------------------------------------
 
     def _errors(self, trials: Sequence[Trial]) -> list[float]:
-        """By rule: how far the parts are from the whole, 1 for as much as rounding explains.
-        Collective."""
+        """Return the error of the parts by rule, in units of the rounding tolerance. Collective."""
         whole, *parts = trials
         of_loss, of_gradient = tolerance_of(self._engine)
         weights = [weights_of(whole, parts, n) for n in range(len(self._rules))]
@@ -368,8 +373,8 @@ class _Rehearsal(Computations):
         return errors
 
     def _repeats(self, whole: Trial, rule: Rule, *, training: bool) -> bool:
-        """Whether the loss of the same samples several times over is what the rule says, if values
-        are in it: what it is divided by may be some number at least. Collective."""
+        """Return whether repeated samples give the loss predicted by the rule. Means that divide by
+        no values are not checked. A denominator may be clamped to a minimum. Collective."""
         if rule.kind != "sum" and all(value == 1.0 for value in whole.values):
             return True
         times = max(2, 2 * self._place.size // self._samples)
@@ -378,8 +383,8 @@ class _Rehearsal(Computations):
         return alike(self._engine, found, expected)
 
     def _exceeds_rounding(self, error: float, rule: int, first: Trial, *, training: bool) -> bool:
-        """Whether a small error comes from something else than rounding: a weak coupling, such as
-        that of a balancing term with a small weight, has one within the tolerance. Collective."""
+        """Return whether a small error exceeds rounding. A weak coupling, such as a balancing term
+        with a small weight, has an error within the tolerance. Collective."""
         if error <= DOUBTFUL or tolerance_of(self._engine) != TOLERANCE["fp32"]:
             return False
         twice = self._several_times(1, 2, training=training)
@@ -387,11 +392,11 @@ class _Rehearsal(Computations):
         return error > ROUNDINGS * rounding
 
     def _are_apart(self, parts: Sequence[Trial], *, training: bool) -> bool:
-        """Whether two micro-batches of one step come to what each does alone. Collective."""
+        """Return whether two micro-batches of a step give the losses of each alone. Collective."""
         if self._engine.places or self._place.most_batches < 2:
             return True
         expected = Trial(None, loss=sum(part.loss for part in parts))
-        if not math.isfinite(expected.loss):  # one has no labels
+        if not math.isfinite(expected.loss):  # a part has no labels
             return True
         try:
             found = self._trial(slice(0, self._samples), apart=True, training=training)
@@ -405,19 +410,19 @@ class _Rehearsal(Computations):
         return alike(self._engine, found, expected)
 
     def _rule(self, trials: Sequence[Trial], errors: Sequence[float]) -> int:
-        """The number of the rule: of those that hold, the one by whose denominator the loss itself
-        was divided; else the first one."""
+        """Return the index of the rule. Among fitting rules, prefer the rule whose denominator the
+        loss was divided by, then the first."""
         holds = [n for n, error in enumerate(errors) if error <= 1]
         if not holds:
             return min(range(len(errors)), key=lambda n: errors[n])
         graph = next((n for n in holds if self._rules[n] is GRAPH), None)
-        if trials[0].ignored not in (None, IGNORED_LABEL):  # rules count labels that are not -100
+        if trials[0].ignored not in (None, IGNORED_LABEL):  # rules count labels other than -100
             return holds[0] if graph is None else graph
         read = [t for t in trials if t.denominators]
         all_read = len(read) == len(trials)
         if graph is not None and all_read and any(t.values != read[0].values for t in read):
-            # What the loss divides by goes by values, which no rule counts: of these samples there
-            # may be as many by chance as there are labels, or samples.
+            # The loss divides by a sum of values, which no rule counts. On these samples the sum
+            # may equal the number of labels or samples by chance.
             return graph
         for n in holds if read else ():
             if self._rules[n] is not GRAPH and all(
@@ -427,7 +432,7 @@ class _Rehearsal(Computations):
         return holds[0]
 
     def _found(self, rule: int, trials: Sequence[Trial]) -> Rule:
-        """A rule; that of the graph knows the labels without which a loss counts nothing."""
+        """Return the rule; a graph rule also gets the labels without which the loss is 0."""
         found = self._rules[rule]
         for n, other in enumerate(self._rules if found is GRAPH else ()):
             if other.kind == "labels" and is_in_proportion(trials, n):
@@ -437,7 +442,7 @@ class _Rehearsal(Computations):
     def _rivals(
         self, trials: Sequence[Trial], errors: Sequence[float], rule: int
     ) -> tuple[Rival, ...]:
-        """Means that nothing has told apart from the one by the rule."""
+        """Return the means that no sample has distinguished from the rule."""
         if self._rules[rule].kind not in ("labels", "samples"):
             return ()
         if not trials[0].counts[rule]:
@@ -456,7 +461,7 @@ class _Rehearsal(Computations):
         return tuple(found)
 
     def _may_trim(self) -> bool:
-        """Whether a sample gives the same without the columns that are padding. Collective."""
+        """Return whether padding columns can be cut off without changing results. Collective."""
         there = self._samples if self._own is None else samples_in(self._own)
         last = min(self._samples, there) - 1
         padded = None if self._own is None else _padded(self._own, last)
@@ -468,12 +473,12 @@ class _Rehearsal(Computations):
         return alike(self._engine, *trials, same_samples=True)
 
     def _draws(self, whole: Trial, *, training: bool) -> bool:
-        """Whether other random numbers change what all samples came to. Collective."""
+        """Return whether other random numbers change the loss of all samples. Collective."""
         other = self._trial(self._slices()[0], start=1, training=training, backward=False)
         return not math.isclose(whole.loss, other.loss, rel_tol=SAME)
 
     def _couples(self, trials: Sequence[Trial], *, training: bool) -> ModelError:
-        """The error of losses that do not add up. Collective."""
+        """Return the error for losses that do not add up. Collective."""
         whole, first, others = trials
         if self._draws(whole, training=training):
             return draws_in_evaluation(self._engine.model)
@@ -491,7 +496,7 @@ class _Rehearsal(Computations):
     def _changed(
         self, trials: Sequence[Trial], errors: Sequence[float], known: Rule, *, training: bool
     ) -> ModelError:
-        """The error of losses that do not add up any more as they did."""
+        """Return the error for losses that no longer add up by the known rule. Collective."""
         found = self._rule(trials, errors)
         if errors[found] > 1 or is_of_unlike_means(trials):
             return self._couples(trials, training=training)
@@ -503,8 +508,8 @@ class _Rehearsal(Computations):
 
 
 def _padded(batch: Any, row: int) -> Any:
-    """The same with padding at the end of one sample, if there is none; None where what is padding
-    is not known."""
+    """Return the batch with padding at the end of a sample, added if absent. None if the padding of
+    the sample is unknown or there are fewer than 4 columns."""
     if not isinstance(batch, dict) or LABELS not in batch or MASK not in batch:
         return None
     width = batch[MASK].shape[-1]
@@ -517,7 +522,7 @@ def _padded(batch: Any, row: int) -> Any:
     padded = {name: value.clone() for name, value in batch.items()}
     padded[MASK][row, kept:] = 0
     padded[LABELS][row, kept:] = IGNORED_LABEL
-    padded[LABELS][row, 1] = batch["input_ids"][row, 1]  # a label that is there
+    padded[LABELS][row, 1] = batch["input_ids"][row, 1]  # an existing label
     return padded
 
 

@@ -1,7 +1,7 @@
-"""All ranks begin with the weights of the first one, as they do under DDP.
+"""Equal initial weights on all ranks: rank 0's values, as under DDP.
 
-Programs make their models before anybody is asked, on each rank by itself: from the same files, or
-from random numbers that were seeded alike or not. Ranks compare digests, and only what differs is
+Programs make their models before the engine runs, on each rank separately, from files or from
+random numbers with equal or different seeds. Ranks compare digests, and only differing tensors are
 sent.
 """
 
@@ -18,9 +18,10 @@ from gpumix.spec.errors import InputError
 
 
 def refuse_other_models(model: nn.Module, comm: Communicator) -> None:
-    """
+    """Refuse models that differ between ranks. Collective.
+
     Raises:
-        InputError: a rank has made another model. Collective.
+        InputError: names, shapes or dtypes of parameters or buffers differ.
     """
     named = [(name, tensor.shape, tensor.dtype) for name, tensor in _tensors(model)]
     digest = hashlib.sha256(repr(named).encode()).hexdigest()
@@ -35,12 +36,12 @@ def refuse_other_models(model: nn.Module, comm: Communicator) -> None:
 
 
 def make_alike(model: nn.Module, comm: Communicator) -> list[str]:
-    """Give parameters and buffers of a model, alike on all ranks in names and shapes, the values of
-    the first rank's; the names of those that differed. Collective."""
+    """Broadcast rank 0's values of differing parameters and buffers, and return the names. Names
+    and shapes must be equal on all ranks. Collective."""
     if comm.world == 1:
         return []
     named = list(_tensors(model))
-    if not named:  # it was made without weights
+    if not named:  # made without weights
         return []
     table = _all_numbers([_digest(tensor) for _, tensor in named], comm)
     differing = [len(set(column)) > 1 for column in zip(*table)]
@@ -56,13 +57,13 @@ def _all_numbers(own: Sequence[int], comm: Communicator) -> list[list[int]]:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """What has values: a model that was made without weights has them made alike anyway."""
+    """Yield parameters and buffers that have values; meta tensors are initialized equally later."""
     yield from ((name, p.detach()) for name, p in model.named_parameters() if not p.is_meta)
     yield from ((name, b) for name, b in model.named_buffers() if not b.is_meta)
 
 
 def _digest(tensor: Tensor) -> int:
-    """Another one for other values, in all likelihood."""
+    """Return a digest of a tensor's values. Only the byte sum of the last 0-7 bytes counts."""
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     whole = flat[: flat.numel() // 8 * 8].view(torch.int64)
     places = torch.arange(whole.numel(), device=whole.device) * 2 + 1

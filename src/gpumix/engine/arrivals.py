@@ -1,7 +1,7 @@
-"""Where gathered parameters arrive on a rank that computes in another dtype than the others.
+"""Receive buffers of all-gathers on ranks with a compute dtype unlike the communication dtype.
 
-All ranks gather parameters in the plan's communication dtype, so that all compute with the same
-values. A rank that computes in it gathers straight into its flat buffers and needs none of this.
+All ranks all-gather in the plan's communication dtype, so that all compute with equal values. A
+rank that computes in this dtype gathers straight into its flat buffers and needs no receive buffer.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 class Arrivals:
-    """Memory for the largest bucket's parameters in the communication dtype; one bucket after the
-    other arrives in it, and is cast from there into its own memory.
+    """Memory for the largest bucket's parameters in the communication dtype. Buckets arrive here
+    one after another, and each is cast into its own memory.
 
     Args:
         sizes: bytes of each bucket's flat groups.
@@ -28,16 +28,16 @@ class Arrivals:
     def __init__(self, sizes: Sequence[Sequence[int]], device: torch.device) -> None:
         size = max(map(sum, sizes), default=0)
         self._memory = torch.empty(size, dtype=torch.uint8, device=device)
-        # Which holds this: neither is to outlive the engine.
+        # Weak, because the bucket references this object and neither may outlive the engine.
         self._last: weakref.ref[Bucket] | None = None
 
     def cut(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Memory for the flat groups of one bucket."""
+        """Return views of the memory for the flat groups of a bucket."""
         return [self._memory[end - size : end] for size, end in zip(sizes, accumulate(sizes))]
 
     def take(self, bucket: Bucket) -> None:
-        """Let `bucket` arrive: first wait for the one that may still be arriving. Only where a step
-        begins are several under way at once, so nothing is lost by that."""
+        """Claim the memory for `bucket`, after waiting for the previous bucket. Several gathers are
+        in flight only at the start of a step, so the wait costs nothing."""
         last = self._last() if self._last is not None else None
         if last is not None and last is not bucket:
             last.arrived()

@@ -1,6 +1,6 @@
-"""What modules keep in attributes that are no parameters or buffers: counters, lists, running sums.
+"""Plain attributes of modules, which are no parameters or buffers: counters, lists, running sums.
 
-A rehearsal computes some samples several times, and none of that is to be found in them later.
+A rehearsal computes some samples several times and must leave no trace in attributes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-LONG = 1000  # elements; of a longer container the length alone is kept, of a tensor nothing
+LONG = 1000  # elements; longer containers keep only the length, longer tensors nothing
 OF_TORCH = frozenset(vars(nn.Module()))
 _LISTS = (list, deque)
 _MAPPINGS = (dict, OrderedDict, defaultdict)
@@ -23,8 +23,7 @@ _KEPT = (int, float, Tensor, *_CONTAINERS)
 
 
 def numbers_in(model: nn.Module) -> dict[tuple[str, str], float]:
-    """The numbers that modules have in attributes, such as counters, by name of the module and of
-    the attribute."""
+    """Return numeric attributes of modules, such as counters, by module name and attribute name."""
     return {
         (path, name): value
         for path, module in model.named_modules()
@@ -35,8 +34,8 @@ def numbers_in(model: nn.Module) -> dict[tuple[str, str], float]:
 
 @contextmanager
 def attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Numbers, containers and tensors in attributes of modules are afterwards what they were
-    before; those that took the place of a number of the class give it back."""
+    """Restore numbers, containers and tensors in module attributes on exit. New attributes that
+    hide a number of the class are deleted."""
     before = numbers_in(model)
     undo: list[Callable[[], object]] = []
     seen: set[int] = set()
@@ -56,10 +55,10 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
 
 
 def _contents(value: Any, seen: set[int]) -> Iterator[Callable[[], object]]:
-    """What puts back that which a value holds.
+    """Yield functions that restore the contents of a value.
 
     Args:
-        seen: the `id` of each value that was looked at, for a container may hold itself.
+        seen: `id` of each visited value, because a container may contain itself.
     """
     if id(value) in seen:
         return
@@ -82,7 +81,7 @@ def _restore(tensor: Tensor, values: Tensor, version: int) -> None:
 
 
 def _shorten(container: Any, length: int) -> None:
-    """What was appended goes."""
+    """Remove appended items."""
     while len(container) > length:
         container.popitem() if type(container) in _MAPPINGS else container.pop()
 

@@ -1,4 +1,4 @@
-"""What a module holds in the place of a parameter: between steps, or where its values are not."""
+"""Placeholders of parameters in modules: between steps, or on ranks without the values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HARMLESS_PROPERTIES = ("shape", "dtype", "device", "requires_grad", "is_leaf", "
 HARMLESS_METHODS = ("size", "dim", "numel", "nelement", "element_size", "is_floating_point",
                     "is_complex", "stride", "requires_grad_", "__hash__")  # fmt: skip
 _REQUIRES_GRAD: Any = torch.Tensor.requires_grad
-# What may be asked of a parameter that is away.
+# Permitted operations on a parameter without values.
 HARMLESS = frozenset(
     [getattr(torch.Tensor, name).__get__ for name in HARMLESS_PROPERTIES]
     + [getattr(torch.Tensor, name) for name in HARMLESS_METHODS]
@@ -27,7 +27,7 @@ HARMLESS = frozenset(
 
 
 class Away(nn.Parameter):
-    """A parameter whose values are not here: it has a shape, and refuses all else by its name."""
+    """A parameter with a shape but no values; any other use raises an error with the name."""
 
     parameter_name: str
 
@@ -59,10 +59,10 @@ class Away(nn.Parameter):
 
 
 class AtRest(nn.Parameter):
-    """A parameter between two steps, of a rank that has all of its values: those that the
-    optimizer updates. Its `grad` is that which the optimizer will take."""
+    """A parameter between two steps on a rank with all of its values, which the optimizer updates.
+    `grad` is the gradient that the optimizer will use."""
 
-    # Copies of it, and what is loaded from a file, are parameters without a piece.
+    # Copies, and parameters loaded from a file, have no piece.
     _piece: Piece | None = None
     _place: int = 0
 
@@ -96,10 +96,11 @@ class AtRest(nn.Parameter):
         return self._piece.name
 
     def refuse_changes(self) -> None:
-        """
+        """Refuse memory or gradients that the optimizer would not see.
+
         Raises:
-            InputError: it has other memory than that which the optimizer updates, or a backward
-                pass outside of the engine has come to it.
+            InputError: the memory was replaced, or a backward pass outside of the engine gave a
+                gradient.
         """
         if self.data_ptr() != self._place:
             raise InputError(
@@ -122,9 +123,10 @@ _OWN_GRAD: Any = torch.Tensor.grad
 
 
 def refuse_thawed(parameter: Away | AtRest, trained: bool) -> None:
-    """
+    """Refuse a parameter frozen or thawed by the user since the model was sharded.
+
     Raises:
-        InputError: the model's user has frozen the parameter, or thawed it, since it was sharded.
+        InputError: `requires_grad` is not `trained`.
     """
     if parameter.requires_grad is not trained:
         done = "frozen" if trained else "thawed"

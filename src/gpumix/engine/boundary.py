@@ -1,9 +1,9 @@
-"""The cut at a unit's boundary: forward keeps the unit's inputs only, backward recomputes the rest;
-or forward keeps the unit's graph.
+"""The cut at a unit's boundary. Forward keeps only the unit's inputs and backward recomputes the
+rest, or forward keeps the unit's graph.
 
-Between units the model's own code stays ordinary autograd. At a unit its outputs become leaves;
-gradients cross from leaf to leaf: of the unit's outputs, through its recompute, to its inputs, and
-from there through the code between units to the outputs of earlier units.
+Between units the model's own code is ordinary autograd. A unit's outputs become leaves. Gradients
+cross from leaf to leaf: from the unit's outputs, through its recompute, to its inputs, and through
+the code between units to the outputs of earlier units.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ Outputs = tuple[list[Any], Structure]
 
 
 class Cut:
-    """One call of a unit by one micro-batch, from its forward to its backward.
+    """A unit call of a micro-batch, from forward to backward.
 
     Args:
-        call: what the model asked for.
+        call: the model's call.
         unit: the unit; its parameters are gathered whenever a method here runs.
         compute_dtype: floating inputs are cast to it, as FSDP2's mixed precision does.
-        seed: seeds the random numbers of this call, the same in the recompute.
-        recompute: whether the graph is dropped after the forward.
-        host: where the inputs to recompute from are kept; None: on the device.
-        sends: places of those outputs that other stages take, which are `sent`.
+        seed: seeds the random numbers of this call, equally in the recompute.
+        recompute: whether the graph is dropped after forward (activation checkpointing).
+        host: where inputs for the recompute are kept; None: on the device.
+        sends: places of the outputs sent to other stages, which are in `sent`.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Cut:
         self.unit = unit
         self._sends = sends
         self.sent: list[torch.Tensor] = []
-        self._sent_by_all: list[int] = []  # places of what each rank of a team had a part of
+        self._sent_by_all: list[int] = []  # places of outputs divided within a team
         self.weights: SplitBackward | None = None
         self._recompute = recompute
         self._host = host
@@ -84,7 +84,7 @@ class Cut:
         # The inputs that want a gradient: outputs of earlier units, or made from them.
         self._wanted = [call.state.gradients and _wants_gradient(t) for t in self._inputs]
         self.links = [Link.of(t) for t, wanted in zip(self._inputs, self._wanted) if wanted]
-        # Of a differentiable call, from its forward to its backward:
+        # Of a differentiable call, from forward to backward:
         self._sources: list[torch.Tensor] = []
         self._edges: list[GradientEdge | None] = []
         self._leaves: list[torch.Tensor | None] = []
@@ -93,12 +93,12 @@ class Cut:
 
     @property
     def leaves(self) -> list[torch.Tensor]:
-        """The outputs, after `forward`, that may get a gradient before `backward`."""
+        """The outputs after `forward` that may get a gradient before `backward`."""
         return [leaf for leaf in self._leaves if leaf is not None]
 
     @property
     def collected(self) -> Collected:
-        """What the context of the call has collected, by this call or before."""
+        """Values collected by the context of the call, by this call or before."""
         return self._captured.collected
 
     @property
@@ -106,7 +106,7 @@ class Cut:
         return self._gradients and (self.unit.trainable or bool(self.links))
 
     def forward(self) -> Any:
-        """Run the unit; its outputs are leaves, handed to the model."""
+        """Run the unit and return its outputs to the model as leaves."""
         inputs = [t.detach() if isinstance(t, torch.Tensor) else t for t in self._inputs]
         if not self.differentiable:
             outputs, structure = self._run(inputs)
@@ -116,7 +116,7 @@ class Cut:
         handed = list(inputs)
         for place, link in zip((n for n, w in enumerate(self._wanted) if w), self.links):
             source = link.handed
-            if source is not None:  # the input's graph ends there, it needs no further cut
+            if source is not None:  # the input's graph ends there, no further cut is needed
                 handed[place] = self._inputs[place]
             else:
                 source = _leaf_like(inputs[place])
@@ -148,32 +148,32 @@ class Cut:
         del output
         result = self._hand_over(outputs, structure)
         if self._given is None:
-            self._inputs = []  # autograd has what it needs of them, and sees to it
+            self._inputs = []  # autograd keeps what it needs, and checks versions
         elif self._host is not None:
             self._given.send(self._host)
             self._inputs = []
         return result
 
     def add_gradient(self, place: int, gradient: torch.Tensor) -> None:
-        """Of the output at `place`, from another stage."""
+        """Add the gradient of the output at `place`, received from another stage."""
         leaf = self._leaves[place]
         if place in self._sent_by_all:
             assert self.unit.positions is not None, "a team's part of it was sent"
             gradient = own_part(gradient, DIM, self.unit.positions.team)
-        if leaf is not None:  # else nothing that is trained comes before it
+        if leaf is not None:  # else nothing trained precedes it
             leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
 
     def prefetch(self) -> None:
-        """The backward is next: bring back what is on the host."""
+        """Fetch inputs from the host, because the backward is next."""
         if self._given is not None:
             self._given.fetch()
 
     def backward(self, *, splits: bool = False) -> list[torch.Tensor | None]:
-        """Run the unit again if need be, and backward; gradients of `links`, in their order, but of
-        those that have them already.
+        """Recompute the unit if needed, run backward, and return the gradients of `links` in order.
+        None for a link whose `handed` leaf already has the gradient.
 
         Parameters' gradients accumulate in the unit's gradient buffer. The cut is empty afterwards,
-        but with `splits` a kept graph's backward towards parameters is in `weights`.
+        except that with `splits` a kept graph's backward towards parameters is in `weights`.
         """
         ends = [
             (edge, leaf.grad)
@@ -203,7 +203,7 @@ class Cut:
         ]
 
     def _chosen(self, outputs: list[Any], structure: Structure) -> list[torch.Tensor]:
-        """The outputs that other stages take, whole; the model may write into its own."""
+        """Return unsharded copies of outputs for later stages. The model may write into its own."""
         if not self._sends:
             return []
         result = outputs
@@ -217,7 +217,7 @@ class Cut:
             ]
 
     def _hand_over(self, outputs: list[Any], structure: Structure) -> Any:
-        """The model gets what the unit returned, and what it collects beside that."""
+        """Return the unit's result to the model and hand over collected values."""
         self._refuse_writes(f"unit '{self.unit.name}' writes into its own input")
         result, collected = unflatten(structure, iter(outputs))
         self._captured.hand_over(collected)
@@ -229,10 +229,10 @@ class Cut:
 
 @dataclass
 class Run:
-    """How a unit is run, each time alike.
+    """A repeatable run of a unit.
 
-    A graph holds it for its recompute, so it must not hold the cut, which holds the graph: a circle
-    through autograd is never collected.
+    A graph references this object for its recompute. It must not reference the cut, which holds the
+    graph: a cycle through autograd is never collected.
     """
 
     label: str
@@ -244,7 +244,7 @@ class Run:
     structure: Arguments
 
     def __call__(self, inputs: Sequence[Any]) -> Outputs:
-        """All that the unit gives, by its result or otherwise, and its structure."""
+        """Run the unit; return all results, collected values included, and their structure."""
         self.seed()
         given = [cast(value, self.dtype) for value in inputs]
         with self.state.applied():
@@ -256,8 +256,8 @@ class Run:
         return outputs, structure
 
     def again(self, given: Given, buffers: BufferCopies) -> Outputs:
-        """Run the unit again, as if for the first time: its inputs are fresh (a hook that it sets
-        on one must not be there twice), its buffers as they were."""
+        """Recompute the unit with the original buffers and fresh inputs. Inputs must be fresh,
+        since a hook that the unit sets on an input must not exist twice."""
         with buffers.in_place():
             return self(given.fresh())
 
@@ -265,13 +265,13 @@ class Run:
 def model_containers(
     unit: ShardedUnit, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Containers | None:
-    """The lists and dicts that a unit is given and may put values into: none where it has a part of
-    the positions, and so would put a part there."""
+    """Return the lists and dicts given to a unit, which may put values into them. None where the
+    unit has a part of the positions, since it would put in only a part."""
     return Containers(unit.name, args, kwargs) if unit.positions is None else None
 
 
 def taken(call: UnitCall, unit: ShardedUnit) -> UnitCall:
-    """A call with what the unit takes of what it is given."""
+    """Return the call with the inputs reduced to this unit's positions."""
     if unit.positions is None:
         return call
     with call.state.applied():
@@ -280,21 +280,21 @@ def taken(call: UnitCall, unit: ShardedUnit) -> UnitCall:
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
-    """Floating tensors in `dtype`; anything else as it is."""
+    """Cast floating tensors to `dtype` and return any other value unchanged."""
     if not isinstance(value, torch.Tensor) or value.dtype == dtype:
         return value
     return value.to(dtype) if value.is_floating_point() else value
 
 
 def versions(values: Sequence[Any]) -> list[int]:
-    """How often each of the tensors among `values` was written into; 0 of those that were made in
-    inference mode, which keep no count, and from which no backward can be made."""
+    """Return the version counter of each tensor among `values`. Inference tensors have no counter
+    and allow no backward; they count as 0."""
     tensors = (t for t in values if isinstance(t, torch.Tensor))
     return [0 if t.is_inference() else t._version for t in tensors]
 
 
 def refuse_writes(inputs: Sequence[Any], before: list[int], what: str) -> None:
-    """Raise a ModelError that says `what` if inputs were written into since `before`."""
+    """Raise a ModelError with message `what` if inputs were written into since `before`."""
     if versions(inputs) != before:
         raise ModelError(
             what,
@@ -304,7 +304,7 @@ def refuse_writes(inputs: Sequence[Any], before: list[int], what: str) -> None:
 
 
 def refuse_inputs(unit: str, inputs: Sequence[Any]) -> None:
-    """Raise a ModelError if a unit is given what its boundary cannot take."""
+    """Raise a ModelError if an input of a unit cannot cross its boundary."""
     for value in _opaque(inputs):
         if type(value).__name__.endswith("Cache"):
             raise ModelError(
@@ -316,8 +316,8 @@ def refuse_inputs(unit: str, inputs: Sequence[Any]) -> None:
 
 
 def refuse_outputs(unit: ShardedUnit, outputs: Sequence[Any]) -> None:
-    """Raise a ModelError if a unit returns what its boundary cannot take, or what the model can do
-    nothing with, or nothing any more once the unit is done.
+    """Raise a ModelError if an output cannot cross the unit's boundary or is useless to the model.
+    Parameters of the unit are invalid once the unit is done.
 
     A model that one plan can run, every plan can: the rules are those of the plan that shards most.
     """
@@ -341,8 +341,8 @@ def refuse_outputs(unit: ShardedUnit, outputs: Sequence[Any]) -> None:
 def _refuse_hidden(
     unit: str, values: Sequence[Any], verb: str, matters: Callable[[torch.Tensor], bool]
 ) -> None:
-    """Tensors inside of objects that are no pytree cross the boundary unseen, and so would not get
-    their gradients."""
+    """Refuse tensors inside objects that are no pytree. Such tensors cross the boundary unseen and
+    would get no gradients."""
     for value in _opaque(values):
         if any(isinstance(t, torch.Tensor) and matters(t) for t in _inside(value)):
             kind = type(value).__name__
@@ -355,12 +355,12 @@ def _refuse_hidden(
 
 
 def _opaque(values: Sequence[Any]) -> list[Any]:
-    """Those of a type that may hold other values."""
+    """Return the values of types that may contain further values."""
     return [value for value in values if type(value) not in PLAIN_TYPES]
 
 
 def _inside(value: Any) -> list[Any]:
-    """What an object that is no pytree holds, as far as one can see."""
+    """Return the visible contents of an object that is no pytree."""
     if isinstance(value, torch.Tensor | torch.nn.Module | type):
         return []
     held = list(getattr(value, "__dict__", {}).values())
@@ -373,7 +373,7 @@ def _inside(value: Any) -> list[Any]:
 
 
 def _leaf_like(output: torch.Tensor) -> torch.Tensor:
-    """A leaf in the place of `output` that holds no memory: its gradient is all that is wanted."""
+    """Return a leaf without memory in place of `output`; only the gradient is used."""
     return without_memory(output).requires_grad_()
 
 

@@ -1,8 +1,8 @@
-"""A flat interval of an N-dimensional tensor as boxes of it.
+"""Flat intervals of an N-dimensional tensor as boxes.
 
-Ranks own flat intervals; checkpoints hold boxes (an offset and a size in every dimension), which
-say where elements are without a word about who owned them. Each box is one contiguous stretch of
-the interval, hence a view.
+Ranks own flat intervals. Checkpoints contain boxes (an offset and a size in every dimension), which
+locate elements independently of ownership. Each box is a contiguous part of the interval, hence a
+view.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def boxes(shape: Sequence[int], start: int, end: int) -> list[Box]:
-    """The boxes (offset, size) that hold elements [start, end) of a tensor of `shape`, in order.
+    """Return the boxes (offset, size) that cover elements [start, end) of a tensor, in order.
 
-    At most 2 * dimensions - 1 of them; a tensor without dimensions has the one box ((), ()).
+    At most 2 * dimensions - 1 boxes; a tensor without dimensions has the one box ((), ()).
 
     Raises:
         ValueError: the interval is not inside the tensor.
@@ -27,7 +27,7 @@ def boxes(shape: Sequence[int], start: int, end: int) -> list[Box]:
 
 
 def _cover(shape: tuple[int, ...], start: int, end: int) -> list[Box]:
-    """The same for an interval that is not empty: end of a row, whole rows, start of a row."""
+    """Return the boxes of a non-empty interval: end of a row, full rows, start of a row."""
     if not shape:
         return [((), ())]
     row, inner = prod(shape[1:]), shape[1:]

@@ -1,7 +1,8 @@
-"""Buckets: what is gathered and reduced as one. A unit, several small ones, or a part of the root.
+"""Buckets: parameters all-gathered and reduce-scattered together. A bucket is a unit, several small
+units, or a part of the root.
 
-A bucket is a small state machine, told by the schedule what comes next. Reductions begin in the
-same order on every rank and end in that order.
+A bucket is a small state machine driven by the schedule. Reductions begin in the same order on
+every rank and end in that order.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ class Bucket:
     """Flat groups that are gathered and reduced together.
 
     Args:
-        name: in messages and recordings: the first of its units.
-        arrivals: where the parameters arrive, if that is not where they are used.
+        name: name in messages and recordings: the first unit's.
+        arrivals: where parameters arrive, if not where they are used.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class Bucket:
         self.groups = list(groups)
         self._comm = division.comm
         self._arrivals = arrivals
-        self.see: See | None = None  # is told of this rank's gradients before they are reduced
+        self.see: See | None = None  # called with this rank's gradients before the reduction
         self._resident = division.whole_parameters
         self._ever_gathered = False
         self._gathering: list[Pending] | None = None
@@ -54,24 +55,24 @@ class Bucket:
 
     @cached_property
     def storages(self) -> frozenset[int]:
-        """The storages that the parameters lie in when they are gathered, by identity."""
+        """Identities of the storages that contain the gathered parameters."""
         return frozenset(storage_of(group.full) for group in self.groups)
 
     # -- parameters ---------------------------------------------------------------------------
 
     def round_ahead(self) -> None:
-        """A step begins: have ready what will be gathered of masters on the host."""
+        """Prepare the gathers from masters on the host, at the start of a step."""
         for group in self.trainable:
             group.round_ahead()
 
     def start_gather(self) -> None:
-        """Start to gather the parameters, unless that is under way or done."""
+        """Start to gather the parameters, unless the gather is under way or done."""
         if self._gathering is not None:
             return
         if self._arrivals is not None:
             self._arrivals.take(self)
         self._gathering = []
-        for group in self.groups:  # one by one: what has begun is known if the next one fails
+        for group in self.groups:  # one by one, so that started gathers are known if the next fails
             if not self._ever_gathered or not self._resident or group.diverges:
                 self._gathering += group.gather()
         self._ever_gathered = True
@@ -80,12 +81,12 @@ class Bucket:
             self._install()
 
     def gathered(self) -> None:
-        """Wait until the parameters are here."""
+        """Gather the parameters and wait for arrival."""
         self.start_gather()
         self.arrived()
 
     def arrived(self) -> None:
-        """Wait for the gather, if one is under way."""
+        """Wait for the gather, if under way."""
         if self._gathering:
             self._comm.record.waits("gather", self.name)
             for pending in self._gathering:
@@ -94,27 +95,26 @@ class Bucket:
             self._install()
 
     def _install(self) -> None:
-        """Only now: who used a parameter while it is still on its way would compute with what was
-        there before."""
+        """Install the arrived parameters. Earlier use would read stale values."""
         for group in self.groups:
             group.install()
 
     def release(self) -> None:
-        """The parameters are not needed until the next gather; resident ones stay."""
+        """Release the parameters until the next gather; resident parameters stay."""
         if not self._resident:
             self._put_away()
 
     def values_changed(self) -> None:
-        """What is trained and what is frozen differs from what was gathered."""
+        """Mark the gathered values as outdated, because trained and frozen values changed."""
         self._ever_gathered = False
 
     def begin_step(self) -> None:
-        """A step begins, or another pass through the model; see `FlatGroup.begin_step`."""
+        """Begin a step or another pass through the model; see `FlatGroup.begin_step`."""
         for group in self.groups:
             group.begin_step()
 
     def leave(self) -> None:
-        """The parameters are not needed until the next step, which may find others in masters."""
+        """Release the parameters until the next step, before which masters may change."""
         self._put_away()
         for group in self.groups:
             group.rest()
@@ -145,8 +145,8 @@ class Bucket:
         self._comm.record.issued("reduce", self.name, self._reducing)
 
     def advance(self) -> bool:
-        """Wait for the collective of the reduction that is under way, and start the next one; or,
-        if there is none, this rank's part of the gradient is in its pieces: then True."""
+        """Wait for the current collective of the reduction and start the next. Returns True once
+        all are done and this rank's part of the gradient is in the pieces."""
         if self._reduction is None:
             return True
         self._comm.record.waits("reduce", self.name)
@@ -159,12 +159,13 @@ class Bucket:
         return following is None
 
     def settle(self, scale: Scale) -> None:
-        """All reductions without a scale are done: their sum, times this one, is the gradient."""
+        """Multiply the sums with `scale` to get the gradients, after all reductions without a
+        scale."""
         for group in self.trainable:
             group.settle(scale)
 
     def abandon(self) -> None:
-        """Leave nothing of a step that failed half-way."""
+        """Discard all state of a step that failed half-way."""
         self._reducing, self._reduction = [], None
         for group in self.trainable:
             group.forget_sums()
@@ -172,17 +173,17 @@ class Bucket:
 
 
 def _together(reductions: Sequence[Iterator[list[Pending]]]) -> Iterator[list[Pending]]:
-    """The n-th collectives of all of them at once."""
+    """Yield the n-th collectives of all reductions together."""
     while started := [pending for one in reductions for pending in next(one, [])]:
         yield started
 
 
 class Reductions:
-    """The reductions of one step, in the order in which buckets are done.
+    """The reductions of a step, in the order in which buckets are done.
 
     Args:
-        scale: None: they are settled later.
-        at_once: whether one may begin before the last one ended: where each has its own buffers.
+        scale: factor of the sums; None: `settle` applies it later.
+        at_once: whether reductions overlap, which requires separate buffers.
         done: called with each bucket whose gradient is in its pieces.
     """
 
@@ -205,7 +206,7 @@ class Reductions:
         self._under_way.append(bucket)
 
     def finish(self) -> None:
-        """Wait for all of them."""
+        """Wait for all reductions."""
         while self._under_way:
             self._advance()
 

@@ -1,8 +1,8 @@
-"""What forward leaves in buffers: running statistics, counters.
+"""Buffers that forward updates: running statistics, counters.
 
-The forward pass updates them, once per micro-batch. The recompute must start from what the forward
-pass started from, and change nothing: it runs on copies. A step that is taken back has changed
-nothing either. Ranks see different samples; what belongs to the model's state is that of one rank.
+The forward pass updates buffers once per micro-batch. The recompute must start from the same values
+as the forward pass and change nothing, so it runs on copies. A reverted step changes nothing
+either. Ranks see different samples; buffers in the model's state come from one rank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Tensors = dict[str, torch.Tensor | None]
 
 @dataclass
 class _Owner:
-    """A module, its buffers before the call, and copies of their values then."""
+    """A module with its buffers before the call and copies of the values."""
 
     module: nn.Module
     found: Tensors
@@ -38,10 +38,10 @@ class _Owner:
 
 
 class BufferCopies:
-    """Copies of the buffers that a call changes, made before it.
+    """Copies of the buffers that a call changes, made before the call.
 
     Args:
-        owners: the modules with buffers that it calls.
+        owners: the called modules with buffers.
     """
 
     def __init__(self, owners: Iterable[nn.Module]) -> None:
@@ -56,21 +56,21 @@ class BufferCopies:
         ]
 
     def keep_changed(self) -> list[nn.Module]:
-        """After the call: forget the modules that it left alone; the others are returned."""
-        # By module, for batch norm updates its statistics unseen, but counts its calls in the open.
+        """Keep only copies of modules changed by the call, and return the modules."""
+        # By module: batch norm updates its statistics without a new version, but counts its calls.
         self._owners = [owner for owner in self._owners if owner.changed]
         for owner in self._owners:
             owner.found.clear()
         return [owner.module for owner in self._owners]
 
     def restore(self) -> None:
-        """The modules have what they had before the call."""
+        """Restore the buffers to the values before the call."""
         for owner in self._owners:
             owner.module._buffers.update(owner.copies)
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """The module's buffers are inside what they were before the call; those of now return."""
+        """Run the body on the buffers from before the call; restore the current buffers on exit."""
         current = [dict(owner.module._buffers) for owner in self._owners]
         for owner in self._owners:
             owner.module._buffers.update(
@@ -84,7 +84,7 @@ class BufferCopies:
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that belong to a model's state dict, by all of their names."""
+    """Return the buffers in a model's state dict, by all of their names."""
     return {
         f"{prefix}.{name}" if prefix else name: buffer
         for prefix, module in model.named_modules(remove_duplicate=False)
@@ -94,13 +94,12 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def keepers(model: nn.Module) -> list[nn.Module]:
-    """The modules with persistent buffers."""
+    """Return the modules with persistent buffers."""
     return [m for m in model.modules() if m._buffers.keys() - m._non_persistent_buffers_set]
 
 
 def agree(model: nn.Module, comm: Communicator, source: Callable[[str], int]) -> None:
-    """Give all ranks the persistent buffers of one of them, as DDP does: each by its own `source`.
-    Collective."""
+    """Broadcast each persistent buffer from its `source` rank, as DDP does. Collective."""
     unique = {id(buffer): (name, buffer) for name, buffer in persistent_buffers(model).items()}
     for name, buffer in unique.values():
         comm.broadcast(buffer, source(name), f"broadcast of buffer '{name}'")

@@ -1,8 +1,8 @@
-"""Values that a model takes from inside its units, beside what they return: a router's logits.
+"""Values taken by a model from inside units in addition to return values, e.g. router logits.
 
-transformers collects them by hooks, in lists that the hooks find in a context variable; or units
-put them into lists and dicts that they are given. To the engine they are further outputs of a unit,
-so that their gradients cross its boundary too.
+transformers collects the values by hooks, in lists found in a context variable. Units may also put
+values into lists and dicts in their arguments. The engine treats the values as additional outputs
+of a unit, so that their gradients cross its boundary too.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 
 from gpumix.engine.containers import Containers, Put
 
-# By the key of a hook's list, and by the number of a container.
+# By key of a hook's list, and by index of a container.
 Collected = tuple[dict[str, list[Any]], Put]
 
 
 class Captured:
-    """What the context of one unit call, and the containers that it is given, collect.
+    """Values collected by the context and the containers of one unit call.
 
     Args:
-        context: of the model's own code around the call.
+        context: context of the model's own code around the call.
         given: the model's own containers; None: there are none, or none may be changed.
     """
 
@@ -36,16 +36,16 @@ class Captured:
 
     @property
     def collected(self) -> Collected:
-        """So far."""
+        """The values collected so far."""
         return _lists(self._collector or {}), self._put
 
     def run(
         self, function: Callable[[], Any], copies: Containers | None = None
     ) -> tuple[Any, Collected]:
-        """Call `function` in the model's context: its result, and what was collected in it.
+        """Call `function` in the model's context; return its result and the collected values.
 
         Args:
-            copies: containers that it is given in the places of the model's own.
+            copies: containers passed to the function in place of the model's own.
         """
         context, collected = self.apart()
         result = context.run(function)
@@ -53,18 +53,18 @@ class Captured:
         return result, (collected, put)
 
     def apart(self) -> tuple[Context, dict[str, list[Any]]]:
-        """A copy of the context, in which the model's hooks collect as much, but nothing for the
-        model; and what they do."""
+        """Copy the context with empty collecting lists; return the copy and its lists. Hooks
+        collect there as usual, but nothing reaches the model."""
         context, collected = self._context.copy(), {}
         if self._variable and self._collector:
-            # beside the lists there are settings
+            # the collector contains settings in addition to lists
             fresh = {k: [] if isinstance(v, list) else v for k, v in self._collector.items()}
             context.run(self._variable.set, fresh)
             collected = _lists(fresh)
         return context, collected
 
     def hand_over(self, collected: Collected) -> None:
-        """Give the model what was collected."""
+        """Give the collected values to the model."""
         lists, self._put = collected
         for key, values in lists.items():
             self._collector[key].extend(values)

@@ -1,8 +1,8 @@
-"""Cross entropy of a linear layer's outputs, a chunk of rows at a time.
+"""Chunked cross-entropy of a linear layer's outputs.
 
-The logits of a chunk are made, turned into their gradient in place, and used up before the next
-chunk's: they never exist whole. Where the gradient of the loss is known beforehand, gradients are
-made on the way forward, which saves to make the logits again; else in backward.
+The logits of a chunk of rows are computed, turned into their gradient in place, and used before the
+next chunk's, so the full logits never exist. If the gradient of the loss is known in advance,
+gradients are computed in forward, which saves a recompute of the logits; otherwise in backward.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Operation = Callable[[Tensor], Tensor]
 
 @dataclass
 class Sum:
-    """A gradient that is a sum over chunks, and over micro-batches.
+    """A gradient summed over chunks and micro-batches.
 
     Attributes:
-        empty: nothing is in `tensor` yet, which may hold anything: what comes first is written, for
-            zeros that it could be added to would cost two passes over the memory.
+        empty: `tensor` is uninitialized; the first value is written instead of added, because
+            zeroing and adding would cost two passes over the memory.
     """
 
     tensor: Tensor
@@ -44,7 +44,7 @@ class Sum:
         self.empty = False
 
     def add_product(self, gradient: Tensor, hidden: Tensor) -> None:
-        """Add `gradient`.T @ `hidden`, a weight's gradient, without a whole one in between."""
+        """Add `gradient`.T @ `hidden`, a weight's gradient, without a temporary of full size."""
         into, beta = self.tensor, 0 if self.empty else 1
         if into.dtype == gradient.dtype:
             torch.addmm(into, gradient.t(), hidden, beta=beta, out=into)
@@ -58,41 +58,41 @@ class Sum:
         self.empty = False
 
     def finish(self) -> None:
-        """There was nothing to add, perhaps."""
+        """Zero the tensor if nothing was added."""
         if self.empty:
             self.tensor.zero_()
         self.empty = False
 
 
-# Gives what the gradient of a parameter is added to.
+# Returns the sum of a parameter's gradient.
 SumOf = Callable[[Tensor], Sum]
 
 
 @functools.cache
 def _multiplies_into(wanted: torch.dtype, factors: torch.dtype, device: torch.device) -> bool:
-    """Whether a product of two matrices of `factors` can be added to one in another dtype, without
-    a tensor in between: cuBLAS can for fp16 and bf16 to fp32. Other devices' libraries cannot."""
+    """Return whether a product of matrices in `factors` can be added to a `wanted` matrix without a
+    temporary. cuBLAS can for fp16 and bf16 to fp32; libraries of other devices cannot."""
     if device.type != "cuda":
         return False
     into, one = (torch.zeros(8, 8, dtype=dtype, device=device) for dtype in (wanted, factors))
     try:
         torch.addmm(into, one, one, wanted, out=into)  # type: ignore[call-overload]
-    except RuntimeError:  # a build for AMD's cards, an older library
+    except RuntimeError:  # a ROCm build, an older library
         return False
     return True
 
 
 @dataclass
 class Gradients:
-    """Where gradients go; None where none is wanted. That of `hidden` is written, the others are
-    added to."""
+    """Destinations of gradients; None where no gradient is wanted. `hidden` is written, `weight`
+    and `bias` are added to."""
 
     hidden: Tensor | None = None
     weight: Sum | None = None
     bias: Sum | None = None
 
     def finish(self) -> None:
-        """All chunks are done."""
+        """Finish the sums after the last chunk."""
         for one in (self.weight, self.bias):
             if one is not None:
                 one.finish()
@@ -100,16 +100,16 @@ class Gradients:
 
 @dataclass(frozen=True)
 class LinearCrossEntropy:
-    """`cross_entropy(operations(linear(hidden, weight, bias)), target)`, none of it made yet.
+    """`cross_entropy(operations(linear(hidden, weight, bias)), target)`, not yet computed.
 
     Args:
         hidden: (rows, width).
-        target: (rows,): a class each.
-        operations: between the linear layer and the loss.
-        dtype: of what they give, and so of the loss.
-        mean: whether the loss is the mean over the rows that are not ignored, or the sum.
-        fused: whether one kernel makes the losses of a chunk and their gradient, where there is
-            nothing between the linear layer and the loss.
+        target: (rows,), a class for each row.
+        operations: applied between the linear layer and the loss.
+        dtype: of the operations' results, and so of the loss.
+        mean: whether the loss is the mean over rows that are not ignored, or the sum.
+        fused: whether one kernel computes the losses of a chunk and their gradient, if there are no
+            operations.
     """
 
     hidden: Tensor
@@ -124,11 +124,11 @@ class LinearCrossEntropy:
     fused: bool = False
 
     def value(self) -> Tensor:
-        """The loss."""
+        """Return the loss."""
         return self.run(None, Gradients())
 
     def run(self, upstream: Tensor | None, into: Gradients) -> Tensor:
-        """The loss, and the gradients of loss x `upstream`."""
+        """Compute the loss, and the gradients of loss * `upstream`."""
         exact = torch.float64 if self.dtype == torch.float64 else torch.float32
         valid = self.target != self.ignore_index
         part = valid.sum().to(exact).reciprocal() if self.mean else valid.new_ones((), dtype=exact)
@@ -155,12 +155,11 @@ class LinearCrossEntropy:
         if factors is not None:
             into.finish()
         total = torch.where(valid, losses, 0.0).sum()
-        # Without a label a mean is 0 / 0, as PyTorch has it.
+        # Without a label a mean is 0 / 0, as in PyTorch.
         return (total * part if self.mean else total).to(self.dtype)
 
     def _chunks(self, exact: torch.dtype, *, fused: bool) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Each chunk's rows, and two buffers for it: the same ones for all. The fused kernel keeps
-        no logarithms."""
+        """Yield rows and two buffers, reused, for each chunk. Fused kernels need no second."""
         rows, width = self.hidden.shape
         vocabulary = self.weight.shape[0]
         size = rows_per_chunk(
@@ -190,7 +189,7 @@ class LinearCrossEntropy:
         return losses
 
     def _to_gradient(self, logarithms: Tensor, targets: Tensor) -> None:
-        """Turn logarithms of probabilities into the gradient of each row's loss, in place."""
+        """Turn log-probabilities into the gradient of each row's loss, in place."""
         gradient = logarithms.exp_()
         hits = gradient.new_full((), self.label_smoothing - 1).expand(targets.shape)
         gradient.scatter_add_(1, targets, hits)
@@ -200,10 +199,10 @@ class LinearCrossEntropy:
     def _give(
         self, rows: slice, made: _Made, gradient: Tensor, factors: Tensor, into: Gradients
     ) -> None:
-        """Pass the gradient of a chunk's rows, each times its factor, on to where it goes."""
+        """Scale a chunk's gradient by factors of rows and propagate the product."""
         hidden = self.hidden[rows]
-        # Where nothing else passes over the logits' gradient, it is less work to multiply what it
-        # meets in the matrix products.
+        # If nothing else passes over the logits' gradient, it is cheaper to scale the operands and
+        # results of the matrix products.
         after = made.untouched(gradient)
         if not after:
             self._pass_on(rows, made.backward(gradient, factors), hidden, into)
@@ -217,7 +216,7 @@ class LinearCrossEntropy:
             into.weight.add_product(gradient, hidden * factors)
 
     def _pass_on(self, rows: slice, gradient: Tensor, hidden: Tensor, into: Gradients) -> None:
-        """The gradient of a chunk's logits goes where it goes."""
+        """Propagate the gradient of a chunk's logits to its destinations."""
         if into.hidden is not None:
             torch.mm(gradient, self.weight, out=into.hidden[rows])
         if into.bias is not None:
@@ -227,10 +226,10 @@ class LinearCrossEntropy:
 
 
 class _Made:
-    """What the loss of a chunk is taken of: its logits after the operations.
+    """Logits of a chunk after the operations.
 
     Args:
-        graph: whether it can go back to the logits.
+        graph: whether to record a graph back to the logits.
     """
 
     def __init__(self, logits: Tensor, operations: Sequence[Operation], *, graph: bool) -> None:
@@ -243,29 +242,29 @@ class _Made:
                     self.outputs = operation(self.outputs)
 
     def untouched(self, gradient: Tensor) -> bool:
-        """Whether the gradient of the outputs is that of the logits as it is."""
+        """Return whether the gradient of the outputs equals the gradient of the logits."""
         return self.outputs is self._logits and self._logits.dtype == gradient.dtype
 
     def backward(self, gradient: Tensor, factors: Tensor) -> Tensor:
-        """The gradient of the logits from that of the outputs, which is overwritten."""
-        if self.outputs is self._logits:  # which are no longer needed
+        """Return the gradient of the logits, given the outputs' gradient, which is overwritten."""
+        if self.outputs is self._logits:  # no longer needed
             return torch.mul(gradient, factors, out=self._logits)
         gradient = gradient.mul_(factors).to(self.outputs.dtype)
         return torch.autograd.grad(self.outputs, self._source, gradient)[0]
 
 
 def _denominator(target: Tensor, ignore_index: int, *, mean: bool) -> Tensor:
-    """The number that the sum of the rows' losses is divided by."""
+    """Return the denominator of the sum of the rows' losses."""
     valid = (target != ignore_index).sum()
     return valid if mean else torch.ones_like(valid)
 
 
 class Payment:
-    """A loss whose gradients of `weight` and `bias` were added when it was computed, as if the
-    loss's own gradient were `upstream`.
+    """A loss whose gradients of `weight` and `bias` were added in forward, for an assumed loss
+    gradient `upstream`.
 
-    What it turns out to be is known later. `confirm` says that it is that; `undo` takes back what
-    was added, and leaves all gradients to backward.
+    The actual loss gradient is known later. `confirm` keeps the added gradients; `undo` subtracts
+    them and leaves all gradients to backward.
     """
 
     def __init__(self, problem: LinearCrossEntropy, upstream: Tensor, gradients: Gradients) -> None:
@@ -287,8 +286,8 @@ class Payment:
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """The loss in autograd's graph. Its node is the `ctx`, whose `payment` and `denominator` others
-    may look for."""
+    """Chunked loss in the autograd graph. The node is `ctx`, whose `payment` and `denominator` are
+    used elsewhere."""
 
     @staticmethod
     def forward(
@@ -300,13 +299,14 @@ class ChunkedLoss(torch.autograd.Function):
         upstream: Tensor | None,
         sum_of: SumOf | None,
     ) -> Tensor:
-        """
+        """Compute the loss, and with a known `upstream` all gradients.
+
         Args:
-            problem: makes it from the three tensors.
-            upstream: what the gradient of the loss will be, so that all gradients are made now;
-                None if that is not known.
-            sum_of: gives what a parameter's gradient is added to; None: gradients are handed to
-                autograd.
+            problem: makes the loss from the three tensors.
+            upstream: the gradient of the loss, if known in advance; gradients are then computed
+                now.
+            sum_of: returns the sum that a parameter's gradient is added to; None: gradients are
+                returned to autograd.
         """
         stated = problem(hidden.detach(), weight.detach(), None if bias is None else bias.detach())
         ctx.problem, ctx.sum_of, ctx.payment = problem, sum_of, None
@@ -326,7 +326,7 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        payment, ctx.payment = ctx.payment, None  # a second backward pays anew
+        payment, ctx.payment = ctx.payment, None  # a second backward pass computes again
         if payment is not None and payment.confirmed:
             return payment.gradients.hidden, None, None, None, None, None
         hidden, weight, bias = ctx.saved_tensors
@@ -340,7 +340,7 @@ class ChunkedLoss(torch.autograd.Function):
 
 
 def _sum_apart(parameter: Tensor) -> Sum:
-    """In memory of its own."""
+    """Allocate separate memory for a parameter's gradient, at least fp32."""
     dtype = torch.promote_types(parameter.dtype, torch.float)
     return Sum(torch.empty_like(parameter, dtype=dtype), empty=True)
 

@@ -1,16 +1,16 @@
-"""All communication of a step, in one place.
+"""All communication of a step.
 
 Backends disagree about uneven sizes: some refuse, gloo accepts a message of the wrong length and
-leaves stale data behind, or aborts the process. So nothing else in gpumix calls a collective on
-the data group, and sizes and dtypes are checked here before every call. All that depends on the
-number of ranks is in `Intervals`, which a buffer has for good: a collective takes no longer to
-prepare among more ranks, unless its form itself names a part for each of them.
+leaves stale data behind, or aborts the process. So nothing else in gpumix calls a collective on the
+data group, and sizes and dtypes are checked here before every call. All that depends on the number
+of ranks is in `Intervals`, which a buffer keeps: preparing a collective takes no longer with more
+ranks, unless its form itself names a part for each rank.
 
 Forms of a gather: `native` (equal shares only), `broadcast` (one per owner into views of the
-buffer: nothing is copied), `list` (the backend's uneven list form; NCCL), `padded` (the native one
-on a buffer in which all intervals are as long as the longest may be). Of a reduction: `native`
-(equal shares only), `all_to_all` (everybody sends each owner its part; the owner sums in fp32, in
-rank order, hence bit-repeatable), `list` (NCCL), `padded`.
+buffer, no copies), `list` (the backend's uneven list form; NCCL), `padded` (native on a buffer in
+which every interval has the maximal length). Forms of a reduction: `native` (equal shares only),
+`all_to_all` (each rank sends each owner its part; the owner sums in fp32 in rank order, hence
+bitwise repeatable), `list` (NCCL), `padded`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from gpumix.spec.plan import Collectives
 
 
 class Pending:
-    """A collective under way. `wait` blocks until its result may be used."""
+    """A collective in flight. `wait` blocks until the result may be used."""
 
     def __init__(
         self,
@@ -56,13 +56,13 @@ class Pending:
         self._finish = [] if finish is None else [finish]
 
     def then(self, finish: Callable[[], None]) -> Pending:
-        """The same, with something more to do at the end of the wait."""
+        """Add a callback that runs at the end of the wait."""
         self._finish.append(finish)
         return self
 
     def beside(self, lane: Lane) -> Pending:
-        """The same, what comes at its end being given to `lane` at once. Only of a backend that
-        holds back streams, not the host."""
+        """Give the callbacks to `lane` at once. Only for backends whose wait blocks streams, not
+        the host."""
         with lane.active(), reported(self._label, self._wait):
             for work in self.works:
                 self.comm.words.wait(work)
@@ -83,10 +83,11 @@ class Pending:
 
 
 class reported(doing):
-    """What fails inside is the collective `label`; memory that runs out stays what it is.
+    """Context that reports failures as failures of the collective `label`. Out-of-memory errors
+    pass unchanged.
 
     Args:
-        wait: what is waited for.
+        wait: the wait under way.
     """
 
     def __init__(self, label: str, wait: Wait | None = None) -> None:
@@ -100,18 +101,18 @@ class reported(doing):
         if not isinstance(error, RuntimeError):
             return
         if is_out_of_memory(error) or isinstance(error, torch.AcceleratorError):
-            return  # an error of this device's own work, which only shows here
+            return  # an error of this device's own work that only shows here
         what = f"the {self._label} failed"
         raise CommunicationError(what, why=first_line(error), wait=self.wait) from error
 
 
-_of_groups: WeakSet[Communicator] = WeakSet()  # all that there are
+_of_groups: WeakSet[Communicator] = WeakSet()  # all that exist
 
 
 def leave_groups() -> None:
-    """Leave all process groups, and hold none any more: threads of gloo end with theirs. One that
-    still has a tensor to drop when the interpreter has ended takes the process with it:
-    `terminate called without an active exception`."""
+    """Leave all process groups and drop all references, so that gloo's threads end. A thread that
+    still has a tensor to drop when the interpreter has ended takes the process with it: `terminate
+    called without an active exception`."""
     dist.destroy_process_group()
     for comm in list(_of_groups):
         comm.group = None
@@ -119,7 +120,7 @@ def leave_groups() -> None:
 
 @dataclass(frozen=True)
 class Borrowed:
-    """A tensor in memory of a pool, until it is given back."""
+    """A tensor in memory of a pool, until returned."""
 
     tensor: torch.Tensor
     memory: torch.Tensor
@@ -130,15 +131,15 @@ class Borrowed:
 
 
 class Communicator:
-    """The collectives of one group of ranks.
+    """The collectives of a group of ranks.
 
     Args:
         group: the data group, None for a single process.
         rank, world: this rank's number in the group, and the group's size.
-        forms: which form each collective takes where shares are unequal.
-        device: where the tensors are that are communicated.
-        of: the group that this one is a part of: they count together.
-        members: numbers of its ranks in the group of all; default: it is that group.
+        forms: the form of each collective where shares are unequal.
+        device: device of the communicated tensors.
+        of: the parent group; both share counters.
+        members: the ranks' numbers in the group of all ranks; default: this is the group of all.
     """
 
     def __init__(
@@ -169,20 +170,19 @@ class Communicator:
         self.begun: Wait | None = None  # the last collective
         self._of = of
         self._record: Record = SILENT
-        # Memory for what arrives before it is where it belongs, kept for the next collective.
+        # Memory for data received before it is put in place, kept for the next collective.
         self._pools: dict[str, list[torch.Tensor]] = {}
         # By device: a group may have a backend for each.
         self.on_gloo = group is not None and group._get_backend(self.device).name() == "gloo"
 
     @cached_property
     def transfers(self) -> Transfers:
-        """What copies state between this rank's device and its host; the same for a group and its
-        parts."""
+        """Copies of state between device and host, shared by a group and its parts."""
         return Transfers(self.device) if self._of is None else self._of.transfers
 
     @property
     def record(self) -> Record:
-        """Of the step under way, where it is traced; the same for a group and its parts."""
+        """Record of the current step, if traced; shared by a group and its parts."""
         return self._record if self._of is None else self._of.record
 
     @record.setter
@@ -192,17 +192,17 @@ class Communicator:
     def gather(
         self, full: torch.Tensor, shard: torch.Tensor, intervals: Intervals, label: str
     ) -> Pending:
-        """Fill the 1-D buffer `full` from every rank's interval of it.
+        """Fill the 1-D buffer `full` from every rank's interval.
 
         Args:
-            full: the whole buffer.
-            shard: this rank's interval, of any floating dtype; it is cast to that of `full`.
+            full: the full buffer.
+            shard: this rank's interval, of any floating dtype; cast to the dtype of `full`.
         """
         mine = self._own_part(full, intervals)
         if shard.shape != mine.shape:
             raise AssertionError(f"{label}: shard {shard.shape} for interval {mine.shape}")
         self._count("gather", full)
-        mine.copy_(shard, non_blocking=True)  # the shard may be in pinned memory of the host
+        mine.copy_(shard, non_blocking=True)  # the shard may be in pinned host memory
         if self.world == 1:
             return Pending((), label, self)
         with reported(label):
@@ -215,13 +215,13 @@ class Communicator:
     ) -> list[dist.Work]:
         form = "native" if intervals.equal else self.forms.gather
         if form == "native" and self.on_gloo:
-            form = "broadcast"  # gloo's own gather makes a temporary of the whole: twice as slow
+            form = "broadcast"  # gloo's own gather makes a full-size temporary: twice as slow
         if form == "native":
             return [_all_gather_single(full, mine, self.group)]
         parts = full.split(intervals.sizes)
         if form == "list":
             return [dist.all_gather(list(parts), mine, group=self.group, async_op=True)]
-        # The group's own call: what `torch.distributed` does around it takes a fifth of the time.
+        # The group's own call: wrapping it in `torch.distributed` takes a fifth of the time.
         assert self.group is not None, "several ranks have one"
         return [
             self.group.broadcast([part], _broadcast_from(owner))
@@ -247,7 +247,7 @@ class Communicator:
         return Pending([work], label, self, finish)
 
     def _padded_length(self, intervals: Intervals) -> int:
-        """Elements of every interval, once it is filled up; a cut may round one up."""
+        """Return the padded length of an interval in elements; a cut may round an interval up."""
         equal = ceil(intervals.numel * self.forms.padding / self.world)
         return max(equal, intervals.longest)
 
@@ -261,8 +261,8 @@ class Communicator:
         """Sum the 1-D buffer `full` over ranks, each rank its own interval.
 
         `deliver` is called at the end of the wait with rows of shape [n, own interval], whose sum
-        over the first dimension is the result; it must not keep them. Until then `full` must stay
-        as it is.
+        over the first dimension is the result. It must not keep the rows. Until then `full` must
+        not change.
         """
         mine = self._own_part(full, intervals)
         self._count("reduce", full)
@@ -284,7 +284,7 @@ class Communicator:
             room = self.borrow("reduce", full, self.world, mine.numel())
             assert self.group is not None, "several ranks have one"
             rows, sizes = room.tensor.view(-1), intervals.sizes
-            # What arrives is equally long from each.
+            # Equal lengths arrive from all ranks.
             work = self.group.alltoall_base(rows, full, [], sizes, dist.AllToAllOptions())
 
             def finish() -> None:
@@ -327,8 +327,8 @@ class Communicator:
         return "all_to_all" if form == "native" and self.on_gloo else form
 
     def expect_reduce(self, full: torch.Tensor, intervals: Intervals) -> None:
-        """`full` is the largest buffer that is reduced: have in the pool what that borrows, for
-        a pool that grows later holds, for a moment, what it had as well."""
+        """Allocate pool memory to reduce `full`, the largest buffer. A pool that grows later needs
+        the old and the new memory for a moment."""
         mine = self._own_part(full, intervals)
         if self.world == 1:
             return
@@ -340,8 +340,8 @@ class Communicator:
             self.borrow("reduce", full, rows, self._padded_length(intervals)).give_back()
 
     def borrow(self, purpose: str, like: torch.Tensor, rows: int, length: int) -> Borrowed:
-        """A [rows, length] tensor of the dtype of `like`, uninitialised, from the pool of what is
-        borrowed for this purpose: it grows to what was borrowed at once."""
+        """Borrow an uninitialized [rows, length] tensor with the dtype of `like` from a purpose's
+        pool. The pool grows to the number of tensors borrowed at once."""
         needed = rows * length * like.element_size()
         pool = self._pools.setdefault(purpose, [])
         fitting = [memory for memory in pool if memory.numel() >= needed]
@@ -349,13 +349,13 @@ class Communicator:
             memory = min(fitting, key=torch.Tensor.numel)
             pool.pop(next(n for n, held in enumerate(pool) if held is memory))
         else:
-            if pool:  # too small; the larger one serves in its place
+            if pool:  # too small; replaced by the larger one
                 pool.pop()
             memory = torch.empty(needed, dtype=torch.uint8, device=like.device)
         return Borrowed(memory[:needed].view(like.dtype).view(rows, length), memory, pool)
 
     def start_all_reduce(self, value: torch.Tensor, label: str, *, flags: bool = False) -> Pending:
-        """Begin to sum `value` over ranks, in place; of flags (uint8) to set what any rank has."""
+        """Start to sum `value` over ranks in place, or for flags (uint8) to take the maximum."""
         self._count("flags" if flags else "all_reduce", value)
         if self.world == 1:
             return Pending((), label, self)
@@ -365,24 +365,24 @@ class Communicator:
         return Pending([work], label, self)
 
     def all_reduce(self, value: torch.Tensor, label: str) -> torch.Tensor:
-        """`value` summed over ranks, in place."""
+        """Sum `value` over ranks in place."""
         self.start_all_reduce(value, label).wait()
         return value
 
     def alone(self) -> Communicator:
-        """A group of this rank and no other."""
+        """Return a group of this rank only."""
         own = self.members[self.rank : self.rank + 1]
         return Communicator(None, rank=0, world=1, device=self.device, of=self, members=own)
 
     def subgroup(self, groups: Sequence[Sequence[int]]) -> Communicator:
-        """The collectives of this rank's own one of `groups`, lists of ranks. Collective: every
-        rank makes all of them."""
+        """Return the collectives of this rank's group among `groups`, lists of ranks. Collective:
+        every rank makes all groups."""
         made = [self.among(ranks) for ranks in groups]
         return next((own for own in made if own is not None), self)
 
     def among(self, ranks: Sequence[int]) -> Communicator | None:
-        """The collectives of some ranks; None on the others. Collective: every rank makes it."""
-        ranks = sorted(ranks)  # as the group will have them
+        """Return the collectives of some ranks, None on ranks outside. Collective on all ranks."""
+        ranks = sorted(ranks)  # as in the group
         group = None
         if len(ranks) > 1 and self.group is not None:
             group = dist.new_group(
@@ -404,8 +404,8 @@ class Communicator:
     def exchange(
         self, row: torch.Tensor, label: str, *, into: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Pending]:
-        """Every rank's `row` (1-D, same length everywhere): a [world, len(row)] tensor once waited
-        for, in memory of its own or in that of `into`."""
+        """Start to all-gather every rank's `row` (1-D, equal lengths). Returns a [world, len(row)]
+        tensor, in its own memory or in `into`, valid after the wait."""
         self._count("exchange", row)
         table = row.new_empty(self.world, row.numel()) if into is None else into
         if self.world == 1:
@@ -416,7 +416,7 @@ class Communicator:
         return table, Pending([work], label, self)
 
     def exchanged(self, row: torch.Tensor, label: str) -> torch.Tensor:
-        """The table of an `exchange`, waited for."""
+        """Return the table of an `exchange` after the wait."""
         table, pending = self.exchange(row, label)
         pending.wait()
         return table
@@ -430,13 +430,13 @@ class Communicator:
         *,
         into: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Pending]:
-        """Give each rank its part of the 1-D `sent`, of any dtype; get what all ranks have for this
-        one, in their order, once waited for. Until then `sent` must stay as it is.
+        """Start an all-to-all of parts of the 1-D `sent`, of any dtype. Returns the parts for this
+        rank in rank order, valid after the wait. Until then `sent` must not change.
 
         Args:
             send_splits: elements of `sent` for each rank.
-            receive_splits: elements that each rank has for this one; some may be 0, or all.
-            into: where it arrives, like `sent` in dtype; without it in memory of its own.
+            receive_splits: elements that each rank sends to this rank; some or all may be 0.
+            into: receive buffer with the dtype of `sent`; default: new memory.
         """
         received = sent.new_empty(sum(receive_splits)) if into is None else into
         for tensor, splits in ((sent, send_splits), (received, receive_splits)):
@@ -449,7 +449,7 @@ class Communicator:
         size = sent.element_size()
         with reported(label):
             work = dist.all_to_all_single(
-                received.view(torch.uint8),  # backends differ in the dtypes that they know
+                received.view(torch.uint8),  # backends support different dtypes
                 sent.view(torch.uint8),
                 output_split_sizes=[n * size for n in receive_splits],
                 input_split_sizes=[n * size for n in send_splits],
@@ -459,11 +459,11 @@ class Communicator:
         return received, Pending([work], label, self)
 
     def pass_on(self, value: torch.Tensor, source: int, label: str) -> Pending:
-        """Begin to give `value` (contiguous, of any dtype) of rank `source` to all others, in
-        place; until waited for it must stay as it is.
+        """Start to send `value` (contiguous, any dtype) from rank `source` to all ranks, in place.
+        Until the wait it must not change.
 
-        Between two ranks this is a message. Those of the backend can neither be waited for with an
-        eye on other ranks (gloo closes the pair), nor told apart (NCCL): these come in order.
+        Between two ranks this is a message. The backend's own messages cannot be waited for while
+        watching other ranks (gloo closes the pair) and have no tags (NCCL); these arrive in order.
         """
         self._count("send" if self.rank == source else "receive", value)
         with reported(label):
@@ -476,7 +476,7 @@ class Communicator:
         return Pending([work], label, self)
 
     def broadcast(self, value: torch.Tensor, source: int, label: str) -> None:
-        """`value` of rank `source` on all ranks, in place, of any dtype."""
+        """Broadcast `value` from rank `source` to all ranks, in place, of any dtype."""
         self._count("broadcast", value)
         if self.world > 1:
             sent = value.detach().reshape(-1).clone().view(torch.uint8)
@@ -487,7 +487,7 @@ class Communicator:
             value.copy_(sent.view(value.dtype).view(value.shape))
 
     def _own_part(self, full: torch.Tensor, intervals: Intervals) -> torch.Tensor:
-        """This rank's interval of a buffer."""
+        """Return this rank's interval of a buffer."""
         ranks = len(intervals.offsets) - 1
         if full.dim() != 1 or ranks != self.world or intervals.numel != full.numel():
             raise AssertionError(f"{intervals} do not cut a buffer of shape {full.shape}")
@@ -506,9 +506,9 @@ class Communicator:
 
 
 def _sent_bytes(operation: str, size: int, world: int) -> int:
-    """What a rank sends for a buffer of `size` bytes at least, in the mean over its group: in a
-    gather each of the others gets what it lacks, in a reduction each owner all parts of its own; an
-    all-reduce is both. A message is sent by one end; a row goes to each of the others."""
+    """Return the minimal bytes sent per rank for a buffer of `size` bytes, averaged over the group.
+    In a gather each other rank gets the rest of the buffer, in a reduction each owner gets all
+    parts of its own; an all-reduce is both. One end sends a message; a row goes to all."""
     if operation in ("send", "receive"):
         return size if operation == "send" else 0
     if operation == "exchange":
@@ -526,7 +526,7 @@ def _broadcast_from(owner: int) -> dist.BroadcastOptions:
 def _all_gather_single(
     out: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup | None
 ) -> dist.Work:
-    # torch 2.13 renamed these two; the old names warn there, the new ones are absent before.
+    # torch 2.13 renames these two; the old names warn there, the new ones are absent before.
     call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return call(out, part, group=group, async_op=True)
 

@@ -1,9 +1,9 @@
-"""Units through torch.compile, one kind of unit at a time: *regional* compilation.
+"""Regional compilation: units through torch.compile, one kind of unit at a time.
 
-All units of a kind share one compiled function, which takes the module as an argument: its
-parameters are then inputs of the graph, so that one layer's graph serves the next, and whatever
-buffer they are gathered into. What stays outside (the boundary, the recompute, the collectives)
-runs as ever; `docs/design/compiled.md` says why they go together.
+All units of a kind share one compiled function that takes the module as an argument. Parameters are
+inputs of the graph, so one layer's graph serves the next and any gather buffer. The boundary, the
+recompute and the collectives stay outside and run eagerly; `docs/design/compiled.md` says why this
+works.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def compile_units(
     device: torch.device,
     backend: Backend = OURS,
 ) -> None:
-    """Let `units` compute by compiled code; it is compiled when a unit of each kind first runs.
+    """Replace the forward of `units` by compiled code, compiled at the first run of each kind.
 
     Args:
-        sizes: of the micro-batches that will come; for others there may be code of its own.
+        sizes: sizes of the expected micro-batches; other sizes may get separate code.
         backend: of torch.compile.
 
     Raises:
-        MachineError: there is no compiler here that makes code for `device`.
+        MachineError: no compiler on this machine makes code for `device`.
     """
     if backend == OURS:
         _check_compilers(device)
@@ -52,7 +52,7 @@ def compile_units(
     for unit in units:
         plain = unit.forward
         if hasattr(plain, "_torchdynamo_orig_callable"):
-            continue  # its author compiled it
+            continue  # the model's author compiled it
         if inspect.ismethod(plain) and plain.__self__ is unit.module:
             function = plain.__func__
         else:
@@ -64,19 +64,19 @@ def compile_units(
 
 
 def plain_forward(unit: ShardedUnit) -> Forward:
-    """The unit's forward without compiled code."""
+    """Return the unit's forward without compiled code."""
     return unit.forward.plain if isinstance(unit.forward, CompiledForward) else unit.forward
 
 
 class CompiledForward:
-    """One unit's forward, in compiled code; `plain` is the one without."""
+    """Compiled forward of a unit; `plain` is the uncompiled forward."""
 
     def __init__(self, kind: _Kind, module: nn.Module, plain: Forward) -> None:
         self.plain = plain
         self._kind = kind
         self._module = module
 
-        # The same objects for life, which the module holds while it is computed.
+        # The module has the same parameter objects whenever it is computed.
         self._parameters: list[nn.Parameter] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -85,9 +85,9 @@ class CompiledForward:
 
     @contextlib.contextmanager
     def _without_gradients(self) -> Iterator[None]:
-        """The tracer makes a copy of each parameter with its gradient, and cannot where that has
-        another dtype: the fp32 one of low-precision weights. No forward looks at gradients, and
-        whether there are some is no reason to compile again."""
+        """Remove the parameters' gradients during a call. The tracer copies each parameter with its
+        gradient, and fails if the gradient has another dtype, as fp32 gradients of low-precision
+        weights do. No forward reads gradients, and their presence is no reason to recompile."""
         if self._parameters is None:
             self._parameters = list(self._module.parameters())
         gradients = [p.grad for p in self._parameters]
@@ -101,16 +101,16 @@ class CompiledForward:
 
 
 class _Kind:
-    """The compiled function of all units of one kind.
+    """Compiled function of all units of a kind.
 
-    A rank whose micro-batches are all alike gets code for that size. Else the number of samples is
-    a variable of the code, at least 2: torch makes code of its own for 1. Where one sample is to
-    come too, it is a variable about which nothing is known, unless the unit needs to know it.
+    A rank with micro-batches of one size gets code for that size. Otherwise the number of samples
+    is dynamic and at least 2, because torch specializes on 1. If a single sample is expected too,
+    the number is an unbacked symbol, unless the unit needs its value.
 
-    How a call is run depends on nothing but the call: backward runs it again, and must find the
-    same tensors. So calls whose other dimensions are as in the first one have code of their own,
-    and the code of all others has those that differ as variables: where torch sees dimensions
-    change it makes code that would serve the first calls too, when they are run again.
+    The choice of code depends only on the call, because backward repeats the call and must find the
+    same tensors. Calls whose other dimensions equal the first call's have their own code. All other
+    calls share code in which the differing dimensions are dynamic. Otherwise torch, seeing
+    dimensions change, would make code that also serves the first calls in their recompute.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class _Kind:
         tensors = [t for t in leaves if isinstance(t, torch.Tensor) and t.dim()]
         size = self._size(tensors)
         counted = [t for t in tensors if len(t) == size]
-        # Which of equal numbers is that of the samples, a single call does not say.
+        # Among equal numbers, a single call does not show which is the number of samples.
         plain = not any(size in t.shape[1:] for t in counted)
         form = _form(module, leaves)
         first = self._first.setdefault(form, [t.shape for t in tensors])
@@ -151,7 +151,7 @@ class _Kind:
             try:
                 return self._whole(self._function, module, args, kwargs)
             except (dynamo.exc.TorchDynamoException, GuardOnDataDependentSymNode):
-                # Told while the unit was traced as a whole: nothing has been computed.
+                # Raised while the full unit was traced: nothing has been computed.
                 self._need_to_know.add(form)
                 args, kwargs = tree_map(_unmarked, (args, kwargs))
                 return self.run(module, args, kwargs)
@@ -161,15 +161,15 @@ class _Kind:
         return run(self._function, module, args, kwargs)
 
     def _size(self, tensors: Sequence[torch.Tensor]) -> int:
-        """The number of samples in a call, 0 if its tensors do not tell, or if it is 1: so is the
-        first dimension of what is broadcast."""
+        """Return the number of samples in a call. 0 if the tensors are ambiguous or the number is
+        1, which is also the first dimension of broadcast tensors."""
         found = {len(t) for t in tensors} & self._sizes
         return found.pop() if len(found) == 1 else 0
 
 
 def _named(name: str) -> Forward:
-    """A function with code of its own, by which torch finds what was compiled for it, and limits
-    how often."""
+    """Return a function with separate code. torch finds compiled code, and limits recompilations,
+    by code object."""
 
     def unit(
         forward: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -185,7 +185,7 @@ def _without_module(forward: Forward) -> Forward:
 
 
 def _form(module: nn.Module, leaves: Sequence[Any]) -> Any:
-    """What code depends on in a call, but for sizes."""
+    """Return all properties of a call that code depends on, except sizes."""
     kinds = tuple(t.dim() if isinstance(t, torch.Tensor) else type(t) for t in leaves)
     return torch.is_grad_enabled(), module.training, kinds
 
@@ -196,9 +196,9 @@ def _unmarked(value: Any) -> Any:
 
 @functools.cache
 def _leave_alone_what_backward_needs() -> None:
-    """Where a unit is no single graph, its saved tensors pass through the hooks of the recompute
-    while torch looks for code to compile. And where a backward is split, its graph runs twice: code
-    must not write into what it saved."""
+    """Configure torch for the recompute and for split backward. Saved tensors of a unit with graph
+    breaks pass through the recompute's hooks while torch looks for code to compile. A split
+    backward runs a graph twice, so code must not write into saved tensors."""
     import torch._functorch.config as of_graphs
     from torch._dynamo import trace_rules
 
@@ -208,7 +208,7 @@ def _leave_alone_what_backward_needs() -> None:
 
 @functools.cache
 def _knows_shape_ids() -> bool:
-    """Whether torch can be told that sizes of which nothing is known are equal."""
+    """Return whether torch supports `shape_id`, which marks unbacked sizes as equal."""
     from torch._dynamo.decorators import mark_unbacked
 
     return "shape_id" in inspect.signature(mark_unbacked).parameters

@@ -1,8 +1,8 @@
-"""Lists, dicts and caches that a unit is given: what it puts there is a further output of it.
+"""Lists, dicts and caches given to a unit: values put in by the unit are further outputs.
 
-Blocks share keys and values of attention, or collect losses, by a container that the model gives to
-each. The engine gives a unit copies, so that a recompute finds them as they were, and puts into the
-model's own what the unit has put into the copies.
+Blocks share keys and values of attention, or collect losses, through a container that the model
+gives to each block. The engine gives a unit copies, so that a recompute finds the original
+contents, and then puts the unit's new values into the model's own containers.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from torch.utils._pytree import tree_flatten, tree_is_leaf
 from gpumix.engine.coroutine import ModelError
 from gpumix.engine.values import PLAIN_TYPES, is_open
 
-# Of each container that was changed, by its number: items by their keys or places, and what was
-# appended.
+# For each changed container, by index: items by key or place, and appended items.
 Put = dict[int, tuple[dict[Any, Any], list[Any]]]
 
 
 class Containers:
-    """The lists, dicts and caches among a call's arguments, with what they hold now.
+    """The lists, dicts and caches among a call's arguments, with their contents at creation.
 
     Args:
-        unit: the called one.
+        unit: name of the called unit.
     """
 
     def __init__(self, unit: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -35,7 +34,7 @@ class Containers:
         self._others = [(one, *tree_flatten(one)) for value in given for one in _others(value)]
 
     def put(self, *, allowed: bool = True) -> Put:
-        """What they hold that they did not before; only if that is allowed."""
+        """Return items put in since creation. Raises a ModelError if changes are not allowed."""
         for other, leaves, structure in self._others:
             found, now = tree_flatten(other)
             if structure != now or any(a is not b for a, b in zip(leaves, found)):
@@ -60,10 +59,10 @@ class Containers:
         return found
 
     def fill(self, put: Put) -> None:
-        """Put there what was put into copies of them."""
+        """Put items from copies into the containers."""
         for number, (items, appended) in put.items():
             container = self._all[number]
-            if sum(other is container for other in self._all) > 1:  # of which there were two copies
+            if sum(other is container for other in self._all) > 1:  # there were two copies of it
                 self._refuse("is given twice, and changes,")
             held = vars(container) if is_open(container) else container
             for key, value in items.items():
@@ -80,14 +79,14 @@ class Containers:
 
 
 def fill(own: Containers | None, copies: Containers) -> None:
-    """Put into the model's own containers what was put into copies; None: nothing may be."""
+    """Put items from copies into the model's own containers; None: no change is allowed."""
     put = copies.put(allowed=own is not None)
     if own is not None:
         own.fill(put)
 
 
 def _containers(value: Any) -> Iterator[Any]:
-    """Those in a value, itself first."""
+    """Yield the containers in a value, outer ones first."""
     if isinstance(value, list | dict) or is_open(value):
         yield value
     for item in _inside(value):
@@ -95,14 +94,14 @@ def _containers(value: Any) -> Iterator[Any]:
 
 
 def _items(container: Any) -> dict[Any, Any]:
-    """By key, place or attribute."""
+    """Return a container's items by key, place or attribute."""
     if isinstance(container, list):
         return dict(enumerate(container))
     return dict(container.items() if isinstance(container, dict) else vars(container))
 
 
 def _inside(value: Any) -> Iterable[Any]:
-    """The values that one holds, as far as it may be changed item by item."""
+    """Return the values inside a value that can be changed item by item."""
     if isinstance(value, tuple | list):
         return value
     if isinstance(value, dict):
@@ -111,7 +110,7 @@ def _inside(value: Any) -> Iterable[Any]:
 
 
 def _others(value: Any) -> Iterator[Any]:
-    """Those objects in a value that hold others in another way."""
+    """Yield the objects inside a value that contain values in another way."""
     for item in _inside(value):
         yield from _others(item)
     plain = isinstance(value, tuple | list | dict) or type(value) in PLAIN_TYPES

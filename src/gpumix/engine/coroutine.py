@@ -1,8 +1,8 @@
 """A model's forward as a coroutine that stops at every unit.
 
-The model's own code runs unchanged in a greenlet. Where it calls a unit, the greenlet hands the
-call to whoever resumed it and sleeps; it wakes up with the unit's outputs. The scheduler can thus
-run unit k of every micro-batch before unit k + 1 of any.
+The model's own code runs unchanged in a greenlet. Where it calls a unit, the greenlet yields the
+call to its resumer and sleeps until it gets the unit's outputs. The scheduler can thereby run unit
+k of every micro-batch before unit k + 1 of any.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ from gpumix.spec.errors import GpumixError
 
 
 class ModelError(GpumixError):
-    """The model does what the engine cannot run; the message names the unit."""
+    """The model does something that the engine cannot run; the message names the unit."""
 
     exit_code = 2
 
 
-# The types of devices that autocast has a switch and a dtype for.
+# Device types with an autocast switch and dtype.
 KINDS = ("cpu", *runtime.GPU_BACKENDS)
-# How to switch the kernels that scaled_dot_product_attention may choose, in the order of
-# `ThreadState.attention`.
+# Switches of the kernels of scaled_dot_product_attention, in the order of `ThreadState.attention`.
 ATTENTION = (
     torch.backends.cuda.enable_flash_sdp,
     torch.backends.cuda.enable_mem_efficient_sdp,
@@ -41,27 +40,27 @@ ATTENTION = (
 
 
 class ThreadState(NamedTuple):
-    """What a model's context managers change for the whole thread or process, so that it must
-    follow the coroutine: gradient mode, autocast, the default dtype, the kernels of attention.
+    """Thread or process state changed by a model's context managers, which must follow the
+    coroutine: gradient mode, autocast, the default dtype, attention kernels.
 
     It is captured and compared several times at each unit call, and almost never differs.
     """
 
     gradients: bool
-    autocast: list[tuple[bool, torch.dtype]]  # of each of `KINDS`
+    autocast: list[tuple[bool, torch.dtype]]  # for each of `KINDS`
     default_dtype: torch.dtype
     attention: tuple[bool, bool, bool, bool]
     function_modes: int
 
     @classmethod
     def capture(cls) -> ThreadState:
-        """The state of this thread."""
+        """Capture the state of this thread."""
         return cls(
             torch.is_grad_enabled(),
             [(torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in KINDS],
             torch.get_default_dtype(),
-            # What `torch.backends.cuda.flash_sdp_enabled` and its like ask, which take as long as
-            # all four of these.
+            # The queries behind `torch.backends.cuda.flash_sdp_enabled` and so on, each of which
+            # takes as long as all four of these.
             (
                 torch._C._get_flash_sdp_enabled(),
                 torch._C._get_mem_efficient_sdp_enabled(),
@@ -72,11 +71,11 @@ class ThreadState(NamedTuple):
         )
 
     def applied(self) -> _Applied:
-        """This state inside, the state of before afterwards."""
+        """Apply this state in a context, and restore the previous state on exit."""
         return _Applied(self)
 
     def replace(self, current: ThreadState) -> None:
-        """Make this the state of this thread, which is `current`."""
+        """Make this state the current thread's, which has state `current`."""
         if self == current:
             return
         torch.set_grad_enabled(self.gradients)
@@ -100,8 +99,8 @@ class _Applied:
     def __enter__(self) -> None:
         self._outside, self._caching = ThreadState.capture(), torch.is_autocast_cache_enabled()
         self._state.replace(self._outside)
-        # Autocast keeps its copies of weights until the model's own context ends: those that a unit
-        # made without gradients, or of weights that have changed since, must not be found.
+        # Autocast caches its copies of weights until the model's own context ends. Copies made by a
+        # unit without gradients, or of weights changed since, must not be found.
         torch.set_autocast_cache_enabled(False)
 
     def __exit__(self, *_: object) -> None:
@@ -110,7 +109,7 @@ class _Applied:
 
 
 class UnitCall(NamedTuple):
-    """A unit was called: by its name, with what, in which thread state and context."""
+    """A call of a unit: its name and arguments, and the caller's thread state and context."""
 
     unit: str
     args: tuple[Any, ...]
@@ -121,21 +120,21 @@ class UnitCall(NamedTuple):
 
 @dataclass(frozen=True)
 class Finished:
-    """The model's forward has returned."""
+    """The return of the model's forward."""
 
     value: Any
 
 
 class Coroutine:
-    """One run of `function`, which calls a model whose units are `intercepted`."""
+    """A run of `function`, which calls a model whose units are `intercepted`."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self._greenlet = greenlet(lambda _: Finished(function()))
         self._greenlet.gr_context = contextvars.copy_context()
 
     def resume(self, value: Any = None) -> UnitCall | Finished:
-        """Run on, with `value` as the result of the unit call that it stopped at, to the next unit
-        call or the end. Exceptions of the model come out here."""
+        """Resume until the next unit call or the end, with `value` as result of the last unit call.
+        Exceptions of the model propagate."""
         outside = ThreadState.capture()
         try:
             reached = self._greenlet.switch((value, outside))
@@ -165,7 +164,7 @@ Answer = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Calls:
-    """Where unit calls outside of a coroutine go: to `outside`, but inside of `answered`."""
+    """Handlers of unit calls outside of a coroutine: `answered` while active, or `outside`."""
 
     def __init__(self) -> None:
         self._answer: Answer | None = None
@@ -173,7 +172,7 @@ class Calls:
 
     @contextlib.contextmanager
     def answered(self, answer: Answer) -> Iterator[None]:
-        """Inside, `answer` gives the result of a unit call by its name and arguments."""
+        """Use `answer` in the body to compute results of unit calls from name and arguments."""
         self._answer = answer
         try:
             yield
@@ -192,7 +191,7 @@ class Calls:
 
 
 def intercept(name: str, module: nn.Module, calls: Calls) -> None:
-    """Make calls of `module` stop the coroutine that they happen in; those outside of any go to
+    """Make calls of `module` stop the surrounding coroutine; calls outside of a coroutine go to
     `calls`."""
 
     def boundary(*args: Any, **kwargs: Any) -> Any:
@@ -205,6 +204,6 @@ def intercept(name: str, module: nn.Module, calls: Calls) -> None:
         inside.replace(outside)
         return outputs
 
-    with contextlib.suppress(ValueError, TypeError):  # others ask it what batches may have
+    with contextlib.suppress(ValueError, TypeError):  # inspected for a batch's names
         boundary.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]
     module.forward = boundary

@@ -1,10 +1,10 @@
-"""Builds a model without its weights, and makes any of its tensors later, alone.
+"""Deferred initialization: builds a model without weights, and makes single tensors later.
 
-`build` runs a constructor while large tensors live on the meta device and every operation on them
-is written down; `Log.materialize` replays what one tensor needs. Random operations are seeded by
-their number among the random ones (a module that is imported meanwhile may run others), so a
-tensor's values do not depend on which others are made, nor by whom: this is how every rank gets its
-part of the model's own initialisation and none ever holds the whole.
+`build` runs a constructor with large tensors on the meta device and records every operation on
+them; `Log.materialize` replays the operations that a tensor needs. Random operations are seeded by
+their number among the random operations, since a module imported meanwhile may run more. So a
+tensor's values do not depend on which tensors are made, nor by which rank: each rank gets its part
+of the model's own initialization, and no rank has the full model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
 # Tensors up to this many elements are made at once: position tables, norms, biases. Constructors
-# read values of such tensors (`.item()` of a drop-path schedule), which a meta tensor has not.
+# read values of small tensors (`.item()` of a drop-path schedule), which meta tensors lack.
 SMALL_NUMEL = 8192
 
 _CPU = torch.device("cpu")
@@ -34,9 +34,9 @@ _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
 @dataclass
 class Operation:
-    """One recorded call; `outputs` are the meta tensors that it returned, None for the others.
+    """A recorded call. `outputs` has the returned meta tensors, and None for real tensors.
 
-    `number` orders the calls; `draw` counts those that draw random numbers, up to this one.
+    `number` orders the calls; `draw` counts calls that draw random numbers, up to this call.
     """
 
     number: int
@@ -54,7 +54,7 @@ class Operation:
 
 @dataclass
 class Log:
-    """What was done to a model's deferred tensors, by the storage that it was done to.
+    """Record of the operations on a model's deferred tensors, by storage.
 
     A deferred tensor is a view (shape, strides, offset) of a meta storage; the storage's identity
     is its key. The log keeps its tensors alive, so that keys stay unique.
@@ -68,17 +68,17 @@ class Log:
             self.of_storage.setdefault(key, []).append(operation)
 
     def knows(self, value: object) -> TypeGuard[torch.Tensor]:
-        """Whether `value` is one of this log's tensors."""
+        """Return whether `value` is a tensor of this log."""
         return _is_deferred(value) and _key(value) in self.of_storage
 
     @torch.no_grad()
     def materialize(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The values that `tensor` would have had, on the CPU.
+        """Compute the values of a deferred `tensor`, on the CPU.
 
-        Random numbers come from the CPU's generator: they are the same whatever the device.
+        Random numbers come from the CPU's generator and are independent of the device.
 
         Raises:
-            KeyError: `tensor` is not one of this log's.
+            KeyError: `tensor` is not in this log.
         """
         real: dict[int, torch.Tensor] = {}
         for operation in self._needed(_key(tensor)):
@@ -95,7 +95,7 @@ class Log:
         return _view_like(real[_key(tensor)], tensor)
 
     def _needed(self, key: int) -> list[Operation]:
-        """The operations that decide a storage's values, in the order of their recording."""
+        """Return the operations that determine a storage's values, in recorded order."""
         wanted, seen, found = [key], set(), {}
         while wanted:
             key = wanted.pop()
@@ -111,17 +111,17 @@ _LOGS: WeakKeyDictionary[nn.Module, Log] = WeakKeyDictionary()
 
 
 def build(factory: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """The model that `factory` returns, without its large parameters; `seed` decides their values.
+    """Build the model of `factory` without large parameters; `seed` determines their values.
 
-    Buffers, and tensors that are plain attributes, are there: every rank holds them whole. A
-    constructor that reads values of large tensors cannot be deferred: such a model is built as
-    usual, on the CPU and under the same seed.
+    Buffers and tensors in plain attributes are real, in full on every rank. A constructor that
+    reads values of large tensors cannot be deferred: its model is built normally, on the CPU and
+    under the same seed.
     """
     recorder = _Recorder(seed)
     try:
         with recorder, recorder.truncated_normal(), _NothingIsMeta():
             model = factory()
-    except (_CannotDefer, RuntimeError, TypeError):  # the latter are torch's, of such reading
+    except (_CannotDefer, RuntimeError, TypeError):  # last two: torch's, from reading values
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             return factory()
@@ -131,7 +131,7 @@ def build(factory: Callable[[], nn.Module], seed: int) -> nn.Module:
 
 
 def log_of(model: nn.Module) -> Log | None:
-    """The log of a model that `build` returned, None for any other."""
+    """Return the log of a model made by `build`, otherwise None."""
     return _LOGS.get(model)
 
 
@@ -147,11 +147,11 @@ def _make_all_but_parameters(model: nn.Module, log: Log) -> None:
 
 
 class _CannotDefer(Exception):
-    """The constructor needs values that are not there."""
+    """The constructor needs values of deferred tensors."""
 
 
 class _NothingIsMeta(TorchFunctionMode):
-    """Initialisers skip tensors that say they are on the meta device; they are to be recorded."""
+    """Mode that hides the meta device. Initializers skip meta tensors, and must be recorded."""
 
     def __torch_function__(
         self,
@@ -164,7 +164,7 @@ class _NothingIsMeta(TorchFunctionMode):
 
 
 class _Recorder(TorchDispatchMode):
-    """Sends large new tensors to the meta device and writes down what happens to them."""
+    """Mode that puts large new tensors on the meta device and records the operations."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class _Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def truncated_normal(self) -> Iterator[None]:
-        """Record truncated normal initialisation whole: torch redraws by value."""
+        """Record truncated normal initialization as one operation; torch redraws by value."""
         original = nn.init._no_grad_trunc_normal_
 
         def record(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -205,7 +205,7 @@ class _Recorder(TorchDispatchMode):
         self._count(func)
         deferred = [a for a in tree_iter((args, kwargs)) if _is_deferred(a)]
         if not all(self.log.knows(a) for a in deferred):
-            # Made on the meta device by torch itself, as `weight[0] = 7.0` does with the 7.
+            # Made on the meta device by torch itself, like the 7 in `weight[0] = 7.0`.
             raise _CannotDefer("a tensor on the meta device whose values nobody wrote down")
         if not deferred:
             if not _makes_large(func, args):
@@ -218,7 +218,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _makes_large(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether `func` makes a large tensor out of nothing (`empty`, `zeros`, `randn`, ...)."""
+    """Return whether `func` creates a large tensor (`empty`, `zeros`, `randn`, ...)."""
     factory = any(a.name == "device" for a in func._schema.arguments)
     if not factory or not args or not isinstance(args[0], (list, tuple)):
         return False
@@ -226,12 +226,12 @@ def _makes_large(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _draws(func: Any) -> bool:
-    """Whether a call draws random numbers: an operation that is tagged so, or a function."""
+    """Return whether a call draws random numbers: tagged operations and plain functions."""
     return not isinstance(func, OpOverload) or torch.Tag.nondeterministic_seeded in func.tags
 
 
 def _seeded(seed: int, draw: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run `func`; where it draws random numbers, from a generator seeded by its number."""
+    """Run `func`; random operations use a generator seeded by the draw number."""
     if not _draws(func):
         return func(*args, **kwargs)
     digest = hashlib.sha256(f"{seed}:{draw}".encode()).digest()
@@ -256,7 +256,7 @@ def _key(tensor: torch.Tensor) -> int:
 
 
 def _laid_out_like(made: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
-    """`made` with the strides of `meta`, of which there may be views; kernels differ in them."""
+    """Return `made` with the strides of `meta`, which views rely on. Strides depend on kernels."""
     if made.stride() == meta.stride() or made.numel() == 0:
         return made
     return torch.empty_strided(meta.shape, meta.stride(), dtype=made.dtype).copy_(made)

@@ -1,8 +1,8 @@
-"""Who keeps what of the state: a ZeRO stage, shares, and the ranks that divide and that repeat it.
+"""Division of the state among ranks: ZeRO stage, shares, and groups that shard or replicate.
 
-Stage 0 repeats everything on every rank. Stage 1 divides the optimizer's state and the fp32
-parameters beside a narrower copy, 2 the gradients too, 3 the parameters too. With hierarchical
-sharding the ranks of each host divide the whole between them, and every host repeats it.
+Stage 0 replicates everything on every rank. Stage 1 shards the optimizer state and the fp32 master
+parameters of a narrower copy, stage 2 also gradients, stage 3 also parameters. With hierarchical
+sharding the ranks of each host shard the full state, and every host replicates it.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ Kind = Literal["divided", "whole", "summed"]
 
 @dataclass(frozen=True)
 class Division:
-    """How the flat buffers of a plan are divided, as one rank sees it.
+    """Division of a plan's flat buffers, as seen by a rank.
 
     Attributes:
         shares: of the ranks of `comm`, in their order.
-        comm: the ranks that divide the state between them; all ranks at stage 0, where each has it.
-        ranks: of the world, in the order of `comm`, that divide the state; this one at stage 0.
-        copies: what joins the hosts, where each of them has all of the state.
-        first: whether this rank's part is the first of its copies, which stands for all of them.
+        comm: the ranks that shard the state; all ranks at stage 0, which replicates it.
+        ranks: world ranks that shard the state, in the order of `comm`; this rank at stage 0.
+        copies: sums over hosts, if each host has the full state.
+        first: whether this rank's part is the first of its copies, which represents all.
         on_host: whether this rank keeps its part of masters and optimizer state on the host.
-        team: the ranks that compute the units together with this one.
-        repeats: so many ranks of `comm` come to each gradient, all of them to the same.
-        part, parts: which part of units it is of, and of how many.
-        others: of the other parts that this rank has.
-        undivided: of parameters that no team divides, where teams differ in size: all ranks of all
+        team: the tensor-parallel group of this rank.
+        repeats: number of ranks of `comm` that compute each gradient identically.
+        part, parts: index of this rank's tensor-parallel part of units, and number of parts.
+        others: divisions of other parts on this rank.
+        undivided: for parameters that no team divides, where teams differ in size: all ranks of all
             teams divide these.
     """
 
@@ -61,16 +61,16 @@ class Division:
     undivided: Division | None = None
 
     def kind_of(self, slot: Slot) -> Kind:
-        """With which other parameters one is divided."""
+        """Return the kind of a parameter; parameters of a kind are divided together."""
         if self.undivided is None or slot.divided:
             return "divided"
         return "summed" if slot.summed else "whole"
 
     def by_kind(self, kind: Kind) -> tuple[Division, ...]:
-        """How parameters of a kind are divided: of each part that this rank has."""
+        """Return the divisions of parameters of a kind, for each part on this rank."""
         if self.undivided is None or kind == "divided":
             return (self, *self.others)
-        # Of these each rank of a team has a part of the gradient.
+        # Each rank of a team has a part of the gradient.
         return (replace(self.undivided, repeats=1) if kind == "summed" else self.undivided,)
 
     @property
@@ -83,20 +83,20 @@ class Division:
 
     @property
     def replicated(self) -> bool:
-        """Nothing is divided."""
+        """Nothing is sharded."""
         return self.zero_stage == 0
 
     @property
     def copy(self) -> tuple[int, int]:
-        """Of so many ranks that have the same and take turns in standing for all of them, the
-        number of this one; that of the copies of other hosts is none of these."""
+        """Index of this rank among ranks with equal state that take turns, and number of ranks.
+        Copies on hosts other than the first have index 1 of 1, and no turn."""
         if self.replicated:
             return self.comm.rank, self.comm.world
         return 0 if self.first else 1, 1
 
     def intervals(self, numel: int) -> Intervals:
-        """Each rank's interval of a flat buffer of `numel` elements: one value for all buffers of
-        this length, since it has a number for each rank."""
+        """Return each rank's interval of a flat buffer of `numel` elements. Buffers of equal length
+        share one value, because it has a number for each rank."""
         if numel not in self._intervals:
             self._intervals[numel] = Intervals(cut(numel, self.shares))
         return self._intervals[numel]
@@ -106,21 +106,21 @@ class Division:
         return {}
 
     def interval(self, numel: int) -> tuple[int, int]:
-        """The begin and the end of this rank's interval of a flat buffer."""
+        """Return begin and end of this rank's interval of a flat buffer."""
         if self.replicated:
             return 0, numel
         return self.intervals(numel).of(self.comm.rank)
 
     def by(self, plan: Plan) -> Division:
-        """The same with the shares of a plan that has no others than this one's."""
+        """Return the division with the shares of a plan that differs in shares only."""
         return replace(self, shares=plan.stages[0].shares)
 
     @classmethod
     def of_stage(
         cls, plan: Plan, comm: Communicator, stage: int, team: Communicator | None
     ) -> Division | None:
-        """Of what one stage divides between its workers; None where this rank is none of them.
-        Collective: it makes process groups."""
+        """Make the division of a stage among its workers; None if this rank is not a worker.
+        Collective: creates process groups."""
         parts, zero_stage = plan.stages[stage].tensor, plan.zero_stage
         together = team if team is not None and team.world > 1 else None
         of_parts = []
@@ -137,10 +137,10 @@ class Division:
 
     @classmethod
     def of_stages(cls, plan: Plan, comm: Communicator, stages: Sequence[int]) -> Division | None:
-        """Of what several stages divide between them; see `of_stage`."""
+        """Make the division of several stages' common state; see `of_stage`."""
         own = [number for number in plan.stages_of(comm.rank) if number in stages]
         repeats = [len(plan.team_of(comm.rank, number)) for number in own]
-        # Ranks of several stages do not meet in the middle of a step.
+        # Ranks of several stages do not synchronize in the middle of a step.
         zero_stage = min(plan.zero_stage, 1)
         return cls._among(
             plan, comm, plan.shares_among(stages), zero_stage, repeats=max(repeats, default=1)
@@ -165,7 +165,8 @@ class Division:
 
     @classmethod
     def of(cls, plan: Plan, comm: Communicator, team: Communicator | None = None) -> Division:
-        """Of a plan of one stage on the ranks of `comm`. Collective: it makes process groups."""
+        """Make the division of a plan of one stage on the ranks of `comm`. Collective: creates
+        process groups."""
         if team is not None:
             division = cls.of_stage(plan, comm, 0, team)
             assert division is not None, "every rank is a worker"
@@ -185,7 +186,7 @@ class Division:
 
 
 def ranks_by_host(workers: Sequence[Worker]) -> list[list[int]]:
-    """Ranks of each host, hosts in the order of their first ranks."""
+    """Return the ranks of each host; hosts are in the order of their first ranks."""
     hosts: dict[str, list[int]] = {}
     for rank, worker in enumerate(workers):
         hosts.setdefault(worker.host, []).append(rank)
@@ -193,21 +194,21 @@ def ranks_by_host(workers: Sequence[Worker]) -> list[list[int]]:
 
 
 class Copies(ABC):
-    """Sums over the hosts what each of them has summed for itself."""
+    """Sums over hosts of the sums within each host."""
 
     @abstractmethod
     def start_sum(self, part: torch.Tensor, numel: int, label: str) -> Pending:
-        """Begin to sum this rank's interval `part` of a buffer of `numel` elements, in place. All
-        copies get the same to the last bit."""
+        """Start to sum this rank's interval `part` of a buffer of `numel` elements in place. All
+        copies get bitwise equal results."""
 
     @abstractmethod
     def expect_sum(self, part: torch.Tensor, numel: int) -> None:
-        """`part` is the largest that will be summed: let all memory for it be there."""
+        """Allocate all memory to sum `part`, the largest interval."""
 
 
 @dataclass(frozen=True)
 class _Likes(Copies):
-    """All hosts cut alike: each rank meets its likes."""
+    """Copies cut equally on all hosts: ranks with equal intervals all-reduce."""
 
     likes: Communicator
 
@@ -215,12 +216,12 @@ class _Likes(Copies):
         return self.likes.start_all_reduce(part, label)
 
     def expect_sum(self, part: torch.Tensor, numel: int) -> None:
-        """It is summed in place."""
+        """Do nothing, because sums are in place."""
 
 
 @dataclass(frozen=True)
 class _Overlaps(Copies):
-    """Ranks send each other what they have in common, and each sums in the order of the hosts."""
+    """Copies cut unequally: ranks exchange overlaps, and each rank sums in the order of hosts."""
 
     hosts: list[list[int]]
     shares: list[tuple[float, ...]]  # by host
@@ -257,13 +258,13 @@ class _Overlaps(Copies):
             room.give_back()
 
     def _borrow(self, part: torch.Tensor, common: int) -> list[Borrowed]:
-        """Memory for what is sent, for what arrives, and for the sum."""
+        """Borrow memory for sent data, received data and the sum."""
         lengths = {"sent to hosts": common, "from hosts": common, "sum": part.numel()}
         return [self.comm.borrow(purpose, part, 1, n) for purpose, n in lengths.items()]
 
     def _common(self, numel: int) -> list[tuple[int, int, int, int]]:
-        """In the order of ranks: a rank of another host, the host, and the elements of this rank's
-        interval that it has too, counted from the interval's beginning."""
+        """Return overlaps with ranks of other hosts, in the order of ranks: rank, host, begin and
+        end relative to this rank's interval."""
         cuts = [cut(numel, shares) for shares in self.shares]
         place = self.hosts[self.own].index(self.comm.rank)
         begin, end = cuts[self.own][place : place + 2]

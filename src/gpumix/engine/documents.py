@@ -1,8 +1,8 @@
-"""Keeps documents apart that are packed into one sample.
+"""Attention masks for documents packed into a sample.
 
-Most models of `transformers` that look back only find the documents themselves, by `position_ids`
-that begin anew with each; their own mask then also knows windows and the attention at hand. Others
-get a mask here. Whether it works with a model is tried out (`train.documents`).
+Most causal models of `transformers` separate documents themselves, by `position_ids` that restart
+with each document; their own mask also handles windows and the attention implementation. For other
+models, a mask is made here. `train.documents` tests whether it works with a model.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ POSITIONS, MASK = "position_ids", "attention_mask"
 
 
 def mask_of_documents(model: Any, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """An `attention_mask` [samples, 1, L, L] for batches whose positions tell of documents, if the
-    model needs one; else nothing."""
+    """Return an `attention_mask` [samples, 1, L, L] if positions mark documents and the model needs
+    a mask; else an empty dict."""
     if POSITIONS not in batch or MASK in batch or _wants_its_own(model.config):
         return {}
     both_ways = getattr(model.loss_function, "__name__", "") == "ForMaskedLMLoss"
@@ -42,7 +42,7 @@ def mask_of_documents(model: Any, batch: Mapping[str, Any]) -> dict[str, torch.T
 
 
 def _wants_its_own(config: Any) -> bool:
-    """Whether a mask of ours would do harm: there are windows, or an encoder's mask beside."""
+    """Return whether a mask would do harm, because of attention windows or an encoder's mask."""
     kinds = getattr(config, "layer_types", None) or ()
     windows = getattr(config, "sliding_window", None) or any("sliding" in kind for kind in kinds)
     return bool(windows or getattr(config, "is_encoder_decoder", False))
@@ -50,9 +50,8 @@ def _wants_its_own(config: Any) -> bool:
 
 @cache
 def _finds_documents(kind: type[nn.Module]) -> bool:
-    """Whether a model's mask is made from its positions, by the code of its decoder or its own.
-    Where nothing can be read it is taken to be; so it is where attention goes by distance (ALiBi),
-    which wants no mask of ours."""
+    """Return whether a model makes its mask from positions, by code of its decoder or of itself.
+    True if no code can be read, and for attention by distance (ALiBi), which needs no mask."""
     codes = [_forward_of(kind)]
     modules = vars(inspect.getmodule(kind) or kind).values()
     decoders = [m for m in modules if inspect.isclass(m) and m.__name__.endswith("Decoder")]
@@ -70,7 +69,7 @@ def _forward_of(kind: type[Any]) -> str:
 
 
 def _hands_positions(node: ast.AST) -> bool:
-    """`create_..._mask(..., position_ids=...)`, or the dictionary that such calls are given."""
+    """Match `create_..._mask(..., position_ids=...)` or a dictionary of its arguments."""
     if isinstance(node, ast.Call):
         return "mask" in ast.unparse(node.func) and any(k.arg == POSITIONS for k in node.keywords)
     if isinstance(node, ast.Dict):

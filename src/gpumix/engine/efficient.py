@@ -1,8 +1,8 @@
-"""Makes a model compute the way that was chosen for its device: attention, kernels, TF32.
+"""Applies the chosen efficiency options of a device to a model: attention, kernels, TF32.
 
 `hardware.efficiency` chooses, `profiler.agreement` checks. Only objects of this model are changed,
-never classes or modules of a library, which other models in the process share; TF32 alone is
-torch's own, and the process's: it is switched on where it was chosen, never off.
+never classes or modules of a library, which all models in the process share. TF32 alone is a
+setting of torch for the process: it is switched on where chosen, never off.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from gpumix.spec.efficiency import Efficiency
 from gpumix.spec.errors import InputError, MachineError, first_line
 
 _GATED = {"gate_proj", "up_proj", "down_proj", "act_fn"}
-ATTENTION = {"sdpa": "sdpa", "flash": "flash_attention_2", "eager": "eager"}  # of transformers
+ATTENTION = {"sdpa": "sdpa", "flash": "flash_attention_2", "eager": "eager"}  # in transformers
 
 
 def make_efficient(model: nn.Module, efficiency: Efficiency, device: torch.device) -> None:
-    """Let `model` compute so on `device`; its parameters stay what they are.
+    """Apply options to `model` on `device`, with unchanged parameters.
 
     Raises:
-        InputError: the model has no such attention.
+        InputError: the model does not support the attention.
         MachineError: a package is missing.
     """
     if efficiency.tf32 and device.type == "cuda":
@@ -38,7 +38,7 @@ def make_efficient(model: nn.Module, efficiency: Efficiency, device: torch.devic
 
 
 def channels_last(tensor: Tensor) -> Tensor:
-    """Images, [samples, channels, height, width], as convolutions on tensor cores want them."""
+    """Convert images [samples, channels, height, width] to the layout that tensor cores prefer."""
     if tensor.dim() != 4 or not tensor.is_floating_point():
         return tensor
     return tensor.contiguous(memory_format=torch.channels_last)
@@ -74,14 +74,15 @@ def _use_liger(model: nn.Module) -> None:
 
 
 def _is_rms_norm(module: nn.Module) -> bool:
-    """As Llama has it; Gemma's adds one to its weight, T5's has its epsilon elsewhere."""
+    """Return whether a module is an RMSNorm as in Llama. Gemma's adds 1 to the weight, T5's has its
+    epsilon elsewhere."""
     name = type(module).__name__
     return name.endswith("RMSNorm") and "Gemma" not in name and hasattr(module, "variance_epsilon")
 
 
 def _is_gated(module: nn.Module) -> bool:
-    """Three linear layers around a product with SiLU, and nothing else: a dropout or a clamp would
-    be lost, and agreement of one sample does not show it."""
+    """Return whether a module is exactly three linear layers around a product with SiLU. A dropout
+    or a clamp would be lost, and agreement on one sample does not show it."""
     forward: Any = inspect.unwrap(type(module).forward)
     if not _GATED.issuperset(forward.__code__.co_names):
         return False
@@ -92,7 +93,7 @@ def _is_gated(module: nn.Module) -> bool:
 
 
 def _liger_norm(function: Any, module: Any, hidden: Tensor) -> Tensor:
-    # Offset of the weight, casts as Llama has them, gradients in memory of their own.
+    # Weight offset 0, casts like Llama's, gradients in separate memory.
     found: Tensor = function.apply(
         hidden, module.weight, module.variance_epsilon, 0.0, "llama", False
     )

@@ -1,9 +1,9 @@
-"""What stands in for parameters and units of other stages.
+"""Placeholders for parameters and units of other pipeline stages.
 
-A stage runs the model's own forward up to its last unit call, and so comes by code and by calls
-that are other stages' affair. There it meets tensors that have a shape but no values (PyTorch's
-fake tensors): they take no memory and next to no time, and what is made from them has no values
-either. What a stage needs of earlier ones takes their place, as the plan says.
+A stage runs the model's own forward up to its last unit call, and so reaches code and calls of
+other stages. These see PyTorch's fake tensors, which have a shape but no values, take no memory and
+almost no time, and yield fake tensors. Values that a stage needs from earlier stages replace fake
+tensors, as the plan says.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from gpumix.engine.values import Arguments, Structure, flatten, unflatten
 from gpumix.spec.errors import first_line
 
 WITHOUT_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
-"""What code runs into that goes by the values of tensors which have none."""
+"""Errors of code that depends on values of fake tensors."""
 
 FILLS = ("zeros_like", "ones_like", "full_like", "empty_like",
          "new_zeros", "new_ones", "new_full", "new_empty")  # fmt: skip
-"""What takes a tensor's shape, dtype or device, but none of its values."""
+"""Operations that use a tensor's shape, dtype or device, but not its values."""
 
 
 class Untold(ModelError):
-    """What a unit of another stage returns cannot be told without its values."""
+    """The results of another stage's unit are unknown without values."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """Of a tensor that a call returns."""
+    """Shape and dtype of a tensor returned by a call."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -61,20 +61,20 @@ Held = list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None]]
 
 @dataclass(frozen=True)
 class Returned:
-    """What a unit call returns, and what is collected beside: tensors, or their looks."""
+    """Results of a unit call, and values collected in addition: tensors or looks."""
 
     leaves: tuple[Any, ...]
     structure: Structure
 
     def look(self, output: int) -> Look:
-        """That of the tensor at place `output`."""
+        """Return the look of the tensor at place `output`."""
         found = self.leaves[output]
         assert isinstance(found, Look), "the plan takes a tensor"
         return found
 
 
 class _NoValues(FakeTensorMode):
-    """Tensors of it have no values; what is only filled in the likeness of one has its own."""
+    """Mode of tensors without values; tensors filled in the likeness of a fake tensor are real."""
 
     _fills = frozenset(getattr(torch.ops.aten, name).default for name in FILLS)
 
@@ -92,12 +92,12 @@ class _NoValues(FakeTensorMode):
 
 
 class Elsewhere:
-    """What other stages compute, and the parameters that they keep.
+    """Units and parameters of other pipeline stages.
 
     Args:
-        anatomy: all of the model; its units' own forward must not have been replaced yet.
-        dtype: that floating parameters are computed in here.
-        undivided: inside of it modules are those of one rank alone.
+        anatomy: of the full model; its units' own forward must not be replaced yet.
+        dtype: dtype of floating parameters in computations here.
+        undivided: context in which modules are those of a single rank.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Elsewhere:
         self._mode = _NoValues(allow_non_fake_inputs=True)
         self._device = device
         self._dtype = dtype
-        # Not the slots: what they hold of the model's own parameters goes with them.
+        # Not the slots: their references to the model's parameters must be released with them.
         self._places = [(self._look(s), s.places) for unit in anatomy.all for s in unit.slots]
         self._modules = {unit.name: unit.module for unit in anatomy.units}
         self._forwards: dict[str, Callable[..., Any]] = {
@@ -120,17 +120,17 @@ class Elsewhere:
         self._returned: dict[object, Returned] = {}
 
     def install(self, slots: Sequence[Slot]) -> None:
-        """Put parameters without values in the places of these, for good."""
+        """Replace parameters of slots permanently by parameters without values."""
         for slot in slots:
             self._put(self._look(slot), slot.places, self.tensor)
 
     def _look(self, slot: Slot) -> Look:
-        """Of a parameter as it is computed with here."""
+        """Return the look of a parameter in computations here."""
         old = slot.parameter
         return Look(old.shape, self._dtype if old.is_floating_point() else old.dtype)
 
     def _put(self, look: Look, places: Sequence[tuple[nn.Module, str]], make: Make) -> Held:
-        """A parameter that looks so in some places of one; gives what was there."""
+        """Put a parameter with a look in places of modules, and return the previous parameters."""
         stand_in = nn.Parameter(make(look), requires_grad=False)
         held = [(module._parameters, name, module._parameters[name]) for module, name in places]
         for parameters, name, _ in held:
@@ -153,18 +153,18 @@ class Elsewhere:
                 parameters[name] = parameter
 
     def tensor(self, look: Look) -> torch.Tensor:
-        """One without values."""
+        """Make a tensor without values."""
         with self._mode:
             return torch.empty(look.shape, dtype=look.dtype, device=self._device)
 
     def returned(self, call: UnitCall) -> Returned:
-        """What the unit of another stage would return.
+        """Compute the results of another stage's unit without values.
 
         Raises:
-            Untold: that depends on values.
+            Untold: the results depend on values.
         """
         inputs, structure = Arguments.of(call.args, call.kwargs)
-        # Not by its kind: what a block returns may go by its number.
+        # By unit, not by kind: a block's results may depend on its number.
         key = (call.unit, str(structure), tuple(map(_look_of, inputs)))
         if key not in self._returned:
             with self._undivided():
@@ -175,14 +175,14 @@ class Elsewhere:
         try:
             with self._installed(call.unit, self.tensor), _unlogged():
                 returned = plain_run(call, self._forwards[call.unit], self._without_values)
-        except Exception:  # what it computes depends on values, or a kernel knows none without
+        except Exception:  # it depends on values, or a kernel requires values
             returned = self._computed(call)
             _refuse_numbers(call.unit, returned)
         looks = (Look.of(t) if isinstance(t, torch.Tensor) else t for t in returned.leaves)
         return Returned(tuple(looks), returned.structure)
 
     def _computed(self, call: UnitCall) -> Returned:
-        """By a run whose parameters, and inputs without values, are zeros."""
+        """Compute results with zeros for parameters and for inputs without values."""
         try:
             with self._installed(call.unit, self.zeros):
                 return plain_run(call, self._forwards[call.unit], self._with_values)
@@ -190,7 +190,7 @@ class Elsewhere:
             raise _untold(call.unit, f"run on zeros it fails: {first_line(error)}") from error
 
     def zeros(self, look: Look) -> torch.Tensor:
-        """One that is all zeros."""
+        """Make a tensor of zeros."""
         return torch.zeros(look.shape, dtype=look.dtype, device=self._device)
 
     def _without_values(self, value: Any) -> Any:
@@ -206,7 +206,7 @@ class Elsewhere:
 
 @contextmanager
 def _unlogged() -> Iterator[None]:
-    """Inside, torch does not write down as errors what runs on values only."""
+    """Suppress torch's error logs about operations that need values."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:
@@ -216,7 +216,7 @@ def _unlogged() -> Iterator[None]:
 
 
 def _refuse_numbers(unit: str, returned: Returned) -> None:
-    """Raise an Untold for numbers among what a unit returns, which may be those of zeros."""
+    """Raise an Untold if results of a unit contain numbers, which may come from zeros."""
     if any(isinstance(leaf, int | float | complex) for leaf in returned.leaves):
         raise _untold(unit, "it goes by values, and a number is among what it returns")
 
@@ -230,7 +230,7 @@ def _untold(unit: str, why: str) -> Untold:
 
 
 def refuse_without_values(value: torch.Tensor, what: str) -> None:
-    """Raise a ModelError if a tensor that others go by has no values here.
+    """Raise a ModelError if a tensor needed on all ranks has no values here.
 
     Args:
         what: its name.
@@ -246,7 +246,7 @@ def refuse_without_values(value: torch.Tensor, what: str) -> None:
 def plain_run(
     call: UnitCall, forward: Callable[..., Any], prepared: Callable[[Any], Any]
 ) -> Returned:
-    """What a unit returns by `forward`, without gradients; each input is `prepared` before."""
+    """Run a unit's `forward` without gradients, on inputs converted by `prepared`."""
     captured = _captured(call)
     inputs, arguments = Arguments.of(call.args, call.kwargs)
     args, kwargs = arguments.filled([prepared(value) for value in inputs])
@@ -258,7 +258,7 @@ def plain_run(
 
 
 def hand_over(call: UnitCall, returned: Returned, leaves: Sequence[Any]) -> Any:
-    """Give the model what a call returned: `leaves` in the places of the looks."""
+    """Return a call's results to the model, with `leaves` in place of the looks."""
     result, collected = unflatten(returned.structure, iter(leaves))
     _captured(call).hand_over(collected)
     return result
@@ -269,7 +269,7 @@ def _captured(call: UnitCall) -> Captured:
 
 
 def given_looks(call: UnitCall) -> object:
-    """What tells calls apart whose tensors differ in number, shape or dtype."""
+    """Return a key of a call's tensors: number, shapes and dtypes."""
     inputs, structure = Arguments.of(call.args, call.kwargs)
     return str(structure), tuple(Look.of(t) for t in inputs if isinstance(t, torch.Tensor))
 

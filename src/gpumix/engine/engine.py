@@ -1,8 +1,8 @@
-"""Runs a plan: one step of a model whose units are sharded over ranks.
+"""The engine: training steps of a model whose units are sharded over ranks by a plan.
 
-The engine holds no optimizer: `parameters()` are this rank's flat pieces, and any optimizer that
-treats elements one by one gives the result that it would give unsharded. One that looks at whole
-matrices needs `layout()` too; others are refused.
+The engine has no optimizer. `parameters()` are this rank's flat pieces; element-wise optimizers
+give the same result on them as unsharded. Optimizers of full matrices need `layout()` too; others
+are refused.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ Function = Callable[[nn.Module, Any], Any]
 
 
 class Engine(Settling, ByBlocks):
-    """A model sharded over ranks by a plan. Made by `prepare`.
+    """A model sharded over ranks by a plan, made by `prepare`.
 
-    `ended`: its model is an ordinary one again. `overflowed`: the last step's fp16 gradients
-    overflowed, and there are none. `notice` is what this rank tells all others in the next step, at
-    no further cost, and so is `report`; `exchanged` is what all said in the last one.
-    `losses_counted` is what the sum of all losses of the last step was divided by, float64 on the
-    device; `computed` has the samples of each of this rank's micro-batches in it, and their padded
-    tokens. `copies` is the clock of waits for copies.
+    `ended`: the model is an ordinary one again. `overflowed`: fp16 gradients of the last step
+    overflowed, and were dropped. `notice` and `report` are sent to all ranks in the next step at no
+    extra cost; `exchanged` has the values of all ranks in the last step. `losses_counted` is the
+    denominator of the last step's loss, float64 on the device. `computed` has, for each micro-batch
+    of this rank in the last step, the samples and the padded tokens per sample. `copies` is the
+    clock of waits for copies.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Engine(Settling, ByBlocks):
         self._seed = seed
         self._worker = plan.workers[comm.rank]
         self._dtype = TORCH_DTYPE[self._worker.compute_dtype]
-        # Of a team, whose members all come to the same losses, the first one tells them.
+        # All ranks of a team compute the same losses; the first one reports them.
         last = len(plan.stages) - 1
         computes_them = last in plan.stages_of(comm.rank)
         self.tells_losses = computes_them and plan.team_of(comm.rank, last)[0] == comm.rank
@@ -116,7 +116,7 @@ class Engine(Settling, ByBlocks):
         self._own_norm = OwnNorm(comm.device)
         self._unused = UnusedParameters(comm, self._buckets, inventory)
         self._see_by(self._own_norm.see)
-        # Ranks that are to have the same samples see in their first step that they do.
+        # Ranks that need the same samples check this in their first step.
         self._tells_samples = bool(places) or plan.in_teams
         tokens = float(plan.global_batch * plan.sequence_length)
         self.losses_counted = torch.full((), tokens, dtype=torch.float64, device=comm.device)
@@ -145,26 +145,26 @@ class Engine(Settling, ByBlocks):
     def step(
         self, batch: Any, optimizer: Optimizer | None = None, *, samples: int | None = None
     ) -> torch.Tensor:
-        """Forward, backward and reduction of one global batch.
+        """Run forward, backward and gradient reduction of a global batch.
 
         Args:
-            batch: this rank's share of it: a pytree of tensors whose first dimension is the plan's
-                number of samples for this rank, which may be 0.
-            optimizer: steps as gradients are done, while others are still computed, if it
-                `may_update_early`. Then it must not be stepped again.
-            samples: of the global batch, where it is a shorter one than the plan's, as the last one
-                of an epoch may be; this rank's are then `spec.shares.rows_of` it.
+            batch: this rank's share: a pytree of tensors whose first dimension is the plan's number
+                of samples for this rank, which may be 0.
+            optimizer: if it `may_update_early`, steps parameters as gradients are done, while
+                others are computed. It must not be stepped again.
+            samples: size of a global batch shorter than the plan's, as the last batch of an epoch
+                may be; this rank's share is then given by `spec.shares.rows_of`.
 
         Returns:
-            The loss of the global batch, the same on every rank: the sum of all losses over their
-            count, without graph. Gradients of it are in the pieces' `grad`.
+            The loss of the global batch, equal on every rank: the sum of all losses over their
+                count, without graph. Its gradients are in the pieces' `grad`.
 
         Raises:
-            ModelError: the model does what cannot be run in units; the message names the unit.
+            ModelError: the model cannot be run in units; the message names the unit.
             CommunicationError: another rank died or is late.
-            InputError: samples are not as many as the plan says, more than it has, or none; or
+            InputError: the number of samples is not the plan's, larger than the plan's, or 0; or
                 there is nothing to train.
-            TrainingError: an earlier step failed on this rank, and there are others.
+            TrainingError: an earlier step failed on this rank, and there are other ranks.
         """
         if not self.trains:
             raise nothing_to_train()
@@ -174,9 +174,9 @@ class Engine(Settling, ByBlocks):
     def _step(
         self, batch: Any, optimizer: Optimizer | None = None, samples: int | None = None
     ) -> torch.Tensor:
-        """A step by the rule that is known."""
-        # That of a mean loss, if losses are counted as in the last step: then gradients need not be
-        # touched again. The exact count is known when the heads are done.
+        """Run a step by the known rule."""
+        # Exact for a mean loss if losses are counted as in the last step: gradients are then not
+        # scaled again. The exact count is known when the heads are done.
         scale = self.scaler.scale / self.losses_counted
         updates = self._updates_of(optimizer)
         self._reduces.whole = samples or self.plan.global_batch
@@ -184,7 +184,7 @@ class Engine(Settling, ByBlocks):
             rows = self._rows_of_step(samples)
             cut = self._cut(batch, rows)
             self.computed = [(len(of_one), one.width) for of_one, one in zip(rows, cut)]
-            if self._tells_samples:  # first: others could be as long as no rank waits for
+            if self._tells_samples:  # first: wrong samples may have lengths that no rank expects
                 compare_samples(self.comm, self.plan, batch, rows)
                 self._tells_samples = False
             undo = Undo.before(self.keepers, self.losses_counted)
@@ -201,7 +201,7 @@ class Engine(Settling, ByBlocks):
                 updates.finish()
             self._unused.finish()
             if self.state_on_host:
-                self.comm.transfers.arrived()  # whoever looks at gradients finds them
+                self.comm.transfers.arrived()  # complete before gradients are read
             self._leave()
             self._to_take_back = undo.after(self._to_take_back)
             self.steps += 1
@@ -215,12 +215,12 @@ class Engine(Settling, ByBlocks):
         return table[:, 0].sum() / table[:, 1].sum()
 
     def replan(self, plan: Plan, optimizer: Optimizer | None = None) -> None:
-        """Go on by `plan`, which is this engine's but for how it splits the samples, or the state
-        of a single stage; then what `optimizer` keeps moves too. All ranks do so between the same
-        two steps; there are no gradients.
+        """Continue with `plan`, which may differ in the split of samples, or of a single stage's
+        state. The state of `optimizer` moves too. All ranks call this between the same two steps;
+        there are no gradients.
 
         Raises:
-            InputError: more than that differs, or this state cannot be moved.
+            InputError: the plans differ in more, or this state cannot be moved.
         """
         if moves_state(self.plan, plan):
             self._parts = replace(self._parts, division=self._parts.division.by(plan))
@@ -235,12 +235,12 @@ class Engine(Settling, ByBlocks):
 
     @property
     def state_on_host(self) -> bool:
-        """Whether this rank's part of masters and of what the optimizer keeps lies on its host."""
+        """True if this rank's masters and optimizer state are offloaded to the host."""
         return self._parts.division.on_host
 
     def may_update_early(self, optimizer: Optimizer) -> bool:
-        """Whether `optimizer` can step for some parameters while others' gradients are computed:
-        it updates each element for itself, and no gradient can overflow."""
+        """Return whether `optimizer` can step some parameters before all gradients are computed: it
+        updates element-wise, and no gradient can overflow."""
         return updates_elements(optimizer) and not self.scaler.active
 
     def _updates_of(self, optimizer: Optimizer | None) -> Updates | None:
@@ -305,7 +305,7 @@ class Engine(Settling, ByBlocks):
         return table
 
     def _maker(self, cut: list[Samples], *, keep: bool) -> pipelined.Make:
-        """What begins micro-batches in stages; `keep` is for their backward."""
+        """Return a function that begins micro-batches in stages; `keep`: for backward."""
 
         def make(place: Place, number: int) -> Running:
             own = place.batches.index(number)
@@ -334,8 +334,8 @@ class Engine(Settling, ByBlocks):
         worker: Worker | None = None,
         **in_stage: Any,
     ) -> MicroBatch:
-        """That of the samples at `place`; `keep` is for its backward, as the stage's worker does
-        it."""
+        """Make the micro-batch of the samples at `place`; `keep`: for backward, in the mode of the
+        stage's worker."""
         worker = worker or self._worker
         keeps = kept_by(worker, len(parts.calls), place, len(cut))
         return MicroBatch(
@@ -378,18 +378,18 @@ class Engine(Settling, ByBlocks):
         return tables[0]
 
     def _leave(self) -> None:
-        """The step is over: the optimizer may change all parameters."""
+        """Release the parameters after a step; the optimizer may change them."""
         for bucket in self._buckets:
             bucket.leave()
 
     def evaluate(self, batch: Any, samples: int | None = None) -> torch.Tensor:
-        """The loss of one global batch without gradients and without dropout; see `step`.
+        """Compute the loss of a global batch without gradients and dropout; see `step`.
 
         All ranks use the buffers of `state_dict`.
 
         Args:
-            batch: this rank's samples, any number of them; by a plan of several stages its share of
-                a batch of `samples`, as `gpumix.evaluation_batches` gives it.
+            batch: this rank's samples, any number; with several stages its share of a batch of
+                `samples`, as returned by `gpumix.evaluation_batches`.
             samples: of the global batch; default: the plan's.
         """
         self.look_back()
@@ -408,19 +408,19 @@ class Engine(Settling, ByBlocks):
         *,
         as_trained: bool = False,
     ) -> dict[range, Any]:
-        """What `function` makes of this rank's samples, a micro-batch at a time, without gradients
-        and without dropout. Collective.
+        """Run `function` on this rank's samples by micro-batch, without gradients and dropout.
+        Collective.
 
         Args:
-            function: is called with the model, whose forward it calls once, and a micro-batch.
-            batch, samples: as `evaluate` takes them.
-            as_trained: with the dropout of the next step, whose batch it is, as `step` takes it; of
-                a rank that has none of its samples `batch` may have others, which stand in.
+            function: called with the model and a micro-batch; calls the model's forward once.
+            batch, samples: as in `evaluate`.
+            as_trained: use the dropout of the next step, whose batch this is, as in `step`; on a
+                rank without samples, `batch` may have others as a stand-in.
 
         Returns:
-            What it returned, by the places of each micro-batch's samples: in `batch`, or by a plan
-            of several stages, and as they are trained, in the global one. Of several stages the
-            last one's ranks have it, of a team each has the same.
+            The results by the places of each micro-batch's samples: in `batch`, or with several
+                stages and with `as_trained` in the global batch. With several stages, ranks of the
+                last stage have results, and each rank of a team has the same.
         """
         rows = (as_trained and self._rows_of_step(samples)) or self._rows_given(batch, samples)
         made: dict[range, Any] = {}
@@ -444,7 +444,7 @@ class Engine(Settling, ByBlocks):
         rows: Sequence[range],
         keep: Callable[[range, Callable[[], Any]], Loss] | None = None,
     ) -> list[Loss]:
-        """Of each micro-batch what comes of `objective`, or what `keep` gives in its place."""
+        """Run forward by micro-batch; return results of `objective`, or of `keep` around it."""
         cut = self._cut(batch, rows, objective)
         if keep is not None:
             cut = [
@@ -460,7 +460,7 @@ class Engine(Settling, ByBlocks):
 
     def _through(self, cut: list[Samples]) -> list[Loss]:
         batches = [self._micro_batch(self._parts, cut, n, keep=False) for n in range(len(cut))]
-        # With all parameters here, one after the other: so the least is held at once.
+        # With full parameters here, one after another, for the lowest memory use.
         whole = self._parts.division.whole_parameters and len(batches) > 1
         results: list[Loss] = []
         with closing(batches):
@@ -478,12 +478,13 @@ class Engine(Settling, ByBlocks):
         return pipelined.Step(self.places, forwards, make, None, empty=empty).run()
 
     def _empty(self, rows: Sequence[range]) -> list[int]:
-        """Numbers of this rank's micro-batches in stages that have no samples."""
+        """Return numbers of this rank's micro-batches in stages without samples."""
         return [n for n, own in zip(self.places[0].batches, rows) if not own]
 
     def layout(self) -> Layout:
-        """Who stores which part of every parameter, for `gpumix.Adafactor` and `gpumix.Muon`. Work
-        on whole matrices is divided as samples are: by how fast ranks are. Collective.
+        """Return the ranks storing each part of every parameter, for `gpumix.Adafactor` and
+        `gpumix.Muon`. Work on full matrices is divided like samples, by the speed of ranks.
+        Collective.
 
         Raises:
             InputError: the plan has several stages, or teams.
@@ -502,7 +503,7 @@ class Engine(Settling, ByBlocks):
         return Layout(self.pieces(), comm, root=root, speeds=speeds)
 
     def end(self, why: str) -> None:
-        """No step follows; memory of parameters, gradients and masters is free."""
+        """End training, and free the memory of parameters, gradients and masters."""
         self.ended, self._failed = True, why
         self._buckets, self._heads, self.places = [], [], ()
         del self._parts
@@ -511,8 +512,8 @@ class Engine(Settling, ByBlocks):
 
     @contextlib.contextmanager
     def _in_step(self) -> Iterator[None]:
-        """What fails inside leaves nothing of the step. With other ranks there is no going on: they
-        stand elsewhere in their step, and collectives would not meet."""
+        """Discard a step whose body fails. With several ranks the engine cannot continue: the ranks
+        are at different points of the step, and collectives would not match."""
         if self.ended:
             raise TrainingError(
                 "the engine is at its end", why=self._failed, fix="prepare the model again"
@@ -548,7 +549,7 @@ class Engine(Settling, ByBlocks):
     def _cut(
         self, batch: Any, rows: Sequence[range], objective: Function | None = None
     ) -> list[Samples]:
-        """The micro-batches of a batch, whose samples are these rows of the global one."""
+        """Cut a batch into micro-batches, whose samples are `rows` of the global batch."""
         own = self._seen if objective is None else objective
         if (given := samples_in(batch)) != (wanted := sum(map(len, rows))):
             raise InputError(
@@ -558,7 +559,7 @@ class Engine(Settling, ByBlocks):
             )
         widths: list[int | None] = [None] * len(rows)
         if self._trims and objective in (None, self._objective):
-            widths = padded_from(batch, rows)  # asks the host, before anything goes to the device
+            widths = padded_from(batch, rows)  # asks the host, before any copy to the device
         with self.copies:
             batch = tree_map(self._to_device, batch)
         return [
@@ -580,8 +581,8 @@ class Engine(Settling, ByBlocks):
     def _exchange(
         self, results: list[Loss], scale: torch.Tensor, *, in_step: bool = True
     ) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
-        """Tell all ranks the losses and counts. Gives the table of them, which is there once what
-        it also gives was asked for: what gradients of losses times `scale` are multiplied with."""
+        """Exchange losses and counts. Returns the table and a function that waits for the table and
+        returns the scale from gradients of losses * `scale` to the loss's gradient."""
         norm = self._own_norm.take() / self.scaler.scale if in_step else 0.0
         made = self._makeup() if in_step else Makeup()
         row = Exchanged.row(self.device, self.notice, self.report, norm, made)

@@ -1,6 +1,5 @@
-"""What goes into the divided modules of a unit, and what comes out of them: by way of their parent,
-for modules of one parent take the same tensors.
-"""
+"""Inputs and outputs of a unit's tensor-parallel modules, by parent, because modules of a parent
+take equal tensors."""
 
 from __future__ import annotations
 
@@ -18,13 +17,13 @@ Forward = Callable[..., Any]
 
 
 class Entrances:
-    """What goes into the divided modules of one parent, which begin a region: where several take
-    the same tensor, it enters once, and its gradient is summed once.
+    """Inputs of the tensor-parallel modules of one parent, where a region begins. A tensor taken by
+    several modules enters once, and its gradient is summed once.
 
     Args:
-        shared: whether it is remembered, until `forget`.
-        positions: what divides them outside of the region, if they are.
-        early: whether the parent itself is given all of them, not the modules one by one.
+        shared: whether entered tensors are remembered until `forget`.
+        positions: division of positions outside of the region, if any.
+        early: whether the parent gets all positions, not its modules one by one.
     """
 
     def __init__(
@@ -42,7 +41,7 @@ class Entrances:
         self._known: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def given(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """What the parent is given, the first of it with all positions."""
+        """Return the parent's arguments, with all positions of the first tensor."""
         if self._positions is None or not self._early:
             return args, kwargs
         leaves, structure = tree_flatten((args, kwargs))
@@ -71,7 +70,7 @@ class Entrances:
         return enter(value, self._team) if found is None else found[1]
 
     def leave(self, value: torch.Tensor) -> torch.Tensor:
-        """What a region comes to, of which each rank has a summand."""
+        """Reduce the output of a region, of which each rank has a summand."""
         return leave(value, self._team) if self._positions is None else self._positions.leave(value)
 
     def forget(self) -> None:
@@ -81,7 +80,7 @@ class Entrances:
 
 
 def entering(inner: Forward, entrances: Entrances) -> Forward:
-    """The forward of a parent, with what it is to be given."""
+    """Return the forward of a parent with arguments from `entrances`."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""What ranks tell each other in each step, beside their losses and at no further cost."""
+"""Values exchanged by ranks in each step together with losses, at no extra cost."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from gpumix.engine.comm import Pending
 
 
 class Makeup(NamedTuple):
-    """How a rank's losses are made (`engine.loss_watch`).
+    """Composition of a rank's losses (`engine.loss_watch`).
 
     Attributes:
-        kind: of all of them; 0 if they are of several kinds, or nobody looks.
+        kind: kind of all losses; 0 if there are several kinds, or losses are not watched.
         new: a kind that no rehearsal has seen, or 0.
-        lowest, highest: what terms are multiplied with, beside their count.
-        by_one: whether a count that is read from a graph is 1.
+        lowest, highest: bounds of the factors of terms, apart from their count.
+        by_one: whether a count read from a graph is 1.
     """
 
     kind: float = 0.0
@@ -34,9 +34,9 @@ COLUMNS = 5 + len(Makeup._fields)
 
 @dataclass(frozen=True)
 class Exchanged:
-    """What all ranks told in a step, each property by rank.
+    """Values from all ranks in a step; each property is indexed by rank.
 
-    `table` has a row for each; it is on the device, and the first look at it waits for that.
+    `table` has a row for each rank and is on the device; the first access waits for it.
     """
 
     table: torch.Tensor
@@ -57,10 +57,10 @@ class Exchanged:
         norm: torch.Tensor | float,
         makeup: Makeup = Makeup(),  # noqa: B008
     ) -> torch.Tensor:
-        """What one rank tells, but for its losses (column 0) and their count (column 1).
+        """Make a rank's row, without losses (column 0) and their count (column 1).
 
-        The host waits for nothing: a number of its own goes along with the kernel that writes it,
-        where an assignment would copy it from memory that is not pinned, and wait for the copy.
+        The host never waits: `fill_` passes a number with the kernel, while an assignment would
+        copy it from memory that is not pinned, and wait for the copy.
         """
         row = torch.zeros(COLUMNS, dtype=torch.float64, device=device)
         for place, value in enumerate((notice, report, norm, *makeup), 2):
@@ -72,12 +72,12 @@ class Exchanged:
 
     @property
     def bad_losses(self) -> list[int]:
-        """Ranks whose summed loss is not finite."""
+        """Ranks with a summed loss that is not finite."""
         return [r for r, loss in enumerate(self._columns[0]) if not math.isfinite(loss)]
 
     @property
     def counts(self) -> list[float]:
-        """How many losses each has summed."""
+        """Number of losses summed by each rank."""
         return self._columns[1]
 
     @property
@@ -90,7 +90,7 @@ class Exchanged:
 
     @property
     def own_norms(self) -> list[float]:
-        """The norm of what each rank itself had of the gradient in the step before."""
+        """Norm of each rank's own gradient in the previous step."""
         return self._columns[4]
 
     @property
@@ -99,8 +99,8 @@ class Exchanged:
 
 
 def scale_of(table: torch.Tensor, exchanged: Pending, scale: torch.Tensor) -> torch.Tensor:
-    """What gradients of summed losses times `scale` are multiplied with, to be those of the mean: 0
-    where nothing was counted; waits until the table is there."""
+    """Return the factor from gradients of summed losses * `scale` to the mean loss's; 0 if no loss
+    was counted. Waits for the table."""
     exchanged.wait()
     counted = table[:, 1].sum() * scale
     return torch.where(counted > 0, 1.0 / counted, 0.0).float()

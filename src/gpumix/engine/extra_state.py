@@ -1,4 +1,4 @@
-"""State that modules keep in addition to parameters and buffers, by `get_extra_state`."""
+"""Extra state of modules besides parameters and buffers, from `get_extra_state`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import nn
 from gpumix.engine.comm import Communicator
 from gpumix.spec.errors import InputError, in_a_line
 
-EXTRA = "_extra_state"  # as torch calls it in a state dict
+EXTRA = "_extra_state"  # torch's key in a state dict
 
 
 def with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules that have such a state, by its name in a state dict."""
+    """Return modules with extra state, by the state's name in a state dict."""
     return {
         f"{path}.{EXTRA}" if path else EXTRA: module
         for path, module in model.named_modules()
@@ -26,13 +26,12 @@ def with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def agree(model: nn.Module, comm: Communicator, source: Callable[[str], int]) -> None:
-    """Give modules on all ranks the state that one of them has: each by its own `source`.
-    Collective."""
+    """Broadcast each module's extra state from its `source` rank. Collective."""
     if comm.world == 1:
         return
     for name, module in with_extra_state(model).items():
         rank = source(name)
-        own = _bytes(name, module)  # on all ranks, for all to refuse what one does
+        own = _bytes(name, module)  # on all ranks, so that all refuse if a rank does
         size = torch.tensor([len(own)], device=comm.device)
         comm.broadcast(size, rank, f"broadcast of the size of '{name}'")
         told = torch.empty(int(size), dtype=torch.uint8, device=comm.device)
@@ -44,10 +43,10 @@ def agree(model: nn.Module, comm: Communicator, source: Callable[[str], int]) ->
 
 
 def packed(model: nn.Module) -> dict[str, str]:
-    """The states as text, by name.
+    """Return the states as text, by name.
 
     Raises:
-        InputError: one cannot be read again without running code.
+        InputError: a state cannot be read back without running code.
     """
     return {
         name: base64.b64encode(_bytes(name, module)).decode()
@@ -56,7 +55,7 @@ def packed(model: nn.Module) -> dict[str, str]:
 
 
 def unpack(model: nn.Module, states: Mapping[str, str]) -> None:
-    """Give modules their states back."""
+    """Restore the states of modules."""
     for name, module in with_extra_state(model).items():
         module.set_extra_state(_read(base64.b64decode(states[name])))
 
@@ -66,7 +65,7 @@ def _bytes(name: str, module: nn.Module) -> bytes:
     try:
         torch.save(module.get_extra_state(), written)
         _read(written.getvalue())
-    except Exception as error:  # whatever a module keeps
+    except Exception as error:  # a module may keep anything
         raise InputError(
             f"{type(module).__name__} keeps a state that no checkpoint can hold",
             where=name,

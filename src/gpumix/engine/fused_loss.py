@@ -1,9 +1,8 @@
-"""Losses of rows of logits, and their gradient in place, as one Triton kernel.
+"""Fused cross-entropy: losses of rows of logits, and their gradient in place, as a Triton kernel.
 
-The plain way (`engine.chunked_loss`) reads and writes a chunk's logits about eight times and keeps
-an fp32 copy of them; this reads them twice in a forward pass and once more, and writes them once,
-where gradients are wanted. A program does one row. Triton is imported where the kernel is made: it
-need not be there.
+The plain version (`engine.chunked_loss`) reads and writes a chunk's logits about eight times and
+keeps an fp32 copy. This kernel reads them once in forward and, if gradients are wanted, once more,
+and writes them once. A program handles one row. Triton is imported on first use and may be absent.
 """
 
 from __future__ import annotations
@@ -16,22 +15,22 @@ from torch import Tensor
 
 from gpumix.spec.errors import MachineError
 
-LARGEST_BLOCK = 4096  # columns at a time, in registers
+LARGEST_BLOCK = 4096  # columns per iteration, in registers
 
 
 def fused_losses(
     logits: Tensor, targets: Tensor, factors: Tensor | None, label_smoothing: float
 ) -> Tensor:
-    """Cross entropy of each row, in fp32.
+    """Compute the cross-entropy of each row, in fp32.
 
     Args:
-        logits: (rows, classes), of any floating dtype, contiguous; with `factors` they become the
+        logits: (rows, classes), of any floating dtype, contiguous; with `factors` replaced by the
             gradient of each row's loss times its factor.
-        targets: a class each.
+        targets: (rows,), a class for each row.
         factors: (rows,), fp32; None: no gradient is wanted.
 
     Raises:
-        MachineError: there is no Triton.
+        MachineError: Triton is missing.
     """
     rows, classes = logits.shape
     losses = logits.new_empty(rows, dtype=torch.float32)

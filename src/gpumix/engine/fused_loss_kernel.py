@@ -1,4 +1,4 @@
-"""The kernel of `engine.fused_loss`, in Triton. Nothing else imports this."""
+"""Triton kernel of `engine.fused_loss`, the only importer."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def row_losses(
     mean = logarithm - plain / classes
     tl.store(losses + row, own * (1.0 - smoothing) + mean * smoothing)
     if GRADIENT:
-        # Over the logits. There is no barrier between the loops: what a lane stores here it alone
-        # has loaded above, so no warp overwrites a logit that a slower one is still to load.
+        # Overwrite the logits. There is no barrier between the loops: each lane stores only where
+        # it has loaded itself above, so no warp overwrites a logit that another has yet to load.
         factor = tl.load(factors + row)
         for begin in range(0, classes, BLOCK):
             at = begin + tl.arange(0, BLOCK)

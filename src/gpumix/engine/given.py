@@ -1,4 +1,4 @@
-"""What a unit call was given, for its recompute: on the device, or on the host in between."""
+"""Inputs of a unit call for its recompute, on the device or offloaded to the host."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from gpumix.engine.host import HostStore, Kept
 
 
 class Given:
-    """The inputs of one call.
+    """The inputs of a unit call.
 
     Args:
         inputs: detached from the model's graph.
-        wanted: of each, whether it wants a gradient. Those are activations, of which every call has
-            its own; what else a unit is given (masks, position tables) many calls share, and it
-            stays where it is.
+        wanted: whether each input wants a gradient. Such inputs are activations of this call. Other
+            inputs (masks, position tables) are shared by many calls and stay in place.
     """
 
     def __init__(self, inputs: Sequence[Any], wanted: Sequence[bool]) -> None:
@@ -31,12 +30,12 @@ class Given:
                 self._inputs[place] = None
 
     def fetch(self) -> None:
-        """Begin to bring them back."""
+        """Start to fetch the activations."""
         for kept in self._away.values():
             kept.fetch()
 
     def fresh(self) -> list[Any]:
-        """The inputs, ready to be differentiated; leaves."""
+        """Return the inputs as leaves, ready for differentiation."""
         for place, kept in self._away.items():
             self._inputs[place] = kept.on_device()
         self._away = {}

@@ -1,7 +1,7 @@
 """Backward through the code between units.
 
-That code (embedding, masks, norms, head, loss) is ordinary autograd, cut at unit outputs, which are
-leaves. What it hands to units are the *roots* of small graphs. A root may be used by several units
+This code (embedding, masks, norms, head, loss) is ordinary autograd, cut at unit outputs, which are
+leaves. Its outputs to units are the *roots* of small graphs. A root may be used by several units
 (an encoder's output): its gradients are summed until the first of its users is done, and passed on
 once. Two roots may share a part of their graphs: the first backward then keeps its buffers.
 """
@@ -18,8 +18,8 @@ from torch.autograd.graph import GradientEdge, Node, _engine_run_backward, get_g
 
 
 def hand(leaf: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """`values` for the model: an ordinary tensor, which it may write into, whose gradient goes to
-    `leaf`."""
+    """Return `values` as an ordinary tensor for the model, which may write into it; its gradient
+    goes to `leaf`."""
     if values.requires_grad:
         values = values.detach()
     if torch.is_grad_enabled():
@@ -34,8 +34,8 @@ def run_backward(
     *,
     retain_graph: bool = False,
 ) -> None:
-    """Backward from edges of a graph, as `torch.autograd.backward`, without its checks: gradients
-    that autograd itself has made are of the right shape and dtype."""
+    """Run backward from edges of a graph like `torch.autograd.backward`, without its checks:
+    gradients made by autograd have the right shape and dtype."""
     _engine_run_backward(
         tuple(edges),
         tuple(gradients),
@@ -55,17 +55,17 @@ class _Handed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        # Autograd would add in place to what it may have given to other leaves too: the gradients
-        # of `torch.stack(outputs).sum(0)` are one tensor.
+        # Autograd would add in place to a tensor that other leaves may share: the gradients of
+        # `torch.stack(outputs).sum(0)` are one tensor.
         if ctx.leaf.grad is not None:
             ctx.leaf.grad = ctx.leaf.grad.clone()
         return gradients[0], None
 
 
 class Link(NamedTuple):
-    """Where the gradient of a unit's input goes: to a leaf, or else to an edge of the graph of the
-    model's own code. It does not hold the input's values; `handed` is a leaf that the input was
-    handed for, and nothing else."""
+    """Destination of the gradient of a unit's input: a leaf, or an edge of the graph of the model's
+    own code. Does not hold the input's values. `handed` is a leaf that the input was directly
+    handed for."""
 
     leaf: torch.Tensor | None
     edge: GradientEdge | None
@@ -76,7 +76,7 @@ class Link(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Link:
-        """That of an input that wants a gradient."""
+        """Return the link of an input that wants a gradient."""
         leaf = _leaf_of(tensor)
         edge = get_gradient_edge(tensor) if leaf is None else None
         handed = leaf if tensor.grad_fn is not None else None
@@ -84,8 +84,8 @@ class Link(NamedTuple):
 
 
 def leaves_behind(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """The leaves that gradients of tensors go to through code of the model's own, of those that
-    `hand` was given, by their ids."""
+    """Return the leaves reached by gradients of tensors through the model's own code, by id. Only
+    leaves passed to `hand` count."""
     found: dict[int, torch.Tensor] = {}
     ahead = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     seen: set[Any] = set()
@@ -102,7 +102,7 @@ def leaves_behind(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
 
 
 def without_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Zeros of its shape that take the memory of one."""
+    """Return zeros of the tensor's shape with the memory of a scalar."""
     return tensor.new_zeros(()).expand(tensor.shape)
 
 
@@ -114,8 +114,8 @@ class _Root:
 
 
 class Glue:
-    """One micro-batch's roots. Backward comes in the order: the end, last unit call, ..., first.
-    The end is the loss, or that there is nothing more to come."""
+    """The roots of a micro-batch. Backward runs in the order: the end, last unit call, ..., first.
+    The end is the loss, or the absence of further calls."""
 
     def __init__(self) -> None:
         self._roots: dict[tuple[int, int], _Root] = {}
@@ -123,22 +123,22 @@ class Glue:
 
     @property
     def waiting(self) -> list[torch.Tensor]:
-        """The gradients of roots that are still to be passed on."""
+        """Gradients of roots still to be passed on."""
         return [r.gradient for r in self._roots.values() if r.gradient is not None]
 
     def used(self, call: int, inputs: Iterable[Link]) -> None:
-        """Unit call number `call` takes `inputs`."""
+        """Record that unit call number `call` takes `inputs`."""
         for link in inputs:
             if link.edge is not None:
                 self._roots.setdefault(_key(link.edge), _Root(link.edge, call))
 
     def backward_loss(self, loss: torch.Tensor) -> None:
-        """From the loss through the head to the last units' outputs."""
+        """Run backward from the loss through the head to the last units' outputs."""
         seen = self.all_used()
         torch.autograd.backward(loss, retain_graph=not seen.isdisjoint(_nodes([loss.grad_fn])))
 
     def all_used(self) -> set[Node]:
-        """There is no further call: see which graphs share a part. All nodes that are used."""
+        """Find graphs that share a part, after the last call; return all used nodes."""
         seen: set[Node] = set()
         for call in sorted({root.first_call for root in self._roots.values()}):
             nodes = _nodes(root.edge.node for root in self._of(call))
@@ -153,7 +153,7 @@ class Glue:
         inputs: Sequence[Link],
         gradients: Sequence[torch.Tensor | None],
     ) -> None:
-        """Unit call number `call` is done: pass on the gradients of its inputs."""
+        """Pass on the gradients of the inputs of unit call number `call`, which is done."""
         for link, gradient in zip(inputs, gradients):
             if gradient is None:
                 continue
@@ -188,8 +188,8 @@ def _key(edge: GradientEdge) -> tuple[int, int]:
 
 
 def _leaf_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The leaf that `tensor` is, or was handed for; None if it was computed, or if somebody wants
-    to see its gradient on the way."""
+    """Return the leaf that `tensor` is or was handed for. None if it was computed, or if hooks or
+    `retain_grad` observe the gradient."""
     node = tensor.grad_fn
     if node is None:
         return tensor
@@ -203,8 +203,8 @@ def _hands(node: Node) -> bool:
 
 
 def _nodes(starts: Iterable[Node | None]) -> set[Node]:
-    """The graph nodes that backward from `starts` runs through and that hold buffers, which those
-    of leaves do not: sharing them does not matter."""
+    """Return the graph nodes on the way of backward from `starts` that hold buffers. Nodes of
+    leaves hold none, so sharing them does not matter."""
     wanted = list(starts)
     found: set[Node] = set()
     while wanted:

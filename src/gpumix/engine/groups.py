@@ -1,4 +1,4 @@
-"""The collectives of all ranks: those of their backend, or through memory of the host."""
+"""Collectives of all ranks, by their backend or staged through host memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gpumix.spec.plan import Collectives, Plan
 
 
 def all_ranks(device: torch.device, forms: Collectives | None = None) -> Communicator:
-    """Of the default process group, for tensors on `device`; of one rank, if there is none."""
+    """Return collectives of the default process group for `device`; of one rank without a group."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Communicator(None, rank=0, world=1, forms=forms, device=device)
     group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
@@ -30,7 +30,7 @@ def all_ranks(device: torch.device, forms: Collectives | None = None) -> Communi
 
 
 def on_gpu(plan: Plan) -> bool:
-    """Whether this process is to compute on a GPU, while it is in no group yet."""
+    """Return whether this process, still in no group, is to compute on a GPU."""
     opened = device_in_use()
     if opened is not None:
         return is_gpu(opened.torch_device)
@@ -38,7 +38,7 @@ def on_gpu(plan: Plan) -> bool:
 
 
 def own_device(plan: Plan) -> torch.device:
-    """The device that this process has opened, else its current GPU, else the CPU."""
+    """Return the device opened by this process, by default the current GPU or the CPU."""
     opened = device_in_use()
     if opened is not None:
         return opened.torch_device
@@ -48,14 +48,14 @@ def own_device(plan: Plan) -> torch.device:
 
 
 def device_of_group() -> torch.device:
-    """Where tensors are that the default process group sends: this process's current GPU by its
-    maker's backend, else the host."""
+    """Return the device of tensors sent by the default process group: the current GPU with a GPU
+    vendor's backend, else the host."""
     on_gpus = dist.is_initialized() and dist.get_backend() in GPU_BACKENDS.values()
     return current_device() if on_gpus else torch.device("cpu")
 
 
 def group_timeout() -> timedelta | None:
-    """How long a rank waits for others in the default process group; None without one."""
+    """Return the timeout of the default process group; None without a group."""
     group = dist.group.WORLD
     if group is None:
         return None
@@ -64,6 +64,6 @@ def group_timeout() -> timedelta | None:
 
 
 def _speaks_gpu(kind: str) -> bool:
-    """Whether the default group takes tensors on GPUs; gloo lacks what uneven shares need there."""
+    """Return whether the default group takes GPU tensors; gloo has no uneven shares on GPUs."""
     found = str(dist.get_backend_config()) if dist.is_initialized() else ""
     return not found or f"{kind}:{GPU_BACKENDS[kind]}" in found

@@ -1,8 +1,8 @@
-"""Holds back the updates of bad steps on the device, so that the host need not look first.
+"""Skips updates of bad steps on the device, without waiting on the host.
 
-A step whose loss or gradient norm is not finite must not change weights and optimizer states. The
-host learns of it a step later; until then the optimizer's kernels themselves leave everything as it
-is, by the flag that they take for gradient scaling (`found_inf`).
+A step whose loss or gradient norm is not finite must not change weights and optimizer state. The
+host learns of it a step later. Until then the optimizer's kernels skip the update themselves, by
+the flag used for gradient scaling (`found_inf`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch.optim import SGD, Optimizer
 
 
 class Guard:
-    """Holds back all updates from the first bad step on.
+    """Skips all updates from the first bad step on.
 
     Args:
-        device: the one on which gradients and weights are.
+        device: device of gradients and weights.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -28,14 +28,13 @@ class Guard:
         self._found = self._good
 
     def see(self, *values: torch.Tensor) -> None:
-        """Take in the loss or the gradient norm of a step, before its update; nothing is waited
-        for."""
+        """Record the loss or the gradient norm of a step before its update, without waiting."""
         for value in values:
             self._found = torch.where(torch.isfinite(value), self._found, self._bad)
 
     @contextmanager
     def over(self, optimizer: Optimizer) -> Iterator[None]:
-        """Inside, steps of `optimizer` change nothing if a bad value was seen. It must be one that
+        """Make steps of `optimizer` in the body change nothing if a bad value was seen. Requires
         `takes_guard`."""
         guarded: Any = optimizer
         guarded.found_inf = self._found
@@ -46,13 +45,13 @@ class Guard:
 
 
 def takes_guard(optimizer: Optimizer) -> bool:
-    """Whether the kernels of `optimizer` can leave a step out: those of torch's fused ones."""
+    """Return whether kernels of `optimizer` can skip a step, like those of torch's fused ones."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def makes_momentum(optimizer: Optimizer) -> bool:
-    """Whether the next step of `optimizer` is the first one of some parameter that has momentum:
-    fused SGD makes room for it then, which a step that is left out would leave unwritten."""
+    """Return whether the next step of `optimizer` is a momentum parameter's first. Fused SGD then
+    allocates the momentum, which a skipped step would leave uninitialized."""
     return isinstance(optimizer, SGD) and any(
         p.grad is not None and p not in optimizer.state
         for group in optimizer.param_groups

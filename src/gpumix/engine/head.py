@@ -1,8 +1,8 @@
-"""The head's loss in chunks, so that the logits of a large vocabulary never exist whole.
+"""Chunked loss of the head: the full logits of a large vocabulary never exist.
 
-The model's output layer returns logits that are not made (`lazy_logits`); the loss that the model
-takes of them runs chunk by chunk (`chunked_loss`). A model that looks at its logits otherwise gets
-them whole, and from then on at once.
+The model's output layer returns lazy logits (`lazy_logits`), and the model's loss on them runs
+chunk by chunk (`chunked_loss`). A model that uses its logits in any other way gets full logits,
+from then on immediately.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from gpumix.engine.shards import FlatGroup, OwnGradient
 
 
 class Expected:
-    """What the gradient of a model's loss will be, before there is one.
+    """Expected gradient of a model's loss, before the loss exists.
 
-    Whoever asks the model for its loss knows what happens to it: a mean is multiplied with its
-    count. With it the gradients of the head are made along with the loss.
+    The caller that computes the loss knows its use: a mean is multiplied by its count. With the
+    expected gradient, the head's gradients are computed together with the loss.
     """
 
     def __init__(self, upstream: Tensor) -> None:
@@ -34,7 +34,7 @@ class Expected:
         self.payments: list[Payment] = []
 
     def settle(self, loss: Tensor) -> None:
-        """The model's loss is here: see whether the head's losses get the gradient of it."""
+        """Check whether the head's losses get the expected gradient, given the model's loss."""
         unchanged = set(_unchanged(loss)) if self.payments else set()
         for payment in self.payments:
             if payment in unchanged:
@@ -44,7 +44,7 @@ class Expected:
         self.payments.clear()
 
     def give_up(self) -> None:
-        """The gradient will be another one: it is made in backward."""
+        """Leave the gradients to backward, because the loss's gradient will differ."""
         for payment in self.payments:
             payment.undo()
         self.payments.clear()
@@ -55,8 +55,8 @@ _expected: ContextVar[Expected | None] = ContextVar("gpumix_expected_gradient", 
 
 @contextmanager
 def expected_gradient(upstream: Tensor) -> Iterator[Expected]:
-    """The gradient of the loss that the model computes inside will be `upstream`, times the scale
-    of the step. Call `settle` with that loss."""
+    """Announce that the gradient of the loss computed in the body is `upstream` times the step's
+    scale. Call `settle` with the loss."""
     expected = Expected(upstream)
     token = _expected.set(expected)
     try:
@@ -66,15 +66,14 @@ def expected_gradient(upstream: Tensor) -> Iterator[Expected]:
 
 
 class HeadInChunks:
-    """Makes a model's head run in chunks, inside `step`.
+    """Chunked execution of a model's head, inside `step`.
 
-    `whole_because` says what the model asked of its logits that needs them whole; empty if nothing
-    so far.
+    `whole_because` says which use of the logits needs them in full; empty if none so far.
 
     Args:
-        units: the model's blocks, inside of which no output layer is looked for.
-        whole_because: why its logits are always made whole, if they are.
-        fused: whether losses are made by the fused kernel.
+        units: the model's blocks, which are not searched for the output layer.
+        whole_because: a reason to always compute full logits, if any.
+        fused: whether losses are computed by the fused kernel.
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class HeadInChunks:
         self._wanted_whole = False
         self._gradients: dict[int, OwnGradient] = {}  # by the parameter's id
         layer = None if whole_because else output_layer(model, units)
-        # The layer holds its forward, and so this: not the other way round too.
+        # The layer references its forward, and so this object: weak, to avoid a cycle.
         self._layer = None if layer is None else weakref.ref(layer)
         if layer is None:
             self.whole_because = whole_because or "the model has no linear output layer"
@@ -101,35 +100,34 @@ class HeadInChunks:
             layer.forward = self._forward  # type: ignore[assignment, method-assign]
 
     def add_to_gradients_of(self, groups: Iterable[FlatGroup]) -> None:
-        """Where the layer's parameters are: it adds to their gradients by itself."""
+        """Add in place to the gradients of the layer's parameters in these groups."""
         if self.layer is not None:
             found = [own for group in groups for own in group.gradients_of(self.layer)]
             self._gradients |= {id(own.view): own for own in found}
 
     @property
     def supported(self) -> bool:
-        """Whether the losses that ran so far ran in chunks, and no logits were made."""
+        """True if all losses so far ran in chunks, without full logits."""
         return self.chunked_losses > 0 and not self.whole_because
 
     @property
     def layer(self) -> nn.Linear | None:
-        """What makes the logits."""
+        """The layer that computes the logits."""
         return None if self._layer is None else self._layer()
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Of the output layer, as it is now."""
+        """The current parameters of the output layer."""
         return [] if self.layer is None else list(self.layer.parameters(recurse=False))
 
     @contextmanager
     def step(self, scale: Tensor | None) -> Iterator[None]:
-        """Chunks inside. Afterwards there is nothing that was not made, and cannot be any more.
+        """Run the head in chunks in the body. Logits not computed in it cannot be computed later.
 
         Args:
-            scale: what summed losses are multiplied with before backward; the weight's and bias's
-                gradients are then added to their `grad`, or are the first in there where the
-                parameter is one of `add_to_gradients_of`. None: gradients are autograd's matter, if
-                there are any.
+            scale: factor of summed losses before backward. Gradients of weight and bias are added
+                to `grad`, or written to it first for parameters from `add_to_gradients_of`. None:
+                gradients, if any, are left to autograd.
         """
         self._scale, self._families = scale, []
         try:
@@ -141,7 +139,7 @@ class HeadInChunks:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Logits are made inside, for whoever wants to have them; afterwards all is as before."""
+        """Compute full logits in the body; the previous mode returns afterwards."""
         self._wanted_whole = True
         try:
             yield
@@ -185,7 +183,7 @@ class HeadInChunks:
         return loss
 
     def _adds_to_grad(self, parameter: Tensor) -> bool:
-        """Whether adding to `grad` is all that autograd would do with a gradient."""
+        """Return whether autograd would do nothing with a gradient except adding it to `grad`."""
         own = self._gradients.get(id(parameter))
         if parameter._backward_hooks or not parameter.is_leaf:
             return False
@@ -194,7 +192,7 @@ class HeadInChunks:
         return parameter.grad is not None and not parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
 
     def _sum_of(self, parameter: Tensor) -> Sum:
-        """What the gradient of a parameter for which `_adds_to_grad` is true is added to."""
+        """Return the sum of a parameter's gradient, if `_adds_to_grad`."""
         if parameter.grad is not None:
             return Sum(parameter.grad)
         parameter.grad = self._gradients[id(parameter)].place
@@ -202,8 +200,8 @@ class HeadInChunks:
 
 
 def output_layer(model: nn.Module, units: Iterable[nn.Module] = ()) -> nn.Linear | None:
-    """The layer that makes the logits: as `transformers` models name it; in other models the linear
-    layer outside of the units with most outputs, if it has more outputs than inputs."""
+    """Return the layer that computes the logits, as named by `transformers` models. In other
+    models: the linear layer outside of units with most outputs, if more than inputs."""
     named = getattr(model, "get_output_embeddings", None)
     if named is not None:
         layer = named()
@@ -215,7 +213,7 @@ def output_layer(model: nn.Module, units: Iterable[nn.Module] = ()) -> nn.Linear
 
 
 def _unchanged(loss: Tensor) -> list[Payment]:
-    """The head's losses that get exactly the gradient of `loss`."""
+    """Return the head's losses whose gradient is exactly the gradient of `loss`."""
     if loss.grad_fn is None or loss.numel() != 1:
         return []
     passes, others, found = [loss.grad_fn], [], []
@@ -238,6 +236,6 @@ def _unchanged(loss: Tensor) -> list[Payment]:
 
 
 def _passes_on(node: Any) -> bool:
-    """Whether a node of the graph hands its gradient to all that it was made from as it is."""
+    """Return whether a graph node passes its gradient unchanged to all inputs."""
     name = type(node).__name__
     return name == "ToCopyBackward0" or (name == "AddBackward0" and node._saved_alpha == 1)

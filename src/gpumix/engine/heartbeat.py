@@ -1,4 +1,4 @@
-"""The heartbeats of ranks, and who has fallen silent. Nothing here imports torch."""
+"""Heartbeats of ranks, and detection of silent ranks. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from collections.abc import Callable
 from gpumix.engine.held_up import Stand
 
 BEAT_S = 0.5
-LOOK_S = 1.0  # between two looks at them
-ENDED = "ended"  # the last one
-# A process that was stopped for so long, or a host that was not heard, is not waited for.
+LOOK_S = 1.0  # between two checks of the heartbeats
+ENDED = "ended"  # the last heartbeat
+# A process stopped for longer, or a host not heard for longer, is given up.
 STOPPED_S = 20.0
 
 
 def beat_with(number: int, stand: Stand) -> str:
-    """A rank's heartbeat: each is another one, and tells how far the rank has come."""
+    """Return a rank's heartbeat, which differs from all before and reports the rank's progress."""
     return f"{number} {stand.to_text()}"
 
 
 def stand_in(beat: str) -> Stand | None:
-    """How far its rank had come; None before the first beat and after the last."""
+    """Return the progress of a heartbeat's rank; None before the first beat and after the last."""
     return None if beat in ("", ENDED) else Stand.from_text(beat.partition(" ")[2])
 
 
 class Pulse:
-    """Which ranks have fallen silent, by their heartbeats.
+    """Detector of silent ranks, by their heartbeats.
 
     Args:
         beat_of: the last beat of a rank; empty before the first, and `ENDED` after the last.
-        silence_s: how long a heart may stand still.
+        silence_s: silence allowed between beats.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class Pulse:
         self._heard = [("", self._looked)] * ranks
 
     def silent(self) -> set[int]:
-        """Ask all; often enough, for time in which nobody asked does not count: this process may
-        have been stopped together with the ranks."""
+        """Check all ranks and return silent ones. Time without checks does not count: this process
+        may have been stopped together with the ranks."""
         now = self._clock()
         missed = max(0.0, now - self._looked - 2 * LOOK_S)
         self._looked = now

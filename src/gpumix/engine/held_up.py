@@ -1,7 +1,8 @@
-"""Who holds up the others: by what each rank has begun, and what it waits for.
+"""Detection of blocking ranks, by begun and awaited collectives.
 
-Ranks begin the collectives of a group in one order. So a member that has begun fewer of them than
-another waits for is waited for; it may wait itself, for the member of another group. Pure.
+Ranks begin the collectives of a group in one order. So a member that has begun fewer collectives
+than another rank waits for is blocking it, and may itself wait for a member of another group. Pure
+functions.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Wait:
-    """For the n-th collective of a group, whose members are all ranks unless they are told."""
+    """A wait for the n-th collective of a group. Empty `members`: all ranks."""
 
     group: str
     number: int
@@ -22,8 +23,8 @@ class Wait:
 
 @dataclass(frozen=True)
 class Stand:
-    """How far a rank has come: how many collectives of each group it has begun, which it waits for,
-    and what it is doing, in words."""
+    """Progress of a rank: collectives begun in each group, collectives waited for, and the current
+    activity in words."""
 
     begun: Mapping[str, int]
     waits: tuple[Wait, ...] = ()
@@ -41,17 +42,17 @@ class Stand:
 
 
 def known(stands: Mapping[int, Stand | None]) -> dict[int, Stand]:
-    """Those that are told."""
+    """Return the known stands."""
     return {rank: stand for rank, stand in stands.items() if stand is not None}
 
 
 def held_up_by(stands: Mapping[int, Stand], rank: int, wait: Wait | None = None) -> list[int]:
-    """Who holds up `rank` in the end: those who are waited for and wait for nobody. Where all wait
-    for each other, those whom `rank` waits for.
+    """Return the ranks at the root of a wait of `rank`: awaited ranks that wait for nothing. In a
+    cycle, the ranks that `rank` waits for directly.
 
     Args:
-        stands: of the ranks that are known.
-        wait: for this; default: what it says itself.
+        stands: stands of the known ranks.
+        wait: the wait; default: the rank's own.
     """
     waits = (wait,) if wait is not None else stands[rank].waits
     direct = _missing(stands, rank, waits)
@@ -69,7 +70,7 @@ def held_up_by(stands: Mapping[int, Stand], rank: int, wait: Wait | None = None)
 
 
 def _missing(stands: Mapping[int, Stand], rank: int, waits: Iterable[Wait]) -> list[int]:
-    """Who has not begun what `rank` waits for."""
+    """Return the ranks that have not begun collectives awaited by `rank`."""
     return sorted(
         {
             other

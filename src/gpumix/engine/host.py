@@ -1,6 +1,6 @@
-"""Memory of the host, for what a device has no room for.
+"""Host memory for tensors offloaded from a device.
 
-Copies run in a lane of their own (`engine.lanes`), and overlap with computing.
+Copies run in a separate lane (`engine.lanes`) and overlap with compute.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gpumix.hardware.pinned import pinned_memory
 
 
 def empty_on_host(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Uninitialised memory of the host, pinned if `device` copies to it by itself."""
+    """Allocate uninitialized host memory, pinned if `device` is a GPU."""
     if runtime.is_gpu(device):
         return pinned_memory(numel * dtype.itemsize).view(dtype)
     with host_memory():
@@ -25,7 +25,7 @@ def empty_on_host(numel: int, dtype: torch.dtype, device: torch.device) -> torch
 
 
 class HostStore:
-    """Keeps tensors of `device` on the host for a while, in memory that it uses again.
+    """Offload store for tensors of `device`, with reused host memory.
 
     Args:
         clock: runs while the device waits for a copy.
@@ -40,7 +40,7 @@ class HostStore:
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
 
     def keep(self, tensor: torch.Tensor) -> Kept:
-        """Begin to copy `tensor` to the host; it may be dropped at once."""
+        """Start to copy `tensor` to the host; the tensor may be dropped at once."""
         free = self._free[tensor.numel(), tensor.dtype]
         memory = free.pop() if free else empty_on_host(tensor.numel(), tensor.dtype, self.device)
         on_host = memory.view(tensor.shape)
@@ -53,7 +53,7 @@ class HostStore:
 
 
 class Kept:
-    """A tensor on the host, and on its way back."""
+    """A tensor on the host, or on the way back to the device."""
 
     def __init__(self, store: HostStore, on_host: torch.Tensor, memory: torch.Tensor) -> None:
         self._store = store
@@ -63,14 +63,14 @@ class Kept:
         self._came: Mark | None = None
 
     def fetch(self) -> None:
-        """Begin to copy it back, unless that has begun."""
+        """Start to copy the tensor back, unless started."""
         if self._coming is None:
             with self._store.lane.active(at_once=True):
                 self._coming = self._on_host.to(self._store.device, non_blocking=True, copy=True)
             self._came = self._store.lane.mark()
 
     def on_device(self) -> torch.Tensor:
-        """It, for the current stream; the memory on the host is free for others."""
+        """Return the tensor for use on the current stream, and free the host memory for reuse."""
         with self._store.clock:
             self.fetch()
             assert self._coming is not None and self._came is not None

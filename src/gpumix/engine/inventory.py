@@ -1,4 +1,4 @@
-"""All parameters of a model, whoever stores them."""
+"""Inventory of all parameters of a model, on any rank."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from gpumix.spec.plan import Plan
 
 @dataclass(frozen=True)
 class Stored:
-    """A parameter: its shape, the dtype in which it is stored and the one in which it was given,
-    whether it is trained, and the first rank that has a part of it."""
+    """A parameter: shape, stored and original dtype, whether trained, and the first rank that
+    stores a part."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -28,12 +28,12 @@ class Stored:
 
 @dataclass(frozen=True)
 class Inventory:
-    """Of an unsharded model.
+    """Parameters and units of an unsharded model.
 
     Attributes:
-        names: every name that a parameter has in the model, and the one that its piece has.
-        parameters: by the latter.
-        unit_names: of all units, whoever computes them.
+        names: from every name of a parameter in the model to the name of its piece.
+        parameters: by the piece's name.
+        unit_names: of all units, on any rank.
     """
 
     names: Mapping[str, str]
@@ -44,7 +44,7 @@ class Inventory:
 
     @classmethod
     def of(cls, model: nn.Module, anatomy: Anatomy, plan: Plan) -> Inventory:
-        """Before parameters are replaced by views of buffers."""
+        """Make the inventory, before parameters are replaced by views of buffers."""
         own = {id(s.parameter): s.name for unit in anatomy.all for s in unit.slots}
         stages = {name: n for n, stage in enumerate(plan.stages) for name in stage.units}
         users: dict[str, int] = {}
@@ -66,17 +66,17 @@ class Inventory:
 
     @property
     def of_one_stage(self) -> bool:
-        """Whether every rank has a part of every parameter."""
+        """True if every rank has a part of every parameter."""
         return len(self._plan.stages) == 1
 
     @cached_property
     def trains(self) -> bool:
-        """Whether any parameter is trained, by whatever rank."""
+        """True if any parameter is trained, on any rank."""
         return any(stored.trained for stored in self.parameters.values())
 
     def keeper(self, module: str) -> int:
-        """The first rank that trains on samples, of the stage that computes a module; of the first
-        stage, where no unit has it."""
+        """Return the first training rank of the stage that computes a module; of the first stage
+        for modules outside of units."""
         stage = next((s for u, s in self._stages.items() if f"{module}.".startswith(f"{u}.")), 0)
         workers = zip(self._plan.ranks_of(stage), self._plan.stages[stage].workers)
         return next(rank for rank, worker in workers if worker.samples)

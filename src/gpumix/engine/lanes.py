@@ -1,15 +1,15 @@
-"""Streams for copies between a device and its host, which overlap with computing.
+"""Copy streams between a device and the host, overlapping with compute.
 
-Who may use which memory when:
+Rules of memory access:
 
-* Work on a *lane* begins behind all that the computing stream has been given before. So a copy
-  finds what it reads, and overwrites nothing that is still computed with.
-* What a lane has written on the device, or still reads there, is for the computing stream behind
-  the lane's mark: that holds back the stream, not the host.
-* What a lane reads on the host may be written to when its mark is reached, what it has written
-  there may be read: for that the host waits, or a thread of it.
-* What a lane uses lies in buffers that live as long as the engine; of any other tensor torch's
-  allocator is told (`uses`). Pinned pages are given back behind all copies (`hardware.pinned`).
+* Work on a *lane* starts after all work submitted earlier to the compute stream. So a copy finds
+its input, and overwrites nothing that is still in use.
+* Device memory written or still read by a lane may be used by the compute stream after the lane's
+mark, which blocks the stream, not the host.
+* Host memory read by a lane may be written once its mark is reached, and host memory written by it
+may be read; the host, or a thread of it, waits for the mark.
+* Buffers used by a lane live as long as the engine; other tensors are registered with torch's
+allocator (`uses`). Pinned pages are freed after all copies (`hardware.pinned`).
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from gpumix.hardware import runtime
 
 
 class Mark:
-    """The end of what a lane had been given when the mark was made; without a stream, now."""
+    """Event after the work submitted to a lane so far; without a stream, work is already done."""
 
     def __init__(self, device: torch.device, event: runtime.Event | None) -> None:
         self._device = device
         self._event = event
 
     def hold_back(self) -> None:
-        """Let the current stream wait for it; the host goes on."""
+        """Make the current stream wait for the event; the host continues."""
         if self._event is not None:
             runtime.current_stream(self._device).wait_event(self._event)
 
     def wait(self) -> None:
-        """Let the host wait for it."""
+        """Make the host wait for the event."""
         if self._event is not None:
             self._event.synchronize()
 
 
 class Lane:
-    """Copies in one direction. Where the device is no GPU, work is done at once."""
+    """Stream of copies in one direction. On a device that is no GPU, work is done at once."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -53,10 +53,10 @@ class Lane:
 
     @contextmanager
     def active(self, *, at_once: bool = False) -> Iterator[None]:
-        """Inside, the lane's stream is the current one.
+        """Make the lane's stream current in the body.
 
         Args:
-            at_once: it begins whatever the computing stream does: it reads nothing of its work.
+            at_once: do not wait for the compute stream, because its results are not read.
         """
         if self._stream is not None and not at_once:
             current = runtime.current_stream(self._device)
@@ -66,13 +66,13 @@ class Lane:
             yield
 
     def uses(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Whoever drops `tensor`, its memory is used again behind what the lane has been given."""
+        """Keep the memory of `tensor` from reuse until the lane's work so far is done."""
         if self._stream is not None:
             tensor.record_stream(self._stream)
         return tensor
 
     def mark(self) -> Mark:
-        """Of all that the lane has been given so far."""
+        """Return a mark after all work submitted to the lane so far."""
         if self._stream is None:
             return Mark(self._device, None)
         event = runtime.new_event(self._device)

@@ -1,8 +1,8 @@
-"""Why a rank left a step, told to those that wait for it in vain.
+"""Error reports of failed ranks to waiting ranks.
 
-Ranks whose collectives do not meet wait for the group's whole timeout, and then know nothing. So a
-rank that leaves a step by an error leaves its account in the process group's store, and whoever
-waits looks there now and then. Nothing is said, and nothing asked, while all goes well.
+Ranks with unmatched collectives wait for the group's full timeout, and get no reason. So a rank
+that leaves a step by an error writes a report to the process group's store, and waiting ranks look
+there now and then. Without errors, nothing is written or read.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import torch.distributed as dist
 from gpumix.engine.held_up import Wait
 from gpumix.spec.errors import GpumixError, TrainingError, in_a_line
 
-# How long a rank waits for a collective before it looks whether somebody has failed.
+# Interval at which a rank waiting for a collective checks for failures.
 LOOK_S = 0.5
-# So long a rank that has failed stays for the others to hear it: the store may go with it.
+# Time that a failed rank stays for other ranks to read its report: the store may end with it.
 STAY_S = 4 * LOOK_S
 
 
 class CommunicationError(TrainingError):
-    """A collective failed: a peer died, failed by itself, was too late, or the network broke.
+    """A collective failed: a peer died, failed or was too late, or the network broke.
 
     Args:
-        wait: what was waited for, if it is not a peer's own account.
+        wait: the collective waited for, unless a peer reported its error.
     """
 
     def __init__(self, what: str, *, wait: Wait | None = None, **words: str) -> None:
@@ -36,10 +36,10 @@ class CommunicationError(TrainingError):
 
 
 class LastWords:
-    """What the ranks of an engine leave behind; without a store nobody hears anything.
+    """Error reports of the ranks of an engine; without a store nothing is reported.
 
     Args:
-        on_gloo: whether a wait may be given up and taken up again.
+        on_gloo: whether a wait may be interrupted and resumed.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class LastWords:
 
     @classmethod
     def of_default_group(cls, *, rank: int, world: int, on_gloo: bool) -> LastWords:
-        """Made once per engine, on all ranks: each has words of its own."""
+        """Make a separate channel for each engine. Called once per engine on all ranks."""
         if world == 1 or not dist.is_initialized():
             return cls()
         default = dist.distributed_c10d._get_default_store()
@@ -66,10 +66,10 @@ class LastWords:
         return cls(store, rank=rank, world=world, on_gloo=on_gloo)
 
     def wait(self, work: dist.Work) -> None:
-        """Wait for a collective, or for the account of a rank that will not take part in it.
+        """Wait for a collective, or for the error report of a rank that will not take part.
 
         Raises:
-            CommunicationError: there is such an account.
+            CommunicationError: a rank reported an error.
             RuntimeError: the collective failed.
         """
         if self._store is None or not self._on_gloo:
@@ -80,7 +80,7 @@ class LastWords:
                 work.wait(timedelta(seconds=LOOK_S))
                 return
             except RuntimeError:
-                if work.is_completed():  # at last, or because it failed: that raises again
+                if work.is_completed():  # late, or failed: then waiting raises again
                     work.wait()
                     return
             account = self.heard()
@@ -88,15 +88,15 @@ class LastWords:
                 raise account
 
     def after(self, error: BaseException) -> BaseException:
-        """What a rank raises that leaves a step by `error`: another rank's account if there is one,
-        else that error, once the others know."""
+        """Return the error to raise when leaving a step by `error`: another rank's report if any,
+        otherwise `error`, after reporting it."""
         if not isinstance(error, CommunicationError):
             self._say(error)
             return error
         return self.heard() or error
 
     def heard(self) -> CommunicationError | None:
-        """What another rank has said, if any has."""
+        """Return another rank's report, if any."""
         if self._store is None:
             return None
         with suppress(RuntimeError):  # the store is gone
@@ -109,7 +109,7 @@ class LastWords:
         if self._store is None:
             return
         with suppress(RuntimeError):
-            # Of several ranks that fail at once the first is heard.
+            # If several ranks fail at once, the first is heard.
             told = json.dumps([self._rank, _described(error)])
             if self._store.compare_set("failed", "", told).decode() != told:
                 return

@@ -1,7 +1,7 @@
-"""Joins the ranks that a launcher started, for a program that made no process group itself.
+"""Joins the ranks of a launcher, for a program that makes no process group itself.
 
-Without it each process of a `torchrun` would train by itself, all with the same losses, and nobody
-would be told.
+Otherwise each process of a `torchrun` would train by itself, all with equal losses, without any
+notice.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ AGENTS_OPEN = (
     "host, read pickles: who reaches them can run code. `gpumix launch` has none, and with "
     "--rdzv-backend gpumix --rdzv-endpoint HOST:PORT they do neither"
 )
-LEAVE_S = 5.0  # that a rank waits for the others at its end: one that failed never comes
+LEAVE_S = 5.0  # wait for other ranks at the end; a failed rank never comes
 
 
 def join_launched(*, on_gpus: bool) -> None:
-    """Make the default process group, if this process is one of several that were started and is in
-    none yet. It is left when the program ends, once all ranks are there: a rank of gloo that does
-    not leave may be ended by its threads, and one that leaves early may end others.
+    """Make the default process group, if several processes were started and this process is in no
+    group. The group is left when the program ends, once all ranks are there: a gloo rank that does
+    not leave may be killed by its threads, and a rank that leaves early may kill others.
 
     Args:
-        on_gpus: each computes on the GPU of its number on this host, which becomes the current one.
+        on_gpus: each process uses the GPU of its local rank, which becomes the current GPU.
 
     Raises:
-        InputError: there are several processes, and nothing says how they meet; or this one has no
-            GPU of its own.
+        InputError: there are several processes without a rendezvous; or no GPU is left for this
+            process.
     """
     tell_of_open_agents()
     if world_size() == 1 or dist.is_initialized():
@@ -58,16 +58,16 @@ def join_launched(*, on_gpus: bool) -> None:
 
 @cache
 def tell_of_open_agents() -> None:
-    """Say on the first rank, once, that torchrun's agents can be reached from anywhere, if so."""
+    """Warn once, on the first rank, if torchrun's agents can be reached from anywhere."""
     place = torchrun_place()
     if place is not None and place.rank == 0 and place.agents_open and not place.starts:
-        with suppress(OSError):  # nobody listens
+        with suppress(OSError):  # stderr is closed
             sys.stderr.write(f"{AGENTS_OPEN}\n")
 
 
 @cache
 def leave_at_end() -> None:
-    """Leave the default process group when the program ends, whoever made it."""
+    """Leave the default process group when the program ends, independent of its creator."""
     atexit.register(_leave)
 
 
@@ -86,7 +86,7 @@ def _leave() -> None:
         return
     store = dist.distributed_c10d._get_default_store()
     deadline = time.monotonic() + LEAVE_S
-    # The store is the launcher's; where it is gone, so are the others.
+    # The store is the launcher's; if it is gone, so are the other ranks.
     with suppress(RuntimeError):
         there = store.add("gpumix/leaving", 1)
         while there < dist.get_world_size() and time.monotonic() < deadline:

@@ -1,9 +1,9 @@
-"""The layered order: unit k of every micro-batch, then unit k + 1 of any.
+"""The layered schedule: unit k of every micro-batch, then unit k + 1 of any.
 
-Each bucket is gathered once per pass and its gradient reduced once per step, however many
-micro-batches a rank runs. So ranks with different numbers and sizes of micro-batches, also with
-none, issue exactly the same collectives. What each collective hides behind: the gather of the next
-bucket behind computing this one, and so the reduction of the last one.
+Each bucket is gathered once per pass and its gradient reduced once per step, for any number of
+micro-batches. So ranks with different numbers and sizes of micro-batches, even none, issue exactly
+the same collectives. The gather of the next bucket and the reduction of the last overlap with the
+compute of the current one.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ from gpumix.spec.profile import ROOT
 
 @dataclass(frozen=True)
 class Turns:
-    """The micro-batches of a rank, and the order in which unit calls take them: there and back
-    again, so that a call begins with what the one before left in caches.
+    """The micro-batches of a rank and their order in unit calls. Consecutive calls alternate
+    between forward and reverse order, so that a call begins with data that the previous call left
+    in caches.
 
     Args:
-        in_order: whether each call must take them in their order: where it leaves something behind
-            in the model's buffers.
+        in_order: whether each call must keep the order, because it updates the model's buffers.
     """
 
     batches: Sequence[MicroBatch]
     in_order: bool = False
 
     def of(self, call: int) -> Sequence[MicroBatch]:
-        """The order of a call, in either pass; call -1 is the code before the first one, in which
-        what earlier stages send is received in order.
+        """Return the order of a call, in either pass. Call -1 is the code before the first call,
+        which receives earlier stages' outputs in order.
 
-        The last one, which may be smaller, stays the last: code is compiled for larger ones first.
+        The last micro-batch, which may be smaller, stays last: code is compiled for larger ones
+        first.
         """
         if self.in_order or call < 0 or call % 2 == 0:
             return self.batches
@@ -45,14 +46,14 @@ class Turns:
 
 
 class Begun:
-    """How far the gradients of each bucket are in a step."""
+    """Progress of the gradients of each bucket in a step."""
 
     def __init__(self) -> None:
         self._begun: set[int] = set()
         self._reduced: set[int] = set()
 
     def begin(self, *buckets: Bucket) -> None:
-        """Something will be added to them."""
+        """Prepare the buckets' gradients for accumulation."""
         for bucket in buckets:
             if id(bucket) not in self._begun:
                 self._begun.add(id(bucket))
@@ -60,22 +61,22 @@ class Begun:
                 bucket.begin_gradient()
 
     def reduce(self, bucket: Bucket, reductions: Reductions) -> None:
-        """Start to reduce them."""
+        """Start to reduce the bucket's gradients."""
         self.begin(bucket)
         self._begun.discard(id(bucket))
         self._reduced.add(id(bucket))
         reductions.start(bucket)
 
     def reduced(self, bucket: Bucket) -> bool:
-        """Whether all that was added to them is on its way."""
+        """Return whether all accumulated gradients of the bucket are being reduced."""
         return id(bucket) in self._reduced
 
 
 def forward(parts: Parts, turns: Turns, *, keep: bool, leaves_out: bool = False) -> None:
-    """All micro-batches through all units; each then waits before the head.
+    """Run all micro-batches through all units; each stops before the head.
 
     Args:
-        leaves_out: whether the model may leave out its last units, and so come to the head early.
+        leaves_out: whether the model may skip its last units, and so reach the head early.
     """
     record = parts.record
     first = (parts.before, *parts.throughout, *((parts.after,) if leaves_out else ()))
@@ -104,11 +105,11 @@ def forward(parts: Parts, turns: Turns, *, keep: bool, leaves_out: bool = False)
 def head(
     parts: Parts, turns: Turns, scale: torch.Tensor | None, begun: Begun
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Head and loss of one micro-batch after the other, so that one's logits are alive at a time.
+    """Run head and loss by micro-batch. Only one micro-batch's logits are alive at a time.
 
     Args:
-        scale: with it, backward from loss x scale follows each loss; without, no backward.
-        begun: of what there are gradients already.
+        scale: if given, backward of loss * scale follows each loss; None: no backward.
+        begun: progress of gradients.
 
     Returns:
         (summed loss, count) of each micro-batch, without graph.
@@ -138,12 +139,12 @@ def backward(
     *,
     splits: bool = False,
 ) -> None:
-    """All micro-batches backward through all units; starts to reduce each bucket's gradient once it
-    is done, or leaves it for others to be added.
+    """Run all micro-batches backward through all units, and start the reduction of finished
+    buckets.
 
     Args:
-        reductions: None if others follow in the same step.
-        begun: of what there are gradients already.
+        reductions: None if more backward passes follow in this step; gradients then accumulate.
+        begun: progress of gradients.
         splits: whether the gradients of units' parameters are left to `weights`.
     """
     begun.begin(*parts.throughout, parts.before, parts.after)
@@ -160,7 +161,7 @@ def backward(
 
 
 def weights(parts: Parts, turns: Turns, reductions: Reductions | None, begun: Begun) -> None:
-    """What `backward` has left to be done of all micro-batches; reduces as that does."""
+    """Compute all gradients left by `backward`; reduces like `backward`."""
     if reductions is not None and not begun.reduced(parts.after):
         begun.reduce(parts.after, reductions)
     for number in _back_through(parts, reductions, begun):
@@ -171,10 +172,10 @@ def weights(parts: Parts, turns: Turns, reductions: Reductions | None, begun: Be
 def _back_through(
     parts: Parts, reductions: Reductions | None, begun: Begun, *, adds: bool = True
 ) -> Iterator[int]:
-    """The unit calls, last first, each while its parameters are here.
+    """Yield the unit calls, last first, each with its parameters gathered.
 
     Args:
-        adds: whether there will be something in the gradients of its bucket.
+        adds: whether gradients are added to the bucket.
     """
     reduced_after = parts.reduced_after
     for number in reversed(range(parts.last_call + 1)):
@@ -201,11 +202,11 @@ def finish(
     *,
     shared: Sequence[Bucket] = (),
 ) -> None:
-    """Start to reduce what has not been, and wait for all reductions.
+    """Start all remaining reductions, and wait for all.
 
     Args:
-        shared: what these stages have together with others. It is last, in an order that all ranks
-            keep: each has other stages, and by their order ranks would wait for each other.
+        shared: buckets shared with other stages. They come last, in an order equal on all ranks:
+            ranks have different stages, and in the order of stages would wait for each other.
     """
     for parts in stages:
         after = parts.reduced_after

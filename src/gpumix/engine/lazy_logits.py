@@ -1,8 +1,8 @@
-"""Logits that are not made: a tensor that stands for the output of a linear layer.
+"""Lazy logits: a tensor subclass that represents the output of a linear layer.
 
-It follows what models do to their logits before the loss (scale, cap, cast, slice, reshape), and
-hands cross entropy over to be computed in chunks. Asked for anything else it becomes the ordinary
-tensor, by the very operations that the model asked for, so whatever a model does is right.
+It follows the usual operations on logits before the loss (scale, cap, cast, slice, reshape), and
+passes cross-entropy on to be computed in chunks. Any other operation materializes the ordinary
+tensor, by exactly the operations that the model called, so results are always right.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 from gpumix.engine.chunked_loss import LinearCrossEntropy, Operation
 from gpumix.engine.coroutine import ModelError
 
-# What can be answered from shape and dtype alone.
+# Operations answered from shape and dtype alone.
 ANSWERED = {
     *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout")),
     *(getattr(Tensor, name).__get__ for name in ("requires_grad", "is_cuda", "is_sparse")),
@@ -30,9 +30,9 @@ ANSWERED = {
     *(Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex),
     *(Tensor.is_contiguous, Tensor.element_size, Tensor.get_device, torch.numel),
 }  # fmt: skip
-# Functions and methods of tensors by name. Rows stay whole and in order:
+# Names of tensor functions and methods. Rows stay complete and in order:
 RESHAPES = {"view", "reshape", "flatten", "unsqueeze", "squeeze"}
-# Each element becomes one of the same place:
+# Each element maps to an element at the same place:
 ELEMENTWISE = {
     *("mul", "multiply", "div", "divide", "true_divide", "add", "sub", "__rsub__", "neg", "tanh"),
     *("__mul__", "__rmul__", "__truediv__", "__add__", "__radd__", "__sub__", "__neg__", "clone"),
@@ -42,7 +42,7 @@ CASTS = {"float", "double", "half", "bfloat16", "to", "type"}
 
 @dataclass(frozen=True)
 class Cast:
-    """A change of dtype alone."""
+    """A change of dtype."""
 
     dtype: torch.dtype
 
@@ -51,11 +51,11 @@ class Cast:
 
 
 class Family:
-    """All tensors made from one output of one linear layer.
+    """All tensors made from one output of a linear layer.
 
     Args:
-        loss: computes a loss in chunks, from hidden states and what makes the problem of them.
-        fell_back: is told what was asked for that cannot be followed.
+        loss: computes a loss in chunks, from hidden states, weight, bias and a problem's maker.
+        fell_back: called with the name of an unsupported operation.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Family:
         self._fell_back = fell_back
 
     def loss(self, hidden: Tensor, problem: Any) -> Tensor:
-        """The loss of some rows."""
+        """Compute the loss of rows."""
         self._refuse_writes()
         return self._loss(hidden, self.weight, self.bias, problem)
 
@@ -89,7 +89,7 @@ class Family:
             )
 
     def fall_back(self, wanted: str) -> None:
-        """Make all of them ordinary tensors: before what comes, which may write into one."""
+        """Materialize all members, before an operation that may write into a member."""
         if not self.whole:
             if not self.open:
                 raise ModelError(
@@ -109,7 +109,7 @@ class LazyLogits(Tensor):
     """Rows of `linear(hidden, weight, bias)` after `operations`.
 
     Args:
-        make: makes the ordinary tensor, as the model would have.
+        make: computes the ordinary tensor, as the model would.
     """
 
     hidden: Tensor
@@ -147,7 +147,7 @@ class LazyLogits(Tensor):
         return f"LazyLogits(not made, size={tuple(self.shape)}, dtype={self.dtype})"
 
     def made(self) -> Tensor:
-        """The ordinary tensor."""
+        """Return the ordinary tensor, computed on first use."""
         if self._made is None:
             with torch.set_grad_enabled(self.family.gradients):
                 self._made = self._make()
@@ -197,7 +197,7 @@ class LazyLogits(Tensor):
         return family.open and not family.whole and family.gradients == torch.is_grad_enabled()
 
     def _follow(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The result of `func`, not made; None if it cannot be followed."""
+        """Return the lazy result of `func`; None if unsupported."""
         name = getattr(func, "__name__", "")
         alone = args[0] is self and not any(isinstance(a, LazyLogits) for a in args[1:])
         if func is F.cross_entropy and alone:
@@ -269,7 +269,7 @@ class LazyLogits(Tensor):
         def apply(logits: Tensor, convert: Callable[[Any], Any] = lambda a: a) -> Tensor:
             return function(*(logits if i == place else convert(a) for i, a in enumerate(args)))
 
-        # One row tells shape and dtype. (Arithmetic on meta tensors would import for seconds.)
+        # One row determines shape and dtype. (Arithmetic on meta tensors would import for seconds.)
         row = self.hidden.new_zeros((1,) * (self.ndim - 1) + self.shape[-1:], dtype=self.dtype)
         result = apply(row)
         if result.shape != row.shape or not result.is_floating_point():
@@ -317,7 +317,7 @@ class LazyLogits(Tensor):
 
 
 def _without_last_widening(operations: tuple[Operation, ...]) -> tuple[Operation, ...]:
-    """Logarithms are taken in fp32 at least: a cast to it before makes no difference."""
+    """Drop a final cast to fp32 or fp64, because the loss uses fp32 or fp64 anyway."""
     *before, last = operations or (None,)
     exact = (torch.float32, torch.float64)
     if isinstance(last, Cast) and last.dtype in exact:
@@ -328,7 +328,7 @@ def _without_last_widening(operations: tuple[Operation, ...]) -> tuple[Operation
 
 
 def _keeps_rows(index: Any, ndim: int) -> bool:
-    """Whether indexing picks whole rows: it leaves the last of `ndim` dimensions alone."""
+    """Return whether indexing selects full rows, and keeps the last of `ndim` dimensions."""
     parts = index if isinstance(index, tuple) else (index,)
     if not all(isinstance(p, (int, slice, Tensor)) or p is Ellipsis for p in parts):
         return False
@@ -343,12 +343,12 @@ def _keeps_rows(index: Any, ndim: int) -> bool:
 
 
 def _copy(value: Any) -> Any:
-    """An operand as it is now: the model may write into it before the logits are made."""
+    """Copy an operand, because the model may write into it before the logits are computed."""
     return value.clone() if isinstance(value, Tensor) else value
 
 
 def _for_rows(operand: Any) -> Any:
-    """An operand of a tensor of any dimensions for one of two."""
+    """Convert an operand of N-dimensional logits for 2-D logits."""
     return operand.reshape(-1) if isinstance(operand, Tensor) and operand.ndim else operand
 
 

@@ -1,4 +1,4 @@
-"""The end of threads that a rank has beside its main one."""
+"""Shutdown of a rank's background threads."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ LEAVE_S = 5.0
 
 
 def leave_together(threads: Sequence[threading.Thread]) -> None:
-    """Wait for threads that are about to end, but not for ever. One that is in C++ code of torch
-    when the interpreter ends takes the process with it: `terminate called without an active
+    """Wait for threads that are about to end, with a time limit. A thread in C++ code of torch when
+    the interpreter ends takes the process with it: `terminate called without an active
     exception`."""
     deadline = time.monotonic() + LEAVE_S
     for thread in threads:

@@ -1,7 +1,7 @@
-"""The denominator of a loss, read from its autograd graph.
+"""Denominators of losses, read from the autograd graph.
 
-A loss that was reduced is a sum over items divided by a number: of labels, of samples, of elements,
-of class weights. The nodes of the graph have saved that number.
+A reduced loss is a sum over items divided by a number: of labels, of samples, of elements, of class
+weights. The graph's nodes have saved this number.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gpumix.engine.samples import IGNORED_LABEL
 
-# Nodes whose output is their input, cast or in another shape.
+# Nodes whose output is their input, cast or reshaped.
 _UNCHANGED = frozenset(
     (
         "ToCopyBackward0", "ViewBackward0", "ReshapeAliasBackward0", "UnsafeViewBackward0",
@@ -36,7 +36,7 @@ _ELEMENTWISE = frozenset(
 _LIKELIHOOD = frozenset(("NllLossBackward0", "NllLoss2DBackward0"))
 _PRODUCTS = frozenset(("MulBackward0", "MulBackward1"))
 _QUOTIENTS = frozenset(("DivBackward0", "DivBackward1"))
-# Nodes whose output is as long as values say, as of `losses[mask]`.
+# Nodes whose output length depends on values, as in `losses[mask]`.
 _SELECTIONS = frozenset(("IndexBackward0", "MaskedSelectBackward0"))
 _REDUCES = frozenset(("MeanBackward0", "SumBackward0"))
 _CHOICES = frozenset(("WhereBackward0",))
@@ -44,14 +44,14 @@ _NAMELESS = _UNCHANGED | _QUOTIENTS | _CHOICES
 _REDUCED = _LIKELIHOOD | _ELEMENTWISE
 _COARSE = (torch.float16, torch.bfloat16)
 MOST_NODES = 50  # of a graph between a loss and its logits
-MOST_NAMED = 256  # of a graph, whose operations tell its kind
-MOST_TERMS = 4  # of a loss, that are told apart
+MOST_NAMED = 256  # of a graph, whose operations determine its kind
+MOST_TERMS = 4  # of a loss, that are distinguished
 _MEAN, _SUM = 1, 2  # torch's numbers of reductions
 
 
 def ignored_by(loss: Tensor) -> int | None:
-    """The label that functions which make a loss leave out, as cross entropy: one other than -100,
-    if there is any; None if there is no such function."""
+    """Return the label ignored by loss functions in a graph, for example by cross-entropy;
+    preferably not -100. None without a function that ignores labels."""
     found = None
     for node in _nodes(loss, until=_ignored):
         own = _ignored(node)
@@ -62,7 +62,7 @@ def ignored_by(loss: Tensor) -> int | None:
 
 
 def selects_by_values(loss: Tensor) -> bool:
-    """Whether values say how many elements a loss is made of, as where a mask selects them."""
+    """Return whether the number of elements of a loss depends on values, as with a mask."""
     return any(type(node).__name__ in _SELECTIONS for node in _nodes(loss))
 
 
@@ -73,8 +73,8 @@ def _nodes(
     most: int = MOST_NODES,
     nameless: frozenset[str] = frozenset(),
 ) -> Iterator[Any]:
-    """Those of a loss's graph, the nearest `most` beside `nameless` ones, and none behind one of
-    which `until` tells something."""
+    """Yield the nodes of a loss's graph, the nearest `most` plus `nameless` nodes. The search stops
+    at nodes for which `until` is not None."""
     left: deque[Any] = deque([loss.grad_fn])
     seen: set[Any] = set()
     while left and most:
@@ -89,26 +89,26 @@ def _nodes(
 
 
 def _ignored(node: Any) -> int | None:
-    """The label that a node leaves out; None if it is of no such function."""
+    """Return the label ignored by a node; None for nodes of other functions."""
     of_chunks = getattr(node, "ignore_index", None)  # see `ChunkedLoss`
     if type(node).__name__ not in _LIKELIHOOD and of_chunks is None:
         return None
     own = int(node._saved_ignore_index if of_chunks is None else of_chunks)
-    return own - 2**64 * (own >= 2**63)  # torch tells them without a sign
+    return own - 2**64 * (own >= 2**63)  # torch returns it as unsigned
 
 
 def denominators_of(loss: Tensor, *, shapes: bool = True) -> tuple[Tensor, ...]:
-    """The numbers that the terms of a loss are sums divided by: each term times its denominator
-    adds up over items.
+    """Return the denominators of the terms of a loss: each term times its denominator adds up over
+    items.
 
     Args:
         loss: of one element, with its graph.
-        shapes: whether numbers of elements, and of labels, count; else only what other values, and
-            constants, come to.
+        shapes: whether numbers of elements and of labels count; else only factors from other values
+            and from constants.
 
     Returns:
-        float64 tensors without dimensions, on the loss's device, one for each term of a sum; none
-        at all where the graph has a node that this function does not know.
+        float64 scalars on the loss's device, one for each term of a sum; empty if the graph has an
+            unknown node.
     """
     with torch.no_grad():
         found = [_quotient(one.divisor, one.factor) for one in _terms_of(loss, shapes=shapes)]
@@ -116,28 +116,28 @@ def denominators_of(loss: Tensor, *, shapes: bool = True) -> tuple[Tensor, ...]:
 
 
 def is_sum(loss: Tensor) -> bool:
-    """Whether a loss is a sum over items, or of such sums, that nothing is divided by."""
+    """Return whether a loss is a sum over items, or of sums, without a denominator."""
     terms = _terms_of(loss)
     plain = (one.is_sum and isinstance(one.factor, float) and abs(one.factor) == 1 for one in terms)
     return bool(terms) and all(plain)
 
 
 def kind_of(loss: Tensor) -> int:
-    """A number for how a loss is made, the same on every machine and never 0: which operations are
-    at the end of its graph, and how many numbers there are multiplied by 0."""
+    """Return a nonzero number for the composition of a loss, equal on every machine: the operations
+    at the end of its graph, and the number of factors equal to 0."""
     return _kind_of(_telling(loss))
 
 
 def _telling(loss: Tensor) -> list[Any]:
-    """Nodes whose names tell a kind. A loss that was multiplied with its count has the same ones
-    as without: that product is no named one."""
+    """Return nodes whose names determine a kind. A multiplication by the loss's count does not
+    change the kind, since products are nameless."""
     return list(_nodes(loss, most=MOST_NAMED, nameless=_NAMELESS | _PRODUCTS))
 
 
 def kind_and_weight_of(loss: Tensor) -> tuple[int, Tensor | None]:
-    """The kind, and one number, float64 on the loss's device, for what its terms are multiplied
-    with: losses of one kind with unlike numbers are not sums of the same. None of many terms, of
-    coarse factors, and where the graph is not understood."""
+    """Return the kind, and a number for the factors of the terms, float64 on the loss's device.
+    Losses of a kind with unequal numbers are not sums of equal terms. None for many terms, coarse
+    factors, or an unknown graph."""
     nodes = _telling(loss)
     kind, terms = _kind_of(nodes), _terms_of(loss)
     if not 0 < len(terms) <= MOST_TERMS or any(one.is_coarse for one in terms):
@@ -149,7 +149,7 @@ def kind_and_weight_of(loss: Tensor) -> tuple[int, Tensor | None]:
 
 
 def _in_one(numbers: list[_Number]) -> _Number:
-    """One number that tells of all of them: that of each, where they are alike, however many."""
+    """Combine numbers into a single number: their common value, if all are equal."""
     if not numbers:
         return 0.0
     first = numbers[0]
@@ -158,7 +158,7 @@ def _in_one(numbers: list[_Number]) -> _Number:
 
 def _kind_of(nodes: Iterable[Any]) -> int:
     names, zeros = set(), 0
-    beside = False  # of what the whole loss is multiplied with
+    beside = False  # next to a factor of the full loss
     for node in nodes:
         name = type(node).__name__
         if name in _PRODUCTS:
@@ -172,7 +172,7 @@ def _kind_of(nodes: Iterable[Any]) -> int:
 
 
 def _is_by_zero(product: Any) -> bool:
-    """Whether a node multiplies with a number that is 0, as far as the host can see."""
+    """Return whether a node multiplies by 0, as far as the host knows."""
     for name in ("_saved_self", "_saved_other"):
         own = getattr(product, name, None)
         if isinstance(own, Tensor) and (own.numel() != 1 or own.device.type != "cpu"):
@@ -183,22 +183,22 @@ def _is_by_zero(product: Any) -> bool:
 
 
 def _class_weights(node: Any) -> list[Tensor]:
-    """What a loss function multiplies the items of a class with."""
+    """Return the class weights of a loss function."""
     name = type(node).__name__
     of_name = "_saved_weight" if name in _LIKELIHOOD else "_saved_pos_weight"
     own = getattr(node, of_name, None) if name in _REDUCED else None
     return [] if own is None or own.dtype in _COARSE else [own.detach()]
 
 
-_Number = float | Tensor  # a tensor of a GPU, which nothing is to wait for
+_Number = float | Tensor  # a tensor may be on a GPU, and is never waited for
 
 
 class _Term(NamedTuple):
-    """One of the terms of a loss: a sum, divided by one number and multiplied with another one.
+    """A term of a loss: a sum, divided by a divisor and multiplied by a factor.
 
     Attributes:
-        is_coarse: whether a factor has few digits.
-        is_sum: whether what reduces it divides by nothing.
+        is_coarse: whether a factor has a dtype of few digits.
+        is_sum: whether its reduction divides by nothing.
     """
 
     divisor: _Number
@@ -208,7 +208,7 @@ class _Term(NamedTuple):
 
 
 def _terms_of(loss: Tensor, *, shapes: bool = True) -> list[_Term]:
-    """None at all where the graph is not understood."""
+    """Return the terms of a loss; empty if the graph has an unknown node."""
     if loss.grad_fn is None or loss.numel() != 1:
         return []
     with torch.no_grad():
@@ -218,11 +218,12 @@ def _terms_of(loss: Tensor, *, shapes: bool = True) -> list[_Term]:
 
 
 def _terms(node: Any, factor: _Number, shapes: bool, is_coarse: bool) -> list[_Term | None]:
-    """
+    """Return the terms below a node; None for an unknown term.
+
     Args:
         node: None: a constant.
-        factor: what the node's output is multiplied with on its way to the loss.
-        is_coarse: whether some part of it has few digits.
+        factor: product of the factors between the node's output and the loss.
+        is_coarse: whether one of these factors has few digits.
     """
     if node is None:
         return []
@@ -254,7 +255,7 @@ def _terms(node: Any, factor: _Number, shapes: bool, is_coarse: bool) -> list[_T
 def _of_product(
     node: Any, factor: _Number, shapes: bool, is_coarse: bool, *, divides: bool
 ) -> list[_Term | None]:
-    """Of a product with a constant, or a quotient by one."""
+    """Return the terms of a product with a constant, or of a quotient by a constant."""
     places = [place for place, (n, _) in enumerate(node.next_functions) if n is not None]
     if len(places) != 1 or (divides and places != [0]):
         return [None]
@@ -268,12 +269,12 @@ def _of_product(
 
 
 def _is_of_one(node: Any, name: str) -> bool:
-    """Whether a node reduces a tensor without dimensions, which it leaves as it is."""
+    """Return whether a node reduces a 0-dimensional tensor, which is a no-op."""
     return name in _REDUCES and not len(node._saved_self_sym_sizes)
 
 
 def _is_of_losses(node: Any, name: str) -> bool:
-    """Whether a node reduces numbers that were stacked, as several losses are: no items."""
+    """Return whether a node reduces stacked numbers, such as several losses, instead of items."""
     if name not in _REDUCES or len(node._saved_self_sym_sizes) != 1:
         return False
     inner = node.next_functions[0][0]
@@ -285,13 +286,12 @@ def _is_of_losses(node: Any, name: str) -> bool:
 
 
 def _is_weighted(node: Any, name: str) -> bool:
-    """Whether the denominator of a node that reduces goes by more than numbers of elements and
-    labels: by weights of classes."""
+    """Return whether a node's denominator uses class weights, not only numbers of labels."""
     return name in _LIKELIHOOD and node._saved_weight is not None
 
 
 def _own_count(node: Any, name: str) -> _Number | None:
-    """What a node that reduces divides by: 1 where it is a sum."""
+    """Return the denominator of a reducing node: 1 for a sum."""
     reduction = getattr(node, "_saved_reduction", None)
     if _sums(node, name):
         return 1.0
@@ -311,10 +311,10 @@ def _sums(node: Any, name: str) -> bool:
 
 
 def _number(value: Any) -> _Number:
-    """Of one element."""
+    """Convert a value of one element."""
     if not isinstance(value, Tensor):
         return float(value)
-    # Numbers of Python, which graphs keep as tensors, are none to modes that see operations.
+    # Python numbers, which graphs keep as tensors, are invisible to modes that watch operations.
     with torch.no_grad():
         made = torch.zeros((), dtype=torch.float64, device=value.device) + value
     made = made.reshape(())
@@ -322,7 +322,7 @@ def _number(value: Any) -> _Number:
 
 
 def _quotient(one: _Number, other: _Number) -> _Number:
-    """As tensors divide."""
+    """Divide like tensors."""
     if isinstance(other, Tensor) or other:
         return one / other
     return one * math.inf

@@ -1,9 +1,9 @@
-"""Whether the losses of later steps are made as those that the rehearsal has seen.
+"""Watch on later steps: detects losses composed unlike the rehearsed losses.
 
-A loss may change while training goes on: a term begins after a warm-up, some batches take another
-branch, a number that it divides by differs between micro-batches. So every micro-batch's loss is
-looked at: which operations are at the end of its graph, and what its terms are multiplied with.
-Ranks tell each other in the exchange of losses that each step has, so nothing waits for it.
+A loss may change during training: a term starts after a warm-up, some batches take another branch,
+a denominator differs between micro-batches. So every micro-batch's loss is inspected: the
+operations at the end of its graph and the factors of its terms. Ranks share the findings in the
+exchange of losses of each step, so nothing waits.
 """
 
 from __future__ import annotations
@@ -21,25 +21,24 @@ from gpumix.engine.exchanged import Exchanged, Makeup
 from gpumix.engine.loss_graph import kind_and_weight_of
 from gpumix.engine.reading import Reading
 
-MOST_DOUBTS = 16  # kinds of losses that are rehearsed, after the first ones
-# Behind so many steps a rehearsal is held in any case, with a whole micro-batch: samples may be
-# coupled where they are many, and a term may grow from nothing.
+MOST_DOUBTS = 16  # kinds of losses rehearsed after the first rehearsal
+# Steps after which a rehearsal runs in any case, with a full micro-batch: coupling may need many
+# samples, and a term may grow from 0.
 AGAIN = tuple(16**power for power in range(1, 7))
-TOLERANCE = 1e-4  # of what terms are multiplied with
+TOLERANCE = 1e-4  # relative, of the factors of terms
 
 
 @dataclass(frozen=True)
 class Doubt:
-    """Of one step, what ranks have seen.
+    """Findings of all ranks in a step.
 
     Attributes:
         step: its number, counted from 1.
-        kinds: of losses that no rehearsal has seen.
-        unlike: what terms were multiplied with in two micro-batches, beside their counts, if that
-            was not the same.
-        by_one: whether a loss was divided by 1: it may be that a number is taken for 1 at least,
-            and there was nothing to count.
-        of_one: this rank's micro-batches with such a loss.
+        kinds: kinds of losses that no rehearsal has seen.
+        unlike: factors of terms in two micro-batches, apart from counts, if unequal.
+        by_one: whether a loss was divided by 1. Its denominator may be clamped to 1, with nothing
+            to count.
+        of_one: this rank's micro-batches with a denominator of 1.
     """
 
     step: int
@@ -53,16 +52,15 @@ class Doubt:
 
 
 class LossWatch:
-    """What one rank sees of losses.
+    """A rank's watch on losses.
 
     Attributes:
-        doubts: those that were read, the first one first; the same on all ranks.
+        doubts: doubts read so far, oldest first; equal on all ranks.
 
     Args:
-        known: kinds of losses that the rehearsal has seen.
-        late: how many steps may be given before what was told in one is read, the same on all
-            ranks.
-        by_values: whether counts are read from graphs, and are no numbers of labels.
+        known: kinds of losses seen in the rehearsal.
+        late: number of steps after which a step's findings are read, equal on all ranks.
+        by_values: whether counts are read from graphs, and are not numbers of labels.
     """
 
     def __init__(
@@ -83,9 +81,10 @@ class LossWatch:
         self._ones: list[tuple[Tensor, Any]] = []  # whether a count is 1, and the micro-batch
 
     def see(self, summed: Tensor, count: Tensor, batch: Any) -> None:
-        """
+        """Inspect the loss of a micro-batch.
+
         Args:
-            summed, count: what an objective has come to for a micro-batch.
+            summed, count: the objective's result.
         """
         kind, weight = kind_and_weight_of(summed)
         self._kinds.add(kind)
@@ -101,7 +100,7 @@ class LossWatch:
                 self._ones.append((counted == 1, batch))
 
     def take(self) -> Makeup:
-        """What this rank tells of the step that ends."""
+        """Return this rank's findings of the ending step, and reset."""
         [kind] = self._kinds if len(self._kinds) == 1 else (0,)
         new, _ = self._doubted
         self._last_ones = self._ones
@@ -112,11 +111,11 @@ class LossWatch:
         return told
 
     def note(self, step: int, table: Tensor) -> None:
-        """A step, counted from 1, was given to the device; `table` is what all ranks tell in it."""
+        """Record the table of all ranks' findings for a step, counted from 1."""
         self._told.append((step, Reading([table]), self._last_ones))
 
     def read(self, *, all_of_them: bool = False) -> None:
-        """What was told in the steps whose time has come."""
+        """Read the findings of steps that are due."""
         while len(self._told) > (0 if all_of_them else self._late):
             step, reading, ones = self._told.popleft()
             [table] = reading.tensors()
@@ -128,15 +127,15 @@ class LossWatch:
                 self.doubts.append(doubt)
 
     def kept(self, kind: int) -> Any:
-        """This rank's micro-batch whose loss is of a kind that no rehearsal has seen, if any."""
+        """Return this rank's micro-batch with an unrehearsed kind of loss, if any."""
         doubted, batch = self._doubted
         return batch if doubted == kind else None
 
     def learn(self, kinds: Sequence[int], settled: int = 0) -> None:
-        """The losses of these kinds add up. All ranks learn the same.
+        """Mark kinds of losses as adding up; equal on all ranks.
 
         Args:
-            settled: a kind that was rehearsed; of losses that were nothing it is not known yet.
+            settled: the rehearsed kind; it stays unknown if its losses were 0.
         """
         self._known.update(kinds)
         self._left = max(0, self._left - 1)
@@ -146,13 +145,12 @@ class LossWatch:
         self.doubts = deque(filter(None, left))
 
     def _new(self, kinds: Iterable[float]) -> list[int]:
-        """Those that nobody knows."""
+        """Return the unknown kinds."""
         return sorted(set(map(int, kinds)) - {0} - self._known)
 
 
 def _unlike(makeups: Sequence[Makeup]) -> tuple[float, float] | None:
-    """Of the ranks whose losses are all of one kind: the least and the greatest weight, if they
-    differ."""
+    """Return the least and greatest weight of ranks with a single kind, if unequal."""
     by_kind: dict[float, list[float]] = {}
     for one in makeups:
         if one.kind:

@@ -1,4 +1,4 @@
-"""One micro-batch on its way through a stage, from unit call to unit call and back."""
+"""A micro-batch's pass through a pipeline stage, from unit call to unit call and back."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ Loss = tuple[torch.Tensor, torch.Tensor]
 
 
 class Entry(Protocol):
-    """How a micro-batch comes to the first unit call of its stage."""
+    """Source of earlier stages' outputs for a micro-batch."""
 
     def returned(self, call: UnitCall) -> Any:
-        """What the next call, of an earlier stage, has returned there."""
+        """Return the result of the next call, computed in an earlier stage."""
 
 
 class MicroBatch:
-    """One micro-batch that stops at every unit. It may leave out units of a plan of one stage, as
-    LayerDrop does at random: then it waits while others are computed.
+    """A micro-batch that stops at every unit. With a plan of one stage, units may be skipped, as
+    LayerDrop does at random; a skipping micro-batch waits while units run for the rest.
 
     Args:
         compute_loss: runs the model and returns (summed loss, count).
-        calls: names of the stage's units in the order in which the model must call them; calls are
-            numbered from 0 here.
+        calls: names of the stage's units in the order of the model's calls; calls are numbered from
+            0 here.
         earlier: calls of earlier stages.
-        entry: gives what those returned.
-        sends: by call, places of the outputs that later stages take; then they are in `sent`.
-        keeps: whether the graph of a unit call is kept, by its number; else it is recomputed.
-        host: where what calls are recomputed from is kept; None: on the device.
+        entry: returns the results of earlier calls.
+        sends: for each call, places of the outputs sent to later stages, which are put into `sent`.
+        keeps: whether the graph of a unit call, given by number, is kept instead of recomputed.
+        host: where inputs for the recompute are kept; None: on the device.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class MicroBatch:
         self._cuts: list[Cut | None] = []
         self._at: UnitCall | Finished | None = None
         self._outputs: Any = None
-        self._is_left_out = False  # the call that is under way
+        self._is_left_out = False  # whether the model skips the current call
 
     def start(self) -> None:
         """Run the code before the stage's first unit."""
@@ -82,7 +82,7 @@ class MicroBatch:
             self._resume(2 * number + 2, self._entry.returned(self._called(number, name)))
 
     def forward(self, number: int, unit: ShardedUnit, *, keep: bool) -> None:
-        """Run unit call `number`; `keep` what its backward needs."""
+        """Run unit call `number`; `keep`: for backward."""
         if self._leaves_out(number):
             self._is_left_out = True
             if keep:
@@ -108,7 +108,7 @@ class MicroBatch:
         cut.sent = []
 
     def _leaves_out(self, number: int) -> bool:
-        """Whether the model has gone past unit call `number` without it."""
+        """Return whether the model has passed unit call `number` without calling it."""
         if self._entry is not None:  # stages wait for each other's outputs
             return False
         if isinstance(self._at, UnitCall):
@@ -116,7 +116,7 @@ class MicroBatch:
         return isinstance(self._at, Finished)
 
     def _called(self, number: int, name: str) -> UnitCall:
-        """The call that the model has stopped at, which must be call `number` of all, of `name`."""
+        """Return the current call, which must be call `number` of all, to unit `name`."""
         call = self._at
         if not isinstance(call, UnitCall) or call.unit != name:
             called = call.unit if isinstance(call, UnitCall) else ""
@@ -124,7 +124,7 @@ class MicroBatch:
         return call
 
     def resume(self, number: int) -> None:
-        """Go on after unit call `number` to the next unit call, or to the end."""
+        """Continue after unit call `number`, to the next unit call or the end."""
         if self._is_left_out:
             self._is_left_out = False
             return
@@ -132,7 +132,7 @@ class MicroBatch:
         self._resume(2 * (len(self._earlier) + number) + 2, outputs)
 
     def finish(self) -> Loss:
-        """(summed loss, count) of a micro-batch that has come to its end."""
+        """Return (summed loss, count) of the finished micro-batch."""
         if not isinstance(self._at, Finished):
             assert self._at is not None
             calls = [*self._earlier, *self._calls]
@@ -143,30 +143,30 @@ class MicroBatch:
         return loss, count
 
     def backward_loss(self, loss: torch.Tensor) -> None:
-        """Backward from the loss to the last unit's outputs."""
+        """Run backward from the loss to the last unit's outputs."""
         refuse_detached(loss)
         self._glue.backward_loss(loss)
 
     def expect_gradients(self) -> None:
-        """There is no loss in this stage; `add_gradient` comes in its place."""
+        """Prepare for `add_gradient` instead of a loss, in stages without a loss."""
         self._glue.all_used()
         self._outputs = None
         self._coroutine.close()
 
     def add_gradient(self, number: int, place: int, gradient: torch.Tensor) -> None:
-        """Of what unit call `number` returns at `place`, from a later stage."""
+        """Add the gradient of output `place` of unit call `number`, received from a later stage."""
         cut = self._cuts[number]
         if cut is not None:
             cut.add_gradient(place, gradient)
 
     def prefetch(self, number: int) -> None:
-        """Backward through unit call `number` comes soon."""
+        """Prefetch for backward through unit call `number`."""
         cut = self._cuts[number]
         if cut is not None:
             cut.prefetch()
 
     def backward(self, number: int, *, splits: bool = False) -> None:
-        """Backward through unit call `number` and the code before it; with `splits`, the gradients
+        """Run backward through unit call `number` and the code before it. With `splits`, gradients
         of a kept graph's parameters are left to `backward_weights`."""
         cut, self._cuts[number] = self._cuts[number], None
         if cut is not None:
@@ -175,7 +175,7 @@ class MicroBatch:
                 self._weights[number] = cut.weights
 
     def backward_weights(self, number: int) -> None:
-        """What `backward` has left."""
+        """Compute the gradients left by `backward`."""
         weights = self._weights.pop(number, None)
         if weights is not None:
             weights.backward()
@@ -198,8 +198,8 @@ class MicroBatch:
 
 
 def kept_by(worker: Worker, calls: int, place: int, batches: int) -> Callable[[int], bool]:
-    """Whether the micro-batch at `place` of `batches` keeps the graph of a call: the pairs of
-    call and micro-batch that come last in the forward pass do, as many as the plan says."""
+    """Return a function of a call: whether the micro-batch at `place` of `batches` keeps its graph.
+    Kept are the last pairs of call and micro-batch in forward order, as many as planned."""
     if not worker.mode.recompute:
         return lambda number: True
     first = calls * batches - worker.kept_graphs
@@ -207,7 +207,7 @@ def kept_by(worker: Worker, calls: int, place: int, batches: int) -> Callable[[i
 
 
 def refuse_detached(loss: torch.Tensor) -> None:
-    """Raise a ModelError if there is nothing to differentiate."""
+    """Raise a ModelError if the loss needs no gradient."""
     if not loss.requires_grad:
         raise ModelError(
             "the loss does not depend on any parameter that is trained",
@@ -217,13 +217,13 @@ def refuse_detached(loss: torch.Tensor) -> None:
 
 
 def goes_past(calls: Sequence[str], number: int, called: str) -> bool:
-    """Whether a model that calls a unit instead of call `number` has only left out some."""
+    """Return whether the model, calling `called` instead of call `number`, only skips units."""
     return called != calls[number] and called in calls[number + 1 :]
 
 
 def out_of_order(calls: Sequence[str], number: int, called: str) -> ModelError:
-    """The error of a model that makes another unit call than the plan's: `called` ("" for none) as
-    call `number`, counted from 0."""
+    """Return the error of a model that calls `called` ("" for none) as call `number`, from 0,
+    unlike the plan."""
     wanted = "the loss was to come"
     if number < len(calls):
         wanted = f"unit '{calls[number]}' was to be called as call {number + 1} of {len(calls)}"
@@ -241,7 +241,7 @@ def out_of_order(calls: Sequence[str], number: int, called: str) -> ModelError:
 
 @contextmanager
 def closing(batches: Sequence[MicroBatch]) -> Iterator[None]:
-    """All of them are closed at the end, however it comes."""
+    """Close all micro-batches on exit, also after errors."""
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
-"""The loss of a model on a micro-batch, as a sum and a count.
+"""Objectives: the loss of a model on a micro-batch, as a sum and a count.
 
-Sums add up over micro-batches and ranks, means do not: a step's loss is the sum of all losses over
-the *global* count, whatever the plan.
+Sums add up over micro-batches and ranks, means do not. A step's loss is the sum of all losses over
+the *global* count, for any plan.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from gpumix.engine.reduction import (
 
 
 def objective_of(model: nn.Module, rule: Rule | None = None) -> Reduces:
-    """The objective for a model: `transformers` models return a reduced loss, any other model
-    either such a loss or (summed loss, count).
+    """Return the objective of a model. `transformers` models return a reduced loss, other models a
+    reduced loss or (summed loss, count).
 
     Args:
-        rule: by which the losses of micro-batches add up, if that is known.
+        rule: the rule by which losses of micro-batches add up, if known.
     """
     if hasattr(model, "loss_function"):
         return ReducedLoss(loss_by_model, integer_labels, rule=rule, may_trim=True)
@@ -44,10 +44,10 @@ def objective_of(model: nn.Module, rule: Rule | None = None) -> Reduces:
 def loss_by_model(
     model: nn.Module, batch: Any, labels: Mapping[str, Tensor], count: Tensor | None
 ) -> Tensor:
-    """The loss that a `transformers` model computes from the labels in a batch.
+    """Compute the loss of a `transformers` model from the labels in a batch.
 
     Args:
-        labels: to be used instead of the batch's own.
+        labels: replace the batch's own.
     """
     if not isinstance(batch, Mapping) or "labels" not in batch:
         raise ModelError(
@@ -60,19 +60,19 @@ def loss_by_model(
 
 
 class ReturnedLoss(ReducedLoss):
-    """The loss that a model's forward returns: (summed loss, count), or a reduced loss, alone, in a
-    tuple beside tensors such as logits, in a mapping, or as an attribute named `loss`."""
+    """Loss returned by a model's forward: (summed loss, count), or a reduced loss, alone, in a
+    tuple with tensors such as logits, in a mapping, or as an attribute `loss`."""
 
     def __init__(self, rule: Rule | None = None) -> None:
         super().__init__(_reduced, integer_labels, rule=rule)
-        self._is_summed: bool | None = None  # as the last forward showed
+        self._is_summed: bool | None = None  # as seen in the last forward
 
     def __call__(
         self, model: nn.Module, batch: Any, compute: Compute | None = None
     ) -> tuple[Tensor, Tensor]:
         if self.rule not in (None, TOLD):
             return super().__call__(model, batch, compute)
-        # Without a rule the batch is not cut: whatever a mean is taken over, samples do.
+        # Without a rule the batch is not cut, so samples can replace any denominator of a mean.
         samples = self.count(batch, SAMPLES)
         upstream = samples if self._is_summed is False else torch.ones_like(samples)
         with expected_gradient(upstream) as expected:
@@ -80,7 +80,7 @@ class ReturnedLoss(ReducedLoss):
             loss, is_summed = _loss_in(model, result), _is_summed(result)
             if is_summed or self._is_summed is False:
                 expected.settle(loss)
-            else:  # this first time nobody knew
+            else:  # unknown in the first forward
                 expected.give_up()
         if self._is_summed not in (None, is_summed):
             raise _unlike_before(model)
@@ -107,7 +107,7 @@ class ReturnedLoss(ReducedLoss):
 def _reduced(
     model: nn.Module, batch: Any, labels: Mapping[str, Tensor], count: Tensor | None
 ) -> Tensor:
-    """The reduced loss that a forward returns."""
+    """Return the reduced loss of a forward."""
     if labels:
         batch = {**batch, **labels}
     result = _forward(model, batch)
@@ -130,7 +130,7 @@ def _forward(model: nn.Module, batch: Any) -> Any:
 
 
 def _is_summed(result: Any) -> bool:
-    """Whether it is (summed loss, count)."""
+    """Return whether a result is (summed loss, count)."""
     if not isinstance(result, tuple) or len(result) != 2 or not torch.is_tensor(result[0]):
         return False
     count = result[1]
@@ -139,9 +139,10 @@ def _is_summed(result: Any) -> bool:
 
 
 def _loss_in(model: nn.Module, result: Any) -> Tensor:
-    """
+    """Return the loss in a forward's result.
+
     Raises:
-        ModelError: there is no loss in it, or nobody can tell which one it is.
+        ModelError: there is no loss, or it is ambiguous.
     """
     if _is_summed(result):
         return result[0]  # type: ignore[no-any-return]

@@ -1,8 +1,8 @@
-"""A sharded model outside of the steps of its engine: called, read, saved, made plain again.
+"""A sharded model outside of its engine's steps: calls, reads, saves and unsharding.
 
-Between two steps a rank that has all of the masters holds an ordinary model, whose parameters are
-these. Where state is divided, the model is called by gathering block after block, and its weights
-are read inside of `whole`, which all ranks enter.
+Between two steps, a rank with all of the masters has an ordinary model with these parameters. If
+state is sharded, calls gather block after block, and weights are read inside of `whole`, which all
+ranks enter.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _of_models: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OutsideSteps]] = (
 
 
 class ByBlocks(ShardedModel):
-    """An engine whose model may be called between two steps, gathered block after block."""
+    """An engine whose model may be called between two steps, with one block gathered at a time."""
 
     plan: Plan
     places: Sequence[Place]
@@ -45,24 +45,24 @@ class ByBlocks(ShardedModel):
 
     @abstractmethod
     def look_back(self) -> None:
-        """See whether the losses of the last steps added up. Collective."""
+        """Check that the losses of the last steps added up. Collective."""
 
     @property
     def unit_names(self) -> Sequence[str]:
-        """Of all units, whoever computes them."""
+        """Names of all units, on any rank."""
         return self._inventory.unit_names
 
     @property
     def can_be_called(self) -> bool:
-        """Whether a rank computes all of the model, whose parameters come to it."""
+        """True if each rank can compute the full model with gathered parameters."""
         return not self.places and not self.plan.in_teams
 
     @contextmanager
     def gathered_unit(self, name: str) -> Iterator[None]:
-        """Inside, a unit has its parameters, outside of a step. Collective.
+        """Gather a unit's parameters in the body, outside of a step. Collective.
 
         Raises:
-            ModelError: by this plan no rank computes all of the model.
+            ModelError: by this plan no rank computes the full model.
         """
         self._refuse_stages()
         bucket = self._parts.units[name].bucket
@@ -73,17 +73,17 @@ class ByBlocks(ShardedModel):
             bucket.leave()
 
     def gather_root(self) -> None:
-        """Gather what lies outside of the units, outside of a step. Collective.
+        """Gather the parameters outside of the units, outside of a step. Collective.
 
         Raises:
-            ModelError: by this plan no rank computes all of the model.
+            ModelError: by this plan no rank computes the full model.
         """
         self._refuse_stages()
         for bucket in self._root_buckets:
             bucket.gathered()
 
     def leave_root(self) -> None:
-        """The end of what `gather_root` has begun."""
+        """Release the parameters of `gather_root`."""
         for bucket in self._root_buckets:
             bucket.leave()
 
@@ -105,16 +105,17 @@ class ByBlocks(ShardedModel):
 
 
 class OutsideSteps:
-    """What happens to a model that an engine has sharded while no step is under way.
+    """Behavior of a sharded model while no step is under way.
 
-    The model leads here, and the engine: neither is held, so that their memory is free as soon as
-    nobody else holds them. A model that is whole outlives its engine.
+    The model references this object, and so does the engine. It references both weakly, so that
+    their memory is freed as soon as nothing else references them. An unsharded model outlives its
+    engine.
 
     Attributes:
         in_step: whether the engine runs the model.
 
     Args:
-        forwards: of units, from before their calls stopped, where these are not their classes'.
+        forwards: units' original forwards, where these are not their classes'.
     """
 
     def __init__(self, engine: ByBlocks, forwards: Mapping[str, Forward]) -> None:
@@ -143,9 +144,10 @@ class OutsideSteps:
 
     @property
     def _engine(self) -> ByBlocks:
-        """
+        """The engine.
+
         Raises:
-            ModelError: there is none any more, and with it a part of the weights is gone.
+            ModelError: the engine is gone, and with it a part of the weights.
         """
         engine = self._of_engine()
         if engine is None:
@@ -157,7 +159,7 @@ class OutsideSteps:
         return engine
 
     def __call__(self, unit: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a unit returns that is called outside of a step. Collective where state is divided.
+        """Compute a unit called outside of a step. Collective if state is sharded.
 
         Raises:
             ModelError: the plan has stages or teams.
@@ -169,14 +171,14 @@ class OutsideSteps:
             return forward(*args, **kwargs)
 
     def _forward_of(self, unit: str) -> Forward:
-        """A unit's own one, which does not stop."""
+        """Return a unit's original forward, which does not stop."""
         if unit in self._forwards:
             return self._forwards[unit]
         module = self._model.get_submodule(unit)
         return partial(type(module).forward, module)
 
     def _unshard_before(self, model: nn.Module, name: str) -> None:
-        """Let a method of the model, if it has it, find an ordinary one."""
+        """Make a method of the model, if present, unshard the model first."""
         if getattr(model, name, None) is None:
             return
         of_model = weakref.ref(model)
@@ -192,7 +194,7 @@ class OutsideSteps:
 
     @property
     def is_frozen_otherwise(self) -> bool:
-        """Whether its user has frozen or thawed parameters since the model was sharded."""
+        """True if the user has frozen or thawed parameters since the model was sharded."""
         return any(
             registered[name].requires_grad is not self._stored[own].trained
             for registered, name, own in self._places()
@@ -200,11 +202,11 @@ class OutsideSteps:
 
     @property
     def can_be_called(self) -> bool:
-        """Whether a rank computes all of the model."""
+        """True if each rank can compute the full model."""
         return self._engine.can_be_called
 
     def _watch_calls(self, model: nn.Module) -> None:
-        """Gather what lies outside of the blocks whenever the model is called or generates."""
+        """Gather parameters outside of the blocks whenever the model is called or generates."""
         before = model.register_forward_pre_hook(lambda *_: self._come())
         after = model.register_forward_hook(lambda *_: self._leave(), always_call=True)
         self._undo.callback(before.remove)
@@ -213,7 +215,7 @@ class OutsideSteps:
             return
         generate: Any = getattr(type(model), "generate", None)
         known = inspect.signature(generate).parameters if generate is not None else {}
-        # Ranks whose samples end early go on with the others: each block is gathered by all.
+        # Ranks whose samples end early continue: each block is gathered by all ranks.
         is_told = SYNCHRONISED in known or hasattr(model, "peft_config")
 
         def generate_together(*args: Any, **kwargs: Any) -> Any:
@@ -232,9 +234,10 @@ class OutsideSteps:
         self._undo.callback(lambda: vars(self._model).pop("generate", None))
 
     def begin_step(self) -> None:
-        """
+        """Begin a step.
+
         Raises:
-            InputError: the model is whole.
+            InputError: the model is unsharded by `whole`.
         """
         if self._is_whole:
             raise InputError(
@@ -259,15 +262,15 @@ class OutsideSteps:
             self._engine.leave_root()
 
     def at_end(self, act: Callable[[], object]) -> None:
-        """Do so when the model becomes an ordinary one."""
+        """Run `act` when the model is unsharded for good."""
         self._undo.callback(act)
 
-    # -- whole -------------------------------------------------------------------------------------
+    # -- unsharding --------------------------------------------------------------------------------
 
     @contextmanager
     def whole(self) -> Iterator[nn.Module]:
-        """Inside, the model is an ordinary one with all of its weights. What is changed of them, on
-        all ranks alike, is in the sharded model afterwards. Collective."""
+        """Make the model an ordinary one with all weights in the body. Changes of weights, equal on
+        all ranks, are written to the sharded model afterwards. Collective."""
         if self._is_whole or (self._of_engine() is None and self._always_whole):
             yield self._model
             return
@@ -290,8 +293,7 @@ class OutsideSteps:
             self._engine.load_state_dict(changed, strict=False)
 
     def dissolve(self, *, everywhere: bool) -> None:
-        """Make the model an ordinary one for good; its engine is at its end. Collective. See
-        `unshard`."""
+        """Unshard the model for good and end its engine. Collective. See `unshard`."""
         model, engine = self._model, self._of_engine()
         if engine is not None:
             engine.look_back()
@@ -320,7 +322,7 @@ class OutsideSteps:
             engine.end("its model is an ordinary one again")
 
     def _keep_buffers_beside(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Where the parameters are."""
+        """Move buffers to the parameters' device."""
         device = next((parameter.device for parameter in parameters.values()), None)
         if device is None or device.type == "meta":
             return
@@ -329,7 +331,7 @@ class OutsideSteps:
                 module._buffers[name] = None if buffer is None else buffer.to(device)
 
     def _plain_calls(self) -> ExitStack:
-        """Inside, units run as they did before their calls stopped."""
+        """Restore the original forwards of units until the returned stack closes."""
         stack = ExitStack()
         for name in self._units:
             module = self._model.get_submodule(name)
@@ -339,7 +341,7 @@ class OutsideSteps:
         return stack
 
     def _places(self) -> list[tuple[dict[str, Any], str, str]]:
-        """Where modules register parameters: by which name, and the name of the piece."""
+        """Return the module dicts of all parameters, each with attribute name and piece name."""
         found = []
         for name, own in self._names.items():
             path, _, attribute = name.rpartition(".")
@@ -349,8 +351,8 @@ class OutsideSteps:
     def _whole_parameters(
         self, *, on_host: bool = False, everywhere: bool = True
     ) -> dict[str, nn.Parameter]:
-        """All weights, in the dtypes that they were given in; on the host of a rank that has not
-        all of them anyway, if so asked, or on that of the first rank alone."""
+        """Return all weights in their original dtypes. With `on_host`, on the host of ranks that
+        store only a part; without `everywhere`, on the first rank only."""
         engine = self._engine
         values = engine.state_dict(rank0_only=not everywhere)
         at_host = on_host and not self._always_whole
@@ -369,15 +371,15 @@ class OutsideSteps:
 
 
 def outside_of(model: nn.Module) -> OutsideSteps | None:
-    """That of a model which an engine has sharded; None for an ordinary one."""
+    """Return the `OutsideSteps` of a sharded model; None for an ordinary model."""
     found = _of_models.get(model)
     return None if found is None else found()
 
 
 @contextmanager
 def whole(model: nn.Module) -> Iterator[nn.Module]:
-    """Inside, a model that was sharded is an ordinary one with all of its weights: to be called,
-    read, saved or changed. All ranks enter it, and each has room for all of the model.
+    """Make a sharded model an ordinary one with all weights in the body: to be called, read, saved
+    or changed. All ranks enter it, and each needs memory for the full model.
 
         with gpumix.whole(model):
             print(model.lm_head.weight.norm())
@@ -399,14 +401,13 @@ def whole(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def unshard(model: nn.Module, *, everywhere: bool = True) -> None:
-    """Make a model that was sharded an ordinary one again. All ranks call it; nothing happens to a
-    model that is not sharded.
+    """Make a sharded model an ordinary model again. All ranks call it; nothing happens to an
+    unsharded model.
 
-    A rank that had all of the weights on its device has them there. Else they are in the memory of
-    its host.
+    Weights are on the device of a rank that had all of them there, otherwise in host memory.
 
     Args:
-        everywhere: or on the first rank alone: elsewhere the parameters have no values (`meta`).
+        everywhere: if False, only the first rank gets values; elsewhere parameters are on `meta`.
     """
     outside = outside_of(model)
     if outside is not None:

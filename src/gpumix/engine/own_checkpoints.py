@@ -1,8 +1,8 @@
 """Activation checkpointing by a model's own code: `torch.utils.checkpoint.checkpoint(block, x)`.
 
-While a plan runs the model, the plan decides which blocks are computed again. The model's own
-`checkpoint` then only computes: to recompute twice would be slow, and the second run would call the
-block once more than the plan knows.
+While the engine runs a model, the plan decides which blocks are recomputed, and the model's own
+`checkpoint` only calls its function. A double recompute would be slow, and would call the block
+once more than planned.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.utils import checkpoint as library
 
-# What `checkpoint` calls around the function, of either kind.
+# Internals that `checkpoint` calls around the function, for either kind.
 _AROUND, _REENTRANT = "_checkpoint_without_reentrant_generator", "CheckpointFunction"
 
 
@@ -22,7 +22,7 @@ def _nothing_around(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 class _Computes:
-    """In the place of the function of autograd that computes again."""
+    """Replaces the autograd function that recomputes."""
 
     @staticmethod
     def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
@@ -31,7 +31,7 @@ class _Computes:
 
 @contextmanager
 def taken_over() -> Iterator[None]:
-    """Inside, `torch.utils.checkpoint.checkpoint` calls its function as it is."""
+    """Make `torch.utils.checkpoint.checkpoint` call its function directly, in the body."""
     before = vars(library)[_AROUND], vars(library)[_REENTRANT]
     vars(library).update({_AROUND: _nothing_around, _REENTRANT: _Computes})
     try:

@@ -1,7 +1,7 @@
-"""A sharded model: its units, and the buckets that their parameters lie in.
+"""Sharded models: units, and buckets of parameters.
 
-Which memory a bucket gets is decided here, once: at ZeRO stage 3 buckets that are never gathered at
-the same time take turns in one slot, and so do gradient buffers at stages 2 and 3 (`cost.slots`).
+The memory of each bucket is decided here, once. At ZeRO stage 3, buckets that are never gathered
+simultaneously share a slot in turn, and so do gradient buffers at stages 2 and 3 (`cost.slots`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ IN_USE = BucketUses(gathered=ALWAYS, gradient=ALWAYS)  # throughout
 
 
 class ShardedUnit:
-    """A unit to compute. Its `forward` is the module's own; its parameters lie in `bucket`."""
+    """A unit to compute, with the module's own `forward` and parameters in `bucket`."""
 
     def __init__(self, unit: Unit, bucket: Bucket) -> None:
         self.name = unit.name
@@ -48,12 +48,12 @@ class ShardedUnit:
         self.positions = unit.positions
         self.bucket = bucket
         self.with_buffers = [module for module in unit.module.modules() if module._buffers]
-        # Also where the unit's parameters are the root's, because it shares them with other units.
+        # Also if the unit's parameters are the root's, because other units share them.
         self.trainable = any(p.requires_grad for p in unit.module.parameters())
 
     def taken(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """What it takes of what the model gives it: hidden states with this rank's positions only,
-        where a team divides them."""
+        """Return the unit's arguments: with hidden states of this rank's positions only, if a team
+        divides positions."""
         if self.positions is None:
             return args, kwargs
         return self.positions.divided(self.name, args, kwargs)
@@ -63,9 +63,9 @@ class ShardedUnit:
 class Parts:
     """A sharded model.
 
-    The root unit's parameters are in buckets of their own: what is used `before` the first unit
-    only, what is used `after` the last one only, and what is in use throughout: `root` here alone,
-    `shared` in other stages too, with which it is divided.
+    The root unit's parameters are in separate buckets: parameters used only `before` the first
+    unit, parameters used only `after` the last unit, and parameters in use throughout: `root` in
+    this stage only, `shared` with other stages, among which they are sharded.
     """
 
     division: Division
@@ -76,7 +76,7 @@ class Parts:
     after: Bucket
     of_units: tuple[Bucket, ...]
     shared: tuple[Bucket, ...] = ()
-    head: HeadInChunks | None = None  # None: logits are made whole
+    head: HeadInChunks | None = None  # None: full logits
 
     @property
     def throughout(self) -> tuple[Bucket, ...]:
@@ -84,12 +84,12 @@ class Parts:
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
-        """The root's, then those of the units."""
+        """All buckets: the root's, and the units'."""
         return (*self.throughout, self.before, self.after, *self.of_units)
 
     @property
     def record(self) -> Record:
-        """Who is told of what is done."""
+        """Record of executed work."""
         return self.division.comm.record
 
     @property
@@ -100,13 +100,12 @@ class Parts:
         return self.units[self.calls[number]]
 
     def bucket(self, number: int) -> Bucket:
-        """The bucket of unit call `number`."""
+        """Return the bucket of unit call `number`."""
         return self.call(number).bucket
 
     @cached_property
     def ahead(self) -> tuple[Bucket, ...]:
-        """Of each call, the bucket that the forward pass needs once it is through with that of the
-        call; `after` where there is none."""
+        """Next bucket needed by the forward pass after each call's own; `after` at the end."""
         found, ahead = [self.after], self.after
         for number in reversed(range(self.last_call)):
             if self.bucket(number) is not self.bucket(number + 1):
@@ -116,7 +115,7 @@ class Parts:
 
     @cached_property
     def behind(self) -> tuple[Bucket | None, ...]:
-        """The same for the backward pass."""
+        """Next bucket needed by the backward pass after each call's own; None at the end."""
         found: list[Bucket | None] = [None]
         for number in range(self.last_call):
             alike = self.bucket(number) is self.bucket(number + 1)
@@ -125,12 +124,12 @@ class Parts:
 
     @cached_property
     def reduced_after(self) -> dict[int, Bucket]:
-        """Which bucket is done when the backward of a call is: at the first of its own calls."""
+        """Bucket finished by the backward of a call: at the first of its calls."""
         first = {id(self.bucket(number)): number for number in reversed(range(len(self.calls)))}
         return {number: self.bucket(number) for number in first.values()}
 
     def rest(self) -> None:
-        """After a forward pass whose backward pass is not next: nothing stays for it."""
+        """Release the buckets kept for backward, after a forward pass without backward next."""
         for bucket in (self.bucket(self.last_call), self.after):
             bucket.arrived()
             bucket.release()
@@ -138,11 +137,11 @@ class Parts:
 
 @dataclass(frozen=True)
 class Storage:
-    """How a rank stores parameters.
+    """Storage of a rank's parameters.
 
     Attributes:
-        source: gives the initial values.
-        head: makes the logits in chunks, if they are not made whole.
+        source: provides the initial values.
+        head: runs the head in chunks; None: full logits.
     """
 
     device: torch.device
@@ -159,13 +158,13 @@ def shard(
     *,
     shared: Sequence[Bucket] = (),
 ) -> Parts:
-    """Replace the parameters of a model by views of flat buffers that are divided by `division`.
+    """Replace the parameters of a model by views of flat buffers sharded by `division`.
 
     Args:
-        anatomy: what the stage has of the model.
-        stage: the order of the calls, how many units in a row make a bucket, and which parameters
-            of the root are used at its ends only.
-        shared: parameters of the root that other stages have too, which are in use throughout.
+        anatomy: the stage's part of the model.
+        stage: order of the calls, number of consecutive units per bucket, and root parameters used
+            at one end only.
+        shared: root parameters shared with other stages, in use throughout.
     """
     own = {unit.name: list(unit.slots) for unit in anatomy.units}
     names = tuple(dict.fromkeys(stage.units))
@@ -206,7 +205,7 @@ def shard(
 
 
 def share(slots: Sequence[Slot], division: Division, storage: Storage) -> Bucket:
-    """Parameters of the root that several stages have; see `shard`."""
+    """Make the bucket of root parameters shared by several stages; see `shard`."""
     request = _Request(ROOT, Alike.among(list(slots), storage.dtypes, division))
     (bucket,) = _place([request], division, storage)
     _expect_reductions([bucket], storage.head)
@@ -214,7 +213,7 @@ def share(slots: Sequence[Slot], division: Division, storage: Storage) -> Bucket
 
 
 def _expect_reductions(buckets: Iterable[Bucket], head: HeadInChunks | None) -> None:
-    """Have the memory for what is reduced, of buckets that take turns in it."""
+    """Allocate reduction memory, shared by buckets in turn."""
     trained = [group for bucket in buckets for group in bucket.trainable]
     expect_largest(trained)
     if head is not None:
@@ -222,14 +221,14 @@ def _expect_reductions(buckets: Iterable[Bucket], head: HeadInChunks | None) -> 
 
 
 def alone(unit: Unit, division: Division, storage: Storage) -> ShardedUnit:
-    """One unit in memory of its own; see `shard`."""
+    """Make a unit in separate memory; see `shard`."""
     request = _Request(unit.name, Alike.among(list(unit.slots), storage.dtypes, division))
     return ShardedUnit(unit, *_place([request], division, storage))
 
 
 @dataclass(frozen=True)
 class _Request:
-    """A bucket that wants memory."""
+    """A bucket to be placed in memory."""
 
     name: str
     alike: list[Alike]
@@ -257,7 +256,7 @@ class _Request:
         arrivals: Arrivals | None,
         source: Source,
     ) -> Bucket:
-        """The bucket in the memory that it was given, in bytes."""
+        """Make the bucket in the given memory, in bytes."""
         groups = []
         arriving = arrivals.cut(self.arriving) if arrivals else [None] * len(self.alike)
         for alike, memory in zip(self.alike, arriving):
@@ -293,7 +292,7 @@ def _place(requests: Sequence[_Request], division: Division, storage: Storage) -
 
 
 class _Memory:
-    """Slots for buffers; a slot's memory exists as soon as one of its buffers is asked for."""
+    """Slots for buffers. Memory of a slot is allocated on first use."""
 
     def __init__(self, buffers: Sequence[Buffer], device: torch.device) -> None:
         self._slots = share_slots(buffers)

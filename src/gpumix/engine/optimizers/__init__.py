@@ -1,4 +1,4 @@
-"""Optimizers that look at whole parameters although every rank stores a part of each.
+"""Optimizers of full parameters, although every rank stores only a part of each.
 
-What treats elements one by one (AdamW, SGD) needs nothing from here: torch's own does.
+Element-wise optimizers (AdamW, SGD) need nothing from here: torch's own work.
 """

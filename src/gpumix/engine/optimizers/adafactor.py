@@ -1,7 +1,7 @@
-"""Adafactor over pieces: the second moment of a matrix as a product of its rows' and columns'.
+"""Adafactor over pieces: a matrix's second moment is factored into rows and columns.
 
-Two all-reduces a step, whatever the number of parameters: first the sums of squares of rows and
-columns and the parameters' norms, then the updates' norms, which need the former. Nothing is read
+Two all-reduces per step, for any number of parameters: first the sums of squares of rows and
+columns and the parameters' norms, then the updates' norms, which need the former. No value is read
 back to the host.
 
 Shazeer, Stern: Adafactor, https://arxiv.org/abs/1804.04235; the variant is that of torch.optim.
@@ -32,24 +32,23 @@ State = dict[str, Any]
 
 
 class Adafactor(WholeOptimizer):
-    """`torch.optim.Adafactor` for the pieces of an engine, with the same result.
+    """`torch.optim.Adafactor` for the pieces of an engine, with equal results.
 
     Args:
-        params: pieces, or groups of them.
-        layout: `engine.layout()`; default: these are whole parameters, nothing is sharded.
-        lr: largest relative size of a step; it is multiplied by the root mean square of the
-            parameter.
-        beta2_decay: how fast the average of squares forgets: 1 - step ** beta2_decay.
-        eps: smallest root of a second moment (None: that of the dtype), and smallest root mean
-            square that a parameter is taken to have.
-        d: largest root mean square of an update before it is scaled.
+        params: pieces, or groups of pieces.
+        layout: `engine.layout()`; default: unsharded parameters.
+        lr: largest relative size of a step; multiplied by the root mean square of the parameter.
+        beta2_decay: decay of the average of squares: 1 - step ** beta2_decay.
+        eps: lower bounds of the root of a second moment (None: that of the dtype), and of a
+            parameter's root mean square.
+        d: largest root mean square of an update before scaling.
         weight_decay: decoupled, times `lr`.
     """
 
     whole_states = frozenset({"row_var", "col_var"})
     state_bytes = (0, 0)  # rows and columns are few, and vectors short
 
-    # More parameters than elsewhere: those of torch's own.
+    # Many arguments, because torch's have as many.
     def __init__(
         self,
         params: Parameters,
@@ -63,7 +62,7 @@ class Adafactor(WholeOptimizer):
     ) -> None:
         settings: dict[str, Any] = {"lr": lr, "beta2_decay": beta2_decay, "eps": eps, "d": d}
         settings["weight_decay"] = weight_decay
-        torch.optim.Adafactor([nn.Parameter(torch.empty(0))], **settings)  # checks them
+        torch.optim.Adafactor([nn.Parameter(torch.empty(0))], **settings)  # checks the settings
         groups = grouped(params)
         super().__init__(groups, settings, layout_of(groups, layout))
 
@@ -98,7 +97,7 @@ class Adafactor(WholeOptimizer):
     def _state(self, p: nn.Parameter) -> State:
         state: State = self.state[p]
         if not state:
-            state["step"] = torch.tensor(0.0)  # on the host: it is needed there
+            state["step"] = torch.tensor(0.0)  # on the host, where it is used
             for name, shape in averages_of(self.layout.piece(p).shape).items():
                 zeros = torch.zeros_like(p) if shape is None else p.new_zeros(shape)
                 state[name] = zeros.detach()
@@ -106,8 +105,8 @@ class Adafactor(WholeOptimizer):
 
 
 def averages_of(shape: torch.Size) -> dict[str, torch.Size | None]:
-    """What is kept of the squares of a parameter's gradients, by name; the shapes of what is not
-    cut as it is."""
+    """Return the averages of a gradient's squares, by name, with shapes; None where sharded like
+    the parameter."""
     if len(shape) < 2:
         return {"variance": None}
     rows, columns = (*shape[:-1], 1), (*shape[:-2], 1, shape[-1])
@@ -116,8 +115,8 @@ def averages_of(shape: torch.Size) -> dict[str, torch.Size | None]:
 
 @dataclass(frozen=True)
 class _Tile:
-    """A box of a stack of matrices, of which this rank has all elements: views of the parameter and
-    of the gradient, and where in the stack it is."""
+    """A box of a stack of matrices, stored in full on this rank: views of the parameter and the
+    gradient, and slices of the stack."""
 
     local: torch.Tensor
     gradient: torch.Tensor
@@ -127,7 +126,7 @@ class _Tile:
 
 
 class _Update:
-    """One parameter's part in a step; `shape` is that of the whole parameter."""
+    """Update of a parameter in a step; `shape` is that of the full parameter."""
 
     def __init__(
         self, p: nn.Parameter, group: Group, state: State, shape: torch.Size, start: int
@@ -137,7 +136,7 @@ class _Update:
         self._group, self._state = group, state
         self._numel, self._start = prod(shape), start
         self._factored = len(shape) > 1
-        # A stack of matrices: one, for a matrix.
+        # A stack of matrices; of one, for a matrix.
         self._shape = (prod(shape[:-2]), *shape[-2:]) if self._factored else (1, 1, prod(shape))
         eps1, self._eps2 = group["eps"]
         self._eps1 = torch.finfo(p.dtype).eps if eps1 is None else eps1
@@ -148,7 +147,7 @@ class _Update:
 
     @property
     def sums_numel(self) -> int:
-        """Of what must be summed over ranks first."""
+        """Number of values to sum over ranks first."""
         stack, rows, columns = self._shape
         return 1 + (stack * (rows + columns) if self._factored else 0)
 
@@ -164,7 +163,7 @@ class _Update:
                 column_sums[tile.stack, tile.columns] += along_columns
 
     def take_squares(self, sums: torch.Tensor) -> None:
-        """Move the averages of squares on, from the sums of all ranks."""
+        """Update the averages of squares from the sums of all ranks."""
         norm, row_sums, column_sums = self._cut(sums)
         self._square = norm
         weight = self._step ** self._group["beta2_decay"]
@@ -186,12 +185,12 @@ class _Update:
     # -- the update ----------------------------------------------------------------------------
 
     def add_norm(self, norm: torch.Tensor) -> None:
-        """Put this rank's part of the update's square norm into `norm`."""
+        """Add this rank's part of the update's squared norm to `norm`."""
         for _, update in self._updates():
             norm += _square_norm(update)
 
     def apply(self, norm: torch.Tensor) -> None:
-        """Change the parameter; `norm` is the update's square norm."""
+        """Update the parameter, given the update's squared norm."""
         rate = min(self._group["lr"], 1 / sqrt(self._step))
         numel = max(1, self._numel)
         size = (self._square / numel).sqrt().clamp_(min=self._eps2) * rate
@@ -202,14 +201,14 @@ class _Update:
             local.sub_(update.mul_(scale))
 
     def _updates(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Parts of the parameter with their updates, before scaling: made anew each time, so that
-        no more than one is held."""
+        """Yield parts of the parameter with unscaled updates. Recomputed on each call, to keep at
+        most one update in memory."""
         for tile in self._tiles():
             update = self._variance(tile).clamp_(min=self._eps1**2).rsqrt_()
             yield tile.local, update.mul_(tile.gradient)
 
     def _variance(self, tile: _Tile) -> torch.Tensor:
-        """The estimate of a tile's second moment, in memory of its own."""
+        """Estimate a tile's second moment, in new memory."""
         if not self._factored:
             return flat(self._state["variance"]).clone().view(tile.local.shape)
         stack, rows, columns = self._shape
@@ -219,7 +218,7 @@ class _Update:
         return (row_var[:, tile.rows] @ col_var[:, :, tile.columns]).div_(mean)
 
     def _tiles(self) -> Iterator[_Tile]:
-        """The interval that this rank has, as at most five boxes."""
+        """Yield this rank's interval as at most five boxes."""
         end = self._start + self.local.numel()
         done = 0
         for offset, size in boxes(self._shape, self._start, end):

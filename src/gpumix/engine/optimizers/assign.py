@@ -1,4 +1,4 @@
-"""Divides jobs that cannot be cut over unequal workers: pure, so that all ranks decide the same."""
+"""Pure assignment of indivisible jobs to unequal workers, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ def assign(
     busy: Sequence[float] | None = None,
     near: Sequence[Sequence[float]] | None = None,
 ) -> list[int]:
-    """Which worker does each job, so that the last one ends early: the costliest job first, each to
-    the worker that ends it first. That is at most twice the least possible (Gonzalez, Ibarra,
-    Sahni 1977), and within a third of it for equal workers (Graham 1969).
+    """Assign a worker to each job, so that the last worker ends early. The costliest job is first,
+    each at the worker that ends it first: at most twice the optimum (Gonzalez, Ibarra, Sahni 1977),
+    for equal workers within a third of it (Graham 1969).
 
     Args:
         costs: of each job.
-        speeds: of each worker, cost done in unit time; one of speed 0 gets nothing, unless all are.
-        busy: what each worker has to do already, as cost.
-        near: for each job how much of it lies with each worker; decides between equals.
+        speeds: cost per unit time of each worker; workers of speed 0 get nothing, unless all are.
+        busy: previous load of each worker, as cost.
+        near: for each job, its share at each worker; decides ties.
     """
     if not any(speeds):
         speeds = [1.0] * len(speeds)

@@ -1,4 +1,4 @@
-"""What the optimizers of whole parameters have in common: groups as torch takes them, a layout."""
+"""Base of the optimizers of full parameters: parameter groups as in torch, and a layout."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from gpumix.engine.optimizers.layout import Layout
 from gpumix.spec.errors import InputError
 
 Group = dict[str, Any]
-# As torch.optim takes them: parameters, named ones, or groups of them with their own settings.
+# As in torch.optim: parameters, named parameters, or groups of these with their own settings.
 Parameters = Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]] | Iterable[Group]
 
 
 class WholeOptimizer(Optimizer, ABC):
-    """An optimizer of pieces that gives the result of its namesake over whole parameters.
+    """An optimizer of pieces with the result of its namesake on full parameters.
 
-    Every rank must call `step`, also one that stores nothing; a parameter without gradient is
-    passed over, and must be so on all ranks. `whole_states` are those of its states that are not
-    cut as parameters are: all ranks hold them, all the same. `state_bytes` are what it keeps for an
-    element of a hidden matrix, and of any other parameter.
+    Every rank must call `step`, even if it stores nothing. A parameter without gradient is skipped,
+    and must be skipped on all ranks. `whole_states` are states that are not sharded like
+    parameters: all ranks have equal copies. `state_bytes` are the bytes of state per element of a
+    hidden matrix, and of any other parameter.
     """
 
     whole_states: ClassVar[frozenset[str]] = frozenset()
@@ -59,7 +59,7 @@ class WholeOptimizer(Optimizer, ABC):
 
 
 def grouped(parameters: Parameters) -> list[Group]:
-    """`parameters` as groups that each hold a list."""
+    """Return `parameters` as groups with lists."""
     given: list[Any] = list(parameters)
     groups = given if given and isinstance(given[0], dict) else [{"params": given}]
     return [{**group, "params": _unnamed(group["params"])} for group in groups]
@@ -72,10 +72,10 @@ def _unnamed(parameters: Any) -> list[nn.Parameter]:
 
 
 def layout_of(groups: list[Group], layout: Layout | None) -> Layout:
-    """`layout`, by default that of parameters which are not sharded at all."""
+    """Return `layout`, by default the layout of unsharded parameters."""
     return layout or Layout.of_whole(p for group in groups for p in group["params"])
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """A 1-D view: pieces are so anyway."""
+    """Return a 1-D view; pieces are 1-D anyway."""
     return tensor.detach().view(-1)

@@ -1,8 +1,8 @@
-"""Refuses optimizers that would compute something else on pieces than on whole parameters.
+"""Refusal of optimizers whose results on pieces would differ from full parameters.
 
-Most of those run without complaint: torch's own Adafactor takes a piece for a vector, LBFGS the
-pieces of one rank for all parameters. So every optimizer that holds pieces of an engine is checked
-before its first update, and earlier where gpumix is given it.
+Most run without an error: torch's own Adafactor takes a piece for a vector, LBFGS takes the pieces
+of one rank for all parameters. So every optimizer of an engine's pieces is checked before its first
+update, and earlier if passed to gpumix.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NORMS = "it goes by the norms of whole parameters, and this rank has a part of 
 _ALL = "it goes by all parameters together, and this rank has a part of them"
 _OWN = "gpumix.{}(engine.parameters(), engine.layout(), ...)"
 _ELEMENTWISE = "use one that treats elements one by one, such as torch.optim.AdamW, or gpumix.Muon"
-# By the names of classes, of torch and of the libraries that people take them from.
+# By class name, of torch and of common libraries.
 REFUSED: dict[str, tuple[str, str]] = {
     "Adafactor": (_MATRICES, _OWN.format("Adafactor")),
     "Muon": (_MATRICES, _OWN.format("Muon")),
@@ -51,15 +51,15 @@ REFUSED: dict[str, tuple[str, str]] = {
 
 
 def holds_any(optimizer: Optimizer, ids: Collection[int]) -> bool:
-    """Whether one of its parameters is among those of these identities."""
+    """Return whether any parameter of the optimizer has an identity in `ids`."""
     return any(id(p) in ids for group in optimizer.param_groups for p in group["params"])
 
 
 def check(optimizer: Optimizer, pieces: Iterable[nn.Parameter]) -> None:
-    """Refuse an optimizer of these pieces that does not give the result of whole parameters.
+    """Refuse an optimizer of `pieces` with results unlike on full parameters.
 
     Raises:
-        InputError: it is such a one.
+        InputError: the optimizer cannot update pieces.
     """
     if not holds_any(optimizer, {id(piece) for piece in pieces}):
         return
@@ -76,13 +76,13 @@ def check(optimizer: Optimizer, pieces: Iterable[nn.Parameter]) -> None:
 
 
 def check_kind(kind: type, fix: str = "") -> None:
-    """Refuse a class of optimizers that would update something else on pieces.
+    """Refuse a class of optimizers that cannot update pieces.
 
     Args:
-        fix: instead of what a program with an engine in its hands can do.
+        fix: replaces the advice for programs with access to an engine.
 
     Raises:
-        InputError: it is such a one.
+        InputError: the class cannot update pieces.
     """
     if issubclass(kind, WholeOptimizer):
         return
@@ -97,8 +97,7 @@ def check_kind(kind: type, fix: str = "") -> None:
 
 
 class Watch:
-    """Checks every optimizer of an engine's pieces before its first update, as long as the engine
-    lives."""
+    """Check of every optimizer of an engine's pieces before its first update."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = weakref.ref(engine)

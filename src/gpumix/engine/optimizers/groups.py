@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 def parameter_groups(engine: Engine, *groups: dict[str, Any]) -> list[dict[str, Any]]:
-    """What an optimizer takes as its first argument: a parameter goes into the first group that
-    matches its name, the others into a last one without settings of its own.
+    """Return parameter groups for an optimizer. A parameter goes into the first group that matches
+    its name, all others into a last group without settings.
 
         gpumix.parameter_groups(engine, {"match": "*.bias", "weight_decay": 0.0})
 
     Args:
-        groups: settings of the optimizer, and as `match` a pattern of names in which `*` stands for
+        groups: settings of the optimizer, and as `match` a pattern of names in which `*` matches
             anything.
 
     Raises:
@@ -41,21 +41,20 @@ def parameter_groups(engine: Engine, *groups: dict[str, Any]) -> list[dict[str, 
     ]
     for (name, parameter), number in zip(named, numbers):
         made[number]["params"].append((name, parameter))
-    # An optimizer wants a group, also of a rank whose stage trains nothing.
+    # An optimizer needs a group, even if the rank's stage trains nothing.
     return [group for group in made if group["params"]] or made[-1:]
 
 
 def matches(
     patterns: Sequence[str], names: Sequence[str], every: Sequence[str] | None = None
 ) -> list[int]:
-    """For each name the number of the first pattern that it matches, or how many patterns there
-    are if none does.
+    """Return, for each name, the index of the first matching pattern, or the number of patterns.
 
     Args:
-        every: the names of all parameters, where `names` are those of a part of them.
+        every: names of all parameters, if `names` are only a part.
 
     Raises:
-        InputError: a pattern is not the first that matches for any of all names.
+        InputError: a pattern is not the first match of any name.
     """
     every = names if every is None else every
     matched = {_first(patterns, name) for name in every}

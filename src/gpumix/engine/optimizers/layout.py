@@ -1,5 +1,5 @@
-"""Which part of every parameter each rank stores: what an optimizer must know that looks at more
-than single elements. Made by `Engine.layout`; from then on all ranks know the same."""
+"""Layout of parameters over ranks, for optimizers that are not element-wise. Made by
+`Engine.layout`, and equal on all ranks."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ Interval = tuple[int, int]
 
 
 class Layout:
-    """The pieces of a model's parameters on all ranks. Making it is collective.
+    """The pieces of a model's parameters on all ranks. Construction is collective.
 
     Args:
-        pieces: this rank's, trained or not; in the same order on every rank.
-        comm: the ranks that divide the state among them, and no others.
-        root: names of the parameters that lie in no unit: embeddings, the head, and the like.
-        speeds: how fast ranks are relative to each other, where work can be divided; default: all
-            alike.
+        pieces: this rank's, trained or not; in equal order on every rank.
+        comm: exactly the ranks that shard the state.
+        root: names of the parameters outside of units: embeddings, the head, and the like.
+        speeds: relative speeds of ranks, to divide work; default: equal.
 
     Raises:
-        InputError: the pieces of these ranks do not make up whole parameters.
+        InputError: the pieces of these ranks do not add up to full parameters.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class Layout:
 
     @classmethod
     def of_whole(cls, parameters: Iterable[nn.Parameter]) -> Layout:
-        """Of ordinary parameters of any shape, all of them here: nothing is sharded."""
+        """Make the layout of unsharded parameters of any shape."""
         parameters = list(parameters)
         device = parameters[0].device if parameters else torch.device("cpu")
         layout = cls(
@@ -66,20 +65,20 @@ class Layout:
         return id(parameter) in self._pieces
 
     def piece(self, parameter: nn.Parameter) -> Piece:
-        """This rank's part of what the optimizer calls `parameter`."""
+        """Return this rank's piece of an optimizer's `parameter`."""
         return self._pieces[id(parameter)]
 
     def intervals(self, parameter: nn.Parameter) -> tuple[Interval, ...]:
-        """Each rank's (start, end) of it."""
+        """Return each rank's (start, end) of a parameter."""
         return self._intervals[id(parameter)]
 
     def hidden_matrix(self, parameter: nn.Parameter) -> bool:
-        """Whether it is a matrix inside a unit, hence neither an embedding nor the head."""
+        """Return whether a parameter is a matrix inside a unit, so neither embedding nor head."""
         piece = self.piece(parameter)
         return len(piece.shape) == 2 and piece.name not in self._root and prod(piece.shape) > 0
 
     def _told(self) -> list[tuple[Interval, ...]]:
-        """All ranks' intervals of each piece."""
+        """Exchange all ranks' intervals of each piece."""
         mine = [(piece.start, piece.end) for piece in self._pieces.values()]
         row = torch.tensor(mine, dtype=torch.int64, device=self.comm.device).view(-1)
         table = self.comm.exchanged(row, "exchange of who stores what")

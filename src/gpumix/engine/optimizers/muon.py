@@ -1,11 +1,12 @@
-"""Muon over pieces: hidden matrices get orthogonal updates, all else is AdamW's.
+"""Muon over pieces: orthogonal updates for hidden matrices, AdamW for all else.
 
-Momentum stays where its elements are. Orthogonalising needs whole matrices: one that a rank stores
-whole is done there; any other by one rank, which gets the pieces in one exchange of all ranks and
-gives the result back in a second. Both travel in bf16, in which the iteration runs anyway.
+Momentum is sharded like parameters. Orthogonalization needs full matrices: a rank that stores a
+full matrix does it locally. Any other matrix is done by one rank, which gets the pieces in one
+exchange of all ranks and returns the result in a second. Both exchanges are in bf16, the dtype of
+the iteration.
 
 Jordan: Muon, https://kellerjordan.github.io/posts/muon/; Liu et al.: Muon is Scalable for LLM
-Training, https://arxiv.org/abs/2502.16982, which divides the work so too.
+Training, https://arxiv.org/abs/2502.16982, which divides the work likewise.
 """
 
 from __future__ import annotations
@@ -36,24 +37,24 @@ AdjustLr = Literal["original", "match_rms_adamw"]
 
 
 class Muon(WholeOptimizer):
-    """`torch.optim.Muon` for the hidden matrices of an engine's model, and `torch.optim.AdamW` for
-    its other parameters, with the same result.
+    """`torch.optim.Muon` for an engine's hidden matrices and `torch.optim.AdamW` for all else, with
+    equal results.
 
-    A hidden matrix is a parameter of two dimensions in a unit: embeddings and heads lie outside, in
-    the root. A group with `use_muon` decides otherwise for the parameters in it.
+    A hidden matrix is a two-dimensional parameter in a unit; embeddings and heads are outside, in
+    the root. A group with `use_muon` overrides this for its parameters.
 
     Args:
-        params: pieces, or groups of them.
-        layout: `engine.layout()`; default: these are whole parameters, nothing is sharded.
+        params: pieces, or groups of pieces.
+        layout: `engine.layout()`; default: unsharded parameters.
         lr, weight_decay: of both.
         momentum, nesterov, ns_coefficients, ns_eps, ns_steps, adjust_lr_fn: of Muon, as in torch.
-            With "match_rms_adamw" both may have one `lr`, that of AdamW.
+            With "match_rms_adamw" both can share an `lr`, that of AdamW.
         betas, eps: of AdamW.
     """
 
     state_bytes = (4, 8)
 
-    # More parameters than elsewhere: those of two of torch's own.
+    # Many arguments, because torch's two optimizers have as many.
     def __init__(
         self,
         params: Parameters,
@@ -78,7 +79,7 @@ class Muon(WholeOptimizer):
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
         }
-        # Makes and checks the settings; of each step it does AdamW's part.
+        # Makes and checks the settings, and does AdamW's part of each step.
         self._adamw = torch.optim.AdamW(
             [nn.Parameter(torch.empty(0))], betas=betas, eps=eps, **common
         )
@@ -97,7 +98,7 @@ class Muon(WholeOptimizer):
         ]
         if matrices:
             self._orthogonal_step(matrices)
-        # It may hold state of an earlier life: what was loaded is here.
+        # It may have old state; loaded state is here.
         self._adamw.state = self.state
         self._adamw.param_groups = [g for g in self.param_groups if not g["use_muon"]]
         self._adamw.step()
@@ -110,14 +111,14 @@ class Muon(WholeOptimizer):
         cut = [m for m in matrices if m.holder is None]
         travel = _Travel(cut, self._owners(matrices, cut), self.layout)
         arriving = travel.start()
-        for matrix in own:  # while the others' parts travel
+        for matrix in own:  # while the other matrices' parts travel
             matrix.update = matrix.orthogonal(matrix.update)
         travel.finish(arriving)
         for matrix in matrices:
             matrix.apply()
 
     def _owners(self, matrices: list[_Matrix], cut: list[_Matrix]) -> list[int]:
-        """The rank that does each matrix of `cut`; the same on all ranks."""
+        """Return the rank that updates each matrix of `cut`, equal on all ranks."""
         busy = [0.0] * self.layout.comm.world
         for matrix in matrices:
             if matrix.holder is not None:
@@ -127,7 +128,7 @@ class Muon(WholeOptimizer):
 
 
 def _divided(groups: list[Group], layout: Layout) -> list[Group]:
-    """Groups of hidden matrices alone, or of others alone."""
+    """Split groups into groups of hidden matrices only and groups of other parameters only."""
     divided: list[Group] = []
     for group in groups:
         for use_muon in (True, False):
@@ -153,8 +154,8 @@ def _wants_muon(parameter: nn.Parameter, group: Group, layout: Layout) -> bool:
 
 
 class _Matrix:
-    """One matrix's part in a step. `update` is this rank's interval of what is to be orthogonal,
-    then of what is."""
+    """Update of a matrix in a step. `update` is this rank's interval of the momentum, then of the
+    orthogonal update."""
 
     update: torch.Tensor
 
@@ -170,18 +171,18 @@ class _Matrix:
 
     @cached_property
     def holder(self) -> int | None:
-        """The rank that stores the whole matrix, if one does."""
+        """The rank that stores the full matrix, if any."""
         whole = (rank for rank, part in enumerate(self.intervals) if part == (0, self.numel))
         return next(whole, None)
 
     @property
     def cost(self) -> float:
-        """Multiplications of a step of the iteration."""
+        """Number of multiplications per step of the iteration."""
         short, long = sorted(self.shape)
         return float(short * short * (2 * long + short))
 
     def average(self, state: dict[str, Any]) -> None:
-        """Move the momentum on."""
+        """Update the momentum."""
         assert self.parameter.grad is not None
         gradient, momentum = flat(self.parameter.grad), self._group["momentum"]
         if "momentum_buffer" not in state:
@@ -191,7 +192,7 @@ class _Matrix:
         self.update = update.bfloat16()
 
     def orthogonal(self, whole: torch.Tensor) -> torch.Tensor:
-        """The whole matrix, flat, made orthogonal."""
+        """Orthogonalize the full matrix, flat."""
         made = orthogonalised(
             whole.view(self.shape),
             self._group["ns_coefficients"],
@@ -209,9 +210,9 @@ class _Matrix:
 
 @dataclass(frozen=True)
 class _Travel:
-    """Matrices that are cut, on their way to the ranks that do them and back.
+    """Exchange of sharded matrices with the orthogonalizing ranks.
 
-    Whatever goes from one rank to another lies in the order of the matrices.
+    Between two ranks, data is in the order of the matrices.
     """
 
     matrices: Sequence[_Matrix]
@@ -219,7 +220,7 @@ class _Travel:
     layout: Layout
 
     def start(self) -> tuple[torch.Tensor, Any] | None:
-        """Send this rank's parts to their owners."""
+        """Send this rank's parts to the owners."""
         if not self.matrices:
             return None
         ranks = range(self.layout.comm.world)
@@ -229,7 +230,7 @@ class _Travel:
         )
 
     def finish(self, arriving: tuple[torch.Tensor, Any] | None) -> None:
-        """Make the matrices of this rank orthogonal, and give everybody their parts."""
+        """Orthogonalize this rank's matrices, and return the parts to all ranks."""
         if arriving is None:
             return
         received, pending = arriving
@@ -246,7 +247,7 @@ class _Travel:
             matrix.update = part
 
     def _done(self, received: torch.Tensor) -> dict[_Matrix, torch.Tensor]:
-        """This rank's matrices, put together and made orthogonal."""
+        """Assemble and orthogonalize this rank's matrices."""
         wholes = {m: received.new_empty(m.numel) for m in self._mine}
         places = self._places()
         for (a, b, matrix), part in zip(places, received.split([b - a for a, b, _ in places])):
@@ -254,7 +255,7 @@ class _Travel:
         return {matrix: matrix.orthogonal(whole) for matrix, whole in wholes.items()}
 
     def _places(self) -> list[tuple[int, int, _Matrix]]:
-        """The intervals of this rank's matrices by those who store them: the order of the wire."""
+        """Return intervals of this rank's matrices by storing rank, the order of received data."""
         ranks = range(self.layout.comm.world)
         return [(*m.intervals[holder], m) for holder in ranks for m in self._mine]
 
@@ -267,18 +268,18 @@ class _Travel:
 
     @cached_property
     def _for_owners(self) -> list[int]:
-        """Elements that this rank has for each owner."""
+        """Number of elements from this rank to each owner."""
         rank = self.layout.comm.rank
         return [_numel(rank, self._of(owner)) for owner in range(self.layout.comm.world)]
 
     @cached_property
     def _from_holders(self) -> list[int]:
-        """Elements that each rank has for this one."""
+        """Number of elements from each rank to this rank."""
         return [_numel(holder, self._mine) for holder in range(self.layout.comm.world)]
 
 
 def _numel(holder: int, matrices: Iterable[_Matrix]) -> int:
-    """Elements of `matrices` that rank `holder` stores."""
+    """Count the elements of `matrices` that rank `holder` stores."""
     return sum(end - start for start, end in (m.intervals[holder] for m in matrices))
 
 

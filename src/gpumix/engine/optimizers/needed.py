@@ -1,4 +1,4 @@
-"""What a step of an optimizer needs of a parameter's state, once there is some."""
+"""State of a parameter required for an optimizer step, once there is any."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from gpumix.engine.optimizers.muon import Muon
 
 
 def needed(optimizer: Optimizer, group: Group, p: nn.Parameter) -> dict[str, torch.Size | None]:
-    """The names of the states of `p`, which is in `group`, and the shapes of those that are not cut
-    as it is. None for optimizers that are not known, or make again what is missing."""
+    """Return the names of the states of `p` in `group`, with shapes of states that are not sharded
+    like it. Empty for unknown optimizers, and for optimizers that recreate missing state."""
     if isinstance(optimizer, Adafactor):
         return {"step": None, **averages_of(optimizer.layout.piece(p).shape)}
     if isinstance(optimizer, Muon):

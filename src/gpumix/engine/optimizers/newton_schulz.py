@@ -1,19 +1,19 @@
-"""The iteration that makes a matrix orthogonal, for Muon."""
+"""Newton-Schulz iteration that orthogonalizes a matrix, for Muon."""
 
 from __future__ import annotations
 
 import torch
 
 Coefficients = tuple[float, float, float]
-# Of https://kellerjordan.github.io/posts/muon/: steepest at zero, so that few steps are enough.
+# From https://kellerjordan.github.io/posts/muon/: steepest at zero, so that few steps are enough.
 JORDAN: Coefficients = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalised(
     matrix: torch.Tensor, coefficients: Coefficients, *, steps: int, eps: float
 ) -> torch.Tensor:
-    """About U V^T of the matrix U S V^T, by Newton-Schulz iterations in bf16: those of torch's own
-    Muon, operation by operation, so that the result is the same to the bit."""
+    """Approximate U V^T of the matrix U S V^T by Newton-Schulz iterations in bf16. Uses the
+    operations of torch's own Muon in order, so that results are bitwise equal."""
     a, b, c = coefficients
     x = matrix.bfloat16()
     tall = matrix.size(0) > matrix.size(1)
