@@ -1,1 +1,1 @@
-"""Starts a program on all devices of one host or of several: `gpumix launch`."""
+"""Launch of a program on all devices of a host or of several hosts: `gpumix launch`."""

@@ -1,7 +1,7 @@
-"""The commands of a launch: what runs on each host, and how ssh is told.
+"""Commands of a launch: for each host's shell, and for ssh.
 
-Pure, so that what is printed for hands is what is run. A host's login shell gets one line, of words
-that all shells read alike.
+Pure, so commands printed for manual use equal the commands run. A host's login shell gets one line,
+of words with equal meaning in all shells.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from gpumix.launch.hosts import Host, Place
 from gpumix.launch.program import Program
 
 HOST_MODULE = "gpumix.launch.host"
-NO_FOLDER = 91  # what the shell leaves with where the working directory is not there
-# A link that is cut is noticed by ssh after some 30 s, whatever the user's own settings are.
+NO_FOLDER = 91  # the shell's exit code without the working directory
+# ssh notices a cut link after some 30 s, regardless of the user's settings.
 NOTICE = ("ServerAliveInterval=10", "ServerAliveCountMax=3")
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where ranks find each other: an address of the first host, as the others reach it."""
+    """Address of the ranks' rendezvous: the first host's, as reached from all hosts."""
 
     address: str
     port: int
@@ -31,9 +31,9 @@ class Meeting:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a program finds on every host: the folder it starts in, variables, interpreters by host.
+    """Environment of a program on every host: working directory, variables, interpreters by host.
 
-    `grace_s`: how long ranks that are asked to stop may take.
+    `grace_s`: time limit of ranks asked to stop.
     """
 
     folder: PurePath
@@ -48,23 +48,25 @@ class Surroundings:
 
 @dataclass(frozen=True)
 class Ssh:
-    """How hosts are reached: the command, and how long one may take to answer."""
+    """The ssh command for reaching hosts, and a host's time limit to answer."""
 
     words: tuple[str, ...] = ("ssh",)
     timeout_s: float = 20.0
 
     def command(self, host: Host, remote: str) -> list[str]:
-        """Runs `remote` on a host and never asks anything; its standard input is the remote's."""
+        """Return the command running `remote` on a host without prompts, its standard input
+        connected."""
         options = ["BatchMode=yes", f"ConnectTimeout={max(1, round(self.timeout_s))}", *NOTICE]
         words = [word for option in options for word in ("-o", option)]
         return [*self.words, "-T", *words, "--", host.name, remote]
 
     def by_hand(self, host: Host, remote: str) -> str:
-        """The same for a terminal, whose Ctrl-C then reaches the remote, as a line for a shell."""
+        """Return a shell line running `remote` from a terminal, whose Ctrl-C reaches the remote."""
         return shlex.join([*self.words, "-t", "--", host.name, remote])
 
     def settings_of(self, host: Host) -> list[str]:
-        """Tells what the user's configuration says of a host, and connects to nothing."""
+        """Return the command printing the user's ssh configuration of a host, without
+        connecting."""
         return [*self.words, "-G", "--", host.name]
 
 
@@ -77,10 +79,10 @@ def on_host(
     meeting: Meeting,
     led: bool,
 ) -> str:
-    """What a host's shell is told, to run its ranks.
+    """Return the line for a host's shell to run the host's ranks.
 
     Args:
-        led: orders come by standard input; else signals do.
+        led: orders arrive by standard input; otherwise by signals.
     """
     words = [
         "-m",
@@ -105,7 +107,7 @@ def meeting_words(address: str, port: str) -> list[str]:
 
 
 def probing(host: Host, around: Surroundings, asked: Mapping[str, object]) -> str:
-    """What a host's shell is told, to answer what is asked; the interpreter reads its program."""
+    """Return the line for a host's shell to answer questions; the interpreter reads its program."""
     return shell_line(around, host, ["-", json.dumps(asked)])
 
 

@@ -1,4 +1,4 @@
-"""What a scheduler is asked for: nodes by what is in them, and the ranks that they get. Pure."""
+"""Nodes to request from a scheduler, by devices, and ranks of the nodes. Pure."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from gpumix.launch.hosts import Host, placed_unasked
 from gpumix.spec.cluster import Cluster
 
-# Where nothing is said: a place to begin from.
+# Defaults to begin from.
 NODES, DEVICES = 2, 8
 LONGEST = 24
 
 
 @dataclass(frozen=True)
 class Component:
-    """Nodes that are alike: how many, with how many devices each, and how many of which class;
-    `held` is empty if nobody said. `product` is that of the only class. `gpus` is false for
-    emulated devices and CPUs."""
+    """A group of equal nodes: their number, devices per node, and devices by class. `held` is empty
+    if unknown. `product` is the product name of a single class. `gpus` is false for emulated
+    devices and CPUs."""
 
     name: str
     nodes: int
@@ -32,7 +32,7 @@ class Component:
 
 @dataclass(frozen=True)
 class Part:
-    """A component, and the first of its nodes and of its ranks among all."""
+    """A component with the global numbers of the first node and rank."""
 
     component: Component
     first_node: int
@@ -40,11 +40,11 @@ class Part:
 
 
 def components_of(hosts: Sequence[Host], cluster: Cluster | None) -> tuple[Component, ...]:
-    """The nodes to ask for, in the order of ranks: those of a cluster by what they hold, else the
-    hosts by how many processes they run, else some. No two have one name.
+    """Return the nodes to request, in rank order: a cluster's grouped by devices, else the hosts
+    grouped by number of processes, else a default. All names differ.
 
     Raises:
-        InputError: the hosts are not those of the cluster, or run other numbers of processes.
+        InputError: hosts or numbers of processes differ from the cluster.
     """
     if cluster is not None:
         return _of_cluster(hosts, cluster)
@@ -83,8 +83,8 @@ def _of_cluster(hosts: Sequence[Host], cluster: Cluster) -> tuple[Component, ...
 
 
 def _names(alike: Iterable[tuple[tuple[str, int], ...]]) -> list[str]:
-    """Of each kind of nodes, by what they hold, as Kubernetes takes them, which makes the names of
-    pods of them. Those that are the same once they are cut are numbered."""
+    """Return a name for each kind of nodes, by devices, valid in Kubernetes, which builds pod names
+    from it. Names equal after truncation are numbered."""
     whole = ["-".join(f"{name}-x{count}" for name, count in held) for held in alike]
     cut = [_label(name) for name in whole]
     return [
@@ -94,7 +94,7 @@ def _names(alike: Iterable[tuple[tuple[str, int], ...]]) -> list[str]:
 
 
 def _label(name: str) -> str:
-    """The end of a name, of letters that a label has, a letter first."""
+    """Return the end of a name as a valid label, beginning with a letter."""
     label = re.sub(r"[^a-z0-9]+", "-", name.lower())[1 - LONGEST :].strip("-")
     return label if label[0].isalpha() else f"n{label}"
 
@@ -114,6 +114,7 @@ def world_of(components: Sequence[Component]) -> int:
 
 
 def first_rank(part: Part, node: str) -> str:
-    """That of a node, as a shell reckons it: `node` is the node's number in its part."""
+    """Return the first rank of a node as a shell expression: `node` is the node's number in its
+    part."""
     ranks = f"{node} * {part.component.devices}"
     return f"$(({f'{part.first_rank} + ' if part.first_rank else ''}{ranks}))"

@@ -1,9 +1,9 @@
-"""Runs the ranks of one host, from `gpumix launch` or from a command typed by hand:
+"""Launcher of a host's ranks, run by `gpumix launch` or by hand:
 
     python -m gpumix.launch.host --first-rank 4 --processes 2 --world 6 \\
         --address host-a --port 29500 -- train.py ARGUMENTS
 
-The host of rank 0 holds the store in which ranks find each other, at that address and no other.
+The host of rank 0 serves the rendezvous store of the ranks, at that address and no other.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from gpumix.spec.errors import GpumixError
 from gpumix.train.connections import is_visited, listen_at
 
 LOOPBACK = "127.0.0.1"
-STAY_S = 300.0  # how long the first host keeps the store for ranks elsewhere
-KNOWN_S = 60.0  # how long the name of a pod or of a host that just came may take to be known
+STAY_S = 300.0  # time the first host keeps the store for ranks elsewhere
+KNOWN_S = 60.0  # time until the name of a new pod or host is known
 LOOK_S = 0.1
-LOST = 255  # ssh leaves with this where the connection is lost
+LOST = 255  # ssh's exit code for a lost connection
 
 
 def run(
@@ -38,16 +38,17 @@ def run(
     grace_s: float,
     take: Callable[[int, str], None] | None = None,
 ) -> tuple[int, str]:
-    """Run this host's ranks to their end: the exit code of the first that failed, and how.
+    """Run this host's ranks to the end; return the exit code of the first to fail, with a
+    description.
 
     Args:
-        share: its port may be 0 on a single host: any that is free.
-        words: what the interpreter of each rank is told.
+        share: its port may be 0 on a single host: any free port.
+        words: arguments of each rank's interpreter.
         take: gets each line of the ranks with 1 or 2 for their stdout or stderr; by default they
-            print where this process does.
+            share this process's output.
 
     Raises:
-        MachineError: the store cannot listen where it was told.
+        MachineError: the store cannot listen at its address.
     """
     if share.one_host:
         talk_inside_of_host()
@@ -78,7 +79,7 @@ def _listen(share: Share) -> socket.socket:
 
 
 def _serve(server: socket.socket, share: Share) -> object:
-    """Ranks that come before it wait: the port is open."""
+    """Serve the store; ranks connecting earlier wait, as the port is open."""
     from gpumix.train.rendezvous import store_on
 
     with server:
@@ -86,7 +87,7 @@ def _serve(server: socket.socket, share: Share) -> object:
 
 
 def _stay(port: int, orders: Orders) -> None:
-    """Other hosts may need the store longer than the ranks of this one."""
+    """Keep the store until the ranks of all hosts have disconnected."""
     deadline = time.monotonic() + STAY_S
     while time.monotonic() < deadline and orders.given is Order.GO_ON and is_visited(port):
         time.sleep(LOOK_S)
@@ -105,11 +106,11 @@ def main() -> None:
     if code and not orders.given:
         print_line(2, f"gpumix: {told}")
     sys.stdout.flush()
-    os._exit(1 if code == LOST else code)  # threads that read pipes may stand still
+    os._exit(1 if code == LOST else code)  # threads reading pipes may hang
 
 
 def print_line(to: int, line: str) -> None:
-    """Whole lines; nobody may be there any more to read them."""
+    """Print a complete line, ignoring a missing reader."""
     with suppress(OSError):
         data = f"{line}\n".encode(errors="replace")
         while data:

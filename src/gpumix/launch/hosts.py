@@ -1,4 +1,4 @@
-"""The hosts of a launch as a user names them, and which ranks each of them gets."""
+"""Hosts of a launch as named by the user, and the ranks of each."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ HOSTS_FIX = "--hosts a,b or --hosts a:4,b:8, or a file with one of them on each 
 
 @dataclass(frozen=True)
 class Host:
-    """`name` as ssh knows it; `processes` if the user says how many."""
+    """A host: `name` as known to ssh; `processes` if given by the user."""
 
     name: str
     processes: int | None = None
 
     @property
     def bare(self) -> str:
-        """Without the user."""
+        """The name without the user."""
         return self.name.rpartition("@")[2]
 
 
 @dataclass(frozen=True)
 class Place:
-    """The ranks of one host: so many, from the first one on."""
+    """The ranks of a host: the number of processes and the first rank."""
 
     host: Host
     first: int
@@ -47,11 +47,11 @@ class Place:
 
 
 def read_hosts(text: str) -> tuple[Host, ...]:
-    """The hosts in `a,b:4`, or in a file of that name: one on each line, with `:4` or ` slots=4`.
+    """Return the hosts in `a,b:4`, or in a file of that name: one per line, with `:4` or `
+    slots=4`.
 
     Raises:
-        InputError: a name is none, is there twice, or there is none at all; or the file cannot be
-            read.
+        InputError: a name is invalid or repeated, or there is none; or the file cannot be read.
     """
     file = Path(text)
     from_file = "," not in text and file.exists() and not file.is_dir()
@@ -95,7 +95,7 @@ def _host(word: str, where: str) -> Host:
 
 
 def hosts_of(cluster: Cluster) -> tuple[Host, ...]:
-    """The hosts of a cluster, with a process for each device.
+    """Return the hosts of a cluster, with a process for each device.
 
     Raises:
         InputError: it names none.
@@ -110,10 +110,10 @@ def hosts_of(cluster: Cluster) -> tuple[Host, ...]:
 
 
 def in_rank_order(hosts: Sequence[Host], cluster: Cluster | None) -> tuple[Host, ...]:
-    """The hosts in the order of their ranks: rank r of a cluster has its r-th device.
+    """Return the hosts in the order of their ranks: rank r has the cluster's r-th device.
 
     Raises:
-        InputError: they are not those of the cluster.
+        InputError: they are not the cluster's.
     """
     counts = _by_host(cluster)
     if not counts:
@@ -129,18 +129,17 @@ def in_rank_order(hosts: Sequence[Host], cluster: Cluster | None) -> tuple[Host,
 
 
 def uncounted(hosts: Sequence[Host], cluster: Cluster | None) -> list[str]:
-    """Hosts whose devices have to be counted."""
+    """Return the hosts with devices still to be counted."""
     return [] if _by_host(cluster) else [host.name for host in hosts if host.processes is None]
 
 
 def placed_unasked(
     hosts: Sequence[Host], cluster: Cluster | None, *, where: str
 ) -> tuple[Place, ...]:
-    """Which ranks each host gets, in their order, where none is asked what devices it has.
+    """Return the ranks of each host, in rank order, without asking hosts for their devices.
 
     Raises:
-        InputError: as those of `placed` and `in_rank_order`; or it is not said how many processes
-            a host runs.
+        InputError: see `placed` and `in_rank_order`; or a host's number of processes is not given.
     """
     hosts = in_rank_order(hosts, cluster)
     if missing := uncounted(hosts, cluster):
@@ -154,7 +153,7 @@ def placed_unasked(
 
 
 def _by_host(cluster: Cluster | None) -> Counter[str]:
-    """Devices by host, in the order of ranks; none where the cluster names no hosts."""
+    """Count devices by host, in rank order; empty if the cluster names no hosts."""
     devices = () if cluster is None else cluster.in_rank_order()
     counts = Counter(device.host for device in devices)
     return Counter() if set(counts) == {HERE} else counts
@@ -163,11 +162,11 @@ def _by_host(cluster: Cluster | None) -> Counter[str]:
 def placed(
     hosts: Sequence[Host], cluster: Cluster | None, found: Mapping[str, int]
 ) -> tuple[Place, ...]:
-    """Which ranks each host gets: as many as are told, else as the cluster has devices there, else
-    as are found there.
+    """Return the ranks of each host: as many as given, or the devices in the cluster, or the
+    devices found.
 
     Args:
-        hosts: as `in_rank_order` has them.
+        hosts: ordered by `in_rank_order`.
         found: devices by the names of hosts.
 
     Raises:

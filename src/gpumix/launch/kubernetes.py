@@ -1,7 +1,8 @@
-"""A TrainJob of Kubeflow, and its TrainingRuntime with one replicated job per kind of nodes. Pure.
+"""Manifests for Kubeflow: a TrainJob, and its TrainingRuntime with a replicated job per kind of
+nodes. Pure.
 
-Of the runtime's jobs the first is the trainer's; all run our launcher in place of torchrun, which
-Kubeflow could only tell of nodes that are alike.
+The runtime's first job is the trainer's. All run the launcher of gpumix in place of torchrun, which
+Kubeflow can only configure for equal nodes.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from gpumix.launch.program import Program
 from gpumix.spec.errors import InputError
 
 API = "trainer.kubeflow.org/v1alpha1"
-CONTAINER = "node"  # TrainJobs say image and environment of containers with this name
+CONTAINER = "node"  # TrainJobs set image and environment of containers with this name
 PORT = 29500
-WIDTH = 10_000  # commands are not broken
+WIDTH = 10_000  # commands are not wrapped
 OWN_LABEL = "gpumix.dev/device-class"
 CPUS_PER_DEVICE, MEMORY_PER_DEVICE_GI = 4, 32
 IMAGE = "registry.example.com/gpumix:latest"
@@ -50,10 +51,11 @@ def manifests(
     *,
     port: int | None = None,
 ) -> str:
-    """Both as YAML, for `components` in the order of ranks, which meet at the first pod.
+    """Return both manifests as YAML, for `components` in rank order, with the rendezvous at the
+    first pod.
 
     Raises:
-        InputError: one of the `files` that pods read does not lie where they find it.
+        InputError: one of the `files` read by pods is outside the shared folder.
     """
     _refuse_outside(around.folder, files)
     name = _name(program)
@@ -72,7 +74,8 @@ def manifests(
 
 
 def _refuse_outside(folder: PurePath, files: Sequence[str]) -> None:
-    """Pods have of this machine's files those below `folder`, by the names that they have here."""
+    """Raise InputError for files outside `folder`: pods see only files below, at their paths
+    here."""
     shared = PurePath(os.path.normpath(folder))
     for file in files:
         path = PurePath(os.path.normpath(shared / file))
@@ -118,7 +121,7 @@ def _runtime(
     port: int,
 ) -> dict[str, Any]:
     parts = parts_of(components)
-    # Of the first pod, as JobSet names it.
+    # The first pod's name, as given by JobSet.
     meeting = meeting_words(f"{name}-{components[0].name}-0-0.{name}", str(port))
     world = world_of(components)
     jobs = [_job(part, _command(part, world, meeting, program, around), around) for part in parts]
@@ -142,7 +145,7 @@ def _command(
     number = first_rank(part, "JOB_COMPLETION_INDEX")
     words = ranks_words(number, part.component.devices, world)
     run = [shlex.quote(around.python), "-m", HOST_MODULE, "--first-rank", f'"{number}"']
-    # Of `$(NAME)` Kubernetes would make the value of a variable.
+    # Kubernetes would replace `$(NAME)` by the value of a variable.
     run += [*words[2:], *meeting, "--grace", f"{around.grace_s:g}", "--"]
     run.append(shlex.join(program.words).replace("$(", "$$("))
     return ["sh", "-c", "exec " + " ".join(run)]
@@ -183,8 +186,8 @@ def _job(part: Part, command: list[str], around: Surroundings) -> dict[str, Any]
 
 
 def _selector(component: Component) -> dict[str, str]:
-    """By the label that NVIDIA's GPU feature discovery gives nodes, or one that is to be given:
-    nodes of one class its name, mixed ones that of the component."""
+    """Return the node selector: the label given by NVIDIA's GPU feature discovery, or a label the
+    user must set: the class's name for nodes of one class, the component's for mixed nodes."""
     if not component.gpus or not component.held:
         return {}
     if component.product:

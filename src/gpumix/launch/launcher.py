@@ -1,4 +1,4 @@
-"""What `gpumix launch` does: on this host, or on several after they were asked what they are."""
+"""Implementation of `gpumix launch`: on this host, or on several after a probe."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from gpumix.launch.survey import here, real_name, survey
 from gpumix.spec.cluster import Cluster
 from gpumix.spec.errors import InputError
 
-PORT = 29500  # where nobody is asked for a free one
+PORT = 29500  # where no host is asked for a free port
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What is to be launched, on what. `cluster_file` names the devices of a program; a job that
-    names its own has no use for it."""
+    """Request of a launch: program, hosts and devices. `cluster_file` names the devices of a
+    program; a job naming its own does not need it."""
 
     program: Program
     around: Surroundings
@@ -43,14 +43,14 @@ class Asked:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """What must lie on each host."""
+        """Files required on each host."""
         named = () if self.cluster_file is None else (str(self.cluster_file),)
         return (*self.program.files, *named)
 
 
 @dataclass(frozen=True)
 class Done:
-    """What came of it: an exit code, what to say, and the value of `--json`."""
+    """Result of a launch: an exit code, a message, and the value of `--json`."""
 
     code: int
     said: str
@@ -58,10 +58,11 @@ class Done:
 
 
 def asked_of(asked: Asked, *, scheduled: bool) -> Asked:
-    """The same, its program told of the cluster: a job by its key, others by the environment.
+    """Return the request with the cluster passed to the program: to a job by its key, otherwise by
+    the environment.
 
     Args:
-        scheduled: a scheduler chooses the hosts, so ranks find out themselves what their GPUs are.
+        scheduled: a scheduler chooses the hosts, so ranks detect their GPUs themselves.
     """
     job = asked.program.kind == "job"
     classes = asked.cluster.classes if asked.cluster is not None else ()
@@ -99,7 +100,7 @@ def launch_here(asked: Asked) -> Done:
 
 
 def processes_here(asked: Asked) -> int:
-    """How many a program has on this host: one for each device.
+    """Return the number of a program's processes on this host, equal to the devices.
 
     Raises:
         InputError: the cluster has another number of devices.
@@ -126,10 +127,10 @@ def _to_stderr(to: int, line: str) -> None:
 
 
 def launch_there(asked: Asked) -> Done:
-    """Run a program on several hosts, once all of them are ready for it.
+    """Run a program on several hosts, once all are ready.
 
     Raises:
-        GpumixError: one is not; nothing is started then.
+        GpumixError: a host is not; nothing is started.
     """
     places, meeting = prepared(asked)
     program = asked.program
@@ -151,14 +152,15 @@ def launch_there(asked: Asked) -> Done:
     error = several.account(outcome, asked.logs)
     value = _value(outcome.code, [(ended.place, ended.code) for ended in outcome.hosts])
     if program.kind == "job" and data:
-        with suppress(ValueError):  # code of the job may print too
+        with suppress(ValueError):  # the job's code may print too
             value["summary"] = json.loads(data[-1])
     said = f"gpumix: {error}" if error is not None else ""
     return Done(outcome.code, said or ("gpumix: interrupted" if outcome.code else ""), value)
 
 
 def prepared(asked: Asked) -> tuple[tuple[Place, ...], Meeting]:
-    """Ask all hosts, and refuse what is not ready: who runs which ranks, and where they meet."""
+    """Probe all hosts and refuse unready ones; return the ranks of each host, and the
+    rendezvous."""
     hosts = in_rank_order(asked.hosts, asked.cluster)
     files = asked.files
     address = asked.address or real_name(hosts[0], asked.ssh)
@@ -201,10 +203,10 @@ def _value(code: int, hosts: Sequence[tuple[Place, int | None]]) -> dict[str, An
 
 
 def commands_of(asked: Asked) -> list[tuple[str, str]]:
-    """Hosts, and the line for a shell that runs each one's part; nobody is asked anything.
+    """Return a shell line per host running its part; no host is contacted.
 
     Raises:
-        InputError: it is not said how many processes a host runs.
+        InputError: a host's number of processes is not given.
     """
     if not asked.hosts:
         return [(HERE, _command_here(asked))]

@@ -1,4 +1,4 @@
-"""Carries what processes print, line by line, so that lines of several never mix."""
+"""Line-wise forwarding of processes' output, so lines of several never mix."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import threading
 from collections.abc import Callable
 from typing import IO
 
-LEFT_S = 2.0  # how long what a process left open is read after its end
+LEFT_S = 2.0  # time to read pipes left open after a process's end
 
 
 class Lines:
-    """Reads a process's pipe in a thread of its own and hands on each line, without its end, with 1
-    or 2: whether it was meant for stdout or stderr."""
+    """Thread reading a process's pipe and passing on each line, without its end, with 1 for stdout
+    or 2 for stderr."""
 
     def __init__(self, pipe: IO[bytes], to: int, take: Callable[[int, str], None]) -> None:
         # A progress bar ends its lines with a carriage return.
@@ -28,10 +28,10 @@ class Lines:
 
     @classmethod
     def of(cls, process: subprocess.Popen[bytes], take: Callable[[int, str], None]) -> list[Lines]:
-        """Of all pipes of a process."""
+        """Return readers of all pipes of a process."""
         pipes = ((1, process.stdout), (2, process.stderr))
         return [cls(pipe, to, take) for to, pipe in pipes if pipe is not None]
 
     def finish(self) -> None:
-        """After the end of the process: what it has printed is taken."""
+        """Take the remaining output after the end of the process."""
         self._thread.join(LEFT_S)

@@ -1,4 +1,4 @@
-"""What `--python` and `--env` of a launch say."""
+"""Parsing of a launch's `--python` and `--env`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from gpumix.spec.errors import InputError
 def pythons_of(
     words: Sequence[str], hosts: Sequence[Host], default: str = sys.executable
 ) -> tuple[str, dict[str, str]]:
-    """The interpreter of all hosts, by default this one, and those of some, by their names.
+    """Return the default interpreter, by default this process's, and the interpreters of named
+    hosts.
 
     Raises:
-        InputError: a word names a host that is not there, or no interpreter.
+        InputError: a word names an unknown host, or no interpreter.
     """
     some: dict[str, str] = {}
     for word in words:
@@ -43,10 +44,10 @@ def _named(name: str, hosts: Sequence[Host], word: str) -> Host:
 
 
 def settings_of(words: Sequence[str]) -> dict[str, str]:
-    """The variables that `NAME=VALUE` and `NAME`, as it is here, give a program.
+    """Return the variables given by `NAME=VALUE`, or by `NAME` with the value in this environment.
 
     Raises:
-        InputError: a name is none, or is not set here.
+        InputError: a name is invalid, or not set here.
     """
     settings: dict[str, str] = {}
     for word in words:

@@ -1,7 +1,7 @@
-"""What a launch is told while it runs: to stop, so that runs save, and then to end at once.
+"""Orders to a running launch: to stop, so that runs save, and to end at once.
 
-Orders come as signals, or by standard input from a launcher on another host; that one being gone,
-or silent, is an order to stop.
+Orders arrive as signals, or by standard input from a launcher on another host; its loss or silence
+is an order to stop.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from types import FrameType
 
 from gpumix.train.stop import is_once_more, to_take
 
-ALIVE_S = 5.0  # how often a launcher says that it is there
-SILENCE_S = 60.0  # how long it may say nothing
+ALIVE_S = 5.0  # interval of a launcher's signs of life
+SILENCE_S = 60.0  # limit of a launcher's silence
 STOPPING = b"gpumix: stopping, runs save now; Ctrl-C ends all at once\n"
 
 
@@ -30,7 +30,7 @@ class Order(enum.IntEnum):
     END = 2
 
 
-# As a launcher says them, a line each.
+# Words of a launcher, a line each.
 WORDS = {b"alive": Order.GO_ON, b"stop": Order.STOP, b"end": Order.END}
 
 
@@ -38,7 +38,7 @@ class Orders:
     """The highest order so far.
 
     Args:
-        led: they come by standard input too.
+        led: orders arrive by standard input too.
     """
 
     def __init__(self, *, led: bool = False) -> None:
@@ -50,8 +50,8 @@ class Orders:
 
     @contextmanager
     def by_signals(self) -> Iterator[None]:
-        """Ctrl-C, SIGTERM and SIGHUP are orders while the block runs: the first to stop, a Ctrl-C
-        after it to end."""
+        """Take Ctrl-C, SIGTERM and SIGHUP as orders during the block: the first to stop, a later
+        Ctrl-C to end."""
 
         def take(number: int, frame: FrameType | None) -> None:
             if not self._led and self.given is Order.GO_ON:
@@ -66,7 +66,7 @@ class Orders:
                 signal.signal(one, handler)
 
     def listen(self) -> None:
-        """From now on, until this process ends, orders are lines on standard input, if any are."""
+        """Read orders from standard input, if led, until this process ends."""
         if self._led:
             threading.Thread(target=self._hear, name="gpumix-orders", daemon=True).start()
 

@@ -1,7 +1,7 @@
-"""Runs on a host before anything else does, by whatever interpreter is there: says what it is.
+"""Probe of a host, run before anything else by any interpreter found: prints facts.
 
-`PYTHON - QUESTIONS < probe.py`. The standard library only, and nothing newer than Python 3.6, but
-for the questions that only gpumix itself can answer.
+`PYTHON - QUESTIONS < probe.py`. Uses only the standard library of Python 3.6, except for questions
+only gpumix itself can answer.
 """
 
 import hashlib
@@ -12,15 +12,15 @@ import sys
 from pathlib import Path
 
 MARK = "gpumix-facts: "
-# Outgoing connections get their ports from above these: until it is used, nobody takes one of them.
+# Below the ports of outgoing connections: until it is used, a port found here stays free.
 PORTS = range(20000, 30000)
 TRIES = 20
-# Libraries of scripts, which must be alike on all hosts.
+# Libraries of scripts, in equal versions on all hosts.
 LIBRARIES = ("transformers", "datasets", "accelerate", "trl", "peft", "lightning")
 
 
 def version_of(name: str) -> "str | None":
-    """Of a package, which is not imported."""
+    """Return the version of a package without an import."""
     try:
         from importlib.metadata import version
 
@@ -30,7 +30,7 @@ def version_of(name: str) -> "str | None":
 
 
 def digest_of(path: str) -> "str | None":
-    """Of a file; None if there is none that can be read."""
+    """Return the digest of a file; None if missing or unreadable."""
     try:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
     except OSError:
@@ -38,7 +38,7 @@ def digest_of(path: str) -> "str | None":
 
 
 def package() -> "tuple[str | None, str | None]":
-    """Version of gpumix, and a digest of its code; None if it is not there."""
+    """Return version and code digest of gpumix; None if missing."""
     try:
         import gpumix
     except Exception:
@@ -51,7 +51,7 @@ def package() -> "tuple[str | None, str | None]":
 
 
 def devices() -> "int | str":
-    """How many there are, or why that is not known."""
+    """Return the number of devices, or the reason why unknown."""
     try:
         from gpumix.hardware.discover import discover
 
@@ -61,7 +61,7 @@ def devices() -> "int | str":
 
 
 def listening(address: str, port: int) -> "dict[str, object]":
-    """A free port at an address of this host, or whether this one is; or why there is none."""
+    """Return a free port at an address of this host, or `port` if free, or the error."""
     found = {}  # type: dict[str, object]
     for number in [port] if port else [*random.sample(PORTS, TRIES), 0]:
         try:

@@ -1,4 +1,4 @@
-"""What is launched: a job file, a script or a module, each with arguments of its own."""
+"""Program to launch: a job file, a script or a module, each with its own arguments."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ FIX = "gpumix launch JOB.yaml, gpumix launch SCRIPT.py ARGUMENTS, or gpumix laun
 
 @dataclass(frozen=True)
 class Program:
-    """`name` is a file, or a module's dotted name; of a job the arguments are those of
-    `gpumix train`."""
+    """A program: `name` is a file, or a module's dotted name; a job's arguments are for `gpumix
+    train`."""
 
     kind: Literal["job", "script", "module"]
     name: str
@@ -25,7 +25,7 @@ class Program:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """What an interpreter is told."""
+        """The interpreter's arguments."""
         if self.kind == "job":
             return ("-m", "gpumix", "train", self.name, *self.arguments)
         if self.kind == "module":
@@ -34,17 +34,17 @@ class Program:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """What must lie on each host."""
+        """Files required on each host."""
         return () if self.kind == "module" else (self.name,)
 
     @property
     def title(self) -> str:
-        """A name for what a scheduler is to run, of letters that all take."""
+        """Name for a scheduler, in letters valid everywhere."""
         name = Path(self.name).stem if self.kind != "module" else self.name.rpartition(".")[2]
         return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-") or self.kind
 
     def overrides(self) -> list[str]:
-        """Of a job: what its arguments replace."""
+        """Return the settings of a job replaced by arguments."""
         return list(_values_of("--set", self.arguments))
 
     def with_arguments(self, *more: str) -> Program:
@@ -52,10 +52,10 @@ class Program:
 
 
 def program_of(words: Sequence[str], *, module: bool) -> Program:
-    """What the words of a command line name.
+    """Return the program named by the words of a command line.
 
     Raises:
-        InputError: it is none of the three, or its file is not there.
+        InputError: it is none of the three, or its file is missing.
     """
     if not words:
         raise InputError("nothing is named to launch", fix=FIX)

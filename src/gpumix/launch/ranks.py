@@ -1,7 +1,7 @@
-"""The ranks of one host: processes as torchrun would start them, watched, stopped and ended.
+"""Ranks of a host: processes started like torchrun's, watched, stopped and ended.
 
-Each is a session of its own, so that a terminal's Ctrl-C reaches none but by its launcher, and so
-that whatever a rank has started ends with it.
+Each has its own session, so that a terminal's Ctrl-C reaches it only by its launcher, and so that
+processes started by a rank end with it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gpumix.launch.orders import Order, Orders
 from gpumix.spec.errors import EXIT_INTERRUPTED, TrainingError
 
 LOOK_S = 0.02
-# After one rank has failed: how long the others may take to notice and say so, and then to end.
+# After a rank has failed: time for the others to notice and report, and then to end.
 NOTICE_S = 5.0
 END_S = 5.0
 _LEFT_BY_STOP = (0, EXIT_INTERRUPTED, -signal.SIGINT, -signal.SIGTERM, -signal.SIGKILL)
@@ -37,7 +37,8 @@ for group in sys.stdin.read().split():
 
 @dataclass(frozen=True)
 class Share:
-    """What one host runs: so many ranks of `world`, from `first` on, that meet at an address."""
+    """A host's part of a launch: `processes` ranks of `world`, from `first` on, and the rendezvous
+    address."""
 
     first: int
     processes: int
@@ -51,7 +52,7 @@ class Share:
 
 
 class Rank:
-    """One process. What it prints goes where ours does, or line by line to `take`."""
+    """Process of a rank. Output goes to this process's, or line by line to `take`."""
 
     def __init__(
         self,
@@ -81,7 +82,7 @@ class Rank:
             self.process.send_signal(number)
 
     def kill(self) -> None:
-        """With all that it has started."""
+        """Kill the rank and all processes of the rank's group."""
         with suppress(OSError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -89,7 +90,7 @@ class Rank:
             lines.finish()
 
     def told(self) -> str:
-        """How it ended."""
+        """Describe how the rank ended."""
         code = self.process.returncode
         if code < 0:
             return f"rank {self.number} was killed by signal {-code} ({signal.Signals(-code).name})"
@@ -104,7 +105,7 @@ def started(
     *,
     grace_s: float,
 ) -> Iterator[list[Rank]]:
-    """A host's ranks, which end with the block, or with this process, however that ends."""
+    """Start a host's ranks; ranks end with the block, or with this process in any case."""
     ranks: list[Rank] = []
     with _guard() as tell:
         try:
@@ -127,8 +128,8 @@ def started(
 
 @contextmanager
 def _guard() -> Iterator[Callable[[int], None]]:
-    """Takes the numbers of process groups. A process that is killed cannot end its ranks; another
-    one does then, when its pipe closes."""
+    """Start a guard process taking process groups: a killed launcher cannot end its ranks, but the
+    guard does when its pipe closes."""
     words = [sys.executable, "-I", "-S", "-c", GUARD]
     guard = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True)
     pipe = guard.stdin
@@ -152,10 +153,10 @@ def end(ranks: Sequence[Rank]) -> None:
 
 
 def watch(ranks: Sequence[Rank], orders: Orders, *, grace_s: float) -> tuple[int, str]:
-    """Wait for all ranks, or end them: the exit code of the first that failed, and how it ended.
+    """Wait for all ranks, or end all; return the exit code of the first to fail, and how it ended.
 
     Args:
-        grace_s: how long they may take once they are told to stop.
+        grace_s: time limit of ranks asked to stop.
     """
     first: Rank | None = None
     asked = False

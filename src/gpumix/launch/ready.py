@@ -1,4 +1,4 @@
-"""Whether hosts are ready for a launch, from what they said of themselves. Pure."""
+"""Readiness of hosts for a launch, by the facts of probes. Pure."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from gpumix.launch.commands import Meeting
 from gpumix.spec.errors import GpumixError, InputError, MachineError
 
-PYTHONS = ((3, 11), (3, 14))  # from, and up to but without; as pyproject.toml says
+PYTHONS = ((3, 11), (3, 14))  # from, up to and excluding; as in pyproject.toml
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What the probe said on one host; see `probe.py`."""
+    """Facts reported by the probe on a host; see `probe.py`."""
 
     host: str
     python: str
@@ -29,18 +29,18 @@ class Facts:
 
     @property
     def torch_version(self) -> str:
-        """Builds for unlike GPUs are of one version."""
+        """torch's version without the build, which differs between GPU types."""
         return (self.torch or "").partition("+")[0]
 
 
 def refuse_unready(found: Mapping[str, Facts], here: Facts, *, counted: Sequence[str]) -> None:
-    """Raises what is wrong with the hosts, by their names; `here` is who starts them.
+    """Raise an error on unready hosts, by name; `here` has the facts of the launching host.
 
     Args:
-        counted: hosts of which nobody said how many processes they run.
+        counted: hosts whose number of processes is not given.
 
     Raises:
-        GpumixError: a host cannot run the program, or hosts do not fit each other.
+        GpumixError: a host cannot run the program, or hosts do not match.
     """
     problems: list[GpumixError] = []
     for name, facts in found.items():
@@ -50,7 +50,7 @@ def refuse_unready(found: Mapping[str, Facts], here: Facts, *, counted: Sequence
 
 
 def together(problems: Sequence[GpumixError]) -> None:
-    """Raise the first of the problems, which tells of the others too."""
+    """Raise the first of the problems, mentioning the rest."""
     if not problems:
         return
     first, *others = problems
@@ -109,7 +109,8 @@ def _device_problem(name: str, facts: Facts, counted: Sequence[str]) -> GpumixEr
 
 
 def _differences(found: Mapping[str, Facts]) -> list[GpumixError]:
-    """Between the first host and each other one: a library that one of them lacks is not used."""
+    """Return errors on versions differing from the first host's: a library missing on either is not
+    used."""
     (first, reference), *others = found.items()
     return [
         MachineError(
@@ -128,13 +129,13 @@ def _differences(found: Mapping[str, Facts]) -> list[GpumixError]:
 
 
 def meeting_at(address: str, facts: Facts, *, host: str, alone: bool) -> Meeting:
-    """Where ranks meet on the first host.
+    """Return the address of the ranks' rendezvous on the first host.
 
     Args:
         alone: no other host has to reach it.
 
     Raises:
-        MachineError: it cannot listen there, or others would not reach it.
+        MachineError: it cannot listen there, or is not reachable by others.
     """
     told = facts.listening or {"error": "it was not asked"}
     if "error" in told:

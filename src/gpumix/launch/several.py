@@ -1,7 +1,7 @@
-"""One launcher process on each of several hosts, over ssh: started, heard, stopped and ended.
+"""Launcher processes on several hosts, over ssh: started, read, stopped and ended.
 
-A host ends its ranks by itself when it hears nothing of us any more, so nothing is left behind
-whatever happens here or to the connection; see `orders.py`.
+A host ends its ranks by itself after losing contact, so nothing is left behind whatever happens
+here or to the connection; see `orders.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gpumix.spec.errors import EXIT_INTERRUPTED, MachineError, TrainingError
 from gpumix.spec.files import opened_log
 
 LOOK_S = 0.05
-# After one host has failed: how long the others may take to say what they know, and then to end.
+# After a host has failed: time for the others to report, and then to end.
 SETTLE_S = 3.0
 END_S = 15.0
 LAST_LINES = 5
@@ -33,8 +33,8 @@ LAST_LINES = 5
 
 @dataclass(frozen=True)
 class Ended:
-    """How a host ended: `code` is that of its first rank that failed; None if it was lost. `said`
-    are its last lines of talk."""
+    """End of a host: `code` is the exit code of its first rank to fail, None if the host was lost.
+    `said` has its last lines of stderr."""
 
     place: Place
     code: int | None
@@ -43,7 +43,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How all ended, `first` being the one that ended the others, if one did."""
+    """End of all hosts; `first` is the host whose failure ended the launch, if any."""
 
     hosts: tuple[Ended, ...]
     first: Ended | None
@@ -56,7 +56,7 @@ class Outcome:
         return EXIT_INTERRUPTED if self.interrupted else 0
 
 
-# Gets the host's name, 1 or 2 for its stdout or stderr, and a line.
+# Takes the host's name, 1 or 2 for its stdout or stderr, and a line.
 Take = Callable[[str, int, str], None]
 
 
@@ -68,7 +68,7 @@ class _Remote:
         self._said: deque[str] = deque(maxlen=LAST_LINES)
         self._take = take
         pipe = subprocess.PIPE
-        # In a session of its own: Ctrl-C is for the launcher, which passes it on.
+        # In its own session: Ctrl-C is for the launcher, which forwards it.
         self.process = subprocess.Popen(
             command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
         )
@@ -84,13 +84,13 @@ class _Remote:
         return self.process.poll()
 
     def tell(self, word: str) -> None:
-        with suppress(OSError):  # it is gone
+        with suppress(OSError):  # the host is gone
             assert self.process.stdin is not None
             self.process.stdin.write(f"{word}\n".encode())
             self.process.stdin.flush()
 
     def kill(self) -> None:
-        """The connection, if it is still there; the host then ends its ranks by itself."""
+        """Kill a remaining connection; the host ends its ranks by itself."""
         self.process.kill()
         self.process.wait()
         for lines in self._lines:
@@ -105,7 +105,7 @@ class _Remote:
 def run(
     commands: Mapping[Place, Sequence[str]], orders: Orders, take: Take, *, grace_s: float
 ) -> Outcome:
-    """Run a command for each host until all have ended, or one that fails ends all."""
+    """Run a command for each host until all have ended, or a failing host ends all."""
     remotes: list[_Remote] = []
     try:
         for place, command in commands.items():
@@ -122,7 +122,7 @@ def run(
 
 
 def _watch(remotes: Sequence[_Remote], orders: Orders, grace_s: float) -> _Remote | None:
-    """Wait for all; the one that failed first, if one did by itself."""
+    """Wait for all hosts; return the first to fail, if any failed without an order."""
     first: _Remote | None = None
     told, alive_at = Order.GO_ON, 0.0
     end_at = leave_at = float("inf")
@@ -137,7 +137,7 @@ def _watch(remotes: Sequence[_Remote], orders: Orders, grace_s: float) -> _Remot
         if orders.given > told:
             told = orders.given
             _tell(remotes, "stop" if told is Order.STOP else "end")
-            # Hosts themselves end what takes longer than that.
+            # Hosts themselves end ranks exceeding the grace period.
             leave_at = now + END_S + (grace_s if told is Order.STOP else 0.0)
         if now >= end_at:
             end_at, leave_at = float("inf"), now + END_S
@@ -156,7 +156,7 @@ def _tell(remotes: Sequence[_Remote], word: str) -> None:
 
 
 def account(outcome: Outcome, logs: Path | None) -> TrainingError | None:
-    """What there is to say of hosts that did not all end well."""
+    """Return the error for a failed launch; None without a failed host."""
     first = outcome.first
     if first is None:
         return None
@@ -180,10 +180,10 @@ def account(outcome: Outcome, logs: Path | None) -> TrainingError | None:
 
 
 class Gathered:
-    """Lines of all hosts with the host's name before them, and in a file of each host.
+    """Output of all hosts, each line prefixed by its host, and in a file per host.
 
     Args:
-        data: gets what the hosts print to stdout, instead of stdout.
+        data: receives the hosts' stdout, instead of stdout.
     """
 
     def __init__(self, names: Sequence[str], logs: Path | None, data: list[str] | None) -> None:
@@ -212,7 +212,7 @@ class Gathered:
                 self._data.append(line)
                 return
             stream = sys.stdout if to == 1 else sys.stderr
-            with suppress(OSError):  # nobody may be there to read it
+            with suppress(OSError):  # the reader may be gone
                 stream.write(f"{name:<{self._width}} | {line}\n")
                 stream.flush()
 

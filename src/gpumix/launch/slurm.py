@@ -1,7 +1,7 @@
-"""A script for `sbatch`: one task on each node, which runs the ranks of that node. Pure.
+"""Script for `sbatch`: a task per node, running the ranks of the node. Pure.
 
-Nodes that are not alike are components of one heterogeneous job, and one step over all of them:
-its tasks are numbered through, so each knows its ranks.
+Unequal nodes are components of one heterogeneous job, with a single step over all of them: its
+tasks are numbered globally, so each knows its ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gpumix.spec.errors import InputError
 from gpumix.spec.words import directive
 
 CPUS_PER_DEVICE = 4
-# What is left of the time, once runs have saved, to end in; SLURM keeps seconds in 16 bits.
+# Time left to end in after saving; SLURM stores seconds in 16 bits.
 END_S, MOST_S = 30, 2**16 - 1
 HEAD = """\
 #!/bin/bash
@@ -45,11 +45,11 @@ def sbatch(
     address: str | None = None,
     port: int | None = None,
 ) -> str:
-    """The script, for `components` in the order of ranks. Ranks meet on the first node, at a port
-    of the job's number, unless it is said where.
+    """Return the script for `components` in rank order. By default the rendezvous is the first
+    node, at a port derived from the job's number.
 
     Raises:
-        InputError: SLURM does not let runs save for so long.
+        InputError: the grace period is too long for SLURM.
     """
     before_s = math.ceil(around.grace_s) + END_S
     if before_s > MOST_S:
@@ -101,16 +101,16 @@ def _directives(component: Component) -> Iterator[str]:
 
 def _step(number: int, part: Part, several: bool) -> str:
     group = f"--het-group={number} " if several else ""
-    cpus = part.component.devices * CPUS_PER_DEVICE  # srun does not take them over
+    cpus = part.component.devices * CPUS_PER_DEVICE  # srun does not inherit them
     return f"{group}--ntasks={part.component.nodes} --cpus-per-task={cpus}"
 
 
 def _task(part: Part, program: Program, around: Surroundings, world: int) -> str:
-    """What each task of a component runs, as one word for the shell of the script."""
+    """Return the command of each task of a component, as one word for the script's shell."""
     node = f"(SLURM_PROCID - {part.first_node})" if part.first_node else "SLURM_PROCID"
     number = first_rank(part, node)
     words = ranks_words(number, part.component.devices, world)
-    # What the task's own shell is to fill in stands in double quotes.
+    # Expressions for the task's own shell are in double quotes.
     filled = ["--first-rank", f'"{number}"', *words[2:], *meeting_words('"$ADDRESS"', '"$PORT"')]
     command = [shlex.quote(around.python), "-m", HOST_MODULE, *filled]
     command += ["--grace", f"{around.grace_s:g}", "--", shlex.join(program.words)]

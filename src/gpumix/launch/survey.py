@@ -1,4 +1,4 @@
-"""Asks all hosts at once what they are, before anything is started on one of them."""
+"""Concurrent probe of all hosts, before anything is started on any."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from gpumix.spec.errors import GpumixError, MachineError
 from gpumix.spec.files import read_text
 
 PROBE_S = 60.0  # beyond the time to connect: imports from a slow disk
-LOST = 255  # what ssh leaves with where it is not connected
-# What ssh says, and what helps.
+LOST = 255  # ssh's exit code without a connection
+# Messages of ssh, and their fixes.
 _SAID = {
     "host key": "connect once by hand and look at its key: ssh {host}",
     "permission denied": "let your key in there, or load it: ssh-add, ssh-copy-id {host}",
@@ -31,13 +31,13 @@ _SAID = {
 def survey(
     hosts: Sequence[Host], ssh: Ssh, around: Surroundings, asked: Mapping[str, Mapping[str, object]]
 ) -> dict[str, Facts]:
-    """What each host says of itself, by its name.
+    """Return the facts of each host, by name.
 
     Args:
-        asked: what each is asked, by its name; see `probe.py`.
+        asked: questions to each host, by name; see `probe.py`.
 
     Raises:
-        MachineError: one does not answer, or has no such folder or interpreter.
+        MachineError: a host does not answer, or lacks the folder or interpreter.
     """
     asking = [_asking(host, ssh, around, asked[host.name]) for host in hosts]
     with ThreadPoolExecutor(len(hosts)) as threads, _ended(asking):
@@ -50,7 +50,7 @@ def survey(
 
 
 def here(files: Sequence[str]) -> Facts:
-    """What this process would say."""
+    """Return the facts of this process."""
     version, digest = probe.package()
     return Facts(
         host="here",
@@ -66,7 +66,7 @@ def here(files: Sequence[str]) -> Facts:
 
 
 def real_name(host: Host, ssh: Ssh) -> str:
-    """What the user's configuration of ssh says that a host is called, or its address."""
+    """Return a host's name or address by the user's ssh configuration."""
     try:
         done = subprocess.run(ssh.settings_of(host), capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
@@ -88,7 +88,7 @@ def _asking(
             stderr=pipe,
             text=True,
             errors="replace",
-            start_new_session=True,  # Ctrl-C is for who asks
+            start_new_session=True,  # Ctrl-C is for the asking process
         )
     except OSError as error:
         raise MachineError(
@@ -100,7 +100,7 @@ def _asking(
 
 @contextmanager
 def _ended(asking: Sequence[subprocess.Popen[str]]) -> Iterator[None]:
-    """Who is interrupted waits for no answer."""
+    """Kill the probes at the end of the block: an interrupt waits for no answer."""
     try:
         yield
     finally:
@@ -123,7 +123,7 @@ def _answer(
 
 
 def _silent(host: Host, around: Surroundings, code: int, said: str) -> MachineError:
-    """Why a host gave no answer."""
+    """Return the error explaining a missing answer of a host."""
     where, last = f"host {host.name}", (said.splitlines() or [""])[-1]
     if code == LOST:
         fixes = [fix for words, fix in _SAID.items() if words in said.lower()]

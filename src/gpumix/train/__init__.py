@@ -1,1 +1,1 @@
-"""The loop: step, optimizer, checkpoint, metrics, ranks."""
+"""Training loop, optimizer, checkpoints, metrics and ranks."""

@@ -1,5 +1,5 @@
-"""What steps are spent on, as values. Who measures it imports torch (`watch`), who reads it need
-not."""
+"""Values for the time spent in training steps. `watch`, which measures, imports torch; readers of
+the values need not."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True)
 class Shares:
-    """Parts of a time that add up to 1. What a device idles between the kernels of a step, because
-    they are small, counts as computing."""
+    """Parts of a time, adding up to 1. A device's idle gaps between the small kernels of a step
+    count as computing."""
 
     compute: float
     input: float
@@ -20,7 +20,7 @@ class Shares:
 
 @dataclass(frozen=True)
 class Account:
-    """Seconds of some steps by what they were spent on."""
+    """Seconds of some steps by cause."""
 
     steps: int
     compute: float
@@ -37,12 +37,12 @@ class Account:
     def of(
         cls, steps: int, gap: float, starved: float, busy: float, waits: float, copying: float
     ) -> Account:
-        """By the time before devices compute, the loader's part of it, and the time after it, with
-        its waits and copies."""
+        """Build from the time before devices compute, the loader's part of it, and the time after,
+        with waits and copies."""
         return cls(steps, busy - waits - copying, starved, waits, copying, gap - starved)
 
     def and_then(self, later: Account) -> Account:
-        """Of the steps of both."""
+        """Return the account of both ranges of steps."""
         return Account(*(getattr(self, f.name) + getattr(later, f.name) for f in fields(self)))
 
     def shares(self) -> Shares:

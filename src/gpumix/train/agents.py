@@ -1,5 +1,5 @@
-"""What torchrun finds of gpumix in every program that it starts, by an entry point of the package:
-so nothing is imported until an agent is to meet others by it."""
+"""Entry point of the package for torchrun, found by every program started by torchrun: nothing is
+imported until an agent uses the rendezvous."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def backend() -> Callable[[Any], Any]:
-    """Makes the handler of `torchrun --rdzv-backend gpumix`."""
+    """Return the factory of the handler of `torchrun --rdzv-backend gpumix`."""
 
     def handler(parameters: Any) -> Any:
         from gpumix.train.meeting import handler

@@ -1,4 +1,4 @@
-"""Work that a rank does beside training, in a thread of its own."""
+"""Background work of a rank during training, in a separate thread."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 
 class Overdue(Exception):
-    """Work did not end in its time, because of a disk say.
+    """Work exceeded the time limit, for example because of a disk.
 
     Args:
-        wait: for other ranks, if it waits for them.
+        wait: the wait for other ranks, if the work waits for some.
     """
 
     def __init__(self, patience_s: float, wait: Wait | None) -> None:
@@ -28,12 +28,13 @@ class Overdue(Exception):
 
 
 class Background(Generic[T]):
-    """`work`, which runs until it returns or raises.
+    """`work` in a daemon thread, running until it returns or raises.
 
-    Whoever leaves by an error does not wait for it: it may never end. So it ends with the process.
+    A caller leaving by an error does not join the thread, which may never end: it ends with the
+    process.
 
     Args:
-        patience_s: how long it may take; waits end then.
+        patience_s: time limit of the work; waits end at the limit.
     """
 
     def __init__(self, work: Callable[[], T], *, name: str, patience_s: float = math.inf) -> None:
@@ -58,27 +59,27 @@ class Background(Generic[T]):
 
     @property
     def failed(self) -> bool:
-        """Whether `result` will raise, as far as it is known."""
+        """True if `result` will raise, as far as is known."""
         return self._error is not None or (not self.ended and time.monotonic() > self._deadline)
 
     def wait(self, event: threading.Event) -> None:
-        """Wait for something that the work does on its way.
+        """Wait for an event set by the work.
 
         Raises:
-            Overdue: it has not done it in its time.
+            Overdue: the event is not set within the time limit.
         """
         if not event.wait(self._left_s()):
             raise self._overdue()
 
     def join(self, seconds: float) -> None:
-        """Until it has ended, but not longer."""
+        """Wait until the work has ended, at most for `seconds`."""
         self._thread.join(seconds)
 
     def result(self) -> T:
-        """What the work returned, once it has; raises what it raised.
+        """Return the result of the work once it has ended, or raise the work's error.
 
         Raises:
-            Overdue: it has not ended in its time.
+            Overdue: the work has not ended within the time limit.
         """
         self._thread.join(self._left_s())
         if self._thread.is_alive():

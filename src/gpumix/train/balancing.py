@@ -1,5 +1,4 @@
-"""Keeps the split of a run's samples fitting while it trains; which split that is, is decided in
-`rebalance`."""
+"""Rebalancing of a run's samples among ranks during training; `rebalance` decides on the split."""
 
 from __future__ import annotations
 
@@ -24,26 +23,27 @@ from gpumix.train.rebalance import WINDOW_STEPS, Change, Fixed, Rebalancer, Room
 from gpumix.train.rebalance_room import Movable, idle_paces, most_by_memory, with_shares
 from gpumix.train.restage import Redealt, Restaging
 
-# It is looked at from here on: first steps take longer than others.
+# Observation starts at this step: the first steps take longer.
 FIRST_STEPS = 3
-# So many steps after a change tell what it came to.
+# Steps measured after a change to report its effect.
 MEASURED_STEPS = 5
-# Without a profile nobody knows what of the peak is for samples: all of it is taken to be.
+# Without a profile the samples' part of the peak is unknown: the full peak is attributed to them.
 ROOM = 0.9
 
 
 class Balancing:
-    """One rank's part in it; all ranks come to the same plan after the same step.
+    """A rank's part in rebalancing; all ranks change plans identically, at a common step.
 
     Attributes:
-        plan: by which the next step goes.
-        changes: how often the samples were split anew.
-        outdated: to be raised, once the state is kept: the run should start by another plan.
+        plan: the plan of the next step.
+        changes: number of times the samples were split again.
+        outdated: the error to raise once the state is saved: the run should restart by another
+            plan.
 
     Args:
-        state_moves: whether the engine can move what a rank stores.
-        step_before_s: what a step took by the plan before, if the run started by this one because
-            devices took other times.
+        state_moves: whether the engine can move the state stored by a rank.
+        step_before_s: step time by the previous plan, if the run started by this plan because
+            devices took different times.
     """
 
     def __init__(
@@ -63,7 +63,8 @@ class Balancing:
         self._rebalancer: Rebalancer | None = None
         self.changes = 0
         self._steps = 0
-        # After how many steps, and what one took before, until it is told what came of it.
+        # Number of steps before the last change and step time before it, until its effect is
+        # reported.
         self._changed: tuple[int, float] | None = None
         if step_before_s is not None:
             self._changed = (FIRST_STEPS, step_before_s)
@@ -79,11 +80,11 @@ class Balancing:
             )
 
     def after_step(self, times: Sequence[float], compute_s: Sequence[float]) -> list[Told]:
-        """Decide. Collective once.
+        """Decide on a new split. Collective once.
 
         Args:
-            times: of all steps so far, s.
-            compute_s: how long each rank computed in the step before the last.
+            times: step times so far, in s.
+            compute_s: computing time of each rank in the step before the last.
         """
         self._steps += 1
         if self._alone or self._steps < FIRST_STEPS:
@@ -126,7 +127,7 @@ class Balancing:
         what: str,
         moving_s: float | None = None,
     ) -> list[Told]:
-        """The samples are split anew from the next step on; see `dealt_anew`."""
+        """Adopt a plan splitting the samples again from the next step on; see `dealt_anew`."""
         before, self.plan = self.plan, plan
         self.changes += 1
         effect = self.effect(times)
@@ -143,7 +144,7 @@ class Balancing:
         return [*effect, told]
 
     def _watching(self) -> Rebalancer:
-        """Collective without a profile."""
+        """Return the rebalancer. Collective without a profile."""
         plan, profile, steps = self._planned, self._profile, self._context.job.steps
         if profile is None or plan.prediction is None:
             return Rebalancer(plan, self._room(), steps=steps)
@@ -156,7 +157,7 @@ class Balancing:
         )
 
     def _room(self) -> Room:
-        """Collective without a profile."""
+        """Return the room for samples. Collective without a profile."""
         if self._profile is None:
             return Fixed(self._most_by_peak())
         if self._state_moves:
@@ -164,7 +165,8 @@ class Balancing:
         return Fixed(most_by_memory(self._profile, self._planned))
 
     def _most_by_peak(self) -> Sequence[int]:
-        """The most samples for which each team has memory, by what it took so far. Collective."""
+        """Return the most samples for which each team has memory, by peak memory so far.
+        Collective."""
         (stage,) = self._planned.stages
         peak = self._context.runtime.peak_bytes()
         part = ROOM * self._context.runtime.memory_limit_bytes / peak if peak else 1.0
@@ -184,18 +186,18 @@ class Balancing:
         return plan.model_copy(update={"prediction": predict(self._profile, plan)})
 
     def _settled(self, times: Sequence[float]) -> list[Told]:
-        """What the last change came to, if enough steps tell."""
+        """Report the effect of the last change once enough steps are measured."""
         if self._changed is None or len(times) < self._changed[0] + MEASURED_STEPS:
             return []
         return self.effect(times)
 
     def effect(self, times: Sequence[float]) -> list[Told]:
-        """What the last change came to, once, by however few steps: another one follows, or none
-        does."""
+        """Report the effect of the last change, once, by however few steps: another change follows,
+        or the run ends."""
         if self._changed is None or len(times) <= self._changed[0]:
             return []
         (since, before_s), self._changed = self._changed, None
-        # The first one may take longer.
+        # The first step may take longer.
         measured = times[since + 1 :] or times[since:]
         after_s = median(measured)
         fields = {"step_s": after_s, "step_before_s": before_s, "steps": len(measured)}

@@ -1,7 +1,7 @@
-"""Saves a run and takes it up again, under any plan and any number of ranks.
+"""Saving and loading of a run, under any plan and any number of ranks.
 
-What the files are is said in `checkpoint_file`, how a checkpoint comes and goes in
-`checkpoint_folder`, what is in it in `checkpoint_content`.
+See `checkpoint_file` for the files, `checkpoint_folder` for creating and removing checkpoints,
+`checkpoint_content` for the content.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from gpumix.train.checkpoint_shards import Index, read, write
 from gpumix.train.checkpoint_together import NOTHING, Together, not_in_time
 from gpumix.train.host_copy import HostCopy, Tensors, no_room, room_for, size_of
 
-# Of what ranks tell each other.
+# Types exchanged by ranks.
 KINDS = TypeAdapter(dict[str, StateKind])
 MANIFEST = TypeAdapter(Manifest)
 FOLDER, FOLDERS = TypeAdapter(Path), TypeAdapter(list[Path])
@@ -59,7 +59,7 @@ OPENED = TypeAdapter(tuple[Manifest, Index])
 
 @dataclass(frozen=True)
 class LoadedState:
-    """What a checkpoint holds beside model and optimizer, and which newer ones are damaged."""
+    """Content of a checkpoint next to model and optimizer, and the damaged newer checkpoints."""
 
     path: Path
     step: int
@@ -70,7 +70,7 @@ class LoadedState:
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that was written, and how long that took beside training."""
+    """A written checkpoint and the seconds taken by writing, concurrent with training."""
 
     path: Path
     step: int
@@ -78,18 +78,18 @@ class Saved:
 
 
 class Checkpointer:
-    """The checkpoints in one folder. Methods are collective but where they say otherwise.
+    """The checkpoints in a folder. Methods are collective unless documented otherwise.
 
-    A checkpoint is written beside training: what is saved is copied into the host's memory first,
-    beside training too, and may not change until `settle` has returned.
+    A checkpoint is written during training: the state is first copied into host memory, during
+    training too, and may not change until `settle` has returned.
 
     Args:
-        folder: where they are; hosts must share it.
-        keep: how many complete ones are kept.
+        folder: folder of the checkpoints, shared by all hosts.
+        keep: number of complete checkpoints kept.
         group: all ranks, in the engine's order, with CPU tensors and its own timeout; used for
             nothing else (`dist.new_group(backend="gloo")`). None for a single process.
-        ranks_here: how many of them share this rank's host, and its memory.
-        patience_s: how long a checkpoint may take.
+        ranks_here: number of ranks sharing this rank's host and its memory.
+        patience_s: time limit of a checkpoint.
     """
 
     def __init__(
@@ -109,8 +109,8 @@ class Checkpointer:
         self._ranks_here = ranks_here
         self._patience_s = patience_s
         self.not_copied = ""
-        """Why what this rank saves is not copied first, so that training waits until it is written;
-        empty if it is."""
+        """Reason why this rank's state is not copied first and training waits until it is written;
+        empty if it is copied."""
         self._copy: HostCopy | None = None
         self._saving: Background[Saved] | None = None
         self._settled = threading.Event()
@@ -126,7 +126,7 @@ class Checkpointer:
         cursor: Mapping[str, Any],
         extra: Mapping[str, Any] | None = None,
     ) -> Path:
-        """Write a checkpoint and wait for it: `begin`, then `finish`."""
+        """Write a checkpoint and wait for the end: `begin` and `finish`."""
         self.begin(step, engine, optimizer, cursor=cursor, extra=extra)
         return self.finish().path
 
@@ -139,12 +139,12 @@ class Checkpointer:
         cursor: Mapping[str, Any],
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        """Begin to write a checkpoint; once it is written the oldest ones beyond `keep` are gone.
-        The one before must be finished.
+        """Begin to write a checkpoint; the oldest beyond `keep` are removed once it is written. The
+        previous checkpoint must be finished.
 
         Args:
-            step: names the checkpoint; one of the same step is replaced.
-            cursor: the place in the data. It and `extra` are what JSON can hold.
+            step: names the checkpoint; a checkpoint of the same step is replaced.
+            cursor: the place in the data; JSON values only, as in `extra`.
         """
         assert self._saving is None, "two checkpoints at once"
         engine.agree_on_buffers()
@@ -152,7 +152,7 @@ class Checkpointer:
             to_save: content.Content | Exception = content.Content.of(
                 step, engine, optimizer, cursor=cursor, extra=extra or {}
             )
-        except Exception as error:  # the other ranks must hear of it
+        except Exception as error:  # the other ranks must know
             to_save = error
         stream = content.copying_stream(engine.device)
         self._settled.clear()
@@ -163,21 +163,21 @@ class Checkpointer:
         )
 
     def common_step(self, steps: Iterable[int]) -> int | None:
-        """Of the steps that each rank has, the newest that all have."""
+        """Return the newest step common to all ranks, given the steps of each rank."""
         every = self._ranks.each(lambda: list(steps), STEPS, "tell its copies", self.folder)
         return max(set.intersection(*map(set, every)), default=None)
 
     def all_say(self, yes: bool, of: str) -> bool:
-        """Whether all ranks do."""
+        """Return whether `yes` is true on all ranks."""
         said: list[bool] = self._ranks.each(lambda: yes, YES_NO, f"tell whether {of}", self.folder)
         return all(said)
 
     def save_copy(self, copy: content.Content) -> Saved:
-        """Write a checkpoint of what nobody changes."""
+        """Write a checkpoint of an unchanging copy."""
         return self._timed(copy.manifest.step, copy, lambda: copy.tensors)
 
     def settle(self) -> None:
-        """Wait until what is saved may change. Not collective.
+        """Wait until the state being saved may change. Not collective.
 
         Raises:
             MachineError: the disk hangs.
@@ -195,8 +195,8 @@ class Checkpointer:
             raise not_in_time(error, what, self._ranks.rank, self.folder) from error
 
     def wait(self, seconds: float) -> Saved | None:
-        """Until the checkpoint that was begun last is written, if there is one, but not longer;
-        what it is, if it is written by then. Not collective, and for any thread."""
+        """Wait at most `seconds` for the checkpoint begun last; return it if written by then. None
+        without a checkpoint. Not collective, callable from any thread."""
         saving = self._saving
         if saving is None:
             return None
@@ -205,32 +205,32 @@ class Checkpointer:
 
     @property
     def writing_since(self) -> float | None:
-        """When the checkpoint was begun that is being written, by `time.monotonic()`; None if none
-        is. Not collective, and for any thread."""
+        """Begin of the checkpoint being written, by `time.monotonic()`, or None. Not collective,
+        readable from any thread."""
         saving = self._saving
         return None if saving is None or saving.ended else saving.begun_at
 
     @property
     def under_way(self) -> bool:
-        """Whether a checkpoint was begun and not finished. Not collective."""
+        """True from `begin` of a checkpoint to `finish`. Not collective."""
         return self._saving is not None
 
     @property
     def written(self) -> bool:
-        """Whether one was begun that is whole by now. Not collective."""
+        """True if the checkpoint begun last is written. Not collective."""
         return self._saving is not None and self._saving.ended and not self._saving.failed
 
     @property
     def failed(self) -> bool:
-        """Whether `finish` will raise, as far as it is known. Not collective."""
+        """True if `finish` will raise, as far as is known. Not collective."""
         return self._saving is not None and self._saving.failed
 
     def finish(self) -> Saved:
-        """Wait for the checkpoint that was begun last.
+        """Wait for the checkpoint begun last.
 
         Raises:
-            MachineError: a rank could not write, the same error on all, or its disk hangs; earlier
-                checkpoints stay.
+            MachineError: a rank could not write (the same error on all ranks), or its disk hangs;
+                earlier checkpoints remain.
             CommunicationError: a rank is gone.
         """
         assert self._saving is not None, "no checkpoint was begun"
@@ -241,7 +241,7 @@ class Checkpointer:
     def _save(
         self, step: int, to_save: content.Content | Exception, stream: Stream | None
     ) -> Saved:
-        """In a thread of its own."""
+        """Save in the background thread."""
 
         def copied() -> Tensors:
             assert isinstance(to_save, content.Content)
@@ -262,7 +262,7 @@ class Checkpointer:
     def _save_together(
         self, step: int, to_save: content.Content | Exception, taken: Callable[[], Tensors]
     ) -> Path:
-        """`taken` gives the tensors to write."""
+        """Save with all ranks; `taken` returns the tensors to write."""
         ranks = self._ranks
         tensors: dict[str, Any] = {}
 
@@ -294,8 +294,8 @@ class Checkpointer:
             raise
 
     def _copied(self, tensors: Tensors, stream: Stream | None) -> Tensors:
-        """A copy of what is saved; itself, if there is no memory for one. It then may not change
-        until it is written."""
+        """Return a copy of `tensors`, or `tensors` unchanged if memory is short: they may not
+        change until written."""
         if self._copy is None or not self._copy.fits(tensors):
             self._copy, size = None, size_of(tensors)
             if not room_for(size, self._ranks_here):
@@ -308,7 +308,7 @@ class Checkpointer:
 
     def _write(self, part: Path, manifest: Manifest, tensors: Tensors) -> Path:
         ranks = self._ranks
-        index, own = write(part, tensors, ranks)  # the index whole on rank 0, who needs it
+        index, own = write(part, tensors, ranks)  # complete on rank 0 only, where needed
 
         def read_back() -> dict[str, SavedFile]:
             for name, saved in own.items():
@@ -339,7 +339,7 @@ class Checkpointer:
     # -- loading -----------------------------------------------------------------------------------
 
     def latest(self) -> Path | None:
-        """The checkpoint that was saved last, whole or not."""
+        """Return the checkpoint saved last, damaged or not."""
         return self._ranks.first(
             lambda: checkpoint_folder.latest(self.folder),
             PERHAPS,
@@ -355,18 +355,18 @@ class Checkpointer:
         source: Path | None = None,
         after: int = -1,
     ) -> LoadedState:
-        """Put a checkpoint into the engine and the optimizer.
+        """Load a checkpoint into the engine and the optimizer.
 
         Args:
-            optimizer: None takes the model alone, for evaluation.
+            optimizer: None loads the model alone, for evaluation.
             source: a checkpoint, or a run's folder; default: this folder. Of a folder the newest
-                is taken that is whole.
-            after: only those count that were saved last, down to the first that is not of a later
-                step.
+                intact checkpoint is loaded.
+            after: only checkpoints of later steps count, from the last saved back to the first of
+                this step or an earlier one.
 
         Raises:
-            InputError: there is none that is whole, or it is of another model or optimizer; nothing
-                was changed.
+            InputError: no checkpoint is intact, or it is of another model or optimizer; nothing was
+                changed.
             MachineError: a rank could not read; the engine is half loaded.
         """
         ranks = self._ranks
@@ -399,10 +399,10 @@ class Checkpointer:
 
 
 def opened(path: Path) -> tuple[Manifest, Index]:
-    """What the checkpoint at `path` is and where its tensors are; their files are not checked yet.
+    """Return manifest and index of the checkpoint at `path`; tensor files are not checked yet.
 
     Raises:
-        Damaged: it is not what was saved, or nothing that gpumix saves.
+        Damaged: it is not as saved, or nothing that gpumix saves.
         InputError: it is of another schema.
     """
     manifest = read_manifest(path)

@@ -1,7 +1,7 @@
-"""What of an engine and its optimizer goes into a checkpoint, under which names.
+"""Content of a checkpoint: the state of an engine and an optimizer by name.
 
 model.<name>                      parameters (trained ones in fp32) and persistent buffers
-optimizer.<parameter>.<state>     like the parameter, or of the whole of it: a tensor or a number
+optimizer.<parameter>.<state>     shaped like the parameter, or one tensor or number for all of it
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ OPTIMIZER = "optimizer"
 OWN_JOB = "resume with the model settings of the job that saved it"
 
 _NUMBERS: dict[StateKind, type] = {"int": int, "float": float, "bool": bool}
-# Which hold a number of Python's without rounding.
+# Dtypes storing a Python number without rounding.
 _DTYPES: dict[StateKind, torch.dtype] = {
     "int": torch.int64,
     "float": torch.float64,
@@ -58,7 +58,7 @@ _DTYPES: dict[StateKind, torch.dtype] = {
 
 @dataclass(frozen=True)
 class Content:
-    """What a checkpoint is made of, as this rank has it now; nothing is copied but buffers."""
+    """This rank's current content of a checkpoint; only buffers are copied."""
 
     tensors: Tensors
     kinds: dict[str, StateKind]
@@ -74,8 +74,8 @@ class Content:
         cursor: Mapping[str, Any],
         extra: Mapping[str, Any],
     ) -> Content:
-        """`cursor` and `extra` are what JSON can hold. The manifest knows this rank's optimizer
-        states only, and no files."""
+        """Collect the content; `cursor` and `extra` are JSON values. The manifest describes only
+        this rank's optimizer states, and no files."""
         state = engine.optimizer_state(optimizer)
         kinds = kinds_of(state)
         manifest = Manifest(
@@ -96,7 +96,7 @@ class Content:
 
 
 def as_json(values: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """`values` as they will be when they are loaded."""
+    """Return `values` as loaded back from JSON."""
     try:
         return dict(json.loads(json.dumps(values)))
     except (TypeError, ValueError) as error:
@@ -108,7 +108,7 @@ def as_json(values: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def copying_stream(device: torch.device) -> runtime.Stream | None:
-    """On which a GPU copies what it has computed so far; None for other devices."""
+    """Return a stream for a GPU to copy the state computed so far; None without a GPU."""
     if not runtime.is_gpu(device):
         return None
     stream = runtime.new_stream(device)
@@ -117,8 +117,8 @@ def copying_stream(device: torch.device) -> runtime.Stream | None:
 
 
 def model_to_save(engine: Engine) -> dict[str, Boxed]:
-    """This rank's part of the model; rank 0 has the buffers, copied: the next forward pass may
-    change them."""
+    """Return this rank's part of the model. Rank 0 has the buffers, copied because the next forward
+    pass may change them."""
     tensors = _by_name((piece.name, _boxed(piece, piece.local)) for piece in _stored(engine))
     if engine.comm.rank == 0:
         buffers = persistent_buffers(engine.model)
@@ -127,8 +127,8 @@ def model_to_save(engine: Engine) -> dict[str, Boxed]:
 
 
 def optimizer_to_save(engine: Engine, state: OptimizerState) -> dict[str, dict[str, Boxed]]:
-    """This rank's part of the optimizer's state. What there is once per parameter is written by
-    the rank that stores its first element: a rank that stores none of it may not know."""
+    """Return this rank's part of the optimizer state. State kept once per parameter is written by
+    the rank storing the first element: a rank storing no element may lack it."""
     found: dict[str, dict[str, Boxed]] = {}
     for piece in _stored(engine):
         states = found.setdefault(piece.name, {})
@@ -142,7 +142,7 @@ def optimizer_to_save(engine: Engine, state: OptimizerState) -> dict[str, dict[s
 
 
 def _by_name(named: Iterable[tuple[str, Boxed]]) -> dict[str, Boxed]:
-    """Of each tensor all boxes."""
+    """Collect the boxes of each tensor."""
     found: dict[str, Boxed] = {}
     for name, boxed in named:
         _add(found, name, boxed)
@@ -154,8 +154,7 @@ def _add(found: dict[str, Boxed], name: str, boxed: Boxed) -> None:
 
 
 def _stored(engine: Engine) -> Iterator[Piece]:
-    """The pieces that this rank stores and is to save; rank 0 says that a parameter without
-    elements exists."""
+    """Yield the pieces saved by this rank; rank 0 includes parameters without elements."""
     for piece in engine.pieces():
         if piece.shape.numel() == 0:
             if engine.comm.rank == 0:
@@ -177,16 +176,16 @@ def _tensor(value: Whole | Scalar) -> torch.Tensor:
 
 
 def kinds_of(state: OptimizerState) -> dict[str, StateKind]:
-    """What each of the optimizer's states is on this rank."""
+    """Return the kind of each optimizer state on this rank."""
     found = [{name: _kind(value) for name, value in values.items()} for values in state.values()]
     return merged_kinds(found)
 
 
 def merged_kinds(found: Iterable[dict[str, StateKind]]) -> dict[str, StateKind]:
-    """The kinds of several parameters or ranks in one.
+    """Merge the kinds of several parameters or ranks.
 
     Raises:
-        InputError: a state is one thing here and another there.
+        InputError: a state has two kinds.
     """
     merged: dict[str, StateKind] = {}
     for kinds in found:
@@ -214,10 +213,10 @@ def _kind(value: Cut | Whole | Scalar) -> StateKind:
 
 
 def check_fits(engine: Engine, path: Path, manifest: Manifest, index: Index) -> None:
-    """Check that the checkpoint at `path` is of the engine's model.
+    """Check the checkpoint at `path` against the engine's model.
 
     Raises:
-        InputError: names or shapes differ, or what is trained, or what the units are.
+        InputError: names, shapes, trained parameters or units differ.
     """
     what = "the checkpoint is of another model"
     prefix = f"{MODEL}."
@@ -248,12 +247,12 @@ def check_fits(engine: Engine, path: Path, manifest: Manifest, index: Index) -> 
 def check_optimizer(
     path: Path, manifest: Manifest, index: Index, engine: Engine, optimizer: Optimizer
 ) -> None:
-    """Check that the checkpoint at `path` is of the optimizer's class, and that what it says of the
-    optimizer's states is so. The engine's model fits.
+    """Check a checkpoint's optimizer class and its claims about optimizer states. The checkpoint
+    must fit the engine's model.
 
     Raises:
         InputError: it is of another class.
-        Damaged: states are missing, or are not what it says.
+        Damaged: states are missing or not as described.
     """
     name = type(optimizer).__name__
     if name != manifest.optimizer.name:
@@ -269,7 +268,7 @@ def check_optimizer(
 def _wrong_states(
     kinds: Mapping[str, StateKind], index: Index, engine: Engine, optimizer: Optimizer
 ) -> Iterator[str]:
-    """What of the optimizer's states is not as `kinds` and the engine have it."""
+    """Yield descriptions of optimizer states contradicting `kinds` or the engine."""
     shapes, stored = engine.shapes(), _stored_states(engine, kinds, index)
     wholes = getattr(optimizer, "whole_states", ())
     for state, kind in kinds.items():
@@ -291,7 +290,7 @@ def _wrong_states(
 def _stored_states(
     engine: Engine, kinds: Mapping[str, StateKind], index: Index
 ) -> dict[str, dict[str, StoredTensor]]:
-    """The optimizer's states of each parameter that is trained."""
+    """Return the stored optimizer states of each trained parameter."""
     every = {
         parameter: {state: index.tensors.get(f"{OPTIMIZER}.{parameter}.{state}") for state in kinds}
         for parameter in engine.trained_names()
@@ -303,7 +302,7 @@ def _stored_states(
 
 
 def _is_kind(kind: StateKind, tensor: StoredTensor, shape: torch.Size) -> bool:
-    """Whether a state of a parameter of this shape is stored as such a kind is."""
+    """Return whether a stored state matches `kind` for a parameter of `shape`."""
     if kind == "elements":
         return tensor.shape == shape
     return kind == "whole" or (
@@ -314,7 +313,8 @@ def _is_kind(kind: StateKind, tensor: StoredTensor, shape: torch.Size) -> bool:
 def _missing_states(
     stored: Mapping[str, Mapping[str, StoredTensor]], engine: Engine, optimizer: Optimizer
 ) -> Iterator[str]:
-    """What the optimizer needs of the parameters for which there is state, and does not get."""
+    """Yield descriptions of states needed by the optimizer and missing, for parameters with
+    state."""
     names = {id(piece.local): piece.name for piece in engine.pieces() if piece.shape.numel()}
     for group in optimizer.param_groups:
         for p in (p for p in group["params"] if id(p) in names):
@@ -329,7 +329,7 @@ def _missing_states(
 
 
 class Read(Protocol):
-    """Fills boxes with what is stored under their names."""
+    """Fills boxes with the values stored under the boxes' names."""
 
     def __call__(self, tensors: Mapping[str, Boxed]) -> None: ...
 
@@ -337,7 +337,8 @@ class Read(Protocol):
 def restore(
     engine: Engine, optimizer: Optimizer | None, manifest: Manifest, index: Index, read: Read
 ) -> None:
-    """Put what is saved into the engine and the optimizer; None takes the model alone."""
+    """Restore engine and optimizer from a checkpoint; an optimizer of None loads the model
+    alone."""
     kinds = manifest.optimizer.states if optimizer is not None else {}
     with host_memory() if engine.state_on_host else nullcontext():
         room = OptimizerRoom.made(engine, kinds, index)
@@ -353,7 +354,7 @@ def restore(
 
 
 def model_to_load(engine: Engine) -> dict[str, Boxed]:
-    """Where this rank's part of the model goes: into the engine itself."""
+    """Return this rank's part of the model as boxes within the engine's own memory."""
     boxed = _by_name(
         (f"{MODEL}.{piece.name}", _boxed(piece, piece.local)) for piece in engine.pieces()
     )
@@ -367,15 +368,15 @@ Room = Cut | Whole | torch.Tensor
 
 @dataclass(frozen=True)
 class OptimizerRoom:
-    """Where this rank's part of the optimizer's state goes, until it is all there."""
+    """Memory for this rank's part of the optimizer state until loading is complete."""
 
     kinds: dict[str, StateKind]
     tensors: dict[str, dict[str, Room]]
 
     @classmethod
     def made(cls, engine: Engine, kinds: dict[str, StateKind], index: Index) -> OptimizerRoom:
-        """Room for all state that is stored for parameters, also those of which this rank stores
-        nothing: optimizers keep state for empty tensors too."""
+        """Allocate memory for all stored states, including empty pieces of this rank: optimizers
+        keep state for empty tensors too."""
         tensors: dict[str, dict[str, Room]] = {}
         for piece in engine.pieces():
             for name, kind in kinds.items():
@@ -394,7 +395,7 @@ class OptimizerRoom:
         }
 
     def state(self) -> OptimizerState:
-        """What has come to be there, in the types that the optimizer had."""
+        """Return the loaded state, with numbers in the optimizer's types."""
         return {
             parameter: {name: self._typed(name, room) for name, room in states.items()}
             for parameter, states in self.tensors.items()

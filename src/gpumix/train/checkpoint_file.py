@@ -1,11 +1,11 @@
-"""What one checkpoint is, in its own words, and whether it still is what was saved.
+"""Files of a checkpoint, the manifest, and checks of both.
 
-    step-00000010/checkpoint.json   what it is, and size and digest of all other files
-                  index.json        where in them each tensor's boxes are
+    step-00000010/checkpoint.json   manifest, with size and digest of all other files
+                  index.json        location of each tensor's boxes in the files
                   __0_0.distcp ...  tensors, one file per rank
                   .metadata         for other readers of torch.distributed.checkpoint
 
-`.metadata` is a pickle, which can run code when it is read; gpumix writes it and never reads it.
+`.metadata` is a pickle, which can run code when read; gpumix writes it and never reads it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gpumix.spec.errors import InputError, MachineError
 from gpumix.spec.files import NotAFileError, TooLargeError, opened, read_text
 
 SCHEMA = 1
-# Other errors of the system, of a network's disk say, may pass: they do not damage a checkpoint.
+# Other system errors, for example of a network disk, may pass: they do not damage a checkpoint.
 _UNUSABLE = (
     FileNotFoundError, IsADirectoryError, NotADirectoryError, NotAFileError, TooLargeError,
 )  # fmt: skip
@@ -37,46 +37,46 @@ METADATA = ".metadata"
 
 STEP = re.compile(r"step-(\d{8,})")
 
-# No separators: a checkpoint names files of its own folder only.
+# No separators: a checkpoint names only files of its own folder.
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.]*[A-Za-z0-9_]$")]
 StateKind = Literal["elements", "whole", "tensor", "int", "float", "bool"]
 
 
 def folder_of(step: int) -> str:
-    """The name of the folder of a step's checkpoint."""
+    """Return the folder name of a step's checkpoint."""
     return f"step-{step:08d}"
 
 
 def step_of(path: Path) -> int:
-    """The step of the checkpoint at `path`, by the name of its folder."""
+    """Return the step of the checkpoint at `path`, by the folder's name."""
     found = STEP.match(path.name)
     return int(found[1]) if found else 0
 
 
 class Damaged(InputError):
-    """A checkpoint that is not what was saved: torn, cut short or altered."""
+    """A checkpoint is not as saved: torn, truncated or altered."""
 
 
 class SavedFile(Value):
-    """What a file must be to be the one that was saved."""
+    """Expected size and digest of a saved file."""
 
     bytes: int
     sha256: str
 
 
 class SavedOptimizer(Value):
-    """The optimizer's class, and what each of its states is: `elements`, one value for each element
-    of a parameter; `whole`, a tensor for the whole of it; or one number for the whole of it."""
+    """The optimizer's class and the kind of each state: `elements`, a value per element of a
+    parameter; `whole`, a tensor per parameter; otherwise a number per parameter."""
 
     name: str
     states: dict[str, StateKind]
 
 
 class Manifest(Value):
-    """What a checkpoint is.
+    """Manifest of a checkpoint.
 
-    `sequence` counts the checkpoints of a folder in the order of saving, which is not that of their
-    steps once a run went on from an older one.
+    `sequence` counts the checkpoints of a folder in the order of saving, which differs from the
+    order of steps once a run has resumed from an older checkpoint.
     """
 
     step: int
@@ -96,19 +96,19 @@ class Manifest(Value):
     files: dict[FileName, SavedFile] = Field(default_factory=dict)
 
     def sealed(self) -> str:
-        """The text of the file `checkpoint.json`."""
+        """Return the text of the file `checkpoint.json`."""
         content = json.loads(self.model_dump_json())
         seal = {"kind": "checkpoint", "schema_version": SCHEMA, "digest": self.digest()}
         return json.dumps({**seal, "checkpoint": content}, indent=1) + "\n"
 
 
 def of_steps(extra: Mapping[str, Any]) -> int | None:
-    """The steps of the job that saved a checkpoint; see `number_of_job`."""
+    """Return the steps of the job having saved a checkpoint; see `number_of_job`."""
     return number_of_job(extra, "steps")
 
 
 def number_of_job(extra: Mapping[str, Any], key: str) -> int | None:
-    """A whole number of the job that saved a checkpoint, by what is beside its state; None if no
+    """Return an integer of the job having saved a checkpoint, by the `extra` content, or None if no
     job did."""
     job = extra.get("job")
     number = job.get(key) if isinstance(job, dict) else None
@@ -116,7 +116,7 @@ def number_of_job(extra: Mapping[str, Any], key: str) -> int | None:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """What the checkpoint at `path` says of itself.
+    """Read the manifest of the checkpoint at `path`.
 
     Raises:
         Damaged: unreadable or altered.
@@ -151,16 +151,16 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def verify(path: Path, files: Iterable[tuple[str, SavedFile]]) -> None:
-    """Check that files of the checkpoint at `path` are as they were saved.
+    """Check files of the checkpoint at `path` against the saved sizes and digests.
 
     Raises:
-        Damaged: one is missing, cut short or altered.
+        Damaged: a file is missing, truncated or altered.
     """
     for name, saved in files:
         try:
             with opened(path / name) as stream:
                 size = os.fstat(stream.fileno()).st_size
-                if size != saved.bytes:  # before it is read: it may have no end
+                if size != saved.bytes:  # before reading: it may have no end
                     raise damaged(path / name, f"it has {size} bytes, {saved.bytes} were saved")
                 digest = hashlib.file_digest(stream, "sha256").hexdigest()
         except _UNUSABLE as error:
@@ -170,10 +170,10 @@ def verify(path: Path, files: Iterable[tuple[str, SavedFile]]) -> None:
 
 
 def check_written(file: Path, wanted: SavedFile) -> None:
-    """Read back what was written.
+    """Read back a written file.
 
     Raises:
-        MachineError: something else is there.
+        MachineError: the content differs.
     """
     if described(file) != wanted:
         raise MachineError(
@@ -185,19 +185,19 @@ def check_written(file: Path, wanted: SavedFile) -> None:
 
 
 def described_as(content: bytes) -> SavedFile:
-    """What a file with this content must be."""
+    """Return the expected size and digest of a file with `content`."""
     return SavedFile(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
 
 
 def described(file: Path) -> SavedFile:
-    """Size and digest of a file, by reading it."""
+    """Read a file and return size and digest."""
     with opened(file) as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
         return SavedFile(bytes=stream.tell(), sha256=digest)
 
 
 def damaged(file: Path, why: str) -> Damaged:
-    """The error for a file of a checkpoint that cannot be used."""
+    """Return the error for an unusable file of a checkpoint."""
     return Damaged(
         "this checkpoint is damaged",
         where=str(file),

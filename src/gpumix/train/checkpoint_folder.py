@@ -1,10 +1,10 @@
-"""The folder of a run's checkpoints: which is newest, how one comes to be, which ones go.
+"""Folder of a run's checkpoints: order, creation and removal.
 
-A checkpoint is written into `step-00000010.part` and renamed once it is complete, and renamed to
-`.gone.part` before it is removed. One that another of the same step replaces is `.former.part`
-for a moment, and counts while there is no other. So a crash at any moment leaves whole checkpoints
-and parts, nothing between. One that was moved elsewhere and linked back counts as the others do;
-when its time has come the link goes, and what was moved stays.
+A checkpoint is written into `step-00000010.part` and renamed once complete, and renamed to
+`.gone.part` before it is removed. A checkpoint being replaced by another of the same step is
+`.former.part` for a moment, and counts while there is no other. So a crash at any moment leaves
+only complete checkpoints and parts. A checkpoint moved elsewhere and linked back counts as well;
+when it is pruned only the link is removed.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _GONE = ".gone.part"
 
 
 def choices(path: Path) -> list[Path]:
-    """The checkpoints that `path` stands for, the newest first: itself, or those in it or in its
-    `checkpoints`.
+    """Return the checkpoints named by `path`, newest first: `path` itself, or the checkpoints in it
+    or in its `checkpoints`.
 
     Raises:
         InputError: there is none.
@@ -58,8 +58,8 @@ def choices(path: Path) -> list[Path]:
 
 
 def first_whole(paths: Sequence[Path], take: Callable[[Path], T]) -> tuple[T, tuple[Damaged, ...]]:
-    """What `take` makes of the first checkpoint that is whole, and what is wrong with those before
-    it in `paths`.
+    """Return the result of `take` for the first intact checkpoint in `paths`, and the damage of
+    earlier ones.
 
     Raises:
         Damaged: all are.
@@ -81,21 +81,21 @@ def first_whole(paths: Sequence[Path], take: Callable[[Path], T]) -> tuple[T, tu
 
 
 def latest(folder: Path) -> Path | None:
-    """The checkpoint in `folder` that was saved last."""
+    """Return the checkpoint in `folder` saved last."""
     saved = _in_order(folder)
     return saved[-1][1] if saved else None
 
 
 def _in_order(folder: Path) -> list[tuple[float, Path]]:
-    """(sequence, path) of the complete checkpoints in `folder`, oldest first. Those that cannot be
-    read count as newest, so that nobody passes over them without a word."""
+    """Return (sequence, path) of the complete checkpoints in `folder`, oldest first. Unreadable
+    checkpoints count as newest, so they are not passed over silently."""
     paths = [p for p in folder.glob("step-*") if STEP.fullmatch(p.name)]
     paths += [former for former, _ in _formers(folder)]
     return sorted((_sequence(p), p) for p in paths if (p / MANIFEST).exists())
 
 
 def _formers(folder: Path) -> list[tuple[Path, Path]]:
-    """Checkpoints that were about to be replaced, and where each of them was: nothing is there."""
+    """Return checkpoints interrupted while being replaced, with the free paths they had before."""
     formers = [f for f in folder.glob(f"step-*{_FORMER}") if (f / MANIFEST).exists()]
     found = [(f, f.with_name(f.name.removesuffix(_FORMER))) for f in formers]
     return [(former, final) for former, final in found if not final.exists()]
@@ -109,7 +109,7 @@ def _sequence(path: Path) -> float:
 
 
 def begin(folder: Path, step: int) -> Path:
-    """A new, empty part for a checkpoint of `step`; those of earlier crashes are removed."""
+    """Make a new, empty part for a checkpoint of `step`; parts of earlier crashes are removed."""
     folder.mkdir(parents=True, exist_ok=True)
     for former, final in _formers(folder):
         files.move(former, final.name)
@@ -121,7 +121,7 @@ def begin(folder: Path, step: int) -> Path:
 
 
 def check_visible(part: Path, saved_files: Mapping[str, SavedFile]) -> None:
-    """Check that what all ranks wrote is here, on rank 0's host.
+    """Check the files written by all ranks for visibility on rank 0's host.
 
     Raises:
         MachineError: a file is not; the ranks do not share the folder.
@@ -138,14 +138,14 @@ def check_visible(part: Path, saved_files: Mapping[str, SavedFile]) -> None:
 
 
 def finish(part: Path, manifest: Manifest) -> Path:
-    """Turn a part whose files are all written into a checkpoint; its path."""
+    """Turn a completely written part into a checkpoint and return the path."""
     folder, final = part.parent, part.with_suffix("")
     sequences = [sequence for sequence, _ in _in_order(folder) if sequence < math.inf]
     manifest = manifest.model_copy(update={"sequence": int(max(sequences, default=0)) + 1})
     write_durably(part / MANIFEST, manifest.sealed())
     files.sync_folder(part)
     former = final.with_name(final.name + _FORMER)
-    if final.exists():  # this step was saved before, and the run went on from an older one
+    if final.exists():  # this step was saved before, and the run resumed from an older one
         files.move(final, former.name)
     files.move(part, final.name)
     files.sync_folder(folder)
@@ -154,17 +154,17 @@ def finish(part: Path, manifest: Manifest) -> Path:
 
 
 def abandon(part: Path) -> None:
-    """Remove a part that will not be finished; what resists is removed by the next `begin`."""
+    """Remove an unfinished part; anything left is removed by the next `begin`."""
     files.remove_quietly(part)
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Remove all but the `keep` newest checkpoints; one that cannot be read is left alone."""
+    """Remove all but the `keep` newest checkpoints; unreadable checkpoints are left alone."""
     readable = [path for sequence, path in _in_order(folder) if sequence < math.inf]
     for path in readable[:-keep]:
         files.remove(files.move(path, path.name + _GONE))
 
 
 def write_durably(file: Path, text: str) -> None:
-    """Write `text` so that it survives a crash of the machine."""
+    """Write `text` durably: the file survives a crash of the machine."""
     files.write_at_once(file, text, durable=True)

@@ -1,7 +1,7 @@
-"""Tensors that ranks hold boxes of, to files and back, through torch.distributed.checkpoint.
+"""Saving and loading of sharded tensors as boxes through torch.distributed.checkpoint.
 
-Its planner finds out who reads which part of whose boxes. Where boxes are is kept in a JSON index
-of our own: its pickled metadata, which can run code, is never read. Tensors are read as
+Its planner maps the boxes to read onto the stored boxes. Their locations are kept in a JSON index
+of gpumix: the pickled metadata, which can run code, is never read. Tensors are read as
 `weights_only`.
 """
 
@@ -58,9 +58,9 @@ from gpumix.train.checkpoint_together import NOTHING, Together, explained
 
 @dataclass(frozen=True)
 class Boxed:
-    """This rank's part of a global tensor of `shape`: views of its memory by their offsets.
+    """This rank's part of a global tensor of `shape`: views of local memory by offset.
 
-    The methods with underscores are what torch.distributed.checkpoint asks a sharded tensor.
+    The methods with underscores are called by torch.distributed.checkpoint on a sharded tensor.
     """
 
     shape: torch.Size
@@ -68,7 +68,8 @@ class Boxed:
 
     @classmethod
     def interval(cls, window: Window, start: int, flat: torch.Tensor) -> Boxed:
-        """`flat` holds the elements from `start` on of what a window shows, flattened."""
+        """Box `flat`: the flattened elements from `start` on of the tensor part seen by a
+        window."""
         views = window.boxes(start, flat.detach())
         return cls(window.shape, {torch.Size(offset): view for (offset, _), view in views})
 
@@ -77,7 +78,7 @@ class Boxed:
         return cls(tensor.shape, {torch.Size((0,) * tensor.dim()): tensor.detach()})
 
     def beside(self, other: Boxed) -> Boxed:
-        """The boxes of both, of the same tensor."""
+        """Merge the boxes of two parts of a tensor."""
         return Boxed(self.shape, {**self.views, **other.views})
 
     def size(self) -> torch.Size:
@@ -109,7 +110,7 @@ class Boxed:
 
 _PRIME = 2**61 - 1
 MOST_ELEMENTS = 2**56  # of a tensor
-MOST_EMPTY = 10_000  # tensors without elements, where no others are
+MOST_EMPTY = 10_000  # empty tensors allowed even in a small model
 
 
 def _random_place() -> int:
@@ -127,9 +128,9 @@ def _known_dtype(name: str) -> str:
 
 @cache
 def _can_be_copied(dtype: torch.dtype) -> bool:
-    """Not so quantized tensors, and those of some bits an element."""
+    """Return whether torch can copy a dtype; quantized and sub-byte dtypes cannot be copied."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # those are deprecated
+        warnings.simplefilter("ignore")  # quantized dtypes are deprecated
         try:
             torch.zeros(1, dtype=dtype).clone()
         except RuntimeError:
@@ -138,7 +139,7 @@ def _can_be_copied(dtype: torch.dtype) -> bool:
 
 
 class StoredBox(Value):
-    """One box of a tensor: bytes [start, start + length) of a file."""
+    """A box of a tensor: bytes [start, start + length) of a file."""
 
     offset: tuple[int, ...]
     size: tuple[int, ...]
@@ -151,7 +152,7 @@ class StoredBox(Value):
         return math.prod(self.size)
 
     def is_inside(self, shape: Sequence[int]) -> bool:
-        """Whether it is a box of a tensor of this shape."""
+        """Return whether the box lies inside a tensor of `shape`."""
         if not len(self.offset) == len(self.size) == len(shape):
             return False
         every = zip(self.offset, self.size, shape)
@@ -159,7 +160,7 @@ class StoredBox(Value):
 
 
 def _possible(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of what torch can make, an empty tensor too: strides of the others must fit."""
+    """Validate a shape creatable by torch; the strides of an empty tensor must fit too."""
     if any(n < 0 for n in shape) or math.prod(max(n, 1) for n in shape) > MOST_ELEMENTS:
         raise ValueError(f"no tensor has the shape {list(shape)}")
     return shape
@@ -183,12 +184,12 @@ class StoredTensor(Value):
         return self.elements * self.torch_dtype.itemsize
 
     def is_tiled(self) -> bool:
-        """Whether each element is in one box.
+        """Return whether the boxes cover each element exactly once.
 
         Each gap between bounds of boxes, in each dimension, gets a random length, and the volumes
-        of the boxes must add up to that of the tensor. Boxes that tile it always do. Of others the
-        difference is a polynomial in the lengths that is not zero, which random lengths modulo a
-        large prime are a root of once in 10**17 times. So it takes a time linear in the boxes.
+        of the boxes must add up to the volume of the tensor. Boxes tiling it always do. Otherwise
+        the difference is a nonzero polynomial in the lengths, and random lengths modulo a large
+        prime are a root of it once in 10**17 times. So the check takes time linear in the boxes.
         """
         places: list[defaultdict[int, int]] = [defaultdict(_random_place) for _ in self.shape]
 
@@ -207,7 +208,7 @@ class Index(Value):
 
     @classmethod
     def of(cls, metadata: Metadata) -> Index:
-        """From what torch.distributed.checkpoint returns of a save."""
+        """Build from the metadata returned by a save of torch.distributed.checkpoint."""
         stored = {}
         for name, tensor in metadata.state_dict_metadata.items():
             assert isinstance(tensor, TensorStorageMetadata)
@@ -230,7 +231,7 @@ class Index(Value):
 
     @classmethod
     def merged(cls, parts: Iterable[Index]) -> Index:
-        """Of what each of several ranks has."""
+        """Merge the indexes of several ranks."""
         stored: dict[str, StoredTensor] = {}
         for part in parts:
             for name, tensor in part.tensors.items():
@@ -241,8 +242,8 @@ class Index(Value):
         return cls(tensors=stored)
 
     def check_whole(self) -> None:
-        """Raise a GpumixError if some elements of a tensor are in no box, or in two; or if there
-        are masses of tensors without any, which no model has."""
+        """Raise a GpumixError if elements of a tensor are in no box or in two boxes, or if there
+        are more empty tensors than any model has."""
         empty = sum(not tensor.elements for tensor in self.tensors.values())
         if empty > max(MOST_EMPTY, len(self.tensors) / 2):
             raise GpumixError(f"{empty:,} of its {len(self.tensors):,} tensors hold nothing")
@@ -254,8 +255,8 @@ class Index(Value):
                 raise GpumixError(f"boxes of '{name}' overlap, and leave elements out")
 
     def check_fits(self, sizes: Mapping[str, int]) -> None:
-        """Raise a GpumixError if a box is not of its tensor, or not in a file; `sizes` are bytes by
-        file. So nobody makes room for what is not there."""
+        """Raise a GpumixError if a box is outside its tensor or its file, before memory is
+        allocated; `sizes` are bytes by file."""
         for name, tensor in self.tensors.items():
             for box in tensor.boxes:
                 needed = box.elements * tensor.torch_dtype.itemsize
@@ -265,7 +266,7 @@ class Index(Value):
                     raise GpumixError(f"a box of '{name}' is not in {box.file}")
 
     def metadata(self) -> Metadata:
-        """What torch.distributed.checkpoint wants to know for a load."""
+        """Return the metadata needed by torch.distributed.checkpoint for a load."""
         tensors: dict[str, Any] = {}
         places = {}
         for name, stored in self.tensors.items():
@@ -285,18 +286,18 @@ class Index(Value):
 def write(
     folder: Path, tensors: Mapping[str, Mapping[str, Any]], ranks: Together
 ) -> tuple[Index, dict[str, SavedFile]]:
-    """Write all ranks' boxes into `folder`, one file per rank. Collective.
+    """Write all ranks' boxes into `folder`, a file per rank. Collective.
 
-    Each rank writes its own as if it was alone: what ranks of torch.distributed.checkpoint tell
-    each other are pickles. Rank 0 puts together what all have written.
+    Each rank writes on its own: ranks of torch.distributed.checkpoint exchange pickles. Rank 0
+    merges the results.
 
     Args:
-        tensors: nested dictionaries of `Boxed`; names are their keys joined by dots. No two ranks
-            have the same box.
+        tensors: nested dictionaries of `Boxed`; names are the keys joined by dots. Ranks must not
+            share a box.
 
     Returns:
-        Where all boxes are, on rank 0; on the others where their own are. And what this rank's
-        files are, by what went into them.
+        The index, of all boxes on rank 0 and of the rank's own boxes elsewhere. And size and digest
+        of this rank's files, by the content written.
 
     Raises:
         GpumixError: a rank could not write; the same on all ranks.
@@ -306,7 +307,7 @@ def write(
     def save() -> _Written:
         planner = _SavePlanner(flatten_sharded_tensors=False)
         writer = _Writer(folder, ranks.rank)
-        with _alone(), host_memory():  # which it goes through
+        with _alone(), host_memory():  # staging goes through host memory
             metadata = dcp.save(dict(tensors), storage_writer=writer, planner=planner, no_dist=True)
         found = writer.files.written()
         return _Written(index=Index.of(metadata), paths=planner.mappings, files=found)
@@ -323,7 +324,7 @@ def write(
 
 
 class _Written(Value):
-    """What one rank has written, and the keys that lead to each tensor."""
+    """The boxes and files written by a rank, and the key path of each tensor."""
 
     index: Index
     paths: dict[str, tuple[str | int, ...]]
@@ -331,7 +332,7 @@ class _Written(Value):
 
 
 def _describe(folder: Path, index: Index, written: Sequence[_Written]) -> None:
-    """For other readers of torch.distributed.checkpoint, who look into this first."""
+    """Write `.metadata` for readers based on torch.distributed.checkpoint."""
     index.check_whole()
     metadata = index.metadata()
     metadata.planner_data = {name: path for one in written for name, path in one.paths.items()}
@@ -340,7 +341,7 @@ def _describe(folder: Path, index: Index, written: Sequence[_Written]) -> None:
 
 
 def read(folder: Path, index: Index, tensors: Mapping[str, Boxed], ranks: Together) -> None:
-    """Fill the boxes in `tensors` with what is stored under their names. Collective.
+    """Fill the boxes in `tensors` with the values stored under the boxes' names. Collective.
 
     Raises:
         GpumixError: a rank could not read; the same on all ranks.
@@ -349,17 +350,17 @@ def read(folder: Path, index: Index, tensors: Mapping[str, Boxed], ranks: Togeth
 
 
 class Bytes(Protocol):
-    """Where boxes come from that are in no file of this host."""
+    """Source of boxes stored in no file of the host."""
 
     def fetch(self, wanted: Sequence[StoredBox]) -> None:
-        """These will be asked for. Collective."""
+        """Prepare the boxes for `bytes_of`. Collective."""
         ...
 
     def bytes_of(self, box: StoredBox) -> torch.Tensor: ...
 
 
 def read_from(index: Index, tensors: Mapping[str, Boxed], ranks: Together, source: Bytes) -> None:
-    """As `read`, from memory."""
+    """Fill the boxes in `tensors` like `read`, from memory."""
     reader = _BytesReader(index, source)
     ranks.each(
         lambda: _load(tensors, reader), NOTHING, "read a checkpoint in memory", Path("memory")
@@ -367,7 +368,7 @@ def read_from(index: Index, tensors: Mapping[str, Boxed], ranks: Together, sourc
 
 
 def _load(tensors: Mapping[str, Boxed], reader: dcp.StorageReader) -> None:
-    """Each rank knows where all boxes are, and takes its own as if it was alone."""
+    """Load this rank's boxes as a single process: each rank knows the location of all boxes."""
     with _alone(), host_memory():
         dcp.load(
             dict(tensors),
@@ -379,8 +380,8 @@ def _load(tensors: Mapping[str, Boxed], reader: dcp.StorageReader) -> None:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """That this is for a single process is what was asked for. What goes wrong is what it was, not
-    torch.distributed.checkpoint's account of it."""
+    """Run torch.distributed.checkpoint as a single process: suppress the warning, and raise the
+    cause instead of its CheckpointException."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         try:
@@ -392,7 +393,7 @@ def _alone() -> Iterator[None]:
 
 class _SavePlanner(DefaultSavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Of the boxes of one rank, which need not make up whole tensors."""
+        """Plan for the boxes of a rank, which need not cover complete tensors."""
         self.global_plan, self.metadata = create_default_global_save_plan(all_plans)
         return self.global_plan, self.metadata
 
@@ -416,7 +417,7 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 class _Files(FileSystem):
-    """The digests of files are those of what is written: what is read later may differ from it."""
+    """File system hashing the written content: content read later may differ."""
 
     def __init__(self) -> None:
         self._written: dict[str, tuple[int, Any]] = {}
@@ -436,7 +437,7 @@ class _Files(FileSystem):
 
 
 class _Hashed:
-    """A file that is written from its begin to its end."""
+    """A file hashed while written sequentially."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -455,7 +456,7 @@ class _Hashed:
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Says on the rank where it happens what went wrong."""
+    """Writer raising errors on the rank of origin."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         super().__init__(folder)
@@ -474,12 +475,12 @@ class _Writer(dcp.FileSystemWriter):
         return [replace(plan, storage_data=prefix) for plan in plans]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Only the places are noted; for all ranks together they are written once."""
+        """Note the locations only; `_describe` writes `.metadata` for all ranks."""
         metadata.storage_data = {one.index: one.storage_data for of in results for one in of}
 
 
 class _Reader(dcp.FileSystemReader):
-    """Takes the places of boxes from our index."""
+    """Reader taking the locations of boxes from an `Index`."""
 
     def __init__(self, folder: Path, index: Index) -> None:
         super().__init__(folder)
@@ -493,13 +494,13 @@ class _Reader(dcp.FileSystemReader):
             return super().read_data(plan, planner)
         except OSError as error:
             raise explained(error, "a rank could not read a checkpoint", self._folder) from error
-        except Exception as error:  # of unpickling: anything
+        except Exception as error:  # unpickling may raise anything
             why = f"its tensors cannot be read: {first_line(error)}"
             raise damaged(self._folder / INDEX, why) from error
 
 
 class _BytesReader(dcp.StorageReader):
-    """Takes boxes from memory."""
+    """Reader taking boxes from memory."""
 
     def __init__(self, index: Index, source: Bytes) -> None:
         self._index, self._source = index, source

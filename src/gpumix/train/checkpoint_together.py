@@ -1,7 +1,7 @@
-"""What ranks do together in a checkpoint: when it fails on one it fails on all, with one error.
+"""Joint actions of ranks for a checkpoint: a failure on any rank fails all ranks with one error.
 
-A rank that met an error and left would keep the others waiting for it until their timeout. So each
-action's outcome is exchanged before anybody goes on.
+A rank leaving with an error would keep the others waiting until their timeout. So the outcome of
+each action is exchanged before any rank continues.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _OTHERWISE = dict.fromkeys(FULL, "if need be by removing this run's older checkp
 
 
 class Together:
-    """The ranks of `group`, a group of CPU tensors; None is a single process."""
+    """The ranks of `group`, a group of CPU tensors; None for a single process."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
@@ -43,23 +43,24 @@ class Together:
     def each(
         self, action: Callable[[], T], kind: TypeAdapter[T], doing: str, folder: Path
     ) -> list[T]:
-        """Run `action` on every rank; all results in rank order. Collective.
+        """Run `action` on every rank; return all results in rank order. Collective.
 
         Args:
-            kind: of what the action returns. It goes to the other ranks as JSON: nothing that comes
-                over the network is code.
+            kind: type of the result, sent to the other ranks as JSON: nothing received over the
+                network is code.
 
         Raises:
-            GpumixError: the error of the lowest rank that had one, the same on all ranks.
+            GpumixError: the error of the lowest failing rank, the same on all ranks.
         """
         return self._run(action, kind, doing, folder)
 
     def first(self, action: Callable[[], T], kind: TypeAdapter[T], doing: str, folder: Path) -> T:
-        """Run `action` on rank 0; its result on all. Collective; raises as `each` does."""
+        """Run `action` on rank 0; return its result on all ranks. Collective; raises like
+        `each`."""
         return self._run(action if self.rank == 0 else None, kind, doing, folder)[0]
 
     def collect(self, text: str, doing: str) -> list[str]:
-        """The texts of all ranks, for rank 0; the others get nothing. Collective."""
+        """Return the texts of all ranks on rank 0, and an empty list elsewhere. Collective."""
         if self.group is None or self.world == 1:
             return [text]
         with reported(f"exchange of who could {doing}", begins(self.group.group_name)):
@@ -71,7 +72,7 @@ class Together:
     def _run(
         self, action: Callable[[], T] | None, kind: TypeAdapter[T], doing: str, folder: Path
     ) -> list[T]:
-        """`each`; a rank without an action has no result."""
+        """Run like `each`; a rank without an action has no result."""
         told: dict[str, Any] = {}
         results: list[Any] = [None] * self.world
         failed: GpumixError | None = None
@@ -79,7 +80,7 @@ class Together:
             if action is not None:
                 results[self.rank] = action()
                 told["result"] = kind.dump_json(results[self.rank]).decode()
-        except Exception as error:  # the other ranks must hear of it
+        except Exception as error:  # the other ranks must know
             failed = explained(error, f"rank {self.rank} could not {doing}", folder)
             told["error"] = failed.as_dict()
             if failed is not error:
@@ -94,7 +95,7 @@ class Together:
         return results
 
     def _all(self, text: str, doing: str) -> list[str]:
-        """Those of all ranks."""
+        """Return the texts of all ranks. Collective."""
         if self.group is None or self.world == 1:
             return [text]
         with reported(f"exchange of who could {doing}", begins(self.group.group_name)):
@@ -104,7 +105,8 @@ class Together:
         return _texts(every, sizes)
 
     def _padded(self, text: str) -> tuple[torch.Tensor, list[int]]:
-        """As bytes, as many as the longest of all ranks has; and how many each has."""
+        """Return the bytes of `text`, padded to the longest text of all ranks, and the length on
+        each rank."""
         coded = text.encode()
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
         dist.all_gather(sizes, torch.tensor([len(coded)]), group=self.group)
@@ -118,7 +120,7 @@ def _texts(every: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[str]:
 
 
 def explained(error: BaseException, what: str, folder: Path) -> GpumixError:
-    """The error to raise on all ranks for `error` on one: `what` could not be done in `folder`."""
+    """Return the error to raise on all ranks for a failed action on a single rank."""
     if isinstance(error, GpumixError):
         return error
     where = f"{socket.gethostname()}: {folder}"
@@ -136,7 +138,7 @@ def explained(error: BaseException, what: str, folder: Path) -> GpumixError:
 
 
 def not_in_time(error: Overdue, what: str, rank: int, folder: Path) -> GpumixError:
-    """`what` did not end on this rank: because of others, or of its disk."""
+    """Return the error for a timeout on this rank, caused by its peers or the disk."""
     late = f"rank {rank} could not {what} within {error.patience_s:.0f} s"
     where = f"{socket.gethostname()}: {folder}"
     if error.wait is not None:
@@ -151,7 +153,7 @@ def not_in_time(error: Overdue, what: str, rank: int, folder: Path) -> GpumixErr
 
 
 def _system_error(error: BaseException | None) -> OSError | None:
-    """The operating system's own error in a chain of errors; torch.save hides it in another."""
+    """Return the operating system's error in a chain of errors; torch.save hides it in another."""
     while error is not None:
         if isinstance(error, OSError):
             return error

@@ -1,5 +1,5 @@
-"""Tells of GPUs whose clocks, while they train, are not those that they were measured at: steps
-then take other times than predicted."""
+"""Warnings about GPUs training at clocks different from the profiled clocks: step times then differ
+from the prediction."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from gpumix.train.metrics import RankRecord, Told
 
 
 class ClockWatch:
-    """Compares clocks, at each exchange of records; of each device class it tells once.
+    """Comparison of clocks at each exchange of records, reporting each device class once.
 
     Args:
-        profile: by which the plan was made, if one is known.
+        profile: the profile behind the plan, if known.
     """
 
     def __init__(self, profile: Profile | None) -> None:
@@ -23,11 +23,11 @@ class ClockWatch:
         self._measured = {
             one.device_class: one.clocks.sm_mhz for one in classes if one.clocks is not None
         }
-        self._before: set[int] = set()  # ranks that were apart the last time: once is no reason
+        self._before: set[int] = set()  # ranks apart the last time: once is no reason
         self._told: set[str] = set()
 
     def differ(self, plan: Plan, records: Sequence[RankRecord]) -> list[Told]:
-        """What is to be said of the ranks' last records."""
+        """Return the reports for the ranks' last records."""
         apart = {rank for rank, one in enumerate(records) if self._is_apart(one)}
         lasting, self._before = apart & self._before, apart
         found = []

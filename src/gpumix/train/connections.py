@@ -1,5 +1,5 @@
-"""Connections of this process over IP, as its system shows them, and where it listens for them.
-Nothing here imports torch."""
+"""IP connections of this process as shown by the system, and listening sockets. Nothing here
+imports torch."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Presence = Literal["there", "gone", "without answer"]
 
 
 def listen_at(host: str, port: int, *, one_host: bool) -> socket.socket:
-    """Listen at an address of this host, as others are told it, and nowhere else.
+    """Listen only at the address of this host announced to all hosts.
 
     Args:
-        port: 0 for any that is free.
-        one_host: nobody else has to reach it.
+        port: 0 for any free port.
+        one_host: no other host has to connect.
 
     Raises:
-        MachineError: that is no address of this host, others do not reach it, or the port is taken.
+        MachineError: not an address of this host, not reachable by others, or the port is taken.
     """
     fix = (
         "name an address of this host that the others reach: torchrun --local-addr, or gpumix "
@@ -40,7 +40,7 @@ def listen_at(host: str, port: int, *, one_host: bool) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         name = str(address[0])
-        # Who says 127.0.0.1 or localhost means this host; a name may stand for it by mistake.
+        # 127.0.0.1 or localhost means this host; another name may resolve to loopback by mistake.
         if ip_address(name).is_loopback and not one_host and host not in ("localhost", name):
             raise MachineError(
                 f"the first host is told to the others as {host}, which is {name} here: they do "
@@ -59,15 +59,15 @@ def listen_at(host: str, port: int, *, one_host: bool) -> socket.socket:
 
 
 def own_address(host: str, port: int, *, within_s: float = 60.0) -> str | None:
-    """The address of this host that it reaches a server from; None if it does not."""
+    """Return the address of this host in a connection to a server; None if unreachable."""
     with suppress(OSError), socket.create_connection((host, port), within_s) as connection:
         return str(connection.getsockname()[0])
     return None
 
 
 def watched_at(host: str) -> socket.socket | None:
-    """Listens at an address of this host, and serves nobody: its system ends the connections when
-    this process is gone, see `Line`. None where it cannot."""
+    """Return a socket listening at an address of this host and never accepting, or None if
+    impossible: the system ends the connections when this process is gone; see `Line`."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address, family=family, backlog=MOST_WATCHERS)
@@ -76,15 +76,14 @@ def watched_at(host: str) -> socket.socket | None:
 
 
 class Line:
-    """A connection to a process that is `watched_at` an address; it is made when it is looked at
-    first."""
+    """A connection to a process listening by `watched_at`, made by the first `look`."""
 
     def __init__(self, host: str, port: int) -> None:
         self.address = host, port
         self._connection: socket.socket | None = None
 
     def look(self, *, within_s: float) -> Presence:
-        """Whether the process is there; it is if it is stopped, or busy with something else."""
+        """Return the presence of the process; a stopped or busy process is there."""
         try:
             if self._connection is None:
                 self._connection = socket.create_connection(self.address, within_s)
@@ -104,10 +103,9 @@ class Line:
 
 
 def give_up_after(timeout_s: float, *, port: int) -> None:
-    """Let connections to a port fail once the other end was not heard for so long, whether it is
-    talked to or waited for: its host is gone, or the link is cut. The rendezvous store would wait
-    for a quarter of an hour, or for ever. Where the system does not show a process its connections,
-    nothing changes."""
+    """Let connections to a port fail after a silence of `timeout_s`, whether sending or waiting:
+    the other host is gone, or the link is cut. The rendezvous store would wait for a quarter of an
+    hour, or forever. Nothing changes on a system without a list of a process's connections."""
     for connection in _connections():
         with suppress(OSError):
             if connection.getpeername()[1] == port:
@@ -115,16 +113,16 @@ def give_up_after(timeout_s: float, *, port: int) -> None:
 
 
 def wait_until_left(port: int, *, limit_s: float) -> None:
-    """Wait until no other process is connected to a server of this one; no longer than `limit_s`,
-    and as long where the system does not show a process its connections."""
+    """Wait until no other process is connected to a server of this process, at most for `limit_s`.
+    Waits that long on a system without a list of a process's connections."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline and is_visited(port):
         time.sleep(LOOK_S)
 
 
 def is_visited(port: int) -> bool:
-    """Whether other processes are connected to a server of this one; they are where the system does
-    not show a process its connections."""
+    """Return whether other processes are connected to a server of this process. True on a system
+    without a list of a process's connections."""
     if not _OPEN_FILES.is_dir():
         return True
     own: set[tuple[str, int]] = set()
@@ -140,12 +138,12 @@ def is_visited(port: int) -> bool:
 
 
 def _plain(address: tuple[Any, ...]) -> tuple[str, int]:
-    """Host and port, alike for both ends: torch's are of IPv6 where only one of them need be."""
+    """Return host and port, normalized for both ends: torch may use IPv6 at a single end."""
     return str(address[0]).removeprefix("::ffff:"), int(address[1])
 
 
 def _connections() -> Iterator[socket.socket]:
-    """Each is closed when the next one is asked for, which closes nothing but a copy."""
+    """Yield duplicates of this process's IP sockets, each closed before the next."""
     if not _OPEN_FILES.is_dir():
         return
     for file in list(_OPEN_FILES.iterdir()):
@@ -164,7 +162,7 @@ def _fail_after(timeout_s: float, connection: socket.socket) -> None:
 
 
 def _options(timeout_s: float) -> list[tuple[int, int, int]]:
-    """See tcp(7). Linux has all of them."""
+    """Return the socket options for a timeout, all or none; see tcp(7). Linux has all of them."""
     names = {
         "TCP_USER_TIMEOUT": int(1000 * timeout_s),
         "TCP_KEEPIDLE": max(1, int(timeout_s / 4)),

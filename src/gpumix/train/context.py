@@ -1,4 +1,4 @@
-"""What a rank has before it trains: its device, the other ranks, and the data."""
+"""Context of a rank before training: device, peers, and data."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from gpumix.train.terminal import stderr
 
 @dataclass(frozen=True)
 class Task:
-    """What all ranks of a run are given."""
+    """The task given to all ranks of a run."""
 
     job: Job
     cluster: Cluster
@@ -46,7 +46,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Context:
-    """One rank of a run, ready to work."""
+    """A rank of a run, ready to work."""
 
     task: Task
     device: Device
@@ -65,21 +65,21 @@ class Context:
 
     @property
     def first(self) -> bool:
-        """Whether this rank speaks for the run."""
+        """True if this rank speaks for the run."""
         return self.ranks.rank == 0
 
     def batch(self, samples: int) -> dict[str, torch.Tensor]:
-        """Some batch of so many samples, for measurements."""
+        """Return some batch of `samples` samples, for measurements."""
         indices = np.arange(samples) % len(self.train_data)
         return fetch_in_time(self.train_data, indices, self.reading, specimen=True)[0]
 
 
 @contextmanager
 def joined(seat: Seat, task: Task) -> Iterator[Context]:
-    """Take `seat`: open its device, meet the other ranks, open the data.
+    """Take `seat`: open the device, join the group of ranks, open the data.
 
     Raises:
-        TrainingError: also for what goes wrong inside: out of memory, a lost rank.
+        TrainingError: also for errors inside the context: out of memory, a lost rank.
     """
     device_class = task.cluster.class_named(seat.device.device_class)
     store = store_of(seat, task.job.timeout)
@@ -119,13 +119,13 @@ def joined(seat: Seat, task: Task) -> Iterator[Context]:
 
 
 def _record_collectives(folder: Path) -> None:
-    with suppress(OSError):  # of a host that does not share the run's folder
+    with suppress(OSError):  # of a host not sharing the run's folder
         folder.mkdir(parents=True, exist_ok=True)
         record_collectives(folder / "rank_")
 
 
 def _same_job(job: Job, ranks: Ranks) -> None:
-    """Hosts may have been started with different job files; only paths may differ."""
+    """Raise InputError if hosts were started with different job files; only paths may differ."""
     told = ranks.gather("job", json.dumps(without_paths(job.model_dump())))
     first = json.loads(told[0])
     for rank, other in enumerate(map(json.loads, told)):
@@ -139,7 +139,7 @@ def _same_job(job: Job, ranks: Ranks) -> None:
 
 
 def without_paths(value: Any) -> Any:
-    """What must be the same on all hosts: where files lie may differ."""
+    """Return a job's values to compare across hosts: paths may differ."""
     if isinstance(value, dict):
         return {key: without_paths(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
@@ -148,7 +148,7 @@ def without_paths(value: Any) -> Any:
 
 
 def _same_data(task: Task, ranks: Ranks) -> tuple[Source, Source]:
-    """Open the data; hosts may hold different files, which would train on a mixture of both."""
+    """Open the data, checking that all hosts have equal files: a run would train on a mixture."""
     with host_memory():  # where a device is a CPU too
         train, held_out = open_data(
             task.job,

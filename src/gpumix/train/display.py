@@ -1,4 +1,4 @@
-"""Training on the screen: a live table on a terminal, one line every few steps elsewhere."""
+"""Display of training: a live table on a terminal, a line every few steps elsewhere."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gpumix.train.terminal import stderr
 
 ROWS = 8
 SHARES = ("compute", "input", "communication", "copies", "other")
-# Rows of memory; the allocator's own is what it held for tensors and for reuse.
+# Rows of memory; the allocator's reserved memory includes the part free for reuse.
 MEMORY = (
     ("memory", "peak_bytes"),
     ("planned", "planned_peak_bytes"),
@@ -30,11 +30,11 @@ MEMORY = (
 
 
 class Display:
-    """Shows a run. Only the first rank has one.
+    """Display of a run, on the first rank only.
 
     Args:
         log: the run's numbers.
-        every_steps: how often a line is printed where there is no terminal.
+        every_steps: steps between printed lines without a terminal.
     """
 
     def __init__(self, log: RunLog, every_steps: int, console: Console | None = None) -> None:
@@ -79,7 +79,7 @@ class Display:
         self.say(self._evaluation)
 
     def say(self, line: str) -> None:
-        """One line that stays."""
+        """Print a permanent line."""
         self._console.print(line)
 
     def _line(self, record: StepRecord) -> str:
@@ -125,7 +125,8 @@ class Display:
 
 
 def classes_table(classes: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """How each class did, at the end: a summary's `classes`, a column each, for classes are few."""
+    """Return the final table of a summary's `classes`: a column per device class, for there are
+    few."""
     table = new_table("what steps were spent on", "class", *(c["device_class"] for c in classes))
     shares = [one["shares"] or {} for one in classes]
     table.add_row("devices", *(str(one["devices"]) for one in classes))
@@ -136,14 +137,14 @@ def classes_table(classes: Sequence[Mapping[str, Any]]) -> RenderableType:
         table.add_row(name.upper(), *(part(one[name]) for one in classes))
     for name, key in MEMORY:
         if key == "reserved_bytes" and all(one.get(key) is None for one in classes):
-            continue  # of devices that hold nothing in reserve
+            continue  # no device reserves memory
         table.add_row(name, *(_bytes(one[key]) for one in classes))
     notes = [Text(line, style="dim") for line in _notes(classes)]
     return Group(table, *notes)
 
 
 def _notes(classes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Where peaks come from, and what the planned memory is for."""
+    """Yield the sources of peaks and the purposes of planned memory."""
     sources = {c["device_class"]: c["peak_source"] or "not known" for c in classes}
     yield f"peaks: {', '.join(f'{name} {source}' for name, source in sources.items())}"
     for one in classes:
@@ -167,7 +168,7 @@ def _notes(classes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def part(value: float | None) -> str:
-    """A part of a whole."""
+    """Format a fraction as a percentage."""
     return "unknown" if value is None else f"{value:.1%}"
 
 
@@ -176,8 +177,8 @@ def _bytes(n: int | None) -> str:
 
 
 def input_bound(names: Sequence[str], records: Sequence[RankRecord]) -> str:
-    """Who stands idle for its data, and what that is for, where it is known; by rank. Empty if
-    nobody does."""
+    """Return a text naming input-bound ranks and known causes, given by rank. Empty if no rank
+    waits for data."""
     told = []
     for name, one in zip(names, records, strict=True):
         if one.starved_share is not None:
@@ -189,15 +190,15 @@ def input_bound(names: Sequence[str], records: Sequence[RankRecord]) -> str:
 
 
 def first_of(names: Sequence[str], whys: Iterable[str]) -> str:
-    """Who cannot do something, and why; by rank, why is empty for those that can. Empty if all
-    can."""
+    """Return the first rank with a reason against something, given reasons by rank, empty where
+    there is none. Empty if no rank has one."""
     told = [f"{name}: {why}" for name, why in zip(names, whys) if why]
     more = f" (and {len(told) - 1} more)" if len(told) > 1 else ""
     return told[0] + more if told else ""
 
 
 def unread(names: Sequence[str], records: Sequence[RankRecord]) -> str:
-    """Whose samples could not be read so far; by rank. Empty if all could."""
+    """Return a text on skipped unreadable samples by rank. Empty if there are none."""
     told = [f"{one.skipped} of {name}" for name, one in zip(names, records) if one.skipped]
     if not told:
         return ""

@@ -1,7 +1,7 @@
-"""Tries out whether a model keeps packed documents apart: with its own attention, on these devices.
+"""Check of attention across packed documents, with the model's own attention, on the run's devices.
 
-Two documents are packed into a sample, and the loss is that of the second. If it changes with the
-first one, documents see each other, and a run would learn, without an error, something else.
+Two documents are packed into a sample, and only the second has a loss. If this loss changes with
+the first document, attention crosses documents, and a run would silently learn something else.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from gpumix.spec.errors import InputError
 _LENGTH = 8  # tokens of each document, at most
 _FIRSTS = ([0, 1, 2, 3] * 2, [3, 2, 1, 0] * 2)
 _SECOND = [1, 0, 2, 1, 3, 0, 2, 2]
-# Where nothing is seen nothing changes, but for experts, which round by how many tokens they get.
+# Without attention across documents only experts change the loss, rounding by token counts.
 _ROUNDING = 1e-6  # of the loss
-_PART = 0.02  # of what changes where all is seen
+_PART = 0.02  # of the change with attention across documents
 
 
 def check_documents(engine: Engine) -> str:
-    """Collective; takes four evaluations of short samples.
+    """Refuse attention across documents. Collective; four evaluations of short samples.
 
     Returns:
-        A warning where this cannot be told, because the model does not look at earlier tokens yet.
+        A warning if undecidable, because the model does not attend to earlier tokens yet.
 
     Raises:
-        InputError: documents see each other.
+        InputError: attention crosses documents.
     """
     length = min(_LENGTH, engine.plan.sequence_length // 2)  # the model has no more positions
     together, apart = list(range(2 * length)), list(range(length)) * 2
@@ -51,7 +51,7 @@ def check_documents(engine: Engine) -> str:
 
 
 def _loss(engine: Engine, first: list[int], positions: list[int]) -> float:
-    """Of the second document behind the first one."""
+    """Return the loss of the second document after `first`."""
     length = len(positions) // 2
     tokens = torch.tensor([*first[:length], *_SECOND[:length]])
     labels = tokens.clone()

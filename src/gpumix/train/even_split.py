@@ -1,7 +1,7 @@
-"""The even split in its best setting: the baseline that a run's speed is compared with.
+"""Even split in the best setting, the baseline of a run's speed.
 
-Its speed depends on the ZeRO stage and on whether graphs are kept. Predictions are off by a few per
-cent, so each setting that may be the fastest within that is tried.
+Its speed depends on the ZeRO stage and on activation checkpointing. Predictions are off by a few
+per cent, so each setting that may be fastest within that error is tried.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from gpumix.train.outcome import Trial
     from gpumix.train.pipeline import Pipeline
 
-# A plan whose predicted step is longer than the shortest one by more than this is not the fastest.
+# A plan predicted slower than the fastest by more than this share is not tried.
 DOUBT = 0.05
 MOST_TRIED = 3
 
 
 @dataclass(frozen=True)
 class EvenSplit:
-    """The fastest even plan, its trial, and how many plans were tried; `overruns` of all trials."""
+    """The fastest even plan, its trial, and the number of plans tried; `overruns` of all trials."""
 
     plan: Plan
     trial: Trial
@@ -42,7 +42,7 @@ class EvenSplit:
 
 
 def best_even_split(pipeline: Pipeline, profile: Profile, steps: int) -> EvenSplit:
-    """Try even plans for `steps` steps each, the fastest ones by prediction.
+    """Try the possibly fastest even plans for `steps` steps each.
 
     Raises:
         NoFeasiblePlanError: no even split fits.
@@ -54,8 +54,8 @@ def best_even_split(pipeline: Pipeline, profile: Profile, steps: int) -> EvenSpl
 
 
 def even_plans(job: Job, profile: Profile) -> list[Plan]:
-    """The even plans that may be the fastest, those first that are predicted to be: at most one of
-    a ZeRO stage with graphs kept, and one with recompute.
+    """Return the possibly fastest even plans, best prediction first: at most one per ZeRO stage
+    with activation checkpointing, and one without.
 
     Raises:
         NoFeasiblePlanError: no even split fits.

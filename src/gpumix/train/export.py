@@ -1,8 +1,8 @@
-"""A checkpoint as a folder that `transformers` loads: safetensors, configuration, tokenizer.
+"""Export of a checkpoint as a folder for `transformers`: safetensors, configuration, tokenizer.
 
-Reads tensor by tensor from the checkpoint's files: no model is built, no other process takes part,
-and no more is held than one file of the result. Of a tied parameter the one name is written that
-the checkpoint has; `transformers` ties the others to it.
+Tensors are read one by one from the checkpoint's files: no model is built, no other process takes
+part, and memory is needed for one file of the result. A tied parameter is written only under its
+name in the checkpoint; `transformers` ties the others to it.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ from gpumix.train.checkpoint_folder import choices, first_whole
 from gpumix.train.checkpoint_shards import Boxed, Index, StoredTensor, read
 from gpumix.train.checkpoint_together import Together
 
-# Files of weights that any file system and download takes.
+# Size of weight files accepted by any file system and download.
 FILE_BYTES = 5 * 10**9
 AT_ONCE = 100  # exports into one folder
-# Says that a folder is an export, and which files are of it.
+# Marks a folder as an export, and lists its files.
 RECORD = "gpumix.json"
 
 TOKENIZER = "tokenizer.json"
 END = "eos_token_id"
 TOKENIZER_CONFIG = "tokenizer_config.json"
-# What may lie beside it, in the folder that a job names.
+# Files possibly next to the tokenizer, in a folder named by a job.
 BESIDE_IT = (TOKENIZER_CONFIG, "special_tokens_map.json", "chat_template.jinja")
-# Where nothing does, transformers would take the model's own class, which reads it in another way.
+# Without a config, transformers would take the model's own tokenizer class, which reads the file
+# differently.
 AS_IT_IS = {"tokenizer_class": "PreTrainedTokenizerFast"}
 
 # Not fp16: values beyond its range would become infinite.
@@ -61,18 +62,18 @@ def export(
     """Write the model of a checkpoint to the folder `to`.
 
     Args:
-        source: a checkpoint, or a run's folder, of which the newest is taken that is whole.
+        source: a checkpoint, or a run's folder, of which the newest intact checkpoint is taken.
         to: is made; a former export there is replaced.
-        model_config: of `transformers`; default: the one that the run stored. Without any (a model
-            from a factory) there is no `config.json`.
-        dtype: of all floating tensors: fp32 or bf16.
-        file_bytes: a file of weights holds at most so much, or one tensor.
-        tell: takes lines for people: which newer checkpoints are damaged, and where the tokenizer
-            was copied from, or why none was.
+        model_config: of `transformers`; default: the configuration stored by the run. Without any
+            (a model from a factory) there is no `config.json`.
+        dtype: of all floating-point tensors: fp32 or bf16.
+        file_bytes: maximum size of a file of weights, except with a single tensor.
+        tell: receives lines for people: damaged newer checkpoints, and the origin of the tokenizer,
+            or why there is none.
 
     Raises:
-        InputError: no checkpoint, a damaged one, another dtype, or `to` holds something else.
-        MachineError: the files cannot be written; what was in `to` is still there.
+        InputError: no checkpoint, a damaged checkpoint, another dtype, or foreign files in `to`.
+        MachineError: the files cannot be written; the former content of `to` remains.
     """
     if dtype not in _DTYPES:
         raise InputError(f"cannot export as '{dtype}'", fix=f"give one of {', '.join(_DTYPES)}")
@@ -126,8 +127,9 @@ def _stored_config(path: Path, manifest: Manifest) -> Mapping[str, Any] | None:
 
 
 def _copy_tokenizer(part: Path, manifest: Manifest, tell: Callable[[str], None]) -> None:
-    """The files that the job of a checkpoint names, once they are seen to be a tokenizer: who made
-    the checkpoint may have named any file of this machine. Those of bytes as tokens are made."""
+    """Copy the tokenizer files named by a checkpoint's job, once verified to be a tokenizer: the
+    checkpoint's author may have named any file of this machine. Write files for a tokenizer of
+    bytes."""
     job = manifest.extra.get("job")
     told, data = (job.get("tokenizer"), job.get("data")) if isinstance(job, dict) else (None, None)
     if told == "bytes" and isinstance(data, dict):
@@ -163,14 +165,14 @@ def _copy_tokenizer(part: Path, manifest: Manifest, tell: Callable[[str], None])
 
 
 def _end_of_text(part: Path) -> dict[str, int]:
-    """By which token texts end, as transformers aligns a model's configuration with its tokenizer
-    before it trains: a configuration's own default is that of another vocabulary."""
+    """Return the end-of-text token, as transformers aligns a model's configuration with the
+    tokenizer before training: a configuration's default belongs to another vocabulary."""
     tokenizer = part / TOKENIZER
     return {END: FileTokenizer(tokenizer).end_of_text} if tokenizer.is_file() else {}
 
 
 def _check_beside(file: Path) -> None:
-    """Raise InputError unless a file is what one of its name holds: an object, or a template."""
+    """Raise InputError unless a file has the content of its name: a JSON object, or a template."""
     try:
         text = files.read_text(file)
         if file.suffix == ".json" and not isinstance(json.loads(text), dict):
@@ -180,7 +182,7 @@ def _check_beside(file: Path) -> None:
 
 
 def _check_replaceable(to: Path) -> None:
-    """Raise InputError unless `to` is absent, empty or a former export and nothing else."""
+    """Raise InputError unless `to` is absent, empty or only a former export."""
     if to.is_dir():
         present = {file.name for file in to.iterdir()}
         foreign = present - _recorded(to)
@@ -200,7 +202,7 @@ def _check_replaceable(to: Path) -> None:
 
 
 def _recorded(folder: Path) -> set[str]:
-    """The files that a former export wrote into `folder`."""
+    """Return the files written into `folder` by a former export."""
     try:
         recorded = json.loads(files.read_text(folder / RECORD))["files"]
         return {RECORD, *map(str, recorded)}
@@ -221,7 +223,7 @@ def _write_weights(
         tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
         file = part / f"model{of}.safetensors"
         save_file(tensors, file, metadata={"format": "pt"})
-        file.chmod(0o666 & ~_umask())  # safetensors lets nobody else read it
+        file.chmod(0o666 & ~_umask())  # safetensors makes it private
         weight_map |= dict.fromkeys(tensors, f"model{of}.safetensors")
     if len(names_of_files) > 1:
         total = sum(_bytes(tensor, dtype) for tensor in model.values())
@@ -232,7 +234,7 @@ def _write_weights(
 
 
 def _umask() -> int:
-    """What new files do not allow; it can only be read by setting it."""
+    """Return the process's umask, which can only be read by setting it."""
     mask = os.umask(0)
     os.umask(mask)
     return mask
@@ -241,7 +243,7 @@ def _umask() -> int:
 def _cut(
     model: Mapping[str, StoredTensor], dtype: torch.dtype, file_bytes: int
 ) -> Iterator[list[str]]:
-    """Names of the tensors of each file, in order."""
+    """Yield the names of the tensors of each file, in order."""
     names: list[str] = []
     size = 0
     for name, tensor in model.items():
@@ -265,7 +267,7 @@ def _saved_dtype(tensor: StoredTensor, dtype: torch.dtype) -> torch.dtype:
 def _read(
     checkpoint: Path, index: Index, names: list[str], dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """The tensors called `names`; the file's reader casts while it copies."""
+    """Return the tensors called `names`, cast by the reader while copying."""
     tensors = {}
     for name in names:
         tensor = index.tensors[name]
@@ -276,7 +278,7 @@ def _read(
 
 
 def _configuration(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """The configuration, with the dtype that the weights have now."""
+    """Return the configuration with the dtype of the exported weights."""
     kept = {key: value for key, value in config.items() if key != "torch_dtype"}
     return kept | {"dtype": str(dtype).removeprefix("torch.")}
 
@@ -296,7 +298,7 @@ def _write_json(file: Path, content: Mapping[str, Any]) -> None:
 
 
 def _replace(to: Path, part: Path) -> None:
-    """Put `part` in the place of `to`; of several exports at once the last one stays."""
+    """Replace `to` by `part`; of concurrent exports the last remains."""
     former = part.with_suffix(".former.part")
     for last in (*[False] * AT_ONCE, True):
         with suppress(FileNotFoundError):
@@ -304,7 +306,7 @@ def _replace(to: Path, part: Path) -> None:
         try:
             files.move(part, to.name)
             return
-        except OSError as error:  # another export has put its own there meanwhile
+        except OSError as error:  # a concurrent export moved its own here
             if last or error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
         finally:

@@ -1,7 +1,7 @@
-"""Any error as one that a reader can act on: whose it is, where it happened, and the exit code.
+"""Conversion of any error into an actionable `GpumixError`: culprit, place, and exit code.
 
-A rank's own edge: below it errors are what Python and torch raise, above it they are
-`GpumixError`s that cross to other processes.
+This is the edge of a rank: below it are errors of Python and torch, above it `GpumixError`s that
+cross to other processes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gpumix.spec.errors import (
 )
 
 _PACKAGE = Path(gpumix.__file__).parent
-# What sees every operation on its way, or every call of a function that is examined.
+# Code passed by every operation, or by every call of an examined function.
 _BETWEEN = (
     "hardware/emulation/pacer.py",
     "profiler/counter.py",
@@ -30,14 +30,14 @@ _BETWEEN = (
     "doctor/function/roots.py",
     "doctor/function/steps.py",
 )
-# Here gpumix calls code that the job brought along: a model, a factory, a dataset.
+# Here gpumix calls code of the job: a model, a factory, a dataset.
 _CALLS_JOB = {"engine/objective.py", "engine/boundary.py", "data/factory.py", "data/samples.py"}
 
 
 def in_words(error: BaseException, where: str) -> GpumixError:
-    """`error` as a `GpumixError`; one that is none already happened at `where`.
+    """Return `error` as a `GpumixError`; a foreign error happened at `where`.
 
-    Without the traceback: that is for `--debug`.
+    Without the traceback, which is for `--debug`.
     """
     if isinstance(error, GpumixError):
         return error
@@ -77,7 +77,7 @@ def _is_of_store(error: BaseException) -> bool:
 
 
 def _place(frame: traceback.FrameSummary) -> str | None:
-    """The file of a frame inside of the package; None if it is elsewhere."""
+    """Return the file of a frame within the package; None if elsewhere."""
     path = Path(frame.filename)
     return path.relative_to(_PACKAGE).as_posix() if path.is_relative_to(_PACKAGE) else None
 

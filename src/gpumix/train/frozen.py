@@ -1,8 +1,8 @@
-"""Imported last by the process that ranks are forked from: what is there is no garbage.
+"""Freezing of the garbage collector, imported last by the server process forking the ranks.
 
-A rank that looked through all of it would copy all of it, page by page: 0.3 s of each rank's start.
-And this process outlives SIGTERM to its whole group: it tells the launcher how ranks end, which do
-so when they have saved.
+A rank's garbage collector would otherwise copy all inherited memory page by page: 0.3 s of each
+rank's start. Also, the server outlives a SIGTERM to its process group: it reports to the launcher
+how ranks end, which do so only after saving.
 """
 
 import atexit
@@ -12,20 +12,20 @@ import signal
 
 gc.collect()
 gc.freeze()
-# Libraries warn of what is left when the process ends.
+# Libraries warn of leftovers when the process ends.
 atexit.register(gc.unfreeze)
 
 _of_ranks = [signal.signal(signal.SIGTERM, signal.SIG_IGN)]
 
 
 def outlive_sigterm() -> None:
-    """In a process that was forked from this one, and that ranks are forked from in turn."""
+    """Ignore SIGTERM in a process forked from the server and forking ranks itself."""
     if not _of_ranks:
         _of_ranks.append(signal.signal(signal.SIGTERM, signal.SIG_IGN))
 
 
 def _in_rank() -> None:
-    if _of_ranks:  # what a rank itself forks is its own affair
+    if _of_ranks:  # child processes of a rank decide for themselves
         signal.signal(signal.SIGTERM, _of_ranks.pop())
 
 

@@ -1,7 +1,7 @@
-"""A plan that a run is given: made earlier for this job, and by choice edited since.
+"""Checks of a plan given to a run: made earlier for this job, and possibly edited since.
 
-What it says of itself may no longer hold, so it is compared with the model, and predicted again,
-as far as a profile is at hand; nothing is measured for it.
+Its predictions may be outdated, so the plan is compared with the model and predicted again as far
+as a profile is available; nothing is measured for it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from gpumix.spec.profile import Profile
 from gpumix.spec.space import EVERYTHING
 from gpumix.spec.units import show_bytes, show_flops
 
-SAME_MEMORY = 0.02  # drivers keep a little more or less of a card's memory for themselves
+SAME_MEMORY = 0.02  # drivers reserve a little more or less of a GPU's memory
 
 
 def check_job(plan: Plan, job: Job, cluster: Cluster) -> None:
-    """Refuse a plan that is for other work than the job's.
+    """Refuse a plan made for a different job.
 
     Raises:
-        InputError: batch, length, precision or devices differ, or the engine does not run it.
+        InputError: batch, length, precision or devices differ, or the engine cannot run the plan.
     """
     _check_devices(plan, cluster)
     check_use(plan)
@@ -60,7 +60,7 @@ def check_job(plan: Plan, job: Job, cluster: Cluster) -> None:
 
 
 def _check_devices(plan: Plan, cluster: Cluster) -> None:
-    """A device's class and host are as the cluster says."""
+    """Refuse a plan whose devices have a different class or host in the cluster."""
     devices = {device.id: device for device in cluster.devices}
     for worker in plan.workers:
         device = devices[worker.device]
@@ -78,7 +78,7 @@ def _check_devices(plan: Plan, cluster: Cluster) -> None:
 
 
 def check_model(plan: Plan, profile: Profile) -> None:
-    """Refuse a plan that is not for the model of a profile.
+    """Refuse a plan made for another model than the profile's.
 
     Raises:
         InputError: the profile is of another model, or the plan's units are not the model's.
@@ -93,11 +93,11 @@ def check_model(plan: Plan, profile: Profile) -> None:
 
 
 def foretold_again(plan: Plan, profile: Profile, tell: Callable[[str], None]) -> Plan:
-    """The plan with what is expected of it as it is now; reasons are those of the plan that was
-    made, so an edited one has none.
+    """Return the plan with a new prediction. The plan's reasons are kept only if the prediction is
+    unchanged.
 
     Args:
-        tell: takes a line for people, where what the plan says of itself no longer holds.
+        tell: receives a line for people if the plan's own prediction is outdated.
 
     Raises:
         InputError: see `check_model`.
@@ -107,7 +107,7 @@ def foretold_again(plan: Plan, profile: Profile, tell: Callable[[str], None]) ->
         return plan
     try:
         expected = predict(profile, plan)
-    except InputError as unknown:  # it uses what was not measured: it may run all the same
+    except InputError as unknown:  # it uses something not measured: it may run nevertheless
         tell(f"nothing is known of how fast the plan is and whether it fits: {unknown.what}")
         return plan.model_copy(update={"prediction": None, "reasons": None})
     if expected == plan.prediction.model_copy(update={"bound_s": None}):
@@ -117,8 +117,7 @@ def foretold_again(plan: Plan, profile: Profile, tell: Callable[[str], None]) ->
 
 
 def other_speeds(plan: Plan, cluster: Cluster) -> list[str]:
-    """Which classes compute faster or slower than those of the same names that the plan was made
-    for, for people; as far as it says how fast those are."""
+    """Return lines for people on classes computing faster or slower than stated by the plan."""
     found = []
     peaks = plan.prediction.peaks if plan.prediction is not None else {}
     for name, worker in sorted({w.device_class: w for w in plan.workers}.items()):
@@ -133,8 +132,8 @@ def other_speeds(plan: Plan, cluster: Cluster) -> list[str]:
 
 
 def within_memory(profile: Profile, cluster: Cluster) -> Profile:
-    """The profile where no class has more memory than here: it may have been measured where one of
-    that name had."""
+    """Return the profile limited to each class's memory in the cluster: the class may have been
+    profiled with more."""
     here = {one.name: one.memory_bytes for one in cluster.classes}
     parts = {
         one.name: here[one.name] / one.memory_bytes
@@ -145,7 +144,7 @@ def within_memory(profile: Profile, cluster: Cluster) -> Profile:
 
 
 def check_memory(plan: Plan, cluster: Cluster) -> None:
-    """Refuse what is predicted not to fit.
+    """Refuse a plan predicted not to fit into memory.
 
     Raises:
         NoFeasiblePlanError: a device lacks memory.
@@ -163,7 +162,7 @@ def check_memory(plan: Plan, cluster: Cluster) -> None:
 
 
 def overruled(plan: Plan, job: Job) -> list[str]:
-    """What the job says of plans that this one does not follow, for people: the plan counts."""
+    """Return lines for people on the job's settings for plans overruled by this plan."""
     lines = []
     if "strategy" in job.model_fields_set and job.strategy != plan.strategy:
         lines.append(

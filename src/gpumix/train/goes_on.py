@@ -1,5 +1,5 @@
-"""Whether a job goes on with what another one saved: seen before anything is measured, and told by
-the keys in which the jobs differ."""
+"""Check that a job may resume a saved run, before anything is measured; errors name the keys in
+which the jobs differ."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
     from gpumix.train.context import Context
 
-# What decides which samples there are, and in which order; a batch does of streams and buckets.
+# Keys deciding on the samples and their order; the batch only with streams and buckets.
 _OF_DATA = ("data", "tokenizer", "sequence_length", "seed", "global_batch")
-# Keys that make a checkpoint one of something else, whatever the others are.
+# Keys whose change alone makes a checkpoint unusable.
 _ALONE = {"seed": "other data", "optimizer.name": "another optimizer"}
-_HOW_READ = ("workers", "prefetch", "bad_samples")  # the same samples, whatever these are
-# What a configuration of transformers has that makes no other model.
+_HOW_READ = ("workers", "prefetch", "bad_samples")  # no influence on the samples
+# Keys of a transformers configuration without influence on the model.
 _NO_MODEL = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
-LONGEST = 100  # of a value that is told
+LONGEST = 100  # length of a reported value
 
 
 def check_keys(job: Job) -> None:
-    """Check what keys of the job alone can tell, before ranks are started for the rest.
+    """Check the keys known from the job alone, before ranks are started.
 
     Raises:
         InputError: the newest checkpoint in the job's output is of another seed or optimizer.
@@ -48,16 +48,16 @@ def _check_keys(before: Mapping[str, Any], now: Mapping[str, Any], where: str) -
 
 
 def check_goes_on(context: Context, model: nn.Module, fingerprint: str) -> None:
-    """Check that the newest checkpoint in the job's output, if there is one, is of the job's model,
-    data and optimizer. Collective: the first rank looks.
+    """Check the model, data and optimizer of the newest checkpoint in the job's output, if there is
+    any. Collective: the first rank reads it.
 
     Args:
-        fingerprint: the model's, as plans have it.
+        fingerprint: the model's, as in plans.
 
     Raises:
-        InputError: it is not.
+        InputError: they differ from the job's.
     """
-    from gpumix.data.course import ByLength, begin_of  # with torch, which a launcher does without
+    from gpumix.data.course import ByLength, begin_of  # imports torch, unlike the launcher
 
     found = _newest(context.job.output / run_files.CHECKPOINTS) if context.first else None
     told = found and json.dumps([found[0], found[1].model_dump_json()])
@@ -85,9 +85,9 @@ def check_goes_on(context: Context, model: nn.Module, fingerprint: str) -> None:
 
 
 def _as_planned(model: nn.Module, saved: Manifest) -> str:
-    """The fingerprint of a model with the units of the plan that it was saved by, which may lack
-    those that its samples did not call; empty where it has not these."""
-    from gpumix.engine.units import dissect  # with torch, which a launcher does without
+    """Return the model's fingerprint with the units of the saved plan, which may lack units never
+    called by its samples; empty if the model lacks some of these units."""
+    from gpumix.engine.units import dissect  # imports torch, unlike the launcher
 
     try:
         stages: Any = saved.extra["plan"]["stages"]  # type: ignore[index,call-overload]
@@ -97,8 +97,8 @@ def _as_planned(model: nn.Module, saved: Manifest) -> str:
 
 
 def _newest(folder: Path) -> tuple[str, Manifest] | None:
-    """Where the newest checkpoint is that says what it is, and what it says; whether all of it is
-    whole, who loads it sees."""
+    """Return path and manifest of the newest checkpoint with a readable manifest; loading checks
+    the rest."""
     try:
         paths = checkpoint_folder.choices(folder)
         (path, saved), _ = checkpoint_folder.first_whole(paths, lambda p: (p, read_manifest(p)))
@@ -126,7 +126,7 @@ def _of_data(before: Mapping[str, Any], now: Mapping[str, Any], job: Job) -> Ite
 
 
 def _at(key: str, before: Any, now: Any) -> Iterator[str]:
-    """What differs at a dotted key, or in it; nothing where one of them has no such key."""
+    """Yield the differences at or below a dotted key; none if either job lacks the key."""
     for part in key.split("."):
         if not all(isinstance(one, dict) and part in one for one in (before, now)):
             return
@@ -135,7 +135,7 @@ def _at(key: str, before: Any, now: Any) -> Iterator[str]:
 
 
 def _differing(before: Any, now: Any, key: str) -> Iterator[str]:
-    """What differs at `key`, or in it."""
+    """Yield the differences at or below `key`."""
     if isinstance(before, dict) and isinstance(now, dict):
         for name in sorted({*before, *now}):
             if name not in _HOW_READ:

@@ -1,7 +1,7 @@
-"""Whether teams can divide the heads of a job's model.
+"""Checks of tensor-parallel groups against the heads of a job's model.
 
-Told before ranks start where the job has the model's configuration. What a factory makes only ranks
-know: they look before they measure or train.
+The checks run before ranks start if the job has the model's configuration. A model from a factory
+is known only to ranks: they check before they measure or train.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gpumix.train.models import config_of
 
 
 def check_plan(plan: Plan, job: Job) -> None:
-    """Refuse a plan one of whose teams cannot divide the heads.
+    """Refuse a plan with a tensor-parallel group unable to divide the heads.
 
     Raises:
         InputError: naming its stage.
@@ -34,10 +34,10 @@ def check_plan(plan: Plan, job: Job) -> None:
 
 
 def check_job(job: Job, cluster: Cluster) -> None:
-    """Refuse a job that wants teams, none of which can divide the heads.
+    """Refuse a job wanting tensor parallelism if no degree can divide the heads.
 
     Raises:
-        InputError: so it is, or no host has devices enough for a team.
+        InputError: no degree divides the heads, or no host has enough devices for a group.
     """
     refuse_too_large(cluster, job.techniques)
     if job.model.config is not None:
@@ -45,10 +45,10 @@ def check_job(job: Job, cluster: Cluster) -> None:
 
 
 def check_techniques(config: Any, cluster: Cluster, techniques: Space) -> None:
-    """Refuse a configuration of a model whose heads no team can divide.
+    """Refuse a model configuration if no tensor-parallel degree can divide the heads.
 
     Raises:
-        InputError: what is wrong with the smallest team.
+        InputError: the error of the smallest degree.
     """
     every = degrees_of(cluster, techniques).values()
     failures: list[InputError] = []

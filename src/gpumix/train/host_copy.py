@@ -1,4 +1,4 @@
-"""A copy of what a rank saves, in the host's memory: it trains on while the copy is written."""
+"""Copy of a rank's state in host memory: training continues while the copy is written."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from gpumix.hardware.pinned import pinned_memory
 from gpumix.spec.units import show_bytes
 from gpumix.train.checkpoint_shards import Boxed, Index, StoredBox, StoredTensor
 
-# Tensors by nested names, as they are saved.
+# Tensors by nested names, as saved.
 Tensors = Mapping[str, Any]
 
 
 class HostCopy:
-    """Room for a copy of `tensors`, in one piece of memory; `boxed` are the same names in it.
+    """Host memory for a copy of `tensors`, in a single block; `boxed` has equal names.
 
     Args:
-        pinned: for tensors of a GPU, whose copies are faster then.
-        memory: where the copy goes, `size_of(tensors)` bytes; default: memory of its own.
+        pinned: for tensors of a GPU, to copy faster.
+        memory: destination, `size_of(tensors)` bytes; default: newly allocated.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class HostCopy:
         self.boxed = self._in(iter(pieces), tensors)
 
     def _in(self, pieces: Iterator[torch.Tensor], tensors: Tensors) -> dict[str, Any]:
-        """The names of `tensors`, with a piece of memory for each box."""
+        """Return the names of `tensors` with a piece of memory for each box."""
         found: dict[str, Any] = {}
         for name, value in tensors.items():
             if isinstance(value, Boxed):
@@ -57,11 +57,11 @@ class HostCopy:
         return place
 
     def fits(self, tensors: Tensors) -> bool:
-        """Whether these have the names, shapes and dtypes that there is room for."""
+        """Return whether names, shapes and dtypes of `tensors` match the allocated memory."""
         return _form(tensors) == self._form
 
     def fill(self, tensors: Tensors, stream: runtime.Stream | None = None) -> None:
-        """Copy them; on a GPU on this stream, for the end of which the calling thread waits."""
+        """Copy `tensors`; on a GPU on `stream`, and wait for the end."""
         values = list(_views(tensors))
         if not values:
             return
@@ -72,7 +72,8 @@ class HostCopy:
 
 
 def index_of(tensors: Tensors, file: str) -> Index:
-    """Where the boxes of `tensors` are in the memory of a `HostCopy`, told as of a file."""
+    """Return the index of the boxes of `tensors` in the memory of a `HostCopy`, described like a
+    file."""
     stored: dict[str, StoredTensor] = {}
     begin = 0
     for name, boxed in _named(tensors):
@@ -97,17 +98,17 @@ def _named(tensors: Tensors, prefix: str = "") -> Iterator[tuple[str, Boxed]]:
 
 
 def size_of(tensors: Tensors) -> int:
-    """Bytes that a copy takes."""
+    """Return the bytes of a copy."""
     return sum(aligned(view.nbytes) for view in _views(tensors))
 
 
 def room_for(size: int, ranks: int) -> bool:
-    """Whether the host has memory for copies of `size` bytes of each of so many ranks."""
+    """Return whether the host has memory for a copy of `size` bytes for each of `ranks` ranks."""
     return size * ranks <= COPIES_PART * available_host_bytes()
 
 
 def no_room(copies: int, size: int, ranks: int) -> str:
-    """That the host has none for so many copies of `size` bytes of each of so many ranks."""
+    """Return the message for missing host memory: `copies` copies of `size` bytes for each rank."""
     what = "a copy" if copies == 1 else f"{copies} copies"
     return f"the host has no memory for {what} of {show_bytes(size)} for each of {ranks} ranks"
 

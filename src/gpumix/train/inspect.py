@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and whether it still is what was saved. Nothing is loaded."""
+"""Description of a checkpoint's content and integrity. No tensor is loaded."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from gpumix.train.checkpoint_shards import Index, StoredTensor
 
 @dataclass(frozen=True)
 class Contents:
-    """Of a checkpoint. `damage` says what is wrong with it; then little else may be known.
+    """Content of a checkpoint. With `damage` set, little else may be known.
 
     Attributes:
         parameters: elements of the model's parameters and buffers.
-        optimizer: its class; `states`: what it keeps, and as what.
-        position: samples that were seen, over all epochs; `epoch` counts from 0.
-        plan: the devices that saved it and what each stored; None if nobody said.
+        optimizer: its class; `states`: the names and kinds of its states.
+        position: samples seen, over all epochs; `epoch` counts from 0.
+        plan: the devices of the run and the parts stored by each; None if unknown.
     """
 
     path: str
@@ -46,7 +46,7 @@ class Contents:
 
 
 def inspect(source: Path) -> list[Contents]:
-    """What is in a checkpoint, or in all of a run, the newest first. Reads every file.
+    """Return the content of a checkpoint, or of all in a run, newest first. Reads every file.
 
     Raises:
         InputError: there is no checkpoint, or it is of another schema.
@@ -97,7 +97,7 @@ def _number(value: object) -> int | None:
 
 
 def _plan(manifest: Manifest) -> Plan | None:
-    """Of a loop of one's own there may be none, of a hostile file anything."""
+    """Return the saved plan: a user's own training loop may save none, a hostile file anything."""
     try:
         return Plan.model_validate(manifest.extra["plan"])
     except (KeyError, ValueError, InputError):

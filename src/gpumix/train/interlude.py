@@ -1,4 +1,4 @@
-"""What a run does once in so many steps, and what that costs it."""
+"""Cost of periodic work of a run, for example checkpoints and evaluation."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Interlude:
-    """What something costs that a run does once in so many steps.
+    """Cost of work done once in several steps.
 
     Attributes:
-        still_s: that training stands still for it.
-        slows_s: that the steps beside it take longer, to its end.
-        beside_s: that it takes beside them; one that follows waits for its end.
+        still_s: pause of training for the work.
+        slows_s: slowdown of concurrent steps, until the end of the work.
+        beside_s: duration of concurrent work; the next such work waits for its end.
     """
 
     still_s: float = 0.0
@@ -25,22 +25,22 @@ class Interlude:
     def of_steps(
         cls, still_s: float, beside_s: float, *, usual_s: float, took_s: float
     ) -> Interlude:
-        """As it is seen beside some steps. Those that it outlasts it is taken to slow down as much.
+        """Build from work during some steps; any steps beyond are assumed to slow down as much.
 
         Args:
-            usual_s: what these steps take with nothing beside them.
-            took_s: what they took.
+            usual_s: duration of these steps without the work.
+            took_s: duration of these steps with it.
         """
         longer_s = max(0.0, took_s - usual_s)
         return cls(still_s, longer_s * max(1.0, beside_s / took_s), beside_s)
 
     def each_s(self, steps_s: float) -> float:
-        """How much longer that makes steps that take `steps_s` seconds in all."""
+        """Return the time added to steps taking `steps_s` seconds in total."""
         return self.still_s + max(self.slows_s, self.beside_s - steps_s)
 
 
 def seconds_of(work: Callable[[], object]) -> float:
-    """How long it takes."""
+    """Return the duration of `work`."""
     begun = time.perf_counter()
     work()
     return time.perf_counter() - begun

@@ -1,4 +1,4 @@
-"""Where a run's state goes, and where it comes from: checkpoints on disk, and copies in memory."""
+"""Saving and restoring of a run's state: checkpoints on disk, and copies in memory."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from gpumix.train.metrics import Told
 from gpumix.train.model_files import saved_beside_weights
 from gpumix.train.run_id import id_of
 
-# Of a step's time, what copies in memory may hold up training for, if their interval is chosen; of
-# a step that takes for longer than so many seconds more, for each that is repeated costs as much.
+# Share of step time that copies in memory may cost if their interval is chosen; more for steps
+# longer than `LONG_STEP_S`, each as costly to repeat.
 MEMORY_SHARE, LONG_SHARE, LONG_STEP_S = 0.01, 0.05, 1.0
 MEASURED_COPIES = 100
-# What a disk must do at least beside the `timeout`, else it counts as one that hangs.
+# Minimum disk throughput on top of the `timeout`; a slower disk counts as hanging.
 SLOWEST_BYTES_PER_S = 5e7
-# Of a parameter's state: itself, and what most optimizers keep, in fp32 each.
+# A parameter and the usual optimizer state, in fp32 each.
 BYTES_A_PARAMETER = 12
-# After this step it is known what copies cost: the first makes room.
+# Copy costs are known after this step: the first copy allocates memory.
 MEASURED_STEPS = 4
 
 
 @dataclass(frozen=True)
 class TakenUp:
-    """What a run goes on from; `extra` is what was saved beside the state, `path` its checkpoint on
-    disk: None for copies in memory."""
+    """State resumed by a run; `extra` is saved next to the state, `path` is the checkpoint on disk,
+    or None for copies in memory."""
 
     step: int
     extra: dict[str, Any]
@@ -58,19 +58,19 @@ class TakenUp:
 
     @property
     def of_steps(self) -> int | None:
-        """The steps of the job that saved it; None if no job did."""
+        """The steps of the job having saved the state; None if no job did."""
         return of_steps(self.extra)
 
 
 def interval_of(copied_s: float, step_s: float) -> int:
-    """Every so many steps of `step_s` the state is copied, for which training stands still for
-    `copied_s` each time."""
+    """Return the interval in steps between copies, given the pause of training per copy and the
+    step time."""
     share = LONG_SHARE if step_s > LONG_STEP_S else MEMORY_SHARE
     return max(1, math.ceil(copied_s / max(step_s, 1e-9) / share))
 
 
 class Keeping:
-    """The state of a run, as one of its ranks keeps it. Methods are collective but where they say
+    """A rank's part in saving and restoring a run. Methods are collective unless documented
     otherwise."""
 
     def __init__(
@@ -84,26 +84,26 @@ class Keeping:
         self._ranks_here = len(here)
         self._first_here = here[0] == ranks.rank
         self.patience_s = job.timeout + _size_of(engine) / SLOWEST_BYTES_PER_S
-        """How long a checkpoint, or a copy in memory, may take."""
+        """Time limit of a checkpoint, or of a copy in memory."""
         self._group = self._group_of_ranks()
         self.checkpointer = self._checkpointer_of(self._group)
         self._beside: Checkpointer | None = None
         self._extra = _extra(job, plan, engine)
         self.stalled_s = 0.0
-        """How long training stood still for the checkpoint that was begun last."""
+        """Pause of training for the checkpoint begun last."""
         self.save_s: float | None = None
-        """How long the last one was written."""
-        self._safe_step = 0  # the state after it is on disk, or is what the run begins with
-        self._begun_step = -1  # a checkpoint was begun after it
+        """Duration of writing the last checkpoint."""
+        self._safe_step = 0  # the state after it is on disk, or is the run's initial state
+        self._begun_step = -1  # step of the checkpoint begun last
         root = shared_memory_folder()
         run = ranks.share("id of the run", id_of(job.output) if context.first else None)
         self._home = None if root is None else Home(root, job.output, context.device.host, run)
         self._memory: MemoryCheckpointer | None = None
         every = job.checkpoint.memory_every_steps
         self._every_steps = 1 if every == "auto" else every
-        # How long training stood still for the newest copies in memory.
+        # Pauses of training for the newest copies in memory.
         self._copied_s: deque[float] = deque(maxlen=MEASURED_COPIES)
-        # What cannot be saved is told now, and not when steps would be lost.
+        # State that cannot be saved is reported now, not when steps would be lost.
         Content.of(0, engine, optimizer, cursor=loader.state_dict(), extra=self._extra)
 
     def _checkpointer_of(self, group: dist.ProcessGroup | None) -> Checkpointer:
@@ -117,14 +117,14 @@ class Keeping:
         )
 
     def _group_of_ranks(self) -> dist.ProcessGroup | None:
-        """Whoever writes for too long says so before the others give up waiting for it."""
+        """Return a group with a timeout long enough for a slow writer to report first."""
         return self._context.ranks.checkpoint_group(patience_s=self.patience_s)
 
     # -- on disk -----------------------------------------------------------------------------------
 
     def begin_save(self, step: int, cursor: dict[str, Any] | None = None) -> None:
-        """Write a checkpoint beside the next steps; the data goes on at `cursor`, by default behind
-        the last batch. The one before must be finished."""
+        """Begin to write a checkpoint during the next steps; the data resumes at `cursor`, by
+        default behind the last batch. The previous checkpoint must be finished."""
         begun = time.perf_counter()
         self._begun_step = step
         self.checkpointer.begin(
@@ -137,7 +137,8 @@ class Keeping:
         self.stalled_s = time.perf_counter() - begun
 
     def is_free_within(self, limit_s: float) -> bool:
-        """Whether no rank writes a checkpoint any more, after so long at most. Collective."""
+        """Return whether no rank writes a checkpoint any more, waiting at most `limit_s`.
+        Collective."""
         begun = time.perf_counter()
         self.checkpointer.wait(limit_s)
         writes = "" if self.checkpointer.writing_since is None else "writes"
@@ -146,7 +147,7 @@ class Keeping:
         return free
 
     def finish_save(self) -> Saved:
-        """Wait for the checkpoint that was begun."""
+        """Wait for the checkpoint begun last."""
         begun = time.perf_counter()
         saved = self.checkpointer.finish()
         self.stalled_s += time.perf_counter() - begun
@@ -157,9 +158,9 @@ class Keeping:
     # -- in memory ---------------------------------------------------------------------------------
 
     def open_memory(self) -> str:
-        """Have copies of the state in the hosts' memory from now on, and those of earlier runs
-        removed; why not, if some rank cannot."""
-        # Beside the main thread, whatever that does with the other one.
+        """Start keeping copies of the state in host memory, and remove copies of earlier runs;
+        return the reason if some rank cannot."""
+        # For the thread next to the main thread, independent of its checkpoints.
         self._beside = self._checkpointer_of(self._group_of_ranks())
         ranks, home = self._context.ranks, self._home
         if home is not None and self._first_here:
@@ -185,7 +186,7 @@ class Keeping:
         return ""
 
     def _refusal(self, generation: int) -> str:
-        """Why this rank cannot have copies in memory; else their folder is there."""
+        """Make this rank's folder for copies in memory; return the reason if impossible."""
         if self._home is None:
             return "this system has no file system in memory"
         try:
@@ -195,7 +196,8 @@ class Keeping:
         return ""
 
     def _buddies_in(self, place: Path) -> Buddies | None:
-        """Where there are several hosts. Collective then."""
+        """Return the exchange with buddies, or None on a single host. Collective on several
+        hosts."""
         if len(set(self._hosts)) == 1:
             return None
         group = self._group_of_ranks()
@@ -203,17 +205,17 @@ class Keeping:
         return Buddies(place, self._hosts, group)
 
     def _told(self) -> list[list[Held]]:
-        """The copies that each rank finds on its host."""
+        """Return the copies found by each rank on the rank's host."""
         held = self._home.held() if self._home is not None else []
         told = self._context.ranks.gather("held in memory", memory_folder.to_text(held))
         return [memory_folder.from_text(text) for text in told]
 
     def remembers(self, step: int) -> bool:
-        """Whether it is the turn of the state after `step` to be copied. Not collective."""
+        """Return whether the state after `step` is due to be copied. Not collective."""
         return self._memory is not None and step % self._every_steps == 0
 
     def remember(self, step: int) -> None:
-        """Copy the state after `step` beside the next one, if it is its turn."""
+        """Copy the state after `step` during the next step, if due."""
         if self._memory is None or not self.remembers(step):
             return
         begun = time.perf_counter()
@@ -221,8 +223,8 @@ class Keeping:
         self._copied_s.append(time.perf_counter() - begun)
 
     def keep(self, step: int) -> bool:
-        """Have the state after `step`, of which a copy may be under way, in memory now; False if
-        some rank has no copies there."""
+        """Put the state after `step` into memory now, finishing any copy in progress; False if some
+        rank cannot keep copies."""
         if self._memory is None:
             return False
         if step % self._every_steps:
@@ -231,7 +233,8 @@ class Keeping:
         return not any(self._context.ranks.gather("kept in memory", self._memory.refused))
 
     def choose_interval(self, step_s: float) -> list[Told]:
-        """By what the first copies took; see `interval_of`. What to say of it."""
+        """Choose the interval of copies by the cost of the first; see `interval_of`. Return the
+        report."""
         if self._memory is None or self._context.job.checkpoint.memory_every_steps != "auto":
             return []
         own = interval_of(min(self._copied_s, default=0.0), step_s)
@@ -240,8 +243,9 @@ class Keeping:
         return [Told("copies", {"every_steps": every}, "")]
 
     def nothing_new(self, step: int, *, deadline: float) -> bool:
-        """Whether on all ranks the state after `step`, the last one done, is on disk by then, or is
-        what the run began with. Collective; for a thread beside the main one."""
+        """Return whether on all ranks the state after `step`, the last done, is on disk by
+        `deadline` or is the run's initial state. Collective; for a thread next to the main
+        thread."""
         assert self._beside is not None
         being_written = self._begun_step == step
         saved = self.checkpointer.wait(deadline - time.monotonic() if being_written else 0.0)
@@ -249,14 +253,15 @@ class Keeping:
         return self._beside.all_say(step == safe_step, "nothing is new")
 
     def save_copies(self, *, deadline: float, needs_s: float) -> Saved | None:
-        """Write to disk what is in memory: the newest state of which all ranks have a copy. A
-        checkpoint that is being written is waited for; if that leaves no time for another one, it
-        is the last. None if there is neither in time, or nothing is kept in memory. The state
-        changes no more until `go_on_copying`. Collective; for a thread beside the main one.
+        """Write the newest state with a copy on all ranks from memory to disk.
+
+        First waits for a checkpoint being written; without time for another, that checkpoint is the
+        last. Returns None if neither is written in time, or no copies are kept. The state does not
+        change until `go_on_copying`. Collective; for a thread next to the main thread.
 
         Args:
-            deadline: when all is to be done, by `time.monotonic()`.
-            needs_s: so long before a checkpoint is begun at the latest.
+            deadline: end of the save, by `time.monotonic()`.
+            needs_s: minimum time left when a checkpoint is begun.
         """
         if self._memory is None:
             return None
@@ -270,30 +275,31 @@ class Keeping:
         return None if step is None else self._beside.save_copy(held[step])
 
     def go_on_copying(self) -> None:
-        """After `save_copies`; not collective."""
+        """Resume copying after `save_copies`; not collective."""
         if self._memory is not None:
             self._memory.go_on()
 
     @property
     def not_copied(self) -> str:
-        """Why this rank does not copy into memory any more, if it began to. Not collective."""
+        """Reason why this rank has stopped copying into memory, or empty. Not collective."""
         return "" if self._memory is None else self._memory.refused
 
     @property
     def saved_in_place(self) -> str:
-        """Why training waits until what this rank saves is written, if it does. Not collective."""
+        """Reason why training waits until this rank's state is written, or empty. Not
+        collective."""
         return self.checkpointer.not_copied
 
     def forget(self) -> None:
-        """The copies in memory are not needed any more. Not collective."""
+        """Remove the copies in memory, no longer needed. Not collective."""
         if self._home is not None and self._first_here:
             self._home.remove()
 
     # -- both --------------------------------------------------------------------------------------
 
     def settle(self, step: int) -> None:
-        """Wait until the state may change: what is saved and copied is. All ranks call it before
-        they agree on the norm of `step`. Not collective."""
+        """Wait until the state may change, once saved and copied. All ranks call it before agreeing
+        on the norm of `step`. Not collective."""
         if self.checkpointer.under_way:
             begun = time.perf_counter()
             self.checkpointer.settle()
@@ -302,17 +308,17 @@ class Keeping:
             begun = time.perf_counter()
             if step % self._every_steps:
                 self._memory.settle()
-            else:  # the next copy is made after this step
+            else:  # the next copy follows this step
                 self._memory.finish()
             if self._copied_s:
                 self._copied_s[-1] += time.perf_counter() - begun
 
     def take_up(self, *, needed: bool) -> TakenUp | None:
-        """Put the newest state that there is into engine, optimizer and loader; None if there is
-        none, and none is needed.
+        """Restore the newest state into engine, optimizer and loader; None if there is no state and
+        none is needed.
 
         Raises:
-            InputError: there is none that is whole, or it is of another model, optimizer or data.
+            InputError: no state is intact, or it is of another model, optimizer or data.
         """
         in_memory, saved = self._found_in_memory(), self.checkpointer.latest()
         if in_memory is None:
@@ -322,18 +328,18 @@ class Keeping:
             return self._from_memory(found, held)
         try:
             return self._from_disk(found.step)
-        except Damaged as error:  # all that are later
+        except Damaged as error:  # all later checkpoints are
             return replace(self._from_memory(found, held), passed_over=(error,))
 
     def _from_disk(self, after: int) -> TakenUp:
-        """The newest checkpoint that is whole, of a step later than `after`."""
+        """Load the newest intact checkpoint of a step later than `after`."""
         state = self.checkpointer.load(self._engine, self._optimizer, after=after)
         self._loader.load_state_dict(state.cursor)
         self._safe_step = state.step
         return TakenUp(state.step, state.extra, state.path, state.passed_over)
 
     def _found_in_memory(self) -> tuple[Found, list[Held]] | None:
-        """What can be gone on from, and what of it is on this host."""
+        """Return the newest state in memory to resume from, and the copies on this host."""
         told = self._told()
         found = memory_folder.newest(told)
         return None if found is None else (found, told[self._context.ranks.rank])
@@ -355,11 +361,11 @@ class Keeping:
 
 
 def _size_of(engine: Engine) -> int:
-    """Of a checkpoint, about; all of it, though each rank writes a part."""
+    """Return the approximate bytes of a checkpoint, all ranks' parts together."""
     return BYTES_A_PARAMETER * sum(p.numel() for p in engine.model.parameters())
 
 
 def _extra(job: Job, plan: Plan, engine: Engine) -> dict[str, Any]:
-    """What is saved beside the state."""
+    """Return the content saved next to the state."""
     extra = {"job": job.model_dump(mode="json"), "plan": plan.model_dump(mode="json")}
-    return extra | saved_beside_weights(engine.model)  # also if a factory made it
+    return extra | saved_beside_weights(engine.model)  # also for a model from a factory

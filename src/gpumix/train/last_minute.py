@@ -1,9 +1,9 @@
-"""Saves a run that was asked to end and whose step does not end in time.
+"""Last save of a run asked to end whose step does not end in time.
 
-Who asks (a cloud, a scheduler, `gpumix launch`) ends the processes some time later. The main thread
-answers between two steps. Where that would be too late a thread beside it writes to disk what was
-copied into the hosts' memory: all ranks together, of the last step of which all have a copy. Where
-the last step that was done is on disk, or none was done yet, the run ends without a save.
+The sender of the request (a cloud, a scheduler, `gpumix launch`) ends the processes some time
+later. The main thread answers between two steps. If that is too late, a second thread writes the
+copies in host memory to disk: all ranks together, for the newest step with a copy on all ranks. If
+the last completed step is on disk, or none was completed yet, the run ends without a save.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ from gpumix.train.keeping import Keeping
 from gpumix.train.metrics import WINDOW, typical_s
 from gpumix.train.stop import StopRequest
 
-# How long after SIGTERM torchrun, and most schedulers, let processes go on.
+# Time after SIGTERM before torchrun and most schedulers kill processes.
 GRACE_S = 30.0
-LOOK_S = 1.0  # between two looks at whether another rank is in a hurry
-LOOK_ASKED_S = 0.1  # of one that was asked to end
-# What a save took may be a little less than what the next one takes.
+LOOK_S = 1.0  # between checks for a hurried rank elsewhere
+LOOK_ASKED_S = 0.1  # on a rank asked to end
+# The next save may take longer than the last by this factor.
 MARGIN = 1.5
-# Of the grace period, for a save when none was made yet.
+# Assumed save time before the first save, as a share of the grace period.
 UNKNOWN_SAVE = 0.5
-# Who saves the end of a run: the main threads, or those beside them, and those within how many
-# seconds. The first word counts.
+# Who saves the end of a run: the main threads, or the second threads, and within how many seconds.
+# The first claim counts.
 END, BY_STEP, AT_ONCE = "end of the run", "by step", "at once, within "
 
 
 @dataclass(frozen=True)
 class Moment:
-    """Where a rank is that was asked to end, by one clock.
+    """Timing of a rank asked to end, by a single clock.
 
     Attributes:
-        asked_at: when that was; after `grace_s` more it is ended.
-        began_at: when the step under way began; one usually takes `step_s`, 0 if that is unknown.
-        tells: whether with that step all ranks hear of it, not only with the next.
-        behind: how many steps later they have heard of it.
-        save_s: what the last checkpoint took, if there was one.
-        writing_since: when the one was begun that is being written, if one is: no other one can be
-            begun before it is whole.
+        asked_at: time of the request; the rank is killed `grace_s` later.
+        began_at: begin of the current step; a step usually takes `step_s`, 0 if unknown.
+        tells: whether all ranks learn of the request with this step, or only with the next.
+        behind: number of steps by which they learn of it later.
+        save_s: duration of the last checkpoint, if there was one.
+        writing_since: begin of the checkpoint being written, if any: no other can begin before it
+            is complete.
     """
 
     asked_at: float
@@ -69,18 +69,18 @@ class Moment:
 
     @property
     def deadline(self) -> float:
-        """When everything is to be done."""
+        """The time by which everything must be done."""
         return self.asked_at + self.grace_s
 
     def too_late(self, now: float) -> bool:
-        """Whether a checkpoint that is begun after the step may not be whole in time."""
+        """Return whether a checkpoint begun after the step may be incomplete at the deadline."""
         step_left_s = max(0.0, self.began_at + self.step_s - now)
         step_left_s += self.step_s * (self.behind + (not self.tells))
         wait_s = max(step_left_s, self._write_left_s(now))
         return now + wait_s + self.needs_s(now) > self.deadline
 
     def needs_s(self, now: float) -> float:
-        """How long a checkpoint may take; no less than the one under way has taken already."""
+        """Return the assumed duration of a checkpoint, at least the current checkpoint's so far."""
         known_s = UNKNOWN_SAVE * self.grace_s if self.save_s is None else MARGIN * self.save_s
         return max(known_s, MARGIN * self._written_s(now))
 
@@ -88,7 +88,7 @@ class Moment:
         return 0.0 if self.writing_since is None else now - self.writing_since
 
     def _write_left_s(self, now: float) -> float:
-        """Until the checkpoint under way is whole: where nothing is known, as long again."""
+        """Return the time left for the current checkpoint; if unknown, the time elapsed so far."""
         written_s = self._written_s(now)
         if self.writing_since is None or self.save_s is None:
             return written_s
@@ -96,10 +96,10 @@ class Moment:
 
 
 class LastMinute:
-    """One rank's part in it.
+    """A rank's part in the last save.
 
     Args:
-        done: how many steps are.
+        done: returns the number of completed steps.
     """
 
     def __init__(self, context: Context, keeping: Keeping, done: Callable[[], int]) -> None:
@@ -111,11 +111,11 @@ class LastMinute:
         self._behind = 0
         self._closed, self._over = threading.Event(), threading.Event()
         self._over.set()
-        self._watching: int | None = None  # the thread
+        self._watching: int | None = None  # the second thread
 
     @contextmanager
     def beside(self, stop: StopRequest) -> Iterator[None]:
-        """Look, while the block trains, whether this rank or another one was asked to end."""
+        """Watch during the block for a request to end on this or another rank."""
         self._over.clear()
         watch = partial(self._watch, stop)
         thread = threading.Thread(target=watch, name="gpumix-last-minute", daemon=True)
@@ -129,17 +129,18 @@ class LastMinute:
             leave_together([thread])
 
     def step_begins(self, before: Sequence[float], *, tells: bool, behind: int = 0) -> None:
-        """After steps that took `before`; `tells` and `behind`: see `Moment`."""
+        """Note the begin of a step; `before` are earlier step times, `tells` and `behind` as in
+        `Moment`."""
         self._step_s, self._tells, self._behind = typical_s(before[-WINDOW:]), tells, behind
         self._began_at = time.monotonic()
 
     def leave_to_me(self) -> None:
-        """Said by the main thread before it saves for the last time; where the others have begun to
-        it waits for them, and is raised out of here if they could.
+        """Claim the last save for the main thread. If the second threads have begun to save, wait
+        for them; their success raises `Interrupted` out of here.
 
         Raises:
             MachineError: the disk hangs.
-            CommunicationError: another rank does.
+            CommunicationError: another rank hangs.
         """
         if not self._ranks.claim(END, BY_STEP).startswith(AT_ONCE):
             return
@@ -149,7 +150,7 @@ class LastMinute:
             raise not_in_time(late, "save the end of the run", self._ranks.rank, self._folder)
 
     def _watch(self, stop: StopRequest) -> None:
-        word, error = "", None  # to be raised in the main thread
+        word, error = "", None  # to raise in the main thread
         try:
             while not word and not self._closed.is_set():
                 if stop.asked_at is None:
@@ -159,7 +160,7 @@ class LastMinute:
                 word = self._word(stop.asked_at)
             if word.startswith(AT_ONCE):
                 error = self._saved(float(word.removeprefix(AT_ONCE)))
-        except STORE_ERRORS:  # the main thread will say so
+        except STORE_ERRORS:  # the main thread reports it
             pass
         if error is not None:
             stop.leave(error)
@@ -167,7 +168,8 @@ class LastMinute:
             self._over.set()
 
     def _word(self, asked_at: float | None) -> str:
-        """What is decided; empty if nothing is yet."""
+        """Return the claim on the last save, claiming it if the main thread would be too late;
+        empty if undecided."""
         if asked_at is None:
             return self._ranks.claimed(END)
         moment, now = self._moment(asked_at), time.monotonic()
@@ -188,7 +190,8 @@ class LastMinute:
         )
 
     def _saved(self, left_s: float) -> Interrupted | None:
-        """What to tell of it; None if it could not be within the seconds that are left."""
+        """Save within `left_s` seconds; return the error reporting the save, or None if
+        impossible."""
         now = time.monotonic()
         moment = self._moment(now + left_s - self._grace_s)
         try:

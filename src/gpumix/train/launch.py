@@ -1,7 +1,7 @@
-"""Starts the ranks of a run on this host, watches them, and says why one failed.
+"""Launcher of a run's ranks on this host: starts and watches ranks, and explains failures.
 
-Ranks are forked from a server process that has imported torch once, so four of them start in a
-tenth of a second. The parent holds the rendezvous store, on loopback; so it survives any rank.
+Ranks are forked from a server process that has imported torch once, so four start in a tenth of a
+second. The parent owns the rendezvous store, on loopback, so it survives any rank.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ from gpumix.train.spare import ensure_running, keep_spare
 from gpumix.train.stop import SIGNALS, StopRequest, is_once_more, to_take
 
 LOOPBACK = "127.0.0.1"
-# torch imports its compiler in every rank, with the first optimizer.
+# The first optimizer imports torch's compiler in every rank.
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "gpumix.train.preload"]
 SERVER_ENDED = (
     "the process that ranks are forked from has ended: somebody killed it, or the system ran out "
     "of memory: see `dmesg | tail`"
 )
 STOPPING = b"gpumix: finishing this step, then saving; Ctrl-C ends it at once, without saving\n"
-# After one rank has failed, how long the others may take to notice and say so; and after one was
-# lost, of which they know nothing.
+# After a rank has failed, time for the others to notice and report; and after a rank was lost,
+# unnoticed by them.
 GRACE_S = 15.0
 SHORT_GRACE_S = 0.2
 GIVE_BACK_S = 1.0
-# How long a process that was killed is waited for: one that a disk holds up does not end.
+# Time to wait for a killed process: a process blocked by a disk does not end.
 KILLED_S = 10.0
 
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a rank sits: its number, its device, and how it reaches the others.
+    """Identity of a rank: number, device, and connection to its peers.
 
-    `run` keeps the words of several runs in one store apart. `holds_store`: no other process does.
-    `one_host`: all ranks are on this host. `stop_asked_at`: see `StopRequest.asked_before`.
+    `run` separates the keys of several runs in one store. `holds_store`: this process owns the
+    store. `one_host`: all ranks are on this host. `stop_asked_at`: see `StopRequest.asked_before`.
     """
 
     rank: int
@@ -76,8 +76,8 @@ class Seat:
 
 @dataclass
 class Asked:
-    """Whether somebody asked a run to stop and to save, and when, by `time.monotonic()`: also over
-    several launches, for ranks that are started again have yet to do so."""
+    """Time of a request to stop and save a run, by `time.monotonic()`, or None. Kept over several
+    launches: restarted ranks have yet to comply."""
 
     at: float | None = None
 
@@ -86,9 +86,8 @@ Work = Callable[..., Any]
 
 
 def warm_up(imports: Sequence[str] = (), *, preload: Sequence[str] = PRELOAD) -> None:
-    """Start the server of ranks, which imports torch, and `imports`, while this process does
-    something else. One that runs already is left as it is; of one that was killed the spare, if
-    there is one, takes the place."""
+    """Start the server of ranks, importing torch and `imports`, in the background. A running server
+    is kept; a killed server is replaced by the spare, if there is one."""
     count_gpus_by_nvml()
     modules = [*preload, *imports, "gpumix.train.frozen"]
     multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
@@ -105,21 +104,21 @@ def launch(
     silence_s: float = math.inf,
     spare: bool = False,
 ) -> list[Any]:
-    """Run `work(seat, *args)` in one process per device; the results in rank order.
+    """Run `work(seat, *args)` in one process per device; return the results in rank order.
 
     Args:
         work: a module-level function; it, its arguments and its result are pickled between this
             process and its own children.
         debug: print the traceback of every error.
-        stop: a first Ctrl-C or SIGTERM is for the ranks to answer (`StopRequest`), and is noted
-            here; only a Ctrl-C after it ends them. None: the first one does.
-        silence_s: a rank whose heartbeat stands still for so long, once it has begun, is ended; one
-            whose process is stopped after `STOPPED_S`, if that is less.
-        spare: keep a spare of the server of ranks, for those who start them again.
+        stop: a first Ctrl-C or SIGTERM is answered by the ranks (`StopRequest`) and noted here;
+            only a later Ctrl-C ends them. None: the first one does.
+        silence_s: time limit of a rank without heartbeats after its first; such a rank is killed. A
+            rank whose process is stopped is killed after `STOPPED_S`, if shorter.
+        spare: keep a spare server of ranks, for callers restarting ranks.
 
     Raises:
-        GpumixError: a rank's own error; of several the one that caused the others.
-        RankLost: a rank died without a word, or fell silent.
+        GpumixError: a rank's own error; of several the cause of the others.
+        RankLost: a rank died without reporting, or fell silent.
         RankInterrupted: a rank was asked to end, and not by this process.
         KeyboardInterrupt: the ranks were ended.
     """
@@ -161,7 +160,7 @@ def _start(process: Any) -> None:
 
 @contextmanager
 def loopback_store() -> Iterator[tuple[Any, int]]:
-    """The rendezvous store, on a free port of loopback."""
+    """Serve the rendezvous store on a free loopback port."""
     import torch.distributed as dist
 
     with socket.create_server((LOOPBACK, 0)) as server:
@@ -179,9 +178,9 @@ def loopback_store() -> Iterator[tuple[Any, int]]:
 
 @contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    """Ctrl-C reaches the whole process group, and so does a terminal that closes. Processes that
-    are started in here, and what they fork, ignore both; ranks take Ctrl-C once they are ready for
-    it, and hear of the terminal from their launcher."""
+    """Ignore SIGINT and SIGHUP, which reach the whole process group, in processes started in the
+    block and their children. Ranks take Ctrl-C once ready for it; their launcher forwards a hangup
+    of the terminal."""
     if not _in_main_thread():
         yield
         return
@@ -196,8 +195,8 @@ def _interrupts_ignored() -> Iterator[None]:
 
 @contextmanager
 def _stops_taken(children: list[_Child], stop: Asked | None) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM is noted and passed on to `children`, a Ctrl-C after it raises
-    KeyboardInterrupt; the first one too if it is not for them to answer."""
+    """Note the first Ctrl-C or SIGTERM and forward it to `children`; a later Ctrl-C raises
+    KeyboardInterrupt, as does the first without `stop`."""
 
     def take(number: int, frame: FrameType | None) -> None:
         if stop is None or (stop.at is not None and is_once_more(number)):
@@ -226,7 +225,7 @@ class _Child:
     seat: Seat
     process: Any
     pipe: Connection
-    note: Path  # of what its data reads
+    note: Path  # of the sample its data reads
     ended: bool = False
     asked_to_stop: bool = field(init=False)
     result: Any = None
@@ -237,13 +236,13 @@ class _Child:
 
     @property
     def signs(self) -> tuple[Connection, int]:
-        """What is ready when it has said its last or has ended. Of its pipe alone no end need come:
-        processes that it forked hold that open too."""
+        """Handles ready once the rank has sent its last message or has ended. The pipe alone may
+        stay open: processes forked by the rank inherit it."""
         return self.pipe, self.process.sentinel
 
     def collect(self) -> None:
-        """Take what the child sent before it ended, if anything: one that has ended sends no more,
-        and what it sent is there."""
+        """Receive the rank's last message, if any: an ended process sends no more, and its message
+        is in the pipe."""
         self.ended = True
         try:
             if not self.pipe.poll():
@@ -260,7 +259,7 @@ class _Child:
             self.error = value
 
     def _sample(self) -> str:
-        """What its data read when it ended, by its note."""
+        """Return the sample being read when the rank ended, by its note."""
         with _mapped(self.note) as memory:
             index, dataset = told_in(memory)
         return "" if index == NO_SAMPLE else f"sample {index} of {dataset}"
@@ -274,10 +273,10 @@ class _Child:
             os.kill(self.process.pid, signal.SIGTERM)
 
     def end_silent(self, silence_s: float, others: str) -> None:
-        """It says nothing any more: end it, whatever it does.
+        """Kill a silent rank, whatever it is doing.
 
         Args:
-            others: where the others stand.
+            others: where the other ranks are.
         """
         why = f"nothing was heard of it for {silence_s:.0f} s"
         if self.is_stopped:
@@ -299,14 +298,15 @@ class _Child:
 
     @property
     def aborted(self) -> bool:
-        """By itself, or by a watchdog of its own: NCCL's ends who waits for too long."""
+        """True if the rank aborted, by itself or by a watchdog: NCCL's aborts ranks waiting too
+        long."""
         return isinstance(self.error, RankLost) and self.process.exitcode == -signal.SIGABRT
 
     def waited_for(self, others: Sequence[_Child], told: str) -> None:
-        """It was aborted while it waited for these, or nobody knows for whom.
+        """Attribute the rank's abort to the ranks it waited for, or to none if unknown.
 
         Args:
-            told: in what, and where the others stood.
+            told: the collective waited in, and where the other ranks were.
         """
         assert isinstance(self.error, RankLost)
         if not others:
@@ -328,7 +328,8 @@ class _Child:
 
     @property
     def _lives(self) -> bool:
-        """Although it is said to have ended: who would tell how it did, its parent, is gone."""
+        """True if the process is alive although reported as ended: the parent, which would report
+        an exit code, is gone."""
         try:
             os.kill(self.process.pid, 0)
         except ProcessLookupError:
@@ -355,7 +356,7 @@ class _Child:
                 why = ""
             if -exit_code == signal.SIGKILL:
                 why = "somebody killed it, or the system ran out of memory: see `dmesg | tail`"
-                look = ""  # it may be what took the memory, or only have been there
+                look = ""  # the sample may have exhausted memory, or be unrelated
         what = f"{self.name()} {how}"
         if not sample or not why:
             return self._lost(what, why=why, first="", device=device)
@@ -374,7 +375,8 @@ class _Child:
 
     @property
     def died_of_stop(self) -> bool:
-        """It was not ready to answer: there was nothing to save yet."""
+        """True if the rank died of the request to stop, not ready to answer: nothing to save
+        yet."""
         return self.asked_to_stop and self.process.exitcode == -signal.SIGTERM
 
     def kill(self) -> None:
@@ -395,7 +397,7 @@ def _mapped(note: Path) -> mmap.mmap:
 
 
 def _watch(children: list[_Child], store: Any, silence_s: float, spare: bool) -> list[Any]:
-    """Wait for all; once one has failed, for as long as the others need to notice."""
+    """Wait for all ranks; after a failure, only as long as the others need to notice."""
     import torch.distributed as dist
 
     from gpumix.engine.ranks import report_failure
@@ -429,10 +431,10 @@ def _watch(children: list[_Child], store: Any, silence_s: float, spare: bool) ->
 
 
 class _Lookout:
-    """Who has fallen silent, and who holds up the others, by heartbeats and by processes.
+    """Detection of silent ranks and stragglers, by heartbeats and process states.
 
-    A heart needs Python's lock, and a call may hold that for long. So it may stand still for
-    `silence_s`; a process that was stopped does nothing, and need not be waited for.
+    A heartbeat needs the GIL, which a call may hold for long, so it may pause for up to
+    `silence_s`. A stopped process does nothing, so there is no need to wait for it.
     """
 
     def __init__(self, children: list[_Child], store: Any, silence_s: float) -> None:
@@ -448,12 +450,12 @@ class _Lookout:
         self._on = silence_s < math.inf
 
     def silent(self) -> dict[int, float]:
-        """Of which ranks nothing was heard, and for how long at least."""
+        """Return the silent ranks, with the minimum duration of silence."""
         looks = self._looks if self._on else []
         return {rank: look.silence_s for look in looks for rank in look.silent()}
 
     def find_fault(self, child: _Child) -> None:
-        """A rank was aborted. If it waited, those are at fault who held it up."""
+        """Attribute a waiting rank's abort to the ranks responsible for the delay."""
         living = [one for one in self._children if not one.ended]
         stopped = [one for one in living if one.is_stopped]
         ranks = [one.seat.rank for one in [child, *living]]
@@ -474,7 +476,7 @@ class _Lookout:
 
 
 def _told_of_stands(store: Any, children: Sequence[_Child]) -> str:
-    """Where they stand, ranks at the same place together."""
+    """Return a text on where ranks are, grouped by place."""
     from gpumix.engine.ranks import ask_stands
     from gpumix.engine.state import some_of
 
@@ -486,12 +488,12 @@ def _told_of_stands(store: Any, children: Sequence[_Child]) -> str:
 
 
 def _raise_cause(children: list[_Child]) -> None:
-    """Raise the error that explains the others."""
+    """Raise the error explaining the others."""
     if any(child.died_of_stop for child in children):
         raise KeyboardInterrupt
     errors = [c.error for c in children if c.error is not None]
     failures = [e for e in errors if isinstance(e, DeviceFailure)]
-    failures.sort(key=lambda failure: not failure.device)  # first those whose fault is known
+    failures.sort(key=lambda failure: not failure.device)  # known culprits first
     own = [e for e in errors if type(e).__name__ != "CommunicationError"]
     for error in [*failures, *own, *errors]:
         if isinstance(error, Interrupted) and not any(child.asked_to_stop for child in children):
@@ -504,13 +506,13 @@ def _raise_cause(children: list[_Child]) -> None:
 def _child(
     work: Work, seat: Seat, args: tuple[Any, ...], pipe: Connection, note: Path, debug: bool
 ) -> None:
-    """One rank's process. Its own edge: whatever happens is told to the parent."""
+    """Run a rank's process, reporting any error to the parent."""
     StopRequest.asked_before = seat.stop_asked_at
     try:
         tell_into(_mapped(note))
-    except FileNotFoundError:  # the launcher was interrupted while it started this process
+    except FileNotFoundError:  # the launcher was interrupted while starting this process
         os._exit(1)
-    os.dup2(2, 1)  # data on stdout is the launcher's; what code prints in ranks is talk
+    os.dup2(2, 1)  # stdout is for the launcher's data; ranks print to stderr
     end_with_launcher()
     try:
         pipe.send(("result", work(seat, *args)))
@@ -520,17 +522,17 @@ def _child(
             traceback.print_exc()
         _give_back()
         told = in_words(error, f"rank {seat.rank} (device '{seat.device.id}')")
-        with suppress(OSError):  # nobody may listen any more
+        with suppress(OSError):  # the parent may be gone
             pipe.send(("error", told))
         pipe.close()
         sys.stderr.flush()
-        # Threads of a broken process group may hang in their destructors; the parent knows all.
+        # Threads of a broken process group may hang in destructors; the parent knows everything.
         os._exit(0)
 
 
 def _give_back() -> None:
-    """What this process holds of the system: libraries make semaphores (tqdm, and so datasets), and
-    the tracker of those warns of what is left. What hangs in that is left."""
+    """Release system resources: libraries make semaphores (tqdm, and so datasets), whose tracker
+    warns of leftovers. Hanging finalizers are abandoned."""
     thread = threading.Thread(
         target=util._run_finalizers,  # type: ignore[attr-defined]
         args=(0,),
@@ -541,18 +543,17 @@ def _give_back() -> None:
 
 
 def end_with_launcher() -> None:
-    """From now on this process ends when its launcher does: one that is killed cannot end its
-    ranks. The kernel sees to it where it can, so one that is stopped, or that stands in a call with
-    Python's lock held, ends too."""
+    """Let this process end with its launcher: a killed launcher cannot end ranks. On Linux the
+    kernel does so, even for a stopped process or a call holding the GIL."""
     launcher = multiprocessing.parent_process()
     if launcher is None:
         return
     if hasattr(fcntl, "F_SETSIG"):  # Linux
-        alive = launcher.sentinel  # a pipe, of which the launcher has the other end
+        alive = launcher.sentinel  # a pipe, whose other end belongs to the launcher
         fcntl.fcntl(alive, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(alive, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(alive, fcntl.F_SETFL, fcntl.fcntl(alive, fcntl.F_GETFL) | os.O_ASYNC)
-        if wait([alive], 0):  # it ended before that
+        if wait([alive], 0):  # the launcher has ended before
             os._exit(1)
         return
     threading.Thread(target=_end_after, args=(launcher,), name="gpumix-orphan", daemon=True).start()

@@ -1,12 +1,12 @@
-"""Watches the other ranks of a run under torchrun, whose agents see only processes that end.
+"""Monitoring of ranks under torchrun, since agents notice only ended processes.
 
-A rank that is stopped, and a host that is frozen or cut off, would be noticed by the others when
-their collectives time out. So the first rank of each host that is not stopped itself looks for
-both, from a thread. A heart that stands still is not enough: it needs Python's lock, and a call may
-hold that for long. So a rank of this host counts as lost when its process is stopped, and another
-host when its heart stands still and its system does not answer either, or says that the process is
-gone: its agent may be gone with it. The store needs no such lock where it is: if it does not
-answer, the process that has it is stopped.
+The other ranks would notice a stopped rank, or a frozen or disconnected host, only when their
+collectives time out. So the first rank of each host that is not stopped itself looks for both, from
+a thread. A missing heartbeat is not enough: it needs the GIL, which a call may hold for long. So a
+rank of this host counts as lost when its process is stopped. Another host counts as lost when its
+heartbeat pauses and its system does not answer either, or reports the process gone: its agent may
+be gone too. The store needs no GIL in its own process: if it does not answer, that process is
+stopped.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from gpumix.train.launch import Seat
 from gpumix.train.rendezvous import store_of
 from gpumix.train.torchrun import Arrival
 
-# How long a rank whose store is gone has to say so itself.
+# Time for a rank whose store is gone to report it itself.
 OWN_ACCOUNT_S = 10.0
 ANSWER_S = 5.0
 MOST_ASKED = 64  # hosts at once
 
 
 class Lookout:
-    """Looks while its `with` block runs.
+    """Monitor running during its `with` block.
 
     Args:
         arrivals: of all ranks; `devices` are theirs.
-        tell: what is done with an error before this process ends by it.
+        tell: called with an error before it ends this process.
     """
 
     def __init__(
@@ -98,14 +98,14 @@ class Lookout:
                 self._without_store(first_line(gone))
 
     def _watch_store(self) -> None:
-        """Whether `_look` still gets answers."""
+        """Check that the store still answers `_look`."""
         pulse = Pulse(lambda _: str(self._looks), 1, STOPPED_S)
         while not self._over.wait(LOOK_S):
             if pulse.silent():
                 self._without_store(f"it has not answered for {STOPPED_S:.0f} s")
 
     def _without_store(self, why: str) -> None:
-        """The host that has it may be cut off, and other hosts with it."""
+        """End this process: the store is gone, or its host is cut off, perhaps with more hosts."""
         found = self._presence(self._elsewhere)
         mute = {rank: what for rank, what in found.items() if what == "without answer"}
         own = self._name(self._seat.rank)
@@ -132,12 +132,13 @@ class Lookout:
 
     def _stop_of(self, rank: int) -> str:
         one = self._arrivals[rank]
-        # In a container of the same name it may be another process.
+        # In a container of an equal host name the process may be a different one.
         here = rank in self._here and begun(one.process) == one.begun
         return "stopped" if here and is_stopped(one.process) else ""
 
     def _presence(self, ranks: Sequence[int]) -> dict[int, Presence]:
-        """Of the ranks' processes; many are asked at once, for each may take `ANSWER_S`."""
+        """Return the presence of the ranks' processes, asking many at once: each may take
+        `ANSWER_S`."""
         with ThreadPoolExecutor(MOST_ASKED) as pool:
             return dict(zip(ranks, pool.map(self._presence_of, ranks)))
 
@@ -146,7 +147,7 @@ class Lookout:
         return self._lines[rank].look(within_s=ANSWER_S) if self._arrivals[rank].port else "there"
 
     def _end_stopped(self, store: dist.Store, rank: int) -> None:
-        """Its agent starts another one then."""
+        """Kill a stopped rank, to be restarted by the agent."""
         error = RankLost(
             f"{self._name(rank)} stopped answering",
             where=f"host {self._arrivals[rank].host}",
@@ -161,7 +162,7 @@ class Lookout:
             os.kill(self._arrivals[rank].process, signal.SIGKILL)
 
     def _lost(self, ranks: Mapping[int, Presence]) -> RankLost:
-        """The first ranks of hosts, which are not there."""
+        """Return the error for lost hosts, given by the hosts' first ranks."""
         only = self._devices[next(iter(ranks))] if len(ranks) == 1 else None
         told = {
             "gone": "the system of host {0.host} ({0.address}) says that the process is gone",
@@ -181,7 +182,7 @@ class Lookout:
         return f"rank {rank} (device '{self._devices[rank].id}' on {self._arrivals[rank].host})"
 
     def _end(self, error: GpumixError) -> None:
-        """Whatever the main thread does: it may wait for ever."""
+        """End this process regardless of the main thread, which may wait forever."""
         self._tell(error)
         _say(error)
         os._exit(error.exit_code)

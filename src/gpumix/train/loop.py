@@ -1,4 +1,4 @@
-"""The training loop of one rank. `Trainer.run` reads top to bottom."""
+"""Training loop of a rank. `Trainer.run` reads top to bottom."""
 
 from __future__ import annotations
 
@@ -51,23 +51,24 @@ from gpumix.train.telling import Telling
 from gpumix.train.terminal import stderr
 from gpumix.train.watcher import Watcher
 
-# Notices of the engine's, the larger one first.
+# Notices sent through the engine; the largest counts.
 WRITING = 0.5  # a checkpoint is being written
 STOP = 1.0  # this rank was asked to stop
 UNSAVED = 2.0  # a checkpoint could not be written
-# How long steps wait for a checkpoint that is being written when the next one is due.
+# Maximum time steps wait for a checkpoint in progress when the next is due.
 MOST_STALL_S = 5.0
-MOST_STEPS_BESIDE = 8  # that are watched beside a checkpoint
+MOST_STEPS_BESIDE = 8  # measured during a checkpoint
 
 
 class Trainer:
-    """Trains a job by a plan, as one of its ranks.
+    """Training of a job by a plan, on a single rank.
 
     Args:
         context: this rank's device, peers and data.
-        plan: the workers in the order of the ranks; `profile` is what it was made from, if known.
-        resume: go on from the newest state that there is.
-        restart: why the run had to start again; it goes on from the newest state, if there is any.
+        plan: the workers in the order of the ranks; `profile` is the plan's source, if known.
+        resume: continue from the newest state.
+        restart: reason for a restart of the run; it continues from the newest state, if there is
+            any.
     """
 
     def __init__(
@@ -107,16 +108,16 @@ class Trainer:
                 stderr().print(warning)
         self.keeping = Keeping(context, plan, self.engine, self.optimizer, self.loader)
         self._last_minute = LastMinute(context, self.keeping, lambda: self.step)
-        self.step = 0  # the last one that was read
+        self.step = 0  # the last step read
         self._at_once_until = 0
         self._stopping = False
-        self._found: list[Told] = []  # of a change of the plan that is to come
+        self._found: list[Told] = []  # on a coming change of the plan
         self._nothing_left: Path | None = None  # the checkpoint of the last step
-        self._put_off = False  # a checkpoint that is due
+        self._put_off = False  # a checkpoint is due and was put off
         self._restart = restart
         again = context.first and (resume or restart is not None)
         self._plan_before = in_force(job.output, fresh=not resume) if again else None
-        self._kept_in = ""  # where the state was that it goes on from
+        self._kept_in = ""  # where the resumed state was
         if resume or restart is not None:
             self._take_up(needed=restart is None)
         self._begun_at = self.step
@@ -148,7 +149,7 @@ class Trainer:
         self._soundness = Soundness(context, plan, self.engine)
 
     def _opened_loader(self) -> Loader:
-        """The loader of this rank's part of each batch."""
+        """Return the loader of this rank's part of each batch."""
         context, job = self.context, self.job
         return Loader(
             context.train_data,
@@ -164,7 +165,7 @@ class Trainer:
         )
 
     def _built(self, resume: bool) -> nn.Module:
-        """The job's model; of a run that goes on it is the one that was saved."""
+        """Build the job's model, checked against the saved run on resume."""
         context, spec = self.context, self.job.model
         model = model_of(spec, folder=context.task.folder, seed=self.job.seed)
         if resume:
@@ -207,14 +208,14 @@ class Trainer:
             return self._summary(path)
 
     def _after(self, exchanged: Exchanged) -> None:
-        """What follows from a step that was read, and in which all ranks told this."""
+        """Act on a step just read, given the ranks' reports."""
         if self._due(self.job.evaluation.every_steps):
             sent_bytes = self.engine.comm.sent.total()
             self._evaluate()
             self._telling.not_of_steps(self.engine.comm.sent.total() - sent_bytes)
         if self.step == self.job.steps:
             return
-        # An error is raised when all ranks know of it, in the same step.
+        # An error is raised in one step on all ranks, once all know of it.
         if self.keeping.checkpointer.written or UNSAVED in exchanged.notices:
             self._finish_save()
         self._stopping |= STOP in exchanged.notices
@@ -228,11 +229,11 @@ class Trainer:
         self._look_for_wrong_results(exchanged)
 
     def try_out(self, steps: int, *, beside: bool = False, watcher: Watcher | None = None) -> Trial:
-        """Train `steps` steps after those of the warm-up; nothing is written.
+        """Train `steps` steps after the warm-up; nothing is written.
 
         Args:
-            beside: then evaluate once and save a few times, if the job does that; and look,
-                in one step more, for what makes the host wait.
+            beside: then evaluate once and save a few times, if the job does so; and detect host
+                synchronizations in one more step.
             watcher: entered before; may want another step.
         """
         evaluation = save = Interlude()
@@ -262,7 +263,7 @@ class Trainer:
                 usual_s = fmean(r.step_s for r in records)
                 save = self._save_beside(stop, 1, usual_s)
                 lasts = self._steps_beside(save, usual_s)
-                # The first checkpoints take longer than others.
+                # The first checkpoints take longer.
                 for _ in range(3 if lasts < MOST_STEPS_BESIDE else 1):
                     save = self._save_beside(stop, lasts, usual_s)
             with syncs_of(self.engine.device if beside else None) as syncs:
@@ -280,7 +281,7 @@ class Trainer:
         overruns = gather("overruns", str(self.taken.overruns))
         limits = gather("limits", self.loader.limit.value)
         retries = gather("retries", str(self.context.runtime.allocator_retries))
-        # Each rank returns the same: what the first one saw.
+        # All ranks return the first rank's findings.
         seen = json.loads(gather("syncs", json.dumps(syncs()))[0])
         told = gather("told", json.dumps(watcher.told() if watcher is not None else None))[0]
         counted = [json.loads(text) for text in gather("tokens", json.dumps([tokens, padded]))]
@@ -304,47 +305,47 @@ class Trainer:
         )
 
     def _so_far(self) -> dict[str, float]:
-        """What `Telling.exchange` takes, of all that was given."""
+        """Return the arguments of `Telling.exchange` for all steps given so far."""
         comm = self.engine.comm
         return {"waited_s": comm.clock.total_s(), "sent_bytes": comm.sent.total()}
 
     def _save_beside(self, stop: StopRequest, steps: int, usual_s: float) -> Interlude:
-        """Save once, beside some steps that take `usual_s` each with nothing beside them."""
+        """Save once during some steps, usually taking `usual_s` each."""
         still_s = seconds_of(self._begin_save)
         took_s = sum(self.train_step(stop).step_s for _ in range(steps))
         beside_s = self._finish_save().seconds
         return Interlude.of_steps(still_s, beside_s, usual_s=steps * usual_s, took_s=took_s)
 
     def _steps_beside(self, first: Interlude, usual_s: float) -> int:
-        """How many steps such a checkpoint lasts, on all ranks alike; a few, if it lasts long."""
+        """Return the steps a checkpoint lasts, equal on all ranks, at most `MOST_STEPS_BESIDE`."""
         mine = min(MOST_STEPS_BESIDE, math.ceil(first.beside_s / usual_s))
         return max(map(int, self.context.ranks.gather("steps beside", str(mine))))
 
     def train_step(self, stop: StopRequest | None = None) -> StepRecord:
-        """One step, which is read at once."""
+        """Run one step and read it at once."""
         self.give_step(stop)
         return [self._read() for _ in range(self.steps.unread)][-1].record
 
     def give_step(self, stop: StopRequest | None = None) -> None:
-        """Give the device one step; `_read` tells what comes of it."""
+        """Give the device a step, without reading the result; see `_read`."""
         self.steps.give(partial(self._begins, stop))
 
     def _read(self) -> ReadStep:
-        """The oldest step that was not read yet."""
+        """Read the oldest unread step."""
         read = self.steps.read()
         self.step = read.record.step
         return read
 
     def _most_pending(self) -> int:
-        """How many steps may be left unread before the next one is given."""
+        """Return the number of steps that may stay unread before the next is given."""
         changes = self._balancing is not None and self._balancing.plan is not self.plan
         outdated = self._balancing is not None and self._balancing.outdated is not None
         at_once = self._stopping or changes or outdated or self._looks_at(self.steps.given)
         return int(self.steps.late and not at_once)
 
     def _looks_at(self, step: int) -> bool:
-        """Whether more may follow from `step` than that it is told of: the next one then begins
-        behind that."""
+        """Return whether `step` may have consequences beyond its report, to be awaited by the
+        next."""
         job = self.job
         return (
             step == job.steps
@@ -357,14 +358,13 @@ class Trainer:
         )
 
     def _tell_of_what_is_there(self, kind: type[BaseException] | None, *_: object) -> None:
-        """The run ends by an error: the log has the steps that were done before, without a wait for
-        a device that may never come to them."""
+        """Log the completed steps after an error, without waiting for a device that may hang."""
         with suppress(Exception):
             while kind is not None and self.steps.next_is_there:
                 self._telling.step(self._read().record)
 
     def _begins(self, stop: StopRequest | None) -> float:
-        """A step has its batch: what this rank tells all others in it."""
+        """Return the notice to send to all ranks with a step whose batch is ready."""
         asked, behind = stop is not None and stop.requested, int(self.steps.late)
         self._last_minute.step_begins(self.taken.times_s, tells=asked, behind=behind)
         saving = self.keeping.checkpointer
@@ -375,7 +375,7 @@ class Trainer:
         return 0.0 if saving.writing_since is None else WRITING
 
     def _traced_step(self, stop: StopRequest | None = None) -> None:
-        """As `give_step`; what every rank did goes into the run's folder."""
+        """Give a traced step, like `give_step`; write all ranks' recordings to the run's folder."""
         comm = self.engine.comm
         comm.record = recorder = Recorder(comm, self.plan.workers[comm.rank])
         self.give_step(stop)
@@ -415,16 +415,15 @@ class Trainer:
     # -- state -------------------------------------------------------------------------------------
 
     def save(self, cursor: dict[str, Any] | None = None) -> Path:
-        """Write the last checkpoint, and wait for it; the data goes on at `cursor`, by default
+        """Write the last checkpoint and wait for it; the data resumes at `cursor`, by default
         behind the last batch."""
         self._last_minute.leave_to_me()
         self._begin_save(cursor)
         return self._finish_save().path
 
     def _save_if_due(self, *, writing: bool) -> None:
-        """Begin a checkpoint if one is due. Where the one before was being written on some rank
-        while it computed this step, that is waited for, but not long: then the next one begins when
-        no rank writes any more."""
+        """Begin a checkpoint if due. If some rank was still writing the previous checkpoint during
+        this step, wait briefly; if still writing, delay the new one until no rank is writing."""
         if not self._due(self.job.checkpoint.every_steps) and not self._put_off:
             return
         if writing and (self._put_off or not self.keeping.is_free_within(MOST_STALL_S)):
@@ -436,7 +435,7 @@ class Trainer:
         self._begin_save()
 
     def _begin_save(self, cursor: dict[str, Any] | None = None) -> None:
-        """Write a checkpoint beside the next steps."""
+        """Begin a checkpoint written during the next steps."""
         if self.keeping.checkpointer.under_way:
             self._finish_save()
         self.keeping.begin_save(self.step, cursor)
@@ -447,7 +446,7 @@ class Trainer:
         return saved
 
     def _remember(self) -> None:
-        """Have this step's state copied into memory."""
+        """Copy this step's state into memory, if due."""
         done = self.step - self._begun_at
         if done == MEASURED_STEPS:
             told = self.keeping.choose_interval(typical_s(self.taken.times_s[1:]))
@@ -455,21 +454,20 @@ class Trainer:
         self.keeping.remember(self.step)
 
     def _rebalance(self, reports: Sequence[float]) -> None:
-        """Split the samples anew, if that is worth it by the last steps, in which ranks told these
-        `reports`."""
+        """Split the samples again if worthwhile by the ranks' `reports` of the last steps."""
         if self._balancing is None or self.step == self.job.trace_step:
             return
         if not self._found:
             self._found = self._balancing.after_step(self.taken.times_s, reports)
         changes, outdated = self._balancing.plan is not self.plan, self._balancing.outdated
         if self.steps.unread and (changes or outdated is not None):
-            return  # the step that was given by the old plan is read first
+            return  # first read the step given by the old plan
         if changes:
             self.plan = self.steps.plan = self._balancing.plan
-            self.keeping.settle(self.step)  # what is copied may move
+            self.keeping.settle(self.step)  # state being copied may move
             self.engine.replan(self.plan, self.optimizer)
             self.loader.replan(self.plan)
-            # The report of the step after the next one is then of the new plan already.
+            # The report of the step after the next is by the new plan already.
             self._at_once_until = self.step + 1
         found, self._found = self._found, []
         self._telling.tell(self.step, found)
@@ -522,8 +520,8 @@ class Trainer:
         )
 
     def _not_finite(self, bad: BadStep) -> NoReturn:
-        """The weights are still those of before the step; so is what is saved, unless they are
-        spoilt already."""
+        """Save the state from before a step that is not finite, and raise; without saving if the
+        weights are corrupt already."""
         ranks = self.context.ranks
         who = " and ".join(ranks.names[r] for r in bad.exchanged.bad_losses)
         wrong = f"the {bad.what} of step {self.step + 1} is {bad.value}"
@@ -531,13 +529,13 @@ class Trainer:
             raise spoilt(wrong, who)
         path = self.save(bad.cursor)
         self.keeping.forget()
-        # All losses are good: 0 of 0 tokens.
+        # All losses are finite: 0 of 0 tokens.
         if math.isnan(bad.value) and bad.what == "loss" and not who:
             raise without_labels(self.step + 1, ranks.names[ranks.rank], bad.samples, path)
         raise overflowed(wrong, who, path)
 
     def _summary(self, path: Path) -> Summary:
-        """Collective."""
+        """Return the summary of the run. Collective."""
         self._telling.of_all_steps()
         counting = self.taken.counting
         step_s, losses = self.taken.step_s(counting), self.taken.losses[:]
@@ -562,6 +560,6 @@ def _is_due(step: int, every_steps: int) -> bool:
 
 
 def _tell_of_unused(names: list[str]) -> None:
-    """A head of another task, say, is left out on purpose; a wrong prefix is not."""
+    """Warn of unused weights: a wrong prefix is a mistake, though another task's head is not."""
     if names:
         stderr().print(f"the weights hold tensors without a place: {some_of(names)}")

@@ -1,10 +1,10 @@
-"""How torchrun's agents meet with `--rdzv-backend gpumix`: nothing listens on all addresses, and
-nothing that comes over the network is a pickle.
+"""Rendezvous of torchrun's agents with `--rdzv-backend gpumix`: no listening on all addresses, and
+no pickle from the network.
 
-torch's own way, `c10d`, is the model, and what agents decide is torch's. There their store listens
-everywhere, another one for ranks too, and their state is a pickle in it: whoever reaches that port
-runs code on all hosts. Here the store listens at the endpoint, the state is JSON, and the first
-rank has the ranks' own store (`rendezvous`).
+It follows torch's `c10d` backend and leaves all decisions to torch. There, the agents' store
+listens everywhere, as does a second store for ranks, and the agents' state is a pickle in the
+first: anyone reaching the port can run code on all hosts. Here the store listens at the endpoint,
+the state is JSON, and the first rank owns the ranks' store (`rendezvous`).
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from gpumix.train.connections import own_address
 from gpumix.train.rendezvous import listening_store
 
 NAME = "gpumix"
-PORT = 29400  # where the endpoint names none, as torch's
+PORT = 29400  # where the endpoint names none, as in torch
 READ = timedelta(seconds=60)
 
 
 def handler(parameters: RendezvousParameters) -> RendezvousHandler:
-    """What an agent meets the others by; `parameters` are those of `c10d`. Ranks of its host are
-    told to others by the address that it reaches the endpoint from, unless it was given one."""
+    """Return an agent's rendezvous handler; `parameters` are as in `c10d`. The ranks' address
+    announced to other hosts is the agent's address towards the endpoint, unless given."""
     keep_ranks_store_apart()
     host, port = parse_rendezvous_endpoint(parameters.endpoint, default_port=PORT)
     store = _store(host, port, parameters)
@@ -51,7 +51,7 @@ def handler(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def _store(host: str, port: int, parameters: RendezvousParameters) -> dist.TCPStore:
-    """Of several agents on the host of the endpoint the first one has it."""
+    """Return the agents' store: the first agent on the endpoint's host serves it."""
     told = parameters.get_as_bool("is_host")
     if _matches_machine_hostname(host) if told is None else told:
         try:
@@ -65,9 +65,9 @@ def _store(host: str, port: int, parameters: RendezvousParameters) -> dist.TCPSt
 
 
 class Backend(torchs.RendezvousBackend):
-    """Where agents keep what they agree on: one value of a store, changed by who knows the last.
+    """State shared by agents: one value of a store, changed only by an agent knowing the last.
 
-    torch's side of it is in pickles, each of which is made and read in one process.
+    torch's side of it is in pickles, each written and read within one process.
     """
 
     def __init__(self, store: dist.Store, run_id: str) -> None:
@@ -108,7 +108,7 @@ class _Node(Value):
 
 
 class _State(Value):
-    """What agents agree on, as torch has it."""
+    """State agreed on by agents, as in torch."""
 
     round: int
     complete: bool
@@ -144,7 +144,7 @@ class _State(Value):
 
 
 def _pickled(text: str) -> bytes:
-    """For torch, in this process."""
+    """Return the state pickled for torch, within this process."""
     try:
         return pickle.dumps(_State.model_validate_json(text).torchs())
     except ValidationError as error:
@@ -153,7 +153,7 @@ def _pickled(text: str) -> bytes:
 
 @contextmanager
 def _torchs_errors() -> Iterator[None]:
-    """What a store raises, as what torch's agents know."""
+    """Convert the errors of a store into errors known to torch's agents."""
     try:
         yield
     except (ValueError, RuntimeError, TimeoutError) as error:

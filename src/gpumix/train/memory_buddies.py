@@ -1,4 +1,4 @@
-"""A second copy of each rank's state, in the memory of another host: a host may be lost too."""
+"""Second copy of each rank's state in the memory of another host: a host may be lost too."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ PIECE_BYTES = 1 << 28  # sent at once
 
 
 def buddies(hosts: Sequence[str]) -> list[int]:
-    """By rank, who keeps its second copy: one on the next host, in turn. `hosts` are those of the
-    ranks, of which there are several."""
+    """Return by rank the buddy for its second copy: a rank on the next host, in turn. `hosts` are
+    the ranks' hosts, more than one."""
     names = list(dict.fromkeys(hosts))
     members = {name: [r for r, host in enumerate(hosts) if host == name] for name in names}
     found = []
@@ -28,7 +28,7 @@ def buddies(hosts: Sequence[str]) -> list[int]:
 
 
 class Buddies:
-    """What one rank sends to its buddy, and keeps for others.
+    """Exchange of copies between a rank and the rank's buddies.
 
     Args:
         place: the folder of this rank's host for this start of the run.
@@ -45,11 +45,11 @@ class Buddies:
         self._kept: dict[str, torch.Tensor] = {}
 
     def exchange(self, slot: int, *, whole: bool) -> None:
-        """Send this rank's copy in a slot, if it is whole, and keep those of others. Collective.
+        """Send this rank's copy in a slot if complete, and keep the copies received. Collective.
 
         Raises:
             RuntimeError: a rank is gone, or late.
-            OSError: there is no room here; the others were heard out.
+            OSError: there is no memory here; the copies of other ranks were received and dropped.
         """
         own = [self._place / name for name in _files(self._rank, slot)] if whole else []
         sizes = torch.tensor([path.stat().st_size for path in own] or [0, 0, 0])
@@ -73,8 +73,8 @@ class Buddies:
                 _part(seal).replace(seal)
 
     def _rooms(self, giver: int, slot: int, sizes: list[int]) -> list[torch.Tensor]:
-        """Where the files of another rank arrive: the seal, which says that all is there, under
-        another name."""
+        """Allocate files for another rank's copy; its seal, marking a complete copy, under a
+        temporary name."""
         *names, seal = _files(giver, slot)
         for name, size in zip(names, sizes):
             if name not in self._kept or len(self._kept[name]) != size:
@@ -101,7 +101,7 @@ def _pieces(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _files(rank: int, slot: int) -> tuple[str, str, str]:
-    """The seal comes last."""
+    """Return the names of a copy's files, the seal last."""
     return (
         folder.data_file(rank, slot),
         folder.index_file(rank, slot),

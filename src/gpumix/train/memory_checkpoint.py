@@ -1,9 +1,9 @@
-"""Copies of a run's state in the memory of its hosts, which outlives a rank that is lost.
+"""Copies of a run's state in host memory, surviving the loss of a rank.
 
-After a step each rank copies what it would save, beside the next step, into one of two slots. The
-copy must be whole before the ranks agree on the next step's gradient norm: so when any rank changes
-its state once more, every rank has a whole copy of the step before, and there is always a step that
-all have. Which files there are is said in `memory_folder`.
+After a step each rank copies its state, during the next step, into one of two slots. The copy must
+be complete before the ranks agree on the next step's gradient norm: so when any rank changes its
+state again, every rank has a complete copy of the previous step, and there is always a step common
+to all. See `memory_folder` for the files.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from gpumix.train.memory_map import made
 
 
 class MemoryCheckpointer:
-    """This rank's copies of its state in the memory of its host.
+    """Copies of a rank's state in host memory.
 
     Args:
-        home: where they go; `generation` is the number of this start of the run.
-        ranks_here: how many ranks share this host's memory.
-        tidies: whether this rank removes the copies of earlier starts from it.
-        buddies: to whom second copies go, where there are several hosts.
-        patience_s: how long a copy may take.
-        extra: what belongs to the state beside it and stays as it is in this start.
+        home: folder of the copies; `generation` is the number of this start of the run.
+        ranks_here: number of ranks sharing this host's memory.
+        tidies: whether this rank removes the copies of earlier starts.
+        buddies: exchange of second copies, if there are several hosts.
+        patience_s: time limit of a copy.
+        extra: content next to the state, constant in this start.
     """
 
     def __init__(
@@ -69,18 +69,18 @@ class MemoryCheckpointer:
         self._tidies = tidies
         self._extra = content.as_json(extra, "extra")
         self._copies: dict[int, HostCopy] = {}
-        self._whole: dict[int, content.Content] = {}  # what is in each slot
+        self._whole: dict[int, content.Content] = {}  # complete copies by slot
         self._turn, self._held = threading.Condition(), False
         self._begun = 0
         self._copying: Background[None] | None = None
         self.refused = ""
-        """Why nothing is copied any more; empty while all goes well."""
+        """Reason why copying has stopped; empty otherwise."""
 
     def begin(
         self, step: int, engine: Engine, optimizer: Optimizer, cursor: Mapping[str, Any]
     ) -> None:
-        """Begin to copy the state after `step`, which may not change until `settle` returned. All
-        ranks do so after the same steps, before the last of which all have called `finish`."""
+        """Begin to copy the state after `step`, which may not change until `settle` returns. All
+        ranks copy the same steps, after all have called `finish` before the last of them."""
         self.finish()
         engine.agree_on_buffers()
         if self.refused and self._buddies is None:
@@ -99,9 +99,9 @@ class MemoryCheckpointer:
             )
 
     def hold(self, limit_s: float) -> dict[int, content.Content]:
-        """The copies that are whole, by their steps; one under way is waited for so long. From now
-        on nothing is copied: the main thread waits where it would be, or the state may change,
-        until `go_on`. For another thread."""
+        """Return the complete copies by step, waiting at most `limit_s` for a copy in progress.
+        Copying pauses until `go_on`: the main thread waits before it would copy or change the
+        state. For another thread."""
         with self._turn:
             self._held = True
         settled = self._settled.wait(min(limit_s, self._limit_s))
@@ -110,7 +110,7 @@ class MemoryCheckpointer:
         return {one.manifest.step: one for one in self._whole.values()}
 
     def go_on(self) -> None:
-        """After `hold`."""
+        """Resume copying after `hold`."""
         with self._turn:
             self._held = False
             self._turn.notify_all()
@@ -119,7 +119,7 @@ class MemoryCheckpointer:
         """Wait until the state may change. Not collective.
 
         Raises:
-            RankLost: a copy does not come to its end.
+            RankLost: a copy does not end.
         """
         with self._turn:
             self._wait_for_turn()
@@ -130,7 +130,7 @@ class MemoryCheckpointer:
                 raise self._stuck(error) from error
 
     def _wait_for_turn(self) -> None:
-        """Until nobody holds the copies; with `_turn`."""
+        """Wait until no thread holds the copies; called with `_turn`."""
         if not self._turn.wait_for(lambda: not self._held, self._limit_s):
             raise self._not_in_time(Overdue(self._patience_s, None))
 
@@ -142,8 +142,8 @@ class MemoryCheckpointer:
         return not_in_time(error, "copy its state into memory", self._rank, self._folder)
 
     def _stuck(self, error: Overdue) -> GpumixError:
-        """A copy did not end. No disk has a part in it: where it waits for no other rank, this one
-        hangs, which a start of all ranks may mend."""
+        """Return the error for a copy that does not end. No disk is involved: unless it waits for
+        another rank, this rank hangs, and restarting all ranks may help."""
         found = self._not_in_time(error)
         if error.wait is not None:
             return found
@@ -156,11 +156,11 @@ class MemoryCheckpointer:
         )
 
     def finish(self) -> None:
-        """Wait until the copy that was begun last is whole, here and with the buddy. Not
-        collective: a rank that could not copy goes on without.
+        """Wait until the copy begun last is complete, here and with the buddy. Not collective: a
+        rank unable to copy continues without.
 
         Raises:
-            RankLost: a copy does not come to its end.
+            RankLost: a copy does not end.
         """
         with self._turn:
             self._wait_for_turn()
@@ -178,7 +178,7 @@ class MemoryCheckpointer:
             self._home.forget_before(self._generation)
 
     def _copy(self, slot: int, now: content.Content, stream: Stream | None) -> None:
-        """In a thread of its own."""
+        """Copy in the background thread."""
         whole = False
         try:
             self._copy_here(slot, now, stream)
@@ -202,7 +202,7 @@ class MemoryCheckpointer:
         self._whole[slot] = replace(now, tensors=copy.boxed, manifest=manifest)
 
     def _room(self, slot: int, tensors: Tensors, *, pinned: bool) -> HostCopy:
-        """Room for a copy in a slot.
+        """Allocate memory for a copy in a slot.
 
         Raises:
             MachineError: the host has none.
@@ -222,10 +222,10 @@ class MemoryCheckpointer:
 
 
 def _memory_in(file: Path, size: int, *, pinned: bool) -> torch.Tensor:
-    """A file of so many bytes as memory; copies of a GPU's tensors are faster into pinned one.
+    """Map a new file of `size` bytes as memory, pinned for faster copies of a GPU's tensors.
 
     Raises:
-        OSError: there is no room for it.
+        OSError: there is no memory for it.
     """
     memory = made(file, size)
     return pinned_memory(size, file) if pinned else memory

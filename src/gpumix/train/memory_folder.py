@@ -1,18 +1,17 @@
-"""Where a host keeps copies of its ranks' state in its memory, and which of them belong together.
+"""Folder of copies of ranks' state in host memory, and the selection of matching copies.
 
     /dev/shm/gpumix-6f1d.../             of one run, by its id, on one host
         whose.json                       the run's output, and the host
         generation-00000002/             of the ranks of one start of the run
             rank_0001.slot_0             one copy of a rank's state: the bytes
-            rank_0001.slot_0.index       what it holds, and where
-            rank_0001.slot_0.seal        after which step; written when the copy is whole
+            rank_0001.slot_0.index       tensors in it, and their locations
+            rank_0001.slot_0.seal        its step; written when the copy is complete
 
-The memory of a host outlives the processes in it, and a run that begins anew goes by other copies
-than the one before it. A rank copies into two slots in turn, so one is whole at any time.
+Host memory outlives its processes, and a new run uses other copies than the previous one. A rank
+copies into two slots in turn, so one is complete at any time.
 
-All users of a host may make folders in its memory. So nobody else can tell the name of a run's
-before it is made, and of folders that are there only those count that this user alone can enter.
-Nothing here imports torch.
+All users of a host may make folders in its memory. So the name of a run's folder is unpredictable,
+and of existing folders only those accessible to this user alone count. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ _NAME, _WHOSE = "gpumix-", "whose.json"
 
 
 def copies(hosts: int) -> int:
-    """How often the state of each rank is in the memory of a run's hosts, or of one of them: where
-    there are several hosts, another one has it too."""
+    """Return the number of copies of each rank's state in memory, given one or several hosts: with
+    several, another host has copies too."""
     return SLOTS * (1 if hosts == 1 else 2)
 
 
 @dataclass(frozen=True)
 class Held:
-    """One whole copy of a rank's state: in which slot, after which step, of how many ranks."""
+    """A complete copy of a rank's state: slot, step, and number of ranks."""
 
     generation: int
     world: int
@@ -55,11 +54,11 @@ class Held:
 
 @dataclass(frozen=True)
 class Found:
-    """The newest state of which every rank's copy is somewhere.
+    """The newest state with a copy of every rank on some host.
 
     Attributes:
-        slots: by the ranks that saved it.
-        givers: by the ranks that saved it: one of now, on whose host its copy is.
+        slots: by saving rank.
+        givers: by saving rank: a current rank on the host with its copy.
     """
 
     generation: int
@@ -69,7 +68,7 @@ class Found:
 
 
 class Home:
-    """The folder of one run's copies on one host.
+    """The folder of a run's copies on a host.
 
     Args:
         root: a file system in memory.
@@ -89,7 +88,7 @@ class Home:
         return self.folder / f"generation-{number:08d}"
 
     def make(self, generation: int) -> Path:
-        """The folder of a generation, which only this user can read.
+        """Make the folder of a generation, private to the user.
 
         Raises:
             MachineError: another user can reach it.
@@ -108,7 +107,7 @@ class Home:
         return folder
 
     def held(self) -> list[Held]:
-        """The whole copies of this run that are here."""
+        """Return the complete copies of the run on this host."""
         return [one for path, number in self._generations() for one in _held_in(path, number)]
 
     def _generations(self) -> Iterator[tuple[Path, int]]:
@@ -129,13 +128,13 @@ class Home:
                 files.remove_quietly(place)
 
     def remove(self) -> None:
-        """Remove all copies of this output on this host, and those of outputs that are gone."""
+        """Remove all copies of the output on this host, and copies of deleted outputs."""
         for place, whose in self._places():
             if whose == self._whose or not Path(whose["output"]).exists():
                 files.remove_quietly(place)
 
     def _places(self) -> Iterator[tuple[Path, dict[str, str]]]:
-        """The folders of all runs of this user, and whose each is."""
+        """Yield the folders of all runs of this user, with output and host of each."""
         for place in sorted(self._root.glob(f"{_NAME}*")):
             if files.is_private(place):
                 with suppress(OSError, ValueError, TypeError, KeyError):
@@ -167,7 +166,7 @@ def _held_in(path: Path, generation: int) -> Iterator[Held]:
 
 
 def to_text(held: Iterable[Held]) -> str:
-    """For other ranks."""
+    """Return the copies as text for other ranks."""
     return json.dumps([asdict(one) for one in held])
 
 
@@ -176,8 +175,8 @@ def from_text(text: str) -> list[Held]:
 
 
 def newest(told: Sequence[Sequence[Held]]) -> Found | None:
-    """What can be gone on from, of the copies that each rank of now finds on its host: of the
-    latest start that has a state of which every rank's copy is there, the latest."""
+    """Return the newest state to resume from, given the copies found by each current rank on its
+    host: the latest state of the latest start with a copy of every rank."""
     givers: dict[tuple[int, int, int], dict[int, tuple[int, int]]] = {}
     for giver, held in enumerate(told):
         for one in held:
@@ -197,5 +196,5 @@ def newest(told: Sequence[Sequence[Held]]) -> Found | None:
 
 
 def latest_generation(told: Iterable[Iterable[Held]]) -> int:
-    """0 where there is none."""
+    """Return the latest generation, 0 without copies."""
     return max((one.generation for held in told for one in held), default=0)
