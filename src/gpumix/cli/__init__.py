@@ -1,7 +1,7 @@
-"""The command line: one file per verb.
+"""Command line: one file per verb.
 
-stdout is data, stderr is talk. Exit codes: 0 ok, 1 bug, 2 bad input, 3 environment, 4 no feasible
-plan, 5 training failed, 130 interrupted with a checkpoint saved.
+stdout is for data, stderr for people. Exit codes: 0 ok, 1 bug, 2 bad input, 3 environment, 4 no
+feasible plan, 5 training failed, 130 interrupted with a checkpoint saved.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _GIVEN = "gpumix.given"
 
 
 class _Verbs(TyperGroup):
-    """The verbs: a call that none of them understands is a document, too, for who asks for one."""
+    """Group of the verbs. With `--json`, errors of wrong calls are JSON documents too."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.meta[_GIVEN] = list(args)
@@ -50,7 +50,7 @@ class _Verbs(TyperGroup):
         except (typer.Exit, typer.Abort):
             raise
         except Exception as wrong:
-            # Verbs let out no other error than that of a wrong call, whose class is typer's own.
+            # Verbs raise only errors of wrong calls, whose class is typer's own.
             said = getattr(wrong, "format_message", None)
             if said and "--json" in given[: given.index("--") if "--" in given else None]:
                 fix = f"{' '.join(['gpumix', *given[:1]])} --help"
@@ -104,6 +104,6 @@ for verb in (
 
 
 def main() -> None:
-    """The entry point of the `gpumix` command."""
+    """Run the `gpumix` command."""
     count_gpus_by_nvml()
     app()

@@ -1,4 +1,4 @@
-"""`gpumix check`: whether a cluster is fit for a run, in less than a minute, with the fixes."""
+"""`gpumix check`: test in less than a minute whether a cluster is fit for a run, with fixes."""
 
 from __future__ import annotations
 

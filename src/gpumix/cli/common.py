@@ -1,4 +1,4 @@
-"""What all verbs share: options, how errors leave the process, how results are printed."""
+"""Common parts of all verbs: options, exit on errors, printing of results."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
 
 def verb(command: Callable[P, None]) -> Callable[P, None]:
-    """Make a function a command: its errors become one clear message and the right exit code."""
+    """Make a function a command: errors become a clear message and the right exit code."""
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -67,7 +67,7 @@ def verb(command: Callable[P, None]) -> Callable[P, None]:
             error = _in_words(caught)
             if debug:
                 traceback.print_exception(caught, file=sys.stderr)
-            with suppress(OSError):  # nobody may be there to read it
+            with suppress(OSError):  # the reader may be gone
                 sys.stderr.write(f"gpumix: {error}\n")
                 if as_json and not isinstance(error, _Unheard):
                     print_json(error.as_dict())
@@ -78,8 +78,9 @@ def verb(command: Callable[P, None]) -> Callable[P, None]:
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends a verb as Ctrl-C does: in words, and with what it waits for. One of several
-    processes it ends at once, whatever call they are in: their launcher says why."""
+    """Let SIGTERM end a verb like Ctrl-C: with a message, and with everything the verb waits for.
+    In one of several processes the default stays and ends any call at once: the launcher says why.
+    """
 
     def end(number: int, frame: object) -> None:
         raise KeyboardInterrupt
@@ -103,7 +104,7 @@ def _in_words(error: BaseException) -> GpumixError:
 
 
 def refuse_set_without(job: Path | None, overrides: Sequence[str], *, fix: str) -> None:
-    """Raises InputError if keys of a job are replaced, and there is none."""
+    """Raise InputError if keys of a job are replaced without a job."""
     if overrides and job is None:
         what = "--set replaces keys of a job, and no job is given"
         raise InputError(what, where=overrides[0], fix=fix)
@@ -112,7 +113,7 @@ def refuse_set_without(job: Path | None, overrides: Sequence[str], *, fix: str) 
 def answer(
     value: Callable[[], Any], shown: Callable[[], RenderableType], as_json: bool, note: str = ""
 ) -> None:
-    """Print a result: its value as JSON on stdout, or what is shown to people, after the note."""
+    """Print a result: the value as JSON on stdout, or the view for people, after the note."""
     from gpumix.train.terminal import stderr
 
     if as_json:
@@ -124,19 +125,19 @@ def answer(
 
 
 def print_json(value: Any) -> None:
-    """One JSON document on stdout.
+    """Print one JSON document on stdout.
 
     Raises:
-        MachineError: stdout cannot be written to.
+        MachineError: stdout is not writable.
     """
     try:
         sys.stdout.write(json.dumps(value) + "\n")
         sys.stdout.flush()
     except OSError as error:
-        # What is still in the buffer would be tried, and told of, once more at the end.
+        # At exit, the rest of the buffer would be tried, and reported, once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise _Unheard("cannot write the result to stdout", why=error.strerror or "") from error
 
 
 class _Unheard(MachineError):
-    """Whoever should read stdout is gone, or its disk is full."""
+    """Error of writing to stdout: the reader is gone, or the disk is full."""

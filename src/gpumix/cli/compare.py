@@ -1,4 +1,4 @@
-"""`gpumix compare`: all strategies side by side. Decides, so it never imports torch."""
+"""`gpumix compare`: all strategies side by side. Pure planning: never imports torch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`gpumix demo`: the whole way on unlike GPUs of this host, or on four emulated devices; its text
-comes with every Python."""
+"""`gpumix demo`: a complete run on unlike GPUs of this host, or on four emulated devices; the text
+is from Python's standard library."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 JOB_FILE = "demo.yaml"
 EVEN_STEPS = 4
-# Neither a part of the library itself, nor in every installation.
+# Not a part of the library itself, or not in every installation.
 NOT_TEXT = {"site-packages", "test", "idlelib", "__pycache__", "lib2to3"}
 
 GPT = {
     "model_type": "gpt2",
-    "activation_function": "gelu_pytorch_tanh",  # its own one, as one operation
-    "vocab_size": 264,  # 256 bytes, the end of a text, and a round number
+    "activation_function": "gelu_pytorch_tanh",  # transformers' own activation, as one operation
+    "vocab_size": 264,  # 256 bytes, the end of a text, rounded up
     "bos_token_id": 256,
     "eos_token_id": 256,
 }
@@ -86,7 +86,7 @@ def demo(
 
 
 def _even_told(even: EvenSplit) -> Told:
-    """How fast the even split was, for the run's report."""
+    """Return the event of the even split's speed, for the run's report."""
     from gpumix.train.metrics import Told
 
     fields = {
@@ -102,7 +102,7 @@ def _even_told(even: EvenSplit) -> Told:
 
 
 def _write_job(folder: Path, steps: int, devices: DemoDevices) -> Path:
-    """The demo's job file."""
+    """Write the demo's job file."""
     import yaml
 
     job = {
@@ -111,10 +111,10 @@ def _write_job(folder: Path, steps: int, devices: DemoDevices) -> Path:
         "sequence_length": devices.sequence_length,
         "global_batch": devices.global_batch,
         "steps": steps,
-        "optimizer": {"lr": 1e-3},  # at twice that the loss jumps up before it falls
+        "optimizer": {"lr": 1e-3},  # at twice that rate the loss jumps before it falls
         "schedule": {"warmup_steps": 6},
         "cluster": devices.cluster,
-        "techniques": {"leave_out": False},  # it is to show all of them
+        "techniques": {"leave_out": False},  # the demo shows all devices
         "output": str(folder.absolute()),
         "log_every_steps": 2,
         "evaluation": {"every_steps": max(1, steps // 2), "batches": 1},
@@ -126,7 +126,7 @@ def _write_job(folder: Path, steps: int, devices: DemoDevices) -> Path:
 
 
 def _check_room(folder: Path) -> None:
-    """Refuse to clear a folder that holds what no demo wrote."""
+    """Refuse to clear a folder with files not written by a demo."""
     if folder.exists() and not folder.is_dir():
         raise InputError("the demo's output is a file, not a folder", where=str(folder))
     found = {path.name for path in folder.iterdir()} if folder.exists() else set()
@@ -146,7 +146,7 @@ def _clear(folder: Path) -> None:
 
 
 def _library_text() -> list[str]:
-    """The source of the standard library: its modules and packages."""
+    """Return the source paths of the standard library: modules and packages."""
     library = Path(sysconfig.get_path("stdlib"))
     found = [
         path

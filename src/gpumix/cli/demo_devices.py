@@ -1,5 +1,4 @@
-"""What `gpumix demo` trains on: this host's GPUs if they are unlike each other, else an emulated
-mixture; and a model that is worth their time."""
+"""Devices of `gpumix demo`, unlike GPUs of this host or an emulated mixture, and a model to fit."""
 
 from __future__ import annotations
 
@@ -27,11 +26,11 @@ _LARGE = {"n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 512}  # 86 
 
 @dataclass(frozen=True)
 class DemoDevices:
-    """The devices of a demo, and the size of its work.
+    """Devices of a demo, and the size of the model.
 
     Attributes:
         cluster: as in a job.
-        said: what is real and what is emulated, for the user.
+        said: text for the user on real and emulated parts.
     """
 
     cluster: Any
@@ -43,7 +42,7 @@ class DemoDevices:
 
     @property
     def model_size(self) -> dict[str, int]:
-        """Keys of a GPT-2 config."""
+        """Size keys of a GPT-2 config."""
         return _SMALL if self.emulated else _LARGE
 
     @property
@@ -56,12 +55,12 @@ class DemoDevices:
 
 
 def demo_devices() -> DemoDevices:
-    """The GPUs of this host, if they are of two classes or more; else an emulated mixture."""
+    """Return the GPUs of this host, if of two classes or more, or an emulated mixture."""
     from gpumix.hardware.discover import discover, why_cpu
 
     try:
         found = discover()
-    except MachineError as error:  # its GPUs cannot be used
+    except MachineError as error:  # the host's GPUs are not usable
         return DemoDevices(EMULATED, f"{error}\n{_WHAT_IS_REAL}")
     if not found.classes[0].is_gpu:
         return DemoDevices(EMULATED, f"{why_cpu()}: {_WHAT_IS_REAL}")
@@ -75,7 +74,7 @@ def demo_devices() -> DemoDevices:
 
 
 def _counted(cluster: Cluster) -> str:
-    """Such as "2 x rtx-3090 and 1 x a100-sxm4-40gb"; of one class "2 GPUs of class rtx-3090"."""
+    """Describe GPUs, as "2 x rtx-3090 and 1 x a100-sxm4-40gb", or "2 GPUs of class rtx-3090"."""
     numbers = {one.name: len(cluster.members(one.name)) for one in cluster.classes}
     if len(numbers) == 1:
         ((name, number),) = numbers.items()

@@ -1,4 +1,4 @@
-"""`gpumix devices`: what there is to train on."""
+"""`gpumix devices`: the devices to train on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gpumix doctor`: what slows training down, measured, and what mends it."""
+"""`gpumix doctor`: causes of slow training, measured, and remedies."""
 
 from __future__ import annotations
 
@@ -166,12 +166,12 @@ def _table(report: Report) -> Table:
 
 
 def _none(report: Report) -> str:
-    """Where no change helps."""
+    """Describe a report without helpful changes."""
     if report.remarks:
         return "no change was found that makes it faster"
     return "nothing was found that slows it down"
 
 
 def tuned_path(job: Path) -> Path:
-    """Where `--apply` writes."""
+    """Return the path written by `--apply`."""
     return job.with_name(f"{job.stem}.tuned.yaml")

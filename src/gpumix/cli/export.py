@@ -1,4 +1,4 @@
-"""`gpumix export`: a run's weights as a folder that transformers loads."""
+"""`gpumix export`: a run's weights as a folder for transformers to load."""
 
 from __future__ import annotations
 

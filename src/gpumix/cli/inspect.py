@@ -1,4 +1,4 @@
-"""`gpumix inspect`: what a checkpoint holds, and whether it still is what was saved."""
+"""`gpumix inspect`: contents and integrity of a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gpumix launch`: a job or a program on all devices of one host, or of several."""
+"""`gpumix launch`: a job or a program on all devices of one or several hosts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def register(app: typer.Typer) -> None:
     )(launch)
 
 
-# One parameter for each option, as typer wants it.
+# One parameter per option, as typer requires.
 @verb
 def launch(
     called: typer.Context,
@@ -214,7 +214,7 @@ def launch(
 
 
 def _refuse_behind(arguments: Sequence[str], called: typer.Context) -> None:
-    """What stands behind a job is for `gpumix train`."""
+    """Refuse options of `gpumix launch` behind a job; arguments there are for `gpumix train`."""
     assert called.parent is not None
     verbs: Any = called.parent.command
     of_train, own = verbs.commands["train"], called.command
@@ -238,7 +238,7 @@ def _refuse(options: Mapping[str, object], what: str, *, fix: str) -> None:
 def _devices(
     program: Program, file: Path | None, hosts: str | None
 ) -> tuple[Cluster | None, Path | None, tuple[Host, ...]]:
-    """The cluster, the file that names it to the program, and the hosts."""
+    """Return the cluster, the program's cluster file, and the hosts."""
     from gpumix.hardware.environment import cluster_file
     from gpumix.launch.hosts import hosts_of, read_hosts
     from gpumix.launch.program import JOBS
@@ -307,7 +307,7 @@ def _run(asked: Asked) -> None:
 
 
 def _train(asked: Asked) -> None:
-    """On one host `gpumix train` starts the ranks itself."""
+    """Become `gpumix train`, which starts the ranks of one host itself."""
     from gpumix.hardware.environment import become, use_settings
 
     use_settings(asked.around.settings)

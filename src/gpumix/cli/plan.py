@@ -1,4 +1,4 @@
-"""`gpumix plan`: who computes what and who stores what. Decides, so it never imports torch."""
+"""`gpumix plan`: division of compute and storage. Pure planning: never imports torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gpumix profile`: how fast each device class is at this job's model."""
+"""`gpumix profile`: speed of each device class at this job's model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gpumix report`: one page of a run that opens offline. Reads files; never imports torch."""
+"""`gpumix report`: a run as a page readable offline. Reads files; never imports torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gpumix simulate`: what a step of a plan will look like. Decides, so it never imports torch."""
+"""`gpumix simulate`: replay of a step of a plan. Pure planning: never imports torch."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _draw(trace: Trace, plan: Plan, path: Path) -> None:
 
 
 def _refuse_other_cards(plan: Plan, cluster: str, network: str | None) -> None:
-    """Raise an InputError where the cluster lacks a class of the plan: it is no estimate of it."""
+    """Raise InputError if the cluster lacks a class of the plan: no estimate is possible."""
     from gpumix.hardware.describe import cluster as described
 
     there = {c.name for c in described(cluster, "auto", network).classes}
@@ -119,10 +119,10 @@ def _refuse_other_cards(plan: Plan, cluster: str, network: str | None) -> None:
 
 
 def _times(profile: Path | None, asked: Asked) -> tuple[Profile, str]:
-    """The profile that is given or asked for, and what to say of it.
+    """Return the profile given or asked for, and a note on it.
 
     Raises:
-        InputError: nothing is given, or more than one thing.
+        InputError: no source of times is given, or several.
     """
     from gpumix.spec.profile import Profile
 
@@ -152,7 +152,8 @@ def _times(profile: Path | None, asked: Asked) -> tuple[Profile, str]:
 
 
 def _as_dict(replay: Replay, plan: Plan, times: Profile) -> dict[str, Any]:
-    """`lane` is a place in `lanes`, devices that are alike; None is all devices."""
+    """Return the replay as JSON values. `lane` indexes `lanes`, groups of equal devices; None is
+    all devices."""
     from gpumix.cost.traffic import traffic
     from gpumix.simulate.timeline import critical_path, stretches, uses
 
@@ -215,7 +216,7 @@ def _shown(replay: Replay, plan: Plan, times: Profile) -> Iterable[RenderableTyp
 
 
 def _path_table(replay: Replay) -> RenderableType:
-    """What binds the step; of many stretches the longest."""
+    """Return the critical path as a table; of many stretches the longest."""
     from gpumix.simulate.timeline import stretches
     from gpumix.spec.units import show_seconds
     from gpumix.train.tables import new_table
@@ -237,7 +238,7 @@ def _path_table(replay: Replay) -> RenderableType:
 
 
 def _traffic_table(plan: Plan, times: Profile) -> RenderableType:
-    """The collectives of a step; of ranks that give them unequal amounts, the most."""
+    """Return a table of the collectives of a step; of unequal ranks, the largest amounts."""
     from gpumix.cost.traffic import traffic
     from gpumix.spec.units import show_bytes
     from gpumix.train.tables import new_table
@@ -256,7 +257,7 @@ def _who(lane: Alike) -> str:
 
 
 def _idle_table(uses: Sequence[Use], step_s: float) -> Table:
-    """One row per class: the mean over its devices, of the step."""
+    """Return a table with a row per class: the mean over devices, as parts of the step."""
     from gpumix.spec.trace import CAUSES
     from gpumix.train.tables import new_table
 

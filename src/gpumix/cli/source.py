@@ -1,4 +1,4 @@
-"""Where a plan's profile comes from: a file, the cache, a measurement, or an estimate."""
+"""Sources of a plan's profile: a file, the cache, a measurement, or an estimate."""
 
 from __future__ import annotations
 
@@ -55,15 +55,15 @@ ModelText = Annotated[
     ),
 ]
 
-# What is planned without a job, and said with every answer.
+# Defaults without a job, stated with every answer.
 MODEL, SEQUENCE_LENGTH, GLOBAL_BATCH = "1B", 2048, 128
 _SIZE = re.compile(r"^([0-9]+(?:\.[0-9]+)?)\s*([MBT])$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Source:
-    """What is planned: a profile, a request, the files or arguments that ask for it, and one line
-    about what was taken for granted."""
+    """Input of planning: profile, request, the files or arguments behind both, and a line on
+    assumptions."""
 
     profile: Profile
     request: PlanRequest
@@ -74,8 +74,8 @@ class Source:
 
 @dataclass(frozen=True)
 class Asked:
-    """The options of a verb that plans, or looks at a plan. `measures`: a job that was not.
-    `link_option` is what the verb calls `network`."""
+    """Options of a verb that plans, or looks at a plan. `measures`: measure jobs not in the cache.
+    `link_option` is the verb's name for `network`."""
 
     job: Path | None
     overrides: list[str]
@@ -92,10 +92,10 @@ class Asked:
     link_option: str = "--network"
 
     def source(self, strategy: str | None = "optimal") -> Source:
-        """The profile to plan from.
+        """Return the profile to plan from.
 
         Args:
-            strategy: what is planned by; None: that of the job.
+            strategy: to plan by; None: the job's.
 
         Raises:
             InputError: the options contradict each other, or say too little; or a job is yet to be
@@ -183,7 +183,7 @@ class Asked:
         precision: Precision,
         optimizer: OptimizerSpec,
     ) -> Profile:
-        """The estimate for the cluster."""
+        """Return the estimate for the cluster."""
         from gpumix.hardware.describe import cluster
         from gpumix.hardware.estimate import estimate
 
@@ -236,9 +236,9 @@ class Asked:
 
 
 def planning(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a verb the options that say what is planned; they reach it together, as `asked`.
+    """Give a verb the options of planning, passed together as `asked`.
 
-    A verb that has a `--network` of its own calls the link of the cluster `--between`.
+    A verb with its own `--network` gets `--between` for the cluster's link.
     """
     own = dict(signature(command, eval_str=True).parameters)
     del own["asked"]
@@ -298,11 +298,11 @@ def _options(
     overrides: Overrides = [],  # noqa: B006
     allowed: Allowed = [],  # noqa: B006
 ) -> None:
-    """The options that `planning` gives."""
+    """Options added by `planning`."""
 
 
 def computed_in(profile: Profile) -> str:
-    """The dtype of all classes, or of each."""
+    """Describe the dtype of all classes, or of each class."""
     dtypes = {c.device_class: c.compute_dtype for c in profile.classes}
     if len(set(dtypes.values())) == 1:
         return next(iter(dtypes.values()))
@@ -313,19 +313,18 @@ def computed_in(profile: Profile) -> str:
 
 
 def profile_beside(plan: Path) -> Path:
-    """Where the profile goes that a plan was made from: plan.profile.json beside plan.json."""
+    """Return the path of a plan's profile: plan.profile.json next to plan.json."""
     return plan.with_name(f"{plan.stem}.profile.json")
 
 
 def found_beside(plan: Path) -> Path | None:
-    """The profile that `gpumix plan --output` and runs write beside a plan."""
+    """Return the profile that `gpumix plan --output` and runs write next to a plan."""
     places = (profile_beside(plan), plan.with_name("profile.json"))
     return next((place for place in places if place.is_file()), None)
 
 
 def beside(path: Path, plan: Plan) -> tuple[Profile, Path] | None:
-    """That profile, and its file; None where what lies there is not what this plan was made
-    from."""
+    """Load the profile next to a plan, with its path; None unless the plan was made from it."""
     from gpumix.spec.profile import Profile
 
     place = found_beside(path)
@@ -359,8 +358,8 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _check_profile(profile: Profile, job: Job, path: Path, job_path: Path) -> None:
-    """What is planned must be what is trained; a model that no job named is compared when it is
-    built."""
+    """Check that a profile fits the job. A profile without the job's model is compared when the
+    model is built."""
     from gpumix.profiler.cache import model_hash
     from gpumix.spec.dtypes import compute_dtypes
 
@@ -398,16 +397,16 @@ def _check_profile(profile: Profile, job: Job, path: Path, job_path: Path) -> No
 def measured(
     path: Path, overrides: Sequence[str], allowed: Sequence[str], *, as_json: bool
 ) -> Profile:
-    """The job's profile; another process measures it."""
+    """Return the job's profile, measured in another process."""
     from gpumix.spec.profile import Profile
 
     sets = [part for override in overrides for part in ("--set", override)]
     sets += [part for name in allowed for part in ("--allow", name)]
-    # -P: modules are looked for beside the job, as everywhere, not in the current folder.
+    # -P: modules are found next to the job, as everywhere, not in the current folder.
     command = [sys.executable, "-P", "-m", "gpumix", "profile", str(path), "--json", *sets]
     done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
     if done.returncode:
-        if as_json:  # its error
+        if as_json:  # print the error
             sys.stdout.write(done.stdout)
         raise typer.Exit(done.returncode)
     return Profile.model_validate_json(done.stdout)

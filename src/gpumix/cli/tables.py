@@ -1,4 +1,4 @@
-"""Comparisons as tables."""
+"""Tables of comparisons."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def outlook_table(found: Sequence[Outlook]) -> RenderableType:
-    """One row per change, the cluster of today first."""
+    """Return a table with a row per change, the present cluster first."""
     priced = any(o.price_per_hour is not None for o in found)
     columns = ["change", "devices", "step", "tokens/s", "worth"]
     columns += ["price per hour", "per billion tokens"] if priced else []
@@ -39,7 +39,7 @@ def outlook_table(found: Sequence[Outlook]) -> RenderableType:
 
 
 def comparison_table(found: Comparison) -> RenderableType:
-    """One row per strategy, and under the table why each lost."""
+    """Return a table with a row per strategy, and notes below on why each lost."""
     classes = sorted({room.device_class for row in found.rows for room in row.head_room})
     columns = ["strategy", "step", "tokens/s", "against the best", "ZeRO"]
     table = new_table("compare", *columns, *(f"free on {name}" for name in classes))
@@ -63,7 +63,7 @@ def _figures(row: Row, fastest: float | None) -> list[str]:
 
 
 def _head_rooms(row: Row, classes: Sequence[str]) -> list[str]:
-    """Memory that is left, the least of a class; nothing for a class that is left out."""
+    """Return the free memory by class, the least of its devices; empty for a class left out."""
     rooms = {room.device_class: room for room in row.head_room}
     return [
         f"{show_bytes(rooms[name].free_bytes)} ({rooms[name].part:.0%})" if name in rooms else ""

@@ -1,4 +1,4 @@
-"""`gpumix top`: a run in a terminal while it goes on. Reads files; never imports torch."""
+"""`gpumix top`: live view of a run in a terminal. Reads files; never imports torch."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from gpumix.report.facts import Facts
     from gpumix.report.run import Run
 
-# A run that failed may be about to start again: it says so within this time.
+# A failed run may restart: it says so within this time.
 SETTLES_S = 2.0
-# A run ends itself when a rank is silent for its `timeout`. Who is silent for so many of them, or
-# of its own steps, was ended together with who would say so.
+# A run ends itself when a rank is silent for its `timeout`. A run silent for this many timeouts, or
+# for this many of its steps, was killed along with every process that would report it.
 TIMEOUTS, STEPS, TIMEOUT_S = 2.0, 20.0, 300.0
-# Of metrics.jsonl, that are read each time: the last ten thousand steps or so.
+# Bytes of metrics.jsonl read each time: the last ten thousand steps or so.
 NEWEST_BYTES = 4 * 2**20
 
 
@@ -90,7 +90,7 @@ def _follow(folder: Path, console: Console, every_s: float) -> None:
 
 
 def over(run: Run) -> bool:
-    """Whether nothing more will come: it has ended, or is silent for too long."""
+    """Return True for a run that has ended, or is silent for too long."""
     progress = run.progress
     if not progress.live:
         return True

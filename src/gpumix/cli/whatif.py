@@ -1,4 +1,4 @@
-"""`gpumix whatif`: what more cards, fewer, or other links would be worth. Never imports torch."""
+"""`gpumix whatif`: worth of more cards, fewer, or different links. Never imports torch."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ def whatif(
 def _variants(
     profile: Profile, add: list[str], remove: list[str], links: Mapping[str, str | None]
 ) -> list[tuple[str, Profile]]:
-    """Today's cluster, each change by itself, and all of them. `links` are the other ones."""
+    """Return the present cluster, each change by itself, and all together. `links` are the new
+    links."""
     from gpumix.hardware.whatif import added, relinked, relinked_inside, removed
 
     changes = [(f"add {text}", added, text) for text in add]
@@ -105,7 +106,7 @@ def _variants(
 
 
 def _where(before: Profile, after: Profile) -> str:
-    """The host of new devices, where there are several."""
+    """Return the hosts of new devices, in a cluster of several hosts."""
     known = {d.id for d in before.cluster.devices}
     new = sorted({d.host for d in after.cluster.devices if d.id not in known})
     several = len({d.host for d in after.cluster.devices}) > 1
@@ -113,7 +114,7 @@ def _where(before: Profile, after: Profile) -> str:
 
 
 def _prices(texts: list[str], names: set[str]) -> dict[str, float] | None:
-    """What "a100=1.80" says, as a number by class; one text may hold several, with commas."""
+    """Parse prices such as "a100=1.80" by class; a text may have several, with commas."""
     from gpumix.hardware.whatif import class_named
 
     prices: dict[str, float] = {}

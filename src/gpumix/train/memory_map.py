@@ -1,4 +1,4 @@
-"""Files as memory."""
+"""Memory-mapped files as tensors."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from gpumix.spec.files import opened_anew, remove_quietly
 
 
 def made(file: Path, size: int) -> torch.Tensor:
-    """A new file of so many bytes.
+    """Create a file of `size` bytes and map its content.
 
     Raises:
-        OSError: there is no room for it.
+        OSError: no room for the file.
     """
     descriptor = opened_anew(file)
     try:
-        if size:  # now: a page for which there is no room later ends the process
+        if size:  # allocate now: a page without room later ends the process
             os.posix_fallocate(descriptor, 0, size)
     except OSError:
         remove_quietly(file)
@@ -29,7 +29,7 @@ def made(file: Path, size: int) -> torch.Tensor:
 
 
 def mapped(file: Path) -> torch.Tensor:
-    """The bytes of a file, without reading it."""
+    """Map the bytes of a file without reading them."""
     size = file.stat().st_size
     if not size:
         return torch.empty(0, dtype=torch.uint8)

@@ -1,6 +1,4 @@
-"""Takes up a state that hosts keep in their memory: what is here is mapped, what is on another host
-is sent.
-"""
+"""Reader of states kept in host memory: local copies are mapped, copies on other hosts are sent."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ from gpumix.train.checkpoint_together import Together
 from gpumix.train.memory_folder import Found, Held, Home
 from gpumix.train.memory_map import mapped
 
-PIECE_BYTES = 1 << 28  # sent at once
+PIECE_BYTES = 1 << 28  # per message
 
 
 def load(
@@ -37,14 +35,14 @@ def load(
     engine: Engine,
     optimizer: Optimizer,
 ) -> Manifest:
-    """Put a state into the engine and the optimizer. Collective.
+    """Load a state into the engine and the optimizer. Collective.
 
     Args:
-        held: the copies on this rank's host; `found` is what all ranks together have.
+        held: the copies on this rank's host; `found` describes the copies of all ranks together.
         group: all ranks, for CPU tensors.
 
     Raises:
-        InputError: it is of another model or optimizer; nothing was changed.
+        InputError: the state is of another model or optimizer; nothing was changed.
         CommunicationError: a rank is gone.
     """
     manifest, index = _described(home, found, ranks)
@@ -61,7 +59,7 @@ def load(
 
 
 def _described(home: Home, found: Found, ranks: Ranks) -> tuple[Manifest, Index]:
-    """What the copies hold. Collective."""
+    """Return the merged manifest and index of all copies. Collective."""
     own = {
         rank: _description(home, found.generation, rank, found.slots[rank])
         for rank, giver in enumerate(found.givers)
@@ -80,7 +78,7 @@ def _described(home: Home, found: Found, ranks: Ranks) -> tuple[Manifest, Index]
 
 
 def _description(home: Home, generation: int, rank: int, slot: int) -> dict[str, Any]:
-    """What one copy on this host holds."""
+    """Return the manifest and index of a copy on this host."""
     place = home.generation(generation)
     seal = json.loads(read_text(place / folder.seal_file(rank, slot)))
     index = json.loads(read_text(place / folder.index_file(rank, slot), INDEX_BYTES))
@@ -89,7 +87,7 @@ def _description(home: Home, generation: int, rank: int, slot: int) -> dict[str,
 
 @dataclass
 class _Copies:
-    """The bytes of the copies, wherever they are."""
+    """Bytes of the copies, local or fetched."""
 
     home: Home
     held: Sequence[Held]
@@ -100,7 +98,7 @@ class _Copies:
     _fetched: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Map the copies that are on this host, in whatever slot."""
+        """Map all copies on this host, in whatever slot."""
         place = self.home.generation(self.found.generation)
         here = {(one.generation, one.step, one.rank, one.slot) for one in self.held}
         for rank, slot in enumerate(self.found.slots):
@@ -115,8 +113,8 @@ class _Copies:
         return file[box.start : box.start + box.length]
 
     def fetch(self, wanted: Sequence[StoredBox]) -> None:
-        """Have what is wanted and not here sent. Collective: each rank asks for what it lacks, then
-        all pairs of ranks have their turn, in one order."""
+        """Fetch missing boxes from remote ranks. Collective: after all requests are known, all
+        pairs of ranks exchange in one order."""
         missing: dict[int, dict[tuple[str, int], int]] = {}
         for box in wanted:
             if box.file not in self._files:
@@ -146,6 +144,6 @@ class _Copies:
 
 
 def _rank_of(found: Found, file: str) -> int:
-    """The rank that saved a file."""
+    """Return the rank that saved a file."""
     names = [folder.data_file(rank, slot) for rank, slot in enumerate(found.slots)]
     return names.index(file)

@@ -1,8 +1,8 @@
-"""What a run tells while it runs: `metrics.jsonl`, `progress.json`, and the numbers in them.
+"""Metrics of a run: `metrics.jsonl`, `progress.json` and the numbers in both.
 
-Tokens a second mean one thing everywhere: the tokens of samples, without padding where it is known
-what that is, over the time of a typical step (the median). They differ in which steps and whose
-samples they are of; docs/design/efficiency.md lists that.
+Tokens per second always mean the tokens of samples, without padding if its amount is known, over
+the time of a typical step (the median). The steps and samples counted differ by place;
+docs/design/efficiency.md lists them.
 """
 
 from __future__ import annotations
@@ -36,24 +36,23 @@ from gpumix.spec.plan import Plan, WorkerPrediction
 from gpumix.train import run_files
 from gpumix.train.account import Shares
 
-# Steps whose times make up the speed that is shown.
+# Steps counted in the displayed speed.
 WINDOW = 20
-# Up to which part of it FLOPs may be uncertain that utilisation is told of.
+# Largest relative uncertainty of FLOPs at which utilization is reported.
 APART = 0.05
-_OF_STEP = b'"step"'  # in the line of one
+_OF_STEP = b'"step"'  # in the line of a step event
 WARM_UP_STEPS = 2  # not counted in a run's speed: allocators and caches fill
 
 
 def typical_s(times: Iterable[float]) -> float:
-    """The median, one of them; 0 of none."""
+    """Return the median, always an element (the upper of two); 0 without times."""
     ordered = sorted(times)
     return ordered[len(ordered) // 2] if ordered else 0.0
 
 
 @dataclass(frozen=True)
 class Told:
-    """What is to be said: an event of `metrics.jsonl` with its fields, and a line, if people are to
-    see it."""
+    """Event of `metrics.jsonl` with fields, and a line of text for people, if any."""
 
     event: str
     fields: dict[str, Any]
@@ -62,7 +61,7 @@ class Told:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step, as a line of `metrics.jsonl`."""
+    """Line of a step in `metrics.jsonl`."""
 
     step: int
     loss: float
@@ -71,26 +70,25 @@ class StepRecord:
     step_s: float
     tokens_per_s: float
     tokens: int
-    shares: Shares | None = None  # of the rank that writes it
+    shares: Shares | None = None  # of the rank writing the record
     samples: int = 0  # of the plan's batch
 
 
 @dataclass(frozen=True)
 class RankRecord:
-    """How one rank did since the last record; bytes are those that it sent in a step.
+    """Measurements of a rank since the last record.
 
-    `laid_out_bytes` lie on its device between steps; what `peak_bytes` are more is for samples.
-    `reserved_bytes` are the most that its allocator held, and `retries` count how often that had to
-    give memory back to the driver to get some; both since the run began. `sm_mhz` is the clock of
-    its multiprocessors.
-    `shares` say what its steps were spent on, and `starved_share` is set once its device was found
-    to stand idle for its data; `input_limit` is what holds that data back, as its loader sees it.
-    `skipped` counts the samples that it could not read so far, in training each time and in
-    evaluations once; `lost_workers` its processes for the data that died or were stuck.
-    `not_copied` is why its state is not copied into memory any more, `saved_in_place` why it waits
-    until its checkpoints are written. MFU and HFU are None where FLOPs or peak are not known: also
-    where samples are much shorter than the plan has them, for what is counted of a full one tells
-    not what attention is of that.
+    `sent_bytes` are per step. `laid_out_bytes` lie on the device between steps; the rest of
+    `peak_bytes` is for samples. `reserved_bytes` is the most that the allocator reserved, and
+    `retries` counts how often it had to return memory to the driver to get more; both since the run
+    began. `sm_mhz` is the clock of the device's multiprocessors. `shares` split the time of the
+    steps by cause. `starved_share` is set once the device was found idle for lack of data;
+    `input_limit` is the loader's bottleneck. `skipped` counts unreadable samples so far, in
+    training each time and in evaluations once; `lost_workers` counts data workers that died or
+    hung. `not_copied` says why the state is no longer copied into memory, `saved_in_place` why the
+    rank waits for its checkpoints to be written. MFU and HFU are None if FLOPs or peak are unknown,
+    also if samples are much shorter than planned: the FLOPs of a full sample do not say which part
+    is attention.
     """
 
     device: str
@@ -125,8 +123,8 @@ class RankRecord:
 
 
 class Speed(NamedTuple):
-    """Of one rank; see `RankRecord`. Of a team each rank has its part of the tokens, of stages each
-    has all that pass through it."""
+    """Speed of a rank; see `RankRecord`. Ranks of a tensor-parallel group divide the tokens; each
+    pipeline stage counts all tokens passing through."""
 
     tokens_per_s: float = 0.0
     mfu: float | None = None
@@ -134,15 +132,16 @@ class Speed(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What was computed, as a part of the plan's samples of full length: if all goes by the tokens,
-    and if all goes by their square, as attention's scores do. The truth is between both."""
+    """Computed fraction of the plan's full-length samples: with cost linear in tokens, and with
+    quadratic cost like attention scores. The truth lies between both."""
 
     by_tokens: float = 1.0
     by_squares: float = 1.0
 
     @classmethod
     def of(cls, computed: Iterable[tuple[int, int | None]], samples: int, length: int) -> Part:
-        """
+        """Compare computed samples with the rank's planned samples.
+
         Args:
             computed: samples and the tokens of each, padded; see `Engine`.
             samples: of the rank in the plan, of `length` tokens each.
@@ -161,7 +160,7 @@ class Part(NamedTuple):
 
     @property
     def known(self) -> float | None:
-        """None where both are too far apart."""
+        """The mean of both fractions; None if they are too far apart."""
         low, high = sorted(self)
         return (low + high) / 2 if high - low <= APART * high else None
 
@@ -172,8 +171,8 @@ ALL_PLANNED = Part()
 def speed_of(
     plan: Plan, rank: int, step_s: float, tokens: float, part: Part = ALL_PLANNED
 ) -> Speed:
-    """A rank's speed, by its typical step, and the tokens of the samples that it has in a step, of
-    which `part` was computed of all that is planned."""
+    """Return a rank's speed from its typical step and the tokens of its samples per step. `part` is
+    the computed fraction of the planned work."""
     if step_s <= 0:
         return Speed()
     worker = plan.workers[rank]
@@ -189,8 +188,8 @@ def speed_of(
 def utilisation(
     expected: WorkerPrediction | None, peak: Peak | None, step_s: float
 ) -> tuple[float | None, float | None]:
-    """MFU and HFU of a device that does in a step of `step_s` what is expected of it; None where
-    FLOPs or peak are not known."""
+    """Return MFU and HFU of a device doing the expected work in `step_s`; None if FLOPs or peak are
+    unknown."""
     if expected is None or peak is None or step_s <= 0:
         return None, None
     most = step_s * peak.flops_per_s
@@ -199,19 +198,18 @@ def utilisation(
 
 
 def _peak_of(plan: Plan, name: str) -> Peak | None:
-    """Of a class, where it is known."""
+    """Return the peak of a device class; None if unknown."""
     return None if plan.prediction is None else plan.prediction.peaks.get(name)
 
 
 @dataclass(frozen=True)
 class ClassRecord:
-    """How the devices of one class did: means over them, highest peak against the plan.
+    """Measurements of the devices of one class: means, and the highest peak against the plan.
 
-    `planned_memory` is what the plan expects of the fullest of them, by cause, `measured_memory`
-    what was found on the fullest one, by `cost.parts.PARTS`; both are of the run since its start,
-    so of a plan that was split anew since it is the fullest split that counts. `reserved_bytes` are
-    the most of a device, `retries` those of all; see `RankRecord`. `peak_source` says
-    where the peak comes from that MFU and HFU are parts of.
+    `planned_memory` is the prediction for the fullest device, by cause; `measured_memory` is the
+    measurement on the fullest device, by `cost.parts.PARTS`. Both cover the run since its start:
+    after a rebalance the fullest split counts. `reserved_bytes` is the most of a device, `retries`
+    the sum; see `RankRecord`. `peak_source` is the source of the peak used for MFU and HFU.
     """
 
     device_class: str
@@ -235,10 +233,10 @@ class ClassRecord:
 def by_class(
     plan: Plan, records: list[RankRecord], fullest: Mapping[str, WorkerPrediction] | None = None
 ) -> list[ClassRecord]:
-    """The ranks' records put together by class, in the plan's order.
+    """Combine the ranks' records by device class, in the plan's order.
 
-    `fullest` are the devices that memory is planned for: those of `plan`, unless the run had other
-    plans since it started.
+    `fullest` are the predictions of the fullest devices; by default those of `plan`, otherwise of
+    all plans since the run started.
     """
     members: dict[str, list[int]] = {}
     for rank, worker in enumerate(plan.workers):
@@ -253,8 +251,8 @@ def by_class(
 def fullest_by_class(
     plan: Plan, before: Mapping[str, WorkerPrediction] | None = None
 ) -> dict[str, WorkerPrediction]:
-    """What is planned of the device with the highest peak of each class, by this plan or `before`;
-    without classes of which nothing is."""
+    """Return the prediction for the fullest device of each class, by this plan or `before`. Classes
+    without predictions are left out."""
     fullest = dict(before or {})
     for rank, worker in enumerate(plan.workers):
         expected, most = plan.expected_of(rank), fullest.get(worker.device_class)
@@ -293,7 +291,7 @@ def _class_record(
 
 
 def _measured_memory(told: Sequence[RankRecord]) -> dict[str, int]:
-    """Of the one with the highest peak; nothing where that is not known."""
+    """Return the memory of the device with the highest peak; empty if unknown."""
     known = [
         (one.peak_bytes, one.laid_out_bytes)
         for one in told
@@ -306,12 +304,12 @@ def _measured_memory(told: Sequence[RankRecord]) -> dict[str, int]:
 
 
 def _most(values: Sequence[int | None]) -> int | None:
-    """Of those that are known."""
+    """Return the largest known value."""
     return max((value for value in values if value is not None), default=None)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """None where one is not known."""
+    """Return the mean; None if a value is unknown."""
     known = [value for value in values if value is not None]
     return fmean(known) if len(known) == len(values) else None
 
@@ -325,11 +323,11 @@ def _mean_shares(every: Sequence[Shares | None]) -> Shares | None:
 
 @dataclass
 class RunLog:
-    """Writes a run's files while its `with` block runs. Only the first rank has one.
+    """Writer of a run's files during its `with` block; only on the first rank.
 
-    `steps` is how many there will be, None where nobody knows: the progress then has no end.
-    `done` is the last step: at first the one that the run goes on from. Records of later steps,
-    which a run wrote that died without saving them, are dropped, so that no step is there twice.
+    `steps` is the number of steps; None if unknown, and progress has no end. `done` is the last
+    step, initially the step to resume from. Records of later steps, written by a run that died
+    without saving, are dropped: no step appears twice.
     """
 
     folder: Path
@@ -368,7 +366,7 @@ class RunLog:
                     self.progress("interrupted", error.what)
                 else:
                     self.progress("failed", first_line(error))
-        with suppress(OSError):  # what it did not take before is tried again
+        with suppress(OSError):  # retries what failed before
             self._file.close()
 
     def step(self, record: StepRecord) -> None:
@@ -385,8 +383,7 @@ class RunLog:
         self._write("ranks", {"step": step, "ranks": [asdict(r) for r in records]})
 
     def starved(self, step: int, records: list[RankRecord]) -> bool:
-        """Whether some ranks' devices stand idle for their data, and that is told now: once in a
-        run."""
+        """Report devices idle for lack of data, once per run; return True if reported now."""
         told = [
             {"device": r.device, "share": r.starved_share, "limit": r.input_limit}
             for r in records
@@ -402,17 +399,17 @@ class RunLog:
         self._write("evaluation", {"step": step, "loss": loss})
 
     def checkpoint(self, step: int, path: Path, *, seconds: float, stalled_s: float) -> None:
-        """That of a step was written; training stood still for it for so long."""
+        """Record the checkpoint of a step; training stopped for `stalled_s`."""
         fields = {"path": str(path), "seconds": seconds, "stalled_s": stalled_s}
         self._write("checkpoint", {"step": step, **fields})
 
     def restart(
         self, step: int, *, resumed_from: int, kept_in: str, why: str, decided: str, seconds: float
     ) -> None:
-        """The run had to start again; it took so long until the first step after that was done.
+        """Record a restart, with the seconds until the first step after it was done.
 
         Args:
-            kept_in: where the state was that it went on from: memory or disk; empty for none.
+            kept_in: where the resumed state was: memory or disk; empty for none.
         """
         told = {"why": why, "decided": decided, "seconds": seconds}
         self._write(
@@ -420,17 +417,17 @@ class RunLog:
         )
 
     def reduction(self, step: int, rule: str) -> None:
-        """By which rule the losses of micro-batches add up, if that is another one than before."""
+        """Record the rule adding up the losses of micro-batches, if it changed."""
         if rule and rule != self._rule:
             self._rule = rule
             self._write("losses", {"step": step, "rule": rule})
 
     def tell(self, step: int, told: Told) -> None:
-        """What was found, or done, after a step."""
+        """Record a finding or an action after a step."""
         self._write(told.event, {"step": step, **told.fields})
 
     def progress(self, state: str, why: str = "") -> None:
-        """Replace `progress.json`, for whoever watches the run; `why` it ended before its time."""
+        """Replace `progress.json` for watchers of the run; `why` is the reason of an early end."""
         value = {
             "state": state,
             "why": why,
@@ -452,11 +449,11 @@ class RunLog:
         return self.plan.prediction.step_s if self.plan.prediction is not None else None
 
     def step_s(self) -> float:
-        """Of the recent steps, 0 before the first."""
+        """Return the typical time of recent steps; 0 before the first."""
         return typical_s(self.recent_s)
 
     def remaining_s(self) -> float | None:
-        """Of the steps that are to come, None where nobody knows how many."""
+        """Return the time of the remaining steps; None if their number is unknown."""
         return None if self.steps is None else (self.steps - self.done) * self.step_s()
 
     def tokens_per_s(self) -> float:
@@ -472,7 +469,7 @@ class RunLog:
 
 @contextmanager
 def _in_words(file: Path) -> Iterator[None]:
-    """Raises MachineError if `file` cannot be written."""
+    """Raise MachineError if `file` cannot be written."""
     try:
         yield
     except OSError as error:
@@ -486,17 +483,17 @@ def _in_words(file: Path) -> Iterator[None]:
 
 
 def tell_afterwards(folder: Path, step: int, told: Told) -> None:
-    """Add to the `metrics.jsonl` of a run that has ended what was found out beside it."""
+    """Append a later finding to the `metrics.jsonl` of an ended run."""
     line = json.dumps({"event": told.event, "time": time.time(), "step": step, **told.fields})
     with opened_log(folder / run_files.METRICS) as file:
         file.write(line + "\n")
 
 
 def _copy_until(path: Path, step: int, into: BinaryIO) -> None:
-    """Copy the lines of a former run up to a step; the last one may have been cut short.
+    """Copy the lines of a former run up to a step; the last line may be cut short.
 
-    Steps come in their order, so of a long run only the end is looked into; what is told beside
-    them, a checkpoint that was written for a while, may come later.
+    Steps are in order, so only the end of a long file is searched. Records of concurrent work, such
+    as a slow checkpoint, may follow later.
     """
     with suppress(FileNotFoundError), opened(path) as file:
         begin = _end_of_step(file, step)
@@ -509,7 +506,7 @@ def _copy_until(path: Path, step: int, into: BinaryIO) -> None:
 
 
 def _end_of_step(file: BufferedReader, step: int) -> int:
-    """Where the line ends of the last step up to this one; 0 if it is in no line."""
+    """Return the end of the line of the last step up to `step`; 0 without such a line."""
     for begin, line in lines_from_end(file):
         with suppress(ValueError, KeyError, TypeError, RecursionError):
             told = json.loads(line) if _OF_STEP in line else {}

@@ -1,4 +1,4 @@
-"""The configurations of `transformers` models in checkpoints and exports. Imports no torch."""
+"""Configurations of `transformers` models in checkpoints and exports. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 
 
 def saved_config(model: nn.Module) -> dict[str, Any] | None:
-    """The configuration of a `transformers` model, as JSON: numbers that are not finite are in it
-    as in files of transformers. None for other models."""
+    """Return the configuration of a `transformers` model as JSON; None for other models. Numbers
+    that are not finite appear as in files of transformers."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string"):
         return None
@@ -20,8 +20,8 @@ def saved_config(model: nn.Module) -> dict[str, Any] | None:
 
 
 def saved_beside_weights(model: nn.Module) -> dict[str, Any]:
-    """What a checkpoint keeps of a `transformers` model beside its weights: `model_config`, and the
-    `generation_config` of one that writes texts. Of other models nothing."""
+    """Return a checkpoint's files of a `transformers` model in addition to weights: `model_config`,
+    and `generation_config` if the model generates text. Empty for other models."""
     config = saved_config(model)
     if config is None:
         return {}

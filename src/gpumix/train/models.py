@@ -1,4 +1,4 @@
-"""The model that a job names: a `transformers` configuration, or a factory."""
+"""Models of jobs: a `transformers` configuration, or a factory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 LONGEST_WHY = 300
-# Keys that configurations take, though their values do not show them under these names.
+# Keys accepted by configurations without a value of that name.
 BESIDE_VALUES = (
     "add_cross_attention", "architectures", "attn_implementation", "auto_map",
     "bos_token_id", "cross_attention_hidden_size", "decoder_start_token_id", "dtype",
@@ -50,10 +50,10 @@ _AUTO_CLASSES = {
 
 
 def model_of(spec: ModelSpec, *, folder: Path, seed: int) -> nn.Module:
-    """The model, without its large tensors (see `engine.deferred`).
+    """Build the model, without its large tensors (see `engine.deferred`).
 
     Raises:
-        InputError: the configuration is no valid one, or the factory returns no module.
+        InputError: the configuration is invalid, or the factory returns no module.
         NoFeasiblePlanError: an emulated device has too little memory for small tensors and buffers.
         MachineError: transformers is not installed.
     """
@@ -65,13 +65,13 @@ def model_of(spec: ModelSpec, *, folder: Path, seed: int) -> nn.Module:
         return build(lambda: auto_class.from_config(config), seed)
     except GpumixError:
         raise
-    except torch.OutOfMemoryError as error:  # of a device; the host says so otherwise
+    except torch.OutOfMemoryError as error:  # of a device; hosts raise other errors
         raise NoFeasiblePlanError(
             "a device has not even the memory in which a model is built",
             why=first_line(error),
             fix="give its class more memory, or leave it out of the cluster",
         ) from error
-    except Exception as error:  # sizes that are negative, huge or do not go together
+    except Exception as error:  # sizes that are negative, huge or inconsistent
         raise InputError(
             f"transformers cannot build a {spec.task} model of this configuration",
             where=f"model.config of type '{config.model_type}'",
@@ -90,10 +90,10 @@ def _by_factory(factory: str, arguments: Mapping[str, Any], folder: Path) -> nn.
 
 
 def config_of(spec: ModelSpec) -> PretrainedConfig:
-    """The `transformers` configuration of a job's model.
+    """Return the `transformers` configuration of a job's model.
 
     Raises:
-        InputError: unknown model type, or values that it does not take.
+        InputError: unknown model type, or invalid values.
     """
     values = _values(spec)
     model_type = values.pop("model_type", None)
@@ -117,7 +117,7 @@ def config_of(spec: ModelSpec) -> PretrainedConfig:
     make = _transformers().AutoConfig.for_model
     try:
         config, usual = make(model_type, **values), make(model_type)
-    except Exception as error:  # each type of model checks its values in a way of its own
+    except Exception as error:  # each model type checks its values in its own way
         raise InputError(
             "this is no valid transformers configuration",
             where=where,
@@ -126,7 +126,7 @@ def config_of(spec: ModelSpec) -> PretrainedConfig:
     shown = [*usual.to_dict(), *config.attribute_map]
     known = {*shown, *BESIDE_VALUES}
     unknown = [key for key in values if key not in known]
-    # A config.json may hold what other tools left there.
+    # A config.json may contain keys of other tools.
     if unknown and isinstance(spec.config, dict):
         raise InputError(
             f"unknown key 'model.config.{unknown[0]}'",
@@ -137,11 +137,11 @@ def config_of(spec: ModelSpec) -> PretrainedConfig:
 
 
 def check_fits(job: Job, folder: Path) -> None:
-    """A model of `transformers` has a place for every position and every token of the job's data;
-    one that has not fails somewhere inside, in the middle of the run, on a GPU without a word.
+    """Check that a `transformers` model has room for every position and token of the job's data.
+    Unchecked, the run fails midway, on a GPU without a message.
 
     Raises:
-        InputError: it has not.
+        InputError: too few positions, or too small a vocabulary.
     """
     if job.model.config is None:
         return
@@ -167,14 +167,14 @@ def check_fits(job: Job, folder: Path) -> None:
 
 
 def attention_cost(model: nn.Module) -> float:
-    """What a pair of tokens costs where a token costs 1: of a transformer's block with perceptrons
-    of four times its width, 4 against 24 widths of products; 0 where the width is not known."""
+    """Return the cost of a pair of tokens relative to a token's: `4 * width` over `24 * width**2`,
+    for a transformer block with an MLP of four times its width; 0 if the width is unknown."""
     width = getattr(getattr(model, "config", None), "hidden_size", None)
     return 1 / (6 * width) if isinstance(width, int) and width > 0 else 0.0
 
 
 def vocabulary_of(spec: ModelSpec) -> int | None:
-    """How many tokens a model of `transformers` knows; None if its configuration does not say."""
+    """Return the vocabulary size of a `transformers` model; None if not configured."""
     return None if spec.config is None else _vocabulary(config_of(spec).get_text_config())
 
 

@@ -1,5 +1,5 @@
-"""The work of ranks by its name. Whoever starts them has no use for what it imports: all that
-trains, and torch's tensors of several devices, half a second of it.
+"""Work of ranks by name. The starting process needs none of the imports: the training code, and
+torch's tensors of several devices, half a second.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 
 def work_of(name: Literal["profile", "train", "try_out"]) -> Callable[..., Any]:
-    """The function of that name in `work`, imported where it is called."""
+    """Return the function `name` of `work`, imported when called."""
     return partial(_call, name)
 
 

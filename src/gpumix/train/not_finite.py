@@ -1,4 +1,4 @@
-"""Errors of a step whose loss, or gradient, is not finite."""
+"""Errors of a step with a non-finite loss or gradient."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gpumix.spec.errors import TrainingError
 
 
 def spoilt(wrong: str, who: str) -> TrainingError:
-    """An earlier step has spoilt the weights."""
+    """Return the error of weights spoilt by an earlier step."""
     return TrainingError(
         wrong,
         where=who,
@@ -20,7 +20,7 @@ def spoilt(wrong: str, who: str) -> TrainingError:
 
 
 def without_labels(step: int, who: str, samples: Sequence[int], saved: Path) -> TrainingError:
-    """The mean over no labels. `samples` are some that `who` had; `saved` is the state before."""
+    """Return the error of a mean over no labels. `samples` are of `who`; `saved` is the state."""
     return TrainingError(
         f"step {step} has no loss: none of its labels counts",
         where=f"{who}, whose first samples are {', '.join(map(str, samples))}",
@@ -31,7 +31,7 @@ def without_labels(step: int, who: str, samples: Sequence[int], saved: Path) -> 
 
 
 def overflowed(wrong: str, who: str, saved: Path) -> TrainingError:
-    """The weights were good; `saved` has them."""
+    """Return the error of good weights, saved in `saved`."""
     return TrainingError(
         wrong,
         where=who,

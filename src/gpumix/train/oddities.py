@@ -1,7 +1,7 @@
-"""Warns of what trains, but hardly as it was meant: less data than a batch, nearly all of it held
-out, a warm-up longer than the run.
+"""Warnings about jobs that train, but hardly as intended: less data than a batch, nearly all data
+held out, a warm-up longer than the run.
 
-None stops a run: a trial on a handful of samples is what many begin with.
+Warnings stop no run: many begin with a trial on a handful of samples.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from gpumix.data.rows import Source
 from gpumix.spec.job import Job
 from gpumix.spec.units import plural
 
-MOST_HELD_OUT = 0.5  # of the samples; more than that is a slip, such as the part to train on
+MOST_HELD_OUT = 0.5  # of the samples; more is a slip, such as the part to train on
 
 
 def of_schedule(job: Job) -> list[str]:
-    """A line if the learning rate never rises to its peak."""
+    """Warn of a learning rate whose peak is never reached."""
     warmup_steps = job.schedule.warmup_steps
     if warmup_steps <= job.steps:
         return []
@@ -26,7 +26,7 @@ def of_schedule(job: Job) -> list[str]:
 
 
 def of_data(train: Source, held_out: Source, global_batch: int) -> list[str]:
-    """One line for each thing that is odd; none of a stream, whose samples nobody has counted."""
+    """Warn of odd data, a line per finding; nothing for a stream, whose length is unknown."""
     if train.in_order:
         return []
     count, kept = len(train), len(held_out)

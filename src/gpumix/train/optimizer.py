@@ -1,4 +1,4 @@
-"""The optimizer and the learning rate of a job."""
+"""Optimizer and learning rate of a job."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def optimizer_for(
     names: Sequence[str] | None = None,
     fused: bool = True,
 ) -> torch.optim.Optimizer:
-    """The optimizer over a rank's pieces. Weight decay is for matrices: parameters of two and more
-    dimensions in the whole model, whatever the shape of the piece.
+    """Return the optimizer over a rank's shards. Weight decay applies to matrices: parameters with
+    two or more dimensions in the full model, whatever the shape of the shard.
 
     Args:
-        layout: the engine's; called, on all ranks, where the optimizer needs it.
-        names: of all trained parameters, where other ranks may have others than this one.
+        layout: returns the engine's layout; called, on all ranks, if the optimizer needs it.
+        names: of all trained parameters, if ranks train different parameters.
         fused: whether adamw and sgd update in one kernel.
 
     Raises:
-        InputError: a group of the job gets no parameter.
+        InputError: a group of the job matches no parameter.
     """
     trained = [p for p in pieces if p.local.requires_grad]
     patterns = [group.match for group in spec.groups]
@@ -47,7 +47,7 @@ def optimizer_for(
         made.setdefault((number, not matrix), _group(spec, of_job, matrix=matrix))["params"].append(
             piece.local
         )
-    # An optimizer wants a group, also of a rank whose stage trains nothing.
+    # torch requires a group, even on a rank whose stage trains nothing.
     groups = [made[key] for key in sorted(made)] or [_group(spec, None, matrix=True)]
     return _make(spec, groups, layout, fused=fused)
 
@@ -58,14 +58,14 @@ def _group(spec: OptimizerSpec, of_job: ParameterGroup | None, *, matrix: bool) 
     if of_job is not None:
         decay = decay if of_job.weight_decay is None else of_job.weight_decay
         rate = of_job.lr or rate
-    # `initial_lr` is what torch's schedulers call it too.
+    # torch's schedulers use `initial_lr` too.
     return {"params": [], "weight_decay": decay, "lr": rate, "initial_lr": rate}
 
 
 def trial_optimizer(
     spec: OptimizerSpec, parameters: list[nn.Parameter], *, fused: bool = True
 ) -> torch.optim.Optimizer:
-    """The same optimizer over any whole parameters, for the profiler to time."""
+    """Return the optimizer over full parameters, for the profiler to time."""
     groups = [{"params": parameters, "weight_decay": spec.weight_decay}]
     return _make(spec, groups, None, fused=fused)
 
@@ -78,7 +78,7 @@ def _make(
     fused: bool,
 ) -> torch.optim.Optimizer:
     given = layout() if layout is not None and spec.name in ("adafactor", "muon") else None
-    # Fused: one pass over memory, and no temporary of the size of the shard.
+    # Fused: one pass over memory, no temporary of the shard's size.
     adamw: dict[str, Any] = {"betas": spec.betas, "eps": spec.eps}
     make: dict[str, Callable[..., torch.optim.Optimizer]] = {
         "adamw": partial(torch.optim.AdamW, **adamw, fused=fused),
@@ -104,12 +104,12 @@ def _make(
 
 
 def learning_rate(job: Job, step: int) -> float:
-    """The learning rate of `step`, counted from 0."""
+    """Return the learning rate of `step`, counted from 0."""
     return job.optimizer.lr * _factor(job.schedule, step, job.steps)
 
 
 def set_learning_rates(optimizer: torch.optim.Optimizer, job: Job, step: int) -> None:
-    """Give each group its rate of `step`: all rise and fall alike, each from its own peak."""
+    """Set the learning rates of `step`: one schedule, scaled by each group's peak."""
     factor = _factor(job.schedule, step, job.steps)
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] * factor
@@ -118,7 +118,7 @@ def set_learning_rates(optimizer: torch.optim.Optimizer, job: Job, step: int) ->
 def _factor(schedule: ScheduleSpec, step: int, steps: int) -> float:
     if step < schedule.warmup_steps:
         return (step + 1) / schedule.warmup_steps
-    # What is tried out may take more steps than the job has.
+    # A trial may take more steps than the job.
     done = min(1.0, (step - schedule.warmup_steps) / max(1, steps - schedule.warmup_steps))
     if schedule.kind == "cosine":
         done = (1 - math.cos(math.pi * done)) / 2

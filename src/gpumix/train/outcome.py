@@ -1,4 +1,4 @@
-"""What a run, or a few steps of one, came to."""
+"""Results of runs and of trials."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from gpumix.train.interlude import Interlude
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run came to. `prediction_error` is predicted over measured step time, less 1; there is
-    no loss where no step was left to do. `devices` are as in the last steps, in rank order; of a
-    long run `losses` are the newest."""
+    """Result of a run. `prediction_error` is predicted over measured step time, minus 1; `loss` is
+    None if no step was left. `devices` are as in the last steps, in rank order; `losses` are the
+    newest of a long run."""
 
     steps: int
     loss: float | None
@@ -29,20 +29,20 @@ class Summary:
 
 @dataclass(frozen=True)
 class Trial:
-    """What a few steps by a plan came to; times without the first steps.
+    """Result of a few steps by a plan; times exclude the first steps.
 
     Attributes:
         step_s: the median; `mean_s`: the mean, in which rare waits count.
-        busy_shares: of each rank: the part of its time in which it waited for no other.
-        input_shares: of each rank: the part of its time in which it waited for its data.
-        padding_share: of the tokens that all ranks computed; None where samples are alike.
-        save, evaluation: of one checkpoint, of one evaluation; nothing if the job has none, or they
-            were not asked for.
-        limits: of each rank: what holds its data back.
-        retries: of each rank: how often its allocator had to give memory back to get some.
-        syncs: lines of the model's that made the host wait for the device, with how often in a step
-            of the first rank; empty if that was not asked for, or the device is no GPU.
-        told: what the watcher of the first rank saw; None: there was none.
+        busy_shares: by rank: part of the time not spent waiting for other ranks.
+        input_shares: by rank: part of the time spent waiting for data.
+        padding_share: of the tokens computed by all ranks; None if samples are alike.
+        save, evaluation: cost of a checkpoint and an evaluation; zero if the job has none, or not
+            requested.
+        limits: by rank: the bottleneck of its data loading.
+        retries: by rank: how often the allocator had to return memory to get more.
+        syncs: lines of the model where the host waits for the device, with the count per step of
+            the first rank; empty if not requested, or without a GPU.
+        told: report of the first rank's watcher; None without a watcher.
     """
 
     step_s: float

@@ -1,4 +1,4 @@
-"""How long devices compute, and how samples are split by that; pure."""
+"""Compute times of devices and the resulting splits of samples. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpumix.spec.stage import Stage, Worker
 
 
 class Pace(NamedTuple):
-    """How long a team computes: `fixed_s` in any case, and `sample_s` for each sample."""
+    """Compute time of a tensor-parallel group: `fixed_s` per step plus `sample_s` per sample."""
 
     fixed_s: float
     sample_s: float
@@ -25,12 +25,13 @@ class Pace(NamedTuple):
         return Pace(self.fixed_s * factor, self.sample_s * factor)
 
     def for_each(self, samples: int) -> Pace:
-        """The same, counted in so many samples at once."""
+        """Return the pace counted in units of `samples` samples."""
         return Pace(self.fixed_s, self.sample_s * samples)
 
 
 def planned_pace(plan: Plan, worker: Worker) -> Pace:
-    """By the plan's prediction; without one all of the time is for samples, and alike for all."""
+    """Return a worker's pace by the plan's prediction. Without a prediction all time is per sample,
+    equal for all workers."""
     told = plan.prediction.workers if plan.prediction is not None else ()
     expected = next((one for one in told if one.device == worker.device), None)
     if expected is None or not worker.samples or expected.busy_s <= expected.optimizer_s:
@@ -42,8 +43,8 @@ def planned_pace(plan: Plan, worker: Worker) -> Pace:
 def with_data(
     paces: Sequence[Pace], hosts: Sequence[str], read_per_s: Mapping[str, float]
 ) -> list[Pace]:
-    """Teams that are no faster, all of a host together, than it reads their samples; those of no
-    host read none so far."""
+    """Slow down groups that, together on a host, compute faster than the host reads samples. Groups
+    of no host (`""`) have read no samples so far."""
     together: dict[str, float] = defaultdict(float)
     for pace, host in zip(paces, hosts):
         together[host] += 1.0 / pace.sample_s
@@ -58,7 +59,7 @@ def slowest_s(paces: Sequence[Pace], samples: Sequence[int]) -> float:
 
 
 def bound_s(paces: Sequence[Pace], total: int) -> float:
-    """No split takes less, if samples could be cut: all teams end at once."""
+    """Return the lower bound of any split: all groups end at once, with divisible samples."""
     rate = sum(1.0 / pace.sample_s for pace in paces)
     return (total + sum(p.fixed_s / p.sample_s for p in paces)) / rate
 
@@ -66,12 +67,12 @@ def bound_s(paces: Sequence[Pace], total: int) -> float:
 def split(
     total: int, paces: Sequence[Pace], most: Sequence[int], least: Sequence[int] | None = None
 ) -> tuple[int, ...] | None:
-    """So many samples for each team that the slowest ends as early as can be; None if there is no
-    memory for all.
+    """Split samples over groups to minimize the slowest group's time; None if `most` or `least`
+    rule out `total`.
 
     Args:
-        most: the most that each may have.
-        least: of those that may have some, so many at least; by default one, so that its pace
+        most: the most samples of each group.
+        least: the fewest samples of each group, up to `most`; by default one, so that each pace
             stays known.
     """
     if least is None:
@@ -92,13 +93,14 @@ def split(
 
 
 def with_samples(plan: Plan, samples: Sequence[int]) -> Plan:
-    """A plan of one stage with so many samples for each team; see `with_samples_in`."""
+    """Return a plan of one stage with new samples per group; see `with_samples_in`."""
     return with_samples_in(plan, [samples])
 
 
 def with_samples_in(plan: Plan, samples: Sequence[Sequence[int]]) -> Plan:
-    """A plan with so many samples for each team of each stage, and no prediction. Micro-batches are
-    those of the plan, where there are samples enough; who had none takes as large ones as any."""
+    """Return the plan with new samples per stage and group, without a prediction. Micro-batches
+    keep their size, up to the samples; workers without samples before get the stage's largest size.
+    """
     stages = tuple(
         _with_samples(stage, counts) for stage, counts in zip(plan.stages, samples, strict=True)
     )

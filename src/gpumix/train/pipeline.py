@@ -1,6 +1,6 @@
-"""The line of values, walked: job and cluster, profile, plan, run. What `gpumix train` does.
+"""Pipeline of `gpumix train`: job and cluster, profile, plan, run.
 
-Deciding happens here, in the process that was started; measuring and training in ranks.
+Decisions are made here, in the started process; ranks measure and train.
 """
 
 from __future__ import annotations
@@ -71,15 +71,15 @@ if TYPE_CHECKING:
     from gpumix.train.outcome import Summary, Trial
     from gpumix.train.watcher import Watcher
 
-# What every model of transformers imports.
+# Imported by every model of transformers.
 TRANSFORMERS = ("transformers.models.auto.modeling_auto", "transformers.modeling_utils")
 
 
 class Pipeline:
-    """A job on its way from the file to the run.
+    """Pipeline of a job from file to run.
 
     Args:
-        folder: where relative names in the job start from.
+        folder: base of relative names in the job.
     """
 
     def __init__(self, job: Job, folder: Path, runs: Runner, *, debug: bool = False) -> None:
@@ -89,7 +89,7 @@ class Pipeline:
         self._debug = debug
         self._console = stderr()
         self.cluster: Cluster = runs.cluster(None if job.cluster == "auto" else job.cluster)
-        self._devices = self.cluster  # with those that are left out for a while
+        self._devices = self.cluster  # including devices left out for a while
         if job.cluster == "auto" and not self.cluster.classes[0].is_gpu:
             self.show(runs_on_cpu())
 
@@ -102,10 +102,10 @@ class Pipeline:
         debug: bool,
         allowed: Sequence[str] | None = None,
     ) -> Pipeline:
-        """The job in a file.
+        """Read the job in a file.
 
         Args:
-            allowed: code that it may call, by default any; see `check_allowed`.
+            allowed: code that the job may call, by default any; see `check_allowed`.
         """
         job = read_job(path, overrides)
         if allowed is not None:
@@ -117,23 +117,24 @@ class Pipeline:
 
     @property
     def speaks(self) -> bool:
-        """Whether this process shows things."""
+        """True if this process prints for people."""
         return self._runs.speaks
 
     def show(self, thing: Any) -> None:
-        """Print for people, where this process is the one that speaks."""
+        """Print for people, if this process `speaks`."""
         if self.speaks:
             self._console.print(thing)
 
     def profile(
         self, *, fresh: bool = False, resume: bool = False, failed: bool = False
     ) -> Profile:
-        """From the cache, or measured. Under torchrun the ranks go by the first host's cache.
+        """Return the profile, cached or measured. Under torchrun all ranks use the first host's
+        cache.
 
         Args:
-            fresh: the cache does not count.
-            resume: for a run that goes on, which is refused first if it cannot.
-            failed: after a failure, of which it was learnt how much others leave.
+            fresh: ignore the cache.
+            resume: for a resumed run, which is refused first if it cannot resume.
+            failed: after a failure, which showed how much memory other processes leave.
         """
         taken = occupied(self.cluster) if self._runs.decides_alone and not failed else ()
         for one in taken:
@@ -162,18 +163,18 @@ class Pipeline:
         plan_file: str = "",
         made_from_file: str = "",
     ) -> Summary:
-        """Train by `plan`, or by one that is made first.
+        """Train by `plan`, or by a plan made first.
 
         Args:
-            made_from: the profile that the plan was made from, if it is known.
-            plan_file, made_from_file: what the two were read from.
+            made_from: the profile behind the plan, if known.
+            plan_file, made_from_file: the files of plan and profile.
         """
         if self.speaks:
             check_installed(self.job.trackers)
         lessons = self._runs.started_again(self.job.output, self._newest)
         if not self._takes_part(lessons):
             summary = self._runs.outcome()
-            for home in self._homes():  # copies of the start in which this process took part
+            for home in self._homes():  # copies of an earlier start with this process
                 home.remove()
             return summary
         if lessons is None:
@@ -207,12 +208,13 @@ class Pipeline:
                     mark_stopped(self.job.output)
                 raise
             except BaseException as error:
-                if self.speaks:  # a rank that was ended could not say so
+                if self.speaks:  # a killed rank could not report it
                     mark_failed(self.job.output, first_line(error))
                 raise
 
     def _takes_part(self, lessons: Lessons | None) -> bool:
-        """Whether this process does; the devices of others may be left out too."""
+        """Leave out devices, and return True if this process takes part; other processes' devices
+        may be left out too."""
         there = {device.id for device in self._devices.devices}
         without = there & set(lessons.without if lessons is not None else ())
         if without == there:
@@ -269,7 +271,7 @@ class Pipeline:
         error: DeviceFailure | DeviceMissing | RankInterrupted | PlanOutdated,
         restart: Restart | None,
     ) -> DeviceFailure | RankInterrupted | PlanOutdated:
-        """A GPU that is not there any more when a run starts again that has trained on it."""
+        """Turn a missing GPU into a lost rank, if the run trained on it before this restart."""
         if not isinstance(error, DeviceMissing):
             return error
         if restart is None or not self._newest():
@@ -281,13 +283,13 @@ class Pipeline:
     def _learn(
         self, error: TrainingError | RankInterrupted, recovery: Recovery, plan: Plan | None
     ) -> None:
-        """Whose fault it was, for whoever starts the run again."""
+        """Record the failed device for the process restarting the run."""
         if not isinstance(error, DeviceFailure) or isinstance(error, OutOfMemory):
             return
         if not error.device:
             return
         failed_at = time.time()
-        with suppress(GpumixError):  # it happened too often in a row
+        with suppress(GpumixError):  # too many failures in a row
             again = recovery.after(error, self._newest(), plan)
             lessons = recovery.lessons(Restart(error.what, failed_at, again.told))
             self._runs.learns(self.job.output, lessons)
@@ -320,13 +322,13 @@ class Pipeline:
             self.show(f"what ranks did last on NCCL is in {folder}: torchfrtrace -p rank_ {folder}")
 
     def _newest(self) -> int:
-        """The step after which there is a state to go on from; 0 without any."""
+        """Return the last step with a state to resume from; 0 without a state."""
         found = newest([home.held() for home in self._homes()])
         saved = latest(self.job.output / run_files.CHECKPOINTS)
         return max(found.step if found else 0, step_of(saved) if saved else 0)
 
     def _homes(self) -> list[Home]:
-        """Where the run's hosts, as many as this one is, keep copies in memory."""
+        """Return the folders of copies in memory, for each of the run's hosts on this machine."""
         root = shared_memory_folder()
         hosts = sorted({device.host for device in self._devices.devices})
         output = self.job.output
@@ -336,15 +338,15 @@ class Pipeline:
     def _plan_again(
         self, again: Again, plan: Plan, profile: Profile | None
     ) -> tuple[Plan, Profile | None]:
-        """The plan for the devices that are to take part: the same one, if these are, and nothing
-        was learnt. And a profile of all that there are."""
+        """Return a plan for the devices taking part, and a profile of all devices. Equal devices
+        without new lessons keep the plan."""
         left = {device.id for device in self._devices.devices} - again.without
         before = {device.id for device in self.cluster.devices}
         if left == before and not again.memory and not again.slower:
             return plan, profile
         self.cluster = self._devices.only(left)
         if profile is None or not left <= {device.id for device in profile.cluster.devices}:
-            profile = self.profile(failed=True)  # the plan was given without it
+            profile = self.profile(failed=True)  # the plan was given without a profile
         plan = self.plan(again.known(profile))
         if back := left - before:
             self.show(f"tried once more: {', '.join(sorted(back))}")
@@ -352,7 +354,7 @@ class Pipeline:
         return plan, profile
 
     def _used(self, plan: Plan) -> Cluster:
-        """The devices that a plan uses. Under torchrun all are, for each has its process."""
+        """Return the devices of a plan; under torchrun all devices, each with its process."""
         if not self._runs.decides_alone:
             return self.cluster
         return self.cluster.only(worker.device for worker in plan.workers)
@@ -360,7 +362,7 @@ class Pipeline:
     def try_out(
         self, plan: Plan, steps: int, *, beside: bool = False, watcher: Watcher | None = None
     ) -> Trial:
-        """Train a few steps by `plan`, for its speed; see `Trainer.try_out`."""
+        """Train a few steps by `plan` to measure its speed; see `Trainer.try_out`."""
         used = self._used(plan)
         devices = self._runs.devices(used)
         trial: Trial = self._runs.run(
@@ -369,7 +371,7 @@ class Pipeline:
         return trial
 
     def show_summary(self, summary: Summary) -> None:
-        """One line: how fast, and how far off the prediction was."""
+        """Show the classes' table and a line with speed, loss and prediction error."""
         if summary.loss is None:
             more = f", and the job wants {self.job.steps}" if self.job.steps < summary.steps else ""
             self.show(f"nothing was left to do: the run has {summary.steps} steps{more}")
@@ -395,12 +397,12 @@ class Pipeline:
 
     @contextmanager
     def _output_for_one(self, *, fresh: bool) -> Iterator[None]:
-        """Hold the run's folder: two runs would write into each other's files. Whatever ends this
-        process lets go of it. A run that begins anew (`fresh`) is another one from then on.
+        """Lock the run's folder: two runs would overwrite each other's files. The end of this
+        process releases the lock. A `fresh` run gets a new id.
 
         Raises:
-            InputError: another run holds it.
-            MachineError: it cannot be written.
+            InputError: another run has the lock.
+            MachineError: the folder is not writable.
         """
         if not self.speaks:
             yield
@@ -452,8 +454,8 @@ class Pipeline:
     def _checked(
         self, plan: Plan, profile: Profile | None, both: str = ""
     ) -> tuple[Plan, Profile | None]:
-        """The plan that was given, predicted again, and the profile that it was compared with: the
-        one that is given, or that of the cache. `both` is where they were read from."""
+        """Check a given plan and predict it again; return the plan and the profile used: given or
+        cached. `both` names the files of plan and profile."""
         plan.for_devices([device.id for device in self._runs.devices(self._used(plan))])
         check_job(plan, self.job, self.cluster)
         others = other_speeds(plan, self.cluster)
@@ -461,7 +463,7 @@ class Pipeline:
             with placed(both):
                 check_model(plan, profile)
             profile = None
-        if self._runs.decides_alone:  # other hosts may have other files
+        if self._runs.decides_alone:  # hosts may have different files
             profile = self._known() if profile is None else reading_as(self.job, profile)
             if profile is not None:
                 profile = within_memory(profile, self.cluster)
@@ -482,7 +484,7 @@ class Pipeline:
         return plan, profile
 
     def _known(self) -> Profile | None:
-        """What the cache has for a given plan, which waits for no measurement."""
+        """Return the cached profile for a given plan, without measuring."""
         cache = MeasurementCache(self.job, self.cluster, self.folder)
         profile = cache.load()
         if profile is None and (profile := cache.without_inputs()) is not None:
@@ -493,7 +495,7 @@ class Pipeline:
         return profile
 
     def _refuse_at_once(self) -> None:
-        """Tell of texts, stages and teams that the job wants and that there cannot be."""
+        """Refuse text files, stages and tensor-parallel groups that the job cannot have."""
         space, spec, strategy = self.job.techniques, self.job.model, self.job.strategy
         if self.job.data.text and self._runs.decides_alone:
             from gpumix.data.text import find_files
@@ -513,11 +515,11 @@ class Pipeline:
 
 
 def plan_of(job: Job, profile: Profile, strategy: str | None = None, *, leaving_out: bool) -> Plan:
-    """The plan of a job.
+    """Plan a job.
 
     Args:
-        leaving_out: whether devices may be left out; who starts processes by hand means all of them
-            to work.
+        leaving_out: whether devices may be left out; processes started by hand are all meant to
+            work.
     """
     techniques = job.techniques
     space = techniques.leaving_out() if leaving_out else techniques.with_all_devices()
@@ -525,10 +527,10 @@ def plan_of(job: Job, profile: Profile, strategy: str | None = None, *, leaving_
 
 
 def _check_free(output: Path) -> None:
-    """Raises InputError if a run holds the folder now; what it saved is not finished."""
+    """Raise InputError if a run has the lock: its checkpoints are unfinished."""
     try:
         lock = os.fdopen(opened_lock(output / run_files.LOCK, make=False), "r+b")
-    except OSError:  # no run was here, or none can be: told when it is taken
+    except OSError:  # no run yet, or not writable: reported when locking
         return
     with lock:
         try:
@@ -555,12 +557,12 @@ def _held(output: Path) -> InputError:
 
 
 def _shortest(path: Path) -> str:
-    """The path as a shell takes it, from here where that is shorter."""
+    """Quote a path for a shell, relative to the working directory if shorter."""
     return shlex.quote(min(os.path.relpath(path), str(path), key=len))
 
 
 def too_busy(overruns: int) -> str:
-    """What to say of a measurement on emulated devices that had overruns."""
+    """Return the warning about overruns in a measurement on emulated devices."""
     times = "once" if overruns == 1 else f"{overruns} times"
     return (
         f"emulated devices fell behind their speed {times}: this machine was busy, and may have "

@@ -1,7 +1,7 @@
-"""What became of a run's plan, as an event of its record: what each device had before and has now.
+"""Plan changes of a run as events: each device's part before and now.
 
-Told of a start by another plan, and of a split anew while the run trains. Its words are made here
-too, for all who show a run. Nothing here imports torch.
+Recorded for a start by another plan, and for a rebalance while the run trains. The texts for all
+viewers of a run are made here too. Imports no torch.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from gpumix.train.run_id import is_later
 from gpumix.train.run_record import RunRecord
 
 EVENT = "plan"
-_MARK = f'"{EVENT}"'.encode()  # in its line
-BEFORE = "_before"  # behind the names of fields
-ALWAYS = ("samples", "shares")  # that are told where they stay, too
-MOST = 6  # devices that words are made of, one by one
+_MARK = f'"{EVENT}"'.encode()  # in the line of an event
+BEFORE = "_before"  # suffix of fields
+ALWAYS = ("samples", "shares")  # reported even if unchanged
+MOST = 6  # devices listed in a text
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What each device has of a plan: all by device, but for the first two.
+    """Each device's part of a plan; all by device, except the first two.
 
-    `shares` are parts of the state that a stage's workers divide, without any at ZeRO stage 0;
-    `stages` are counted from 1, `blocks` are the unit calls of all of them. `devices` says what
-    they are, where that is known.
+    `shares` are fractions of the state divided by a stage's workers, empty at ZeRO stage 0;
+    `stages` count from 1; `blocks` are the unit calls of all stages of a device. `devices` are
+    descriptions, where known.
     """
 
     strategy: str
@@ -83,7 +83,7 @@ def _described(cluster: Cluster, devices: Iterable[str]) -> dict[str, str]:
 
 
 def change(before: Parts, after: Parts) -> dict[str, Any]:
-    """The event's fields: what differs, and what it was; nothing if nothing does."""
+    """Return the event's fields: changed values, new and old; empty without changes."""
     both = before.devices.keys() & after.devices.keys()
     before, after = (
         replace(one, devices={name: what for name, what in one.devices.items() if name in both})
@@ -100,8 +100,7 @@ def change(before: Parts, after: Parts) -> dict[str, Any]:
 
 
 def started(before: Parts, now: Parts, why: str) -> Told | None:
-    """What to tell of a start by what there is `now` in place of what the run had `before`; None if
-    it is the same."""
+    """Return the event of a start by a plan unlike `before`; None if equal."""
     fields = change(before, now)
     return Told(EVENT, {"why": why, "live": False} | fields, "") if fields else None
 
@@ -116,11 +115,11 @@ def dealt_anew(
     after_s: float,
     moving_s: float | None = None,
 ) -> Told:
-    """What to tell of a split anew while the run trains.
+    """Return the event of a rebalance while the run trains.
 
     Args:
-        what: takes `before_s` in a step by the plan until now, and is to take `after_s`.
-        moving_s: what it takes to move state, if that moves.
+        what: the work timed: `before_s` per step until now, `after_s` expected.
+        moving_s: time to move state, if state moves.
     """
     fields = {
         "why": why,
@@ -136,23 +135,23 @@ def dealt_anew(
 
 
 def in_force(folder: Path, *, fresh: bool = False) -> Parts | None:
-    """By what a run trained last; see `plan_in_force`."""
+    """Return the parts of a run's last plan; see `plan_in_force`."""
     plan = plan_in_force(folder, fresh=fresh)
     return None if plan is None else Parts.of(plan, _devices_of(folder))
 
 
 def plan_in_force(folder: Path, *, fresh: bool = False) -> Plan | None:
-    """By what a run trained last: its plan, and how it was split anew since. None without any.
+    """Return a run's last plan, with later rebalances applied; None without a plan.
 
     Args:
-        fresh: it was begun anew, maybe where another run had left a plan and a record.
+        fresh: the run did not resume, maybe in a folder with another run's plan and record.
     """
     plan_file, record = folder / run_files.PLAN, folder / run_files.METRICS
     if fresh and not is_later(plan_file):
         return None
     try:
         plan = Plan.load(plan_file)
-    except InputError:  # there is none, or none of this version
+    except InputError:  # no plan, or of another version
         return None
     told = _newest_first(record) if not fresh or is_later(record) else iter(())
     newest = next(told, None)
@@ -160,7 +159,7 @@ def plan_in_force(folder: Path, *, fresh: bool = False) -> Plan | None:
 
 
 def _devices_of(folder: Path) -> Cluster | None:
-    """Those that the job of the run's last start named; None if it named none."""
+    """Return the cluster named by the job of the run's last start; None if unnamed."""
     try:
         named = RunRecord.load(folder / run_files.RUN).job.get("cluster")
         return Cluster.model_validate(named) if isinstance(named, dict) else None
@@ -169,8 +168,8 @@ def _devices_of(folder: Path) -> Cluster | None:
 
 
 def split_anew(plan: Plan, told: Mapping[str, Any]) -> Plan:
-    """The plan with the samples and shares that an event tells; as it is, if they are of another.
-    What is predicted stays that of the plan as it was."""
+    """Apply the samples and shares of an event; return the plan unchanged if the event is of
+    another plan. The prediction stays the original plan's."""
 
     def now(worker: Worker, stage: Stage) -> dict[str, Any]:
         device = worker.device
@@ -192,13 +191,13 @@ def split_anew(plan: Plan, told: Mapping[str, Any]) -> Plan:
 
 
 def _lines(path: Path) -> list[str]:
-    """Those that may tell of it; a run of weeks has many others."""
+    """Return the lines with possible events; the record of a long run has many more."""
     with opened(path) as stream:
         return [line.decode(errors="replace") for line in lines_in(stream) if _MARK in line]
 
 
 def _newest_first(path: Path) -> Iterator[dict[str, Any]]:
-    """The events of a record; its last line may have been cut short."""
+    """Yield the events of a record, newest first; the last line may be cut short."""
     with suppress(OSError):
         for line in reversed(_lines(path)):
             with suppress(ValueError, LookupError, TypeError):
@@ -218,7 +217,7 @@ def _part(value: Any) -> str:
     return f"{value:.1%}" if isinstance(value, float | int) else str(value)
 
 
-# The fields in the order in which they are told, what they are called, and how values are shown.
+# Fields in order of appearance, with labels and formats.
 WORDS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "strategy": ("strategy", _plain),
     "zero_stage": ("ZeRO stage", _plain),
@@ -233,7 +232,7 @@ WORDS: dict[str, tuple[str, Callable[[Any], str]]] = {
 
 
 def in_words(told: Mapping[str, Any]) -> str:
-    """What an event says that has changed; of many devices only some."""
+    """Describe the changes of an event; of many devices only a few."""
     found = []
     for name, (what, shown) in WORDS.items():
         before, after = told.get(f"{name}{BEFORE}"), told.get(name)
@@ -247,11 +246,10 @@ def in_words(told: Mapping[str, Any]) -> str:
 
 
 def devices_in_words(before: Plan, there: Cluster, taking: Cluster) -> str:
-    """Which devices have joined since a run trained by the plan `before`, and which have gone;
-    empty if none.
+    """Describe devices joined or gone since the plan `before`; empty without changes.
 
     Args:
-        taking: those that take part, of all that are `there`.
+        taking: the devices taking part, of all `there`.
     """
     had = {worker.device: worker.host for worker in before.workers}
     now = {device.id for device in there.devices}
@@ -271,7 +269,7 @@ def _listed(told: Sequence[str]) -> str:
 def _devices(
     before: Mapping[str, Any], after: Mapping[str, Any], shown: Callable[[Any], str]
 ) -> Iterator[str]:
-    """Each whose value has changed as it is shown; who has none is not in the plan."""
+    """Yield the devices with a visibly changed value; "none" if not in the plan."""
     for device in dict.fromkeys([*before, *after]):
         values = [shown(all_[device]) if device in all_ else "none" for all_ in (before, after)]
         if values[0] != values[1]:

@@ -1,4 +1,4 @@
-"""What every rank imports; the process that ranks are forked from imports it once."""
+"""Imports of every rank, done once in the process from which ranks are forked."""
 
 import torch
 import torch.distributed.checkpoint

@@ -1,4 +1,4 @@
-"""A run's `progress.json`, for those who watch it from outside. Nothing here imports torch."""
+"""The `progress.json` of a run, for watchers outside. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,20 +13,18 @@ from gpumix.train import run_files
 
 
 def mark_failed(folder: Path, why: str) -> None:
-    """Say in the `progress.json` of a run whose ranks have ended that it does not train any more,
-    which none of them may have been able to, and why: the one who writes may only know that its
-    peers did not answer."""
+    """Mark a run with ended ranks as failed, with the reason. No rank may have been able to, and a
+    writing rank may only know that its peers did not answer."""
     _mark(folder, "failed", why, after=("training", "restarting", "failed"))
 
 
 def mark_stopped(folder: Path) -> None:
-    """Say there that somebody ended the run at once: its ranks had no time to say so."""
+    """Mark a run as ended at once by a person; its ranks had no time to write."""
     _mark(folder, "interrupted", ENDED_AT_ONCE, after=("training", "restarting", "failed"))
 
 
 def mark_restarting(folder: Path, why: str) -> None:
-    """Say there that a run which failed, or one of whose ranks was asked to end, starts again by
-    itself."""
+    """Mark a run as restarting by itself, after a failure or a request to end a rank."""
     _mark(folder, "restarting", why, after=("training", "failed", "interrupted"))
 
 
@@ -40,7 +38,7 @@ def _mark(folder: Path, state: str, why: str, *, after: tuple[str, ...]) -> None
 
 
 def _write_where_room_is(path: Path, text: str) -> None:
-    """As `write_at_once`; on a disk that is full in the place of what the file held."""
+    """Write a file like `write_at_once`; on a full disk overwrite it in place."""
     try:
         write_at_once(path, text)
     except OSError:
@@ -48,7 +46,7 @@ def _write_where_room_is(path: Path, text: str) -> None:
 
 
 def last_heard(folder: Path) -> float | None:
-    """When a run said something last (`time.time()`), by its `progress.json`."""
+    """Return the time (`time.time()`) of a run's last update, by `progress.json`."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         told = json.loads(read_text(folder / run_files.PROGRESS, MARK_BYTES))
         return float(told["time"])
@@ -56,7 +54,7 @@ def last_heard(folder: Path) -> float | None:
 
 
 def last_failure(folder: Path) -> str:
-    """Why a run has failed, by its `progress.json`; empty if it says of none."""
+    """Return the reason of a failure from `progress.json`; empty without a failure."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         told = json.loads(read_text(folder / run_files.PROGRESS, MARK_BYTES))
         return str(told["why"]) if told["state"] == "failed" else ""

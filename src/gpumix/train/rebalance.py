@@ -1,14 +1,14 @@
-"""Which samples each device computes, decided anew while a run trains.
+"""Rebalancing of samples between devices while a run trains.
 
-Every step tells how long each rank computed. If the samples could be split so that steps take
-clearly less time, they are: for a card that throttles or is shared with others, and for a profile
-that was wrong. Pure: all ranks see the same times and come to the same split in the same step.
+Every step reports how long each rank computed. If another split would make steps clearly shorter,
+samples move: for a GPU that throttles or is shared, and for a wrong profile. Pure: all ranks see
+equal times and reach the same split in the same step.
 
-A device that takes f times as long as the plan says is taken to do so for its samples and for its
-optimizer alike. The split is that of the smallest time of the slowest device: sample after sample
-goes to where it ends first, which is the optimum where more samples never take less time. Devices
-of a host that reads samples more slowly than they compute them are as fast as it reads. Where
-memory forbids that, state moves to devices that have room, if that pays for itself.
+A device taking f times the planned time is assumed to do so for samples and optimizer alike. The
+split minimizes the time of the slowest device: sample after sample goes where it ends first, the
+optimum if more samples never take less time. Devices of a host that reads samples more slowly than
+they compute are as fast as the host reads. Where memory rules a split out, state moves to devices
+with room, if the move pays for itself.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from gpumix.spec.plan import Plan
 from gpumix.spec.units import show_seconds
 from gpumix.train.paces import Pace, bound_s, planned_pace, slowest_s, split, with_data
 
-# A split is changed if steps come to take so much less time by the shortest times of so many steps
-# in a row: what happens once is no reason.
+# Least gain, by the shortest times of WINDOW_STEPS steps in a row, that changes a split: a single
+# event is no reason.
 LEAST_GAIN = 0.08
 WINDOW_STEPS = 3
-# And so much less by the times of each of them: what differs from step to step is noise.
+# Least gain by the times of each of the steps: differences between steps are noise.
 LEAST_GAIN_EACH = 0.04
-# Each change makes the next one within so many steps ask for so many steps more; and each in a row
-# that failed, all later ones: it did not bring half of the least gain, or by the next one more was
-# lost by it than gained. What was lost is no reason to wait: a change is undone as soon as the
-# first one is made, and so a device that is slow now and then has the samples that suit it best.
+# Each change makes the next one within CALM_STEPS wait for WARIER_STEPS more steps, and each failed
+# change in a row makes all later ones wait for FAILED_STEPS more: it brought less than half of the
+# least gain, or lost more than it gained by the next change. An undo waits no longer than a first
+# change, so a device that is slow now and then has the samples that suit it best.
 CALM_STEPS = 30
 WARIER_STEPS = 2
 FAILED_STEPS = 6
 MOST_WINDOW_STEPS = 60
-# State moves if the steps to come gain so many times what the move takes.
+# Least gain of the remaining steps by moving state, in multiples of the time of the move.
 WORTH = 2.0
 
 
 @dataclass(frozen=True)
 class Change:
-    """A new split of the samples, by team of the plan, and why; times are those that the devices
-    compute in a step, where it takes longest.
+    """New split of the samples by tensor-parallel group, with the reason. Times are the longest
+    compute time of a device in a step.
 
-    `shares` are those of the state, if that is to move, which is to take `moving_s`.
+    `shares` are the new shares of the state if state moves, which takes `moving_s`.
     """
 
     samples: tuple[int, ...]
@@ -58,7 +58,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Moved:
-    """Samples of each device, what it stores of the state then, and what moving that takes."""
+    """Samples and state shares of each device after a move, and the time of the move."""
 
     samples: tuple[int, ...]
     shares: tuple[float, ...]
@@ -66,20 +66,19 @@ class Moved:
 
 
 class Room(Protocol):
-    """What memory lets devices compute. `most` samples each team has memory for, beside what it
-    stores."""
+    """Memory limits of devices. `most` samples fit each group's memory, next to its state."""
 
     @property
     def most(self) -> Sequence[int]: ...
 
     def moved(self, paces: Sequence[Pace]) -> Moved | None:
-        """The best split if state moves to where there is room for it, for teams of these paces;
-        None if it cannot."""
+        """Return the best split with state moved to where there is room, for groups of these paces;
+        None if impossible."""
 
 
 @dataclass(frozen=True)
 class Fixed:
-    """Room where no state moves."""
+    """Room without moves of state."""
 
     most: Sequence[int]
 
@@ -89,12 +88,12 @@ class Fixed:
 
 @dataclass
 class _Last:
-    """The last change that was for the better, as far as was known.
+    """Last change made for the better, as far as known.
 
     Attributes:
-        samples: those before it; None: state moved too, and nothing goes back.
-        to_beat_s: by what steps take then; None: it did, or `failed`.
-        took_s, instead_s: of steps so far, and what they would have taken by the samples before.
+        samples: the split before; None if state moved too, which is not undone.
+        to_beat_s: step time to beat; None once beaten or `failed`.
+        took_s, instead_s: time of the steps since, and their time by the samples before.
     """
 
     samples: tuple[int, ...] | None
@@ -114,13 +113,13 @@ class _Last:
 
 
 class Rebalancer:
-    """Watches how long ranks compute, step after step, from the split of a plan of one stage on.
+    """Rebalancing by the compute times of ranks, step by step, from the split of a one-stage plan.
 
     Args:
-        steps: how many there are to be.
-        read_per_s: samples that hosts can read; others read as many as are wanted.
-        idle: how fast teams are, by their number, to which the plan gives no samples; those of
-            which that is not known get none.
+        steps: total number of steps.
+        read_per_s: samples per second that hosts can read; hosts left out read as many as wanted.
+        idle: paces, by number, of groups without samples in the plan; such groups without a known
+            pace get none.
     """
 
     def __init__(
@@ -135,7 +134,7 @@ class Rebalancer:
         (stage,) = plan.stages
         leaders = [team[0] for team in stage.teams]
         self.samples = tuple(worker.samples for worker in leaders)
-        """Of each team, now."""
+        """Samples of each group, now."""
         self._devices = [worker.device for worker in leaders]
         self._hosts = [worker.host for worker in leaders]
         self._read_per_s = read_per_s
@@ -147,12 +146,12 @@ class Rebalancer:
         self._times: deque[list[float]] = deque(maxlen=MOST_WINDOW_STEPS)
         self._changed: list[int] = []
         self._step = 0
-        self._of_before = False  # what comes next is of the step before a change
+        self._of_before = False  # the next times are of the step before a change
         self._failures = 0
         self._last: _Last | None = None
 
     def go_on(self, plan: Plan, room: Room) -> None:
-        """State has moved: what the same devices take, and have memory for, is by `plan` now."""
+        """Take paces and memory limits of the devices from `plan`, after state moved."""
         leaders = [team[0] for team in plan.stages[0].teams]
         self._room = room
         self._most = [
@@ -163,11 +162,11 @@ class Rebalancer:
             self._idle.get(team) or planned_pace(plan, worker)
             for team, worker in enumerate(leaders)
         ]
-        self._refused: list[Pace] = []  # those for which no state moves
+        self._refused: list[Pace] = []  # paces for which no state moves
 
     def observe(self, compute_s: Sequence[float]) -> Change | None:
-        """Take in how long each rank computed in the step before this one; a change of the samples
-        from the next step on, if it is worth it.
+        """Record the compute times of the step before this one; return a worthwhile change of the
+        samples from the next step on.
 
         Args:
             compute_s: in the order of the plan's workers; 0 for a step that does not count.
@@ -209,7 +208,7 @@ class Rebalancer:
     def _if_each_gains(
         self, find: Callable[[list[float]], Change | None], window: int
     ) -> Change | None:
-        """The change that is found by so many steps, if it would have been right in each."""
+        """Return the change found from the last `window` steps, if right in each of the steps."""
         if len(self._times) < window:
             return None
         change = find(self._shortest(window))
@@ -220,7 +219,7 @@ class Rebalancer:
         return list(map(min, *list(self._times)[-window:]))
 
     def _undone(self, seconds: list[float]) -> Change | None:
-        """Samples as they were, if the last change has lost more than it gained."""
+        """Return to the previous samples, if the last change lost more than it gained."""
         last = self._last
         if last is None or last.samples is None or last.gained_s >= 0:
             return None
@@ -232,14 +231,14 @@ class Rebalancer:
         return Change(last.samples, before_s, after_s, last.why_undone())
 
     def _judge(self, seconds: float) -> None:
-        """What came of the last change, once it is known."""
+        """Judge the last change, once its effect is known."""
         last = self._last
         if last is not None and last.to_beat_s is not None:
             last.failed, last.to_beat_s = seconds > last.to_beat_s, None
             self._failures += last.failed
 
     def _count_failure(self, *, undone: bool) -> None:
-        """Of the last change, at the next one."""
+        """Count the failures in a row, when the next change is made."""
         last = self._last
         if last is None or last.failed:
             return
@@ -268,8 +267,8 @@ class Rebalancer:
         return Change(samples, before_s, after_s, self._why(seconds))
 
     def _moved(self, paces: list[Pace], still_s: float) -> Moved | None:
-        """A split for which state moves, if it takes clearly less time than one without, which
-        takes `still_s`, and so much less that the steps to come make up for the move."""
+        """Return a split with moved state, if clearly faster than `still_s` without moves, and if
+        the remaining steps make up for the move."""
         limits = [sum(self.samples) if most else 0 for most in self._most]
         best = split(sum(self.samples), paces, limits, self._least)
         if best is None or slowest_s(paces, best) > still_s * (1.0 - LEAST_GAIN):
@@ -286,7 +285,8 @@ class Rebalancer:
         return None
 
     def _paces(self, seconds: Sequence[float]) -> list[Pace]:
-        """Of who has no samples that of the plan, as far as the others keep to it."""
+        """Return the present paces. Groups without samples have the planned pace times the median
+        deviation."""
         factors = self._factors(seconds)
         usual = _median(factors.values())
         paces = [pace.times(factors.get(team, usual)) for team, pace in enumerate(self._planned)]
@@ -294,22 +294,22 @@ class Rebalancer:
         return with_data(paces, reads, self._read_per_s)
 
     def _factors(self, seconds: Sequence[float]) -> dict[int, float]:
-        """How many times as long as planned each team takes that has samples."""
+        """Return actual over planned time of each group with samples."""
         every = enumerate(zip(self._planned, self.samples, seconds))
         return {team: s / planned.seconds(n) for team, (planned, n, s) in every if n}
 
     def _gains(self, change: Change, seconds: Sequence[float]) -> bool:
-        """Whether the change would have been right in one step."""
+        """Return True if the change would have been right in a step."""
         after_s, before_s = self._take_s(seconds, change.samples, self.samples)
         return after_s <= before_s * (1.0 - LEAST_GAIN_EACH)
 
     def _take_s(self, seconds: Sequence[float], *splits: Sequence[int]) -> list[float]:
-        """What a step takes by each of these splits, if devices take so long now."""
+        """Return the step time of each split, if devices take `seconds` now."""
         paces = self._paces(seconds)
         return [slowest_s(paces, samples) for samples in splits]
 
     def _why(self, seconds: list[float]) -> str:
-        """The device that differs most from the others, against the plan."""
+        """Describe the device deviating most from the rest, against the plan."""
         factors = self._factors(seconds)
         usual = _median(factors.values())
         team = max(factors, key=lambda n: max(factors[n] / usual, usual / factors[n]))
@@ -319,7 +319,7 @@ class Rebalancer:
 
 
 def _median(factors: Collection[float]) -> float:
-    """The upper one of two."""
+    """Return the median, the upper of two."""
     return sorted(factors)[len(factors) // 2]
 
 

@@ -1,7 +1,7 @@
-"""What memory lets devices compute and store when samples are split anew. Pure.
+"""Memory limits of devices for rebalancing. Pure.
 
-Memory bounds samples by what is stored beside them. Where that stands in the way, state can go to
-devices that have room: then samples can go to where they are computed soonest.
+The state stored on a device bounds its samples. State can move to devices with room, and samples to
+where they are computed soonest.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from gpumix.spec.profile import Profile
 from gpumix.train.paces import Pace, planned_pace, split, with_samples
 from gpumix.train.rebalance import WINDOW_STEPS, Fixed, Moved, Rebalancer
 
-# Of the room for state that is predicted, what is used: cuts are rounded.
+# Part used of the predicted room for state: cuts are rounded.
 USED = 0.98
-# How much of what samples could gain by moves is tried: all of it, then less.
+# Parts to try of the samples gained by moves: all, then less.
 PARTS = (1.0, 0.75, 0.5, 0.25)
 
 
 def most_by_memory(profile: Profile, plan: Plan) -> tuple[int, ...]:
-    """The most samples for which each team has memory, by the cost model; those of the plan it has
-    room for. Who has none may have some."""
+    """Return the most samples fitting each group's memory by the cost model, at least the plan's.
+    Groups without samples may get some."""
     (stage,) = plan.stages
 
     def fits(samples: Sequence[int]) -> list[bool]:
@@ -38,7 +38,7 @@ def most_by_memory(profile: Profile, plan: Plan) -> tuple[int, ...]:
 def _most(
     least: Sequence[int], batch: int, fits: Callable[[Sequence[int]], list[bool]]
 ) -> tuple[int, ...]:
-    """The most samples that fit each team."""
+    """Return the most samples fitting each group, by bisection."""
     low = list(least)
     high = [batch for _ in least]
     while any(a < b for a, b in zip(low, high)):
@@ -52,7 +52,7 @@ def _most(
 
 
 def idle_paces(profile: Profile, plan: Plan) -> dict[int, Pace]:
-    """How fast teams to which a plan gives no samples would be with some, by their number."""
+    """Return the predicted paces, by number, of groups without samples in the plan."""
     (stage,) = plan.stages
     counts = [team[0].samples for team in stage.teams]
     if all(counts):
@@ -64,7 +64,7 @@ def idle_paces(profile: Profile, plan: Plan) -> dict[int, Pace]:
 
 
 class Movable:
-    """Room of the devices of a plan of one stage without teams, whose state can move."""
+    """Room of the devices of a one-stage plan without tensor parallelism, with movable state."""
 
     def __init__(self, profile: Profile, plan: Plan) -> None:
         self._profile = profile
@@ -80,7 +80,7 @@ class Movable:
         )
 
     def moved(self, paces: Sequence[Pace]) -> Moved | None:
-        """How samples would be split if state made room for them; None if it cannot.
+        """Return a split with state moved to make room for samples; None if impossible.
 
         Args:
             paces: of the devices, in the order of the plan.
@@ -95,7 +95,7 @@ class Movable:
         return None
 
     def _shares_beside(self, samples: Sequence[int]) -> tuple[float, ...] | None:
-        """Of the state, so that as little as possible moves; None if there is no room for all."""
+        """Return state shares with as little moved as possible; None without room for all state."""
         most = [USED * min(room, self._largest) for room in self._room(samples)]
         if min(most) < 0 or sum(most) < 1.0:
             return None
@@ -109,14 +109,14 @@ class Movable:
 
     @property
     def _largest(self) -> float:
-        """Share that collectives of this plan can have."""
+        """Largest share that the plan's collectives support."""
         forms = self._plan.collectives
         padded = "padded" in (forms.gather, forms.reduce)
         return forms.padding / len(self._shares) if padded else 1.0
 
     def _room(self, samples: Sequence[int]) -> list[float]:
-        """The share of the state that each has memory for beside samples; negative: not even for
-        these."""
+        """Return the share of the state fitting each device next to samples; negative if the
+        samples alone do not fit."""
         found = []
         expected = self._expected(samples, self._shares).workers
         for worker, share, slope in zip(expected, self._shares, self._slopes):
@@ -125,7 +125,7 @@ class Movable:
         return found
 
     def _bytes_per_share(self) -> list[float]:
-        """What each would hold more with all of the state than with nothing of it."""
+        """Return each device's peak with all of the state, less the peak with none."""
         ranks = len(self._shares)
         equal, half = (1.0 / ranks,) * ranks, (ranks + 1) // 2
         other = (1.0 / half,) * half + (0.0,) * (ranks - half)
@@ -140,7 +140,7 @@ class Movable:
         return predict(self._profile, with_shares(with_samples(self._plan, samples), shares))
 
     def _seconds(self, shares: Sequence[float]) -> float:
-        """As of a reduction in which ranks send each other as much."""
+        """Estimate the time of a move as a reduction with equal messages between ranks."""
         every = zip(shares, self._shares, self._slopes)
         most = max(abs(after - before) * slope for after, before, slope in every)
         ranks = len(shares)
@@ -152,7 +152,7 @@ class Movable:
 
 
 def settled(profile: Profile, plan: Plan) -> Plan:
-    """What a run makes of a plan after a few steps, if devices take what the profile says."""
+    """Return the plan after a run's first steps, if devices are as fast as profiled."""
     if len(plan.stages) > 1 or len(plan.workers) == 1 or plan.prediction is None:
         return plan
     rebalancer = Rebalancer(
@@ -172,7 +172,7 @@ def settled(profile: Profile, plan: Plan) -> Plan:
 
 
 def with_shares(plan: Plan, shares: Sequence[float]) -> Plan:
-    """A plan of one stage whose workers store so much of the state, and no prediction."""
+    """Return a one-stage plan with new state shares and no prediction."""
     (stage,) = plan.stages
     workers = tuple(
         worker.model_copy(update={"state_share": share})

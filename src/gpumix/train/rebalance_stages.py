@@ -1,8 +1,7 @@
-"""Which micro-batches the workers of a stage compute, decided anew while a run trains. Pure.
+"""Rebalancing of micro-batches between the workers of a stage while a run trains. Pure.
 
-A plan of several stages keeps its stages, its state and its micro-batches: of these the workers of
-one stage give each other some. So nothing of the model moves, and the other stages send and take
-what they did.
+A plan of several stages keeps its stages, state and micro-batches; workers of a stage only exchange
+micro-batches. No part of the model moves, and other stages send and receive as before.
 """
 
 from __future__ import annotations
@@ -13,16 +12,16 @@ from gpumix.spec.profile import Profile
 from gpumix.train.paces import planned_pace, slowest_s, split, with_samples_in
 from gpumix.train.rebalance import LEAST_GAIN_EACH
 
-# How often at most a worker has memory for one less than it would get.
+# Most trials with fewer micro-batches for workers out of memory.
 MOST_TRIALS = 64
 
 
 def redealt(profile: Profile, plan: Plan) -> Plan | None:
-    """The plan with the micro-batches of its stages dealt to their workers so that the slowest of
-    each stage ends as early as it can, with its prediction; None if none changes.
+    """Return the predicted plan with each stage's micro-batches dealt to minimize the slowest
+    worker's time; None without changes.
 
     Args:
-        plan: predicted by `profile`, which tells how fast devices are now.
+        plan: predicted by `profile`, which has the present speeds of devices.
     """
     size = _dealt_at_once(plan)
     if size is None:
@@ -34,14 +33,14 @@ def redealt(profile: Profile, plan: Plan) -> Plan | None:
 
 
 def samples_in(plan: Plan) -> list[list[int]]:
-    """Of each team of each stage."""
+    """Return the samples of each group of each stage."""
     return [[team[0].samples for team in stage.teams] for stage in plan.stages]
 
 
 def _dealt_at_once(plan: Plan) -> int | None:
-    """How many samples go from a worker to another at least; None if none can. All micro-batches
-    are of one size, and as many of each wave go: so the batch is cut as before."""
-    if plan.schedule == "interleaved":  # its devices would be dealt anew in several stages at once
+    """Return the smallest number of samples for workers to exchange; None if none can move. All
+    micro-batches have one size, and equally many of each wave move: the batch is cut as before."""
+    if plan.schedule == "interleaved":  # devices would change in several stages at once
         return None
     sizes = {len(one.rows) for one in plan.stages[0].micro_batches(plan.waves)}
     if len(sizes) > 1:
@@ -52,7 +51,7 @@ def _dealt_at_once(plan: Plan) -> int | None:
 
 
 def _stage_dealt(profile: Profile, plan: Plan, number: int, size: int) -> Plan:
-    """The plan itself if that stage is as well as can be."""
+    """Deal the micro-batches of a stage; return the plan itself without a clear gain."""
     teams, every = plan.stages[number].teams, samples_in(plan)
     now = [count // size for count in every[number]]
     paces = [planned_pace(plan, team[0]).for_each(size) for team in teams]

@@ -1,6 +1,6 @@
-"""What happens after a rank was lost: whether the run starts again, and with which devices.
+"""Recovery after the loss of a rank: whether the run restarts, and with which devices.
 
-Pure: how ranks are ended and started is not said here.
+Pure: ranks are ended and started elsewhere.
 """
 
 from __future__ import annotations
@@ -26,19 +26,18 @@ from gpumix.spec.profile import Profile
 from gpumix.spec.units import plural
 from gpumix.train.plan_change import Parts, change, devices_in_words
 
-# A device whose rank is lost so often in a row, without a step between, is left out. When the run
-# starts again some steps later it is tried once more, and left out if its rank is lost at once.
+# A device losing its rank this often in a row, without a step between, is left out. A restart some
+# steps later tries it once more, and leaves it out if its rank is lost at once.
 BLAMED = 2
-# Of what a plan may fill of a class's memory, what is left to it after it was not enough.
+# Factors on a class's plannable memory after it ran out: of its limit, of the predicted peak.
 LESS_MEMORY = 0.92
 BELOW_PEAK = 0.97
 
 
 @dataclass(frozen=True)
 class Restart:
-    """Why a run had to start again, and what was decided then; both are empty until somebody knows.
-    `failed_at` is the time of that (`time.time()`). `step_s` is what a step took by a plan that was
-    left for a faster one."""
+    """Reason of a restart, and the decision; both empty until known. `failed_at` is the time of the
+    failure (`time.time()`), `step_s` the step time by a plan left for a faster plan."""
 
     why: str
     failed_at: float
@@ -48,8 +47,8 @@ class Restart:
 
 @dataclass(frozen=True)
 class Lessons:
-    """What a run has learnt of its failures, for processes that take it up; `without` and `ever`:
-    the devices that are left out now, and those that were at some time."""
+    """Lessons of a run's failures, for processes continuing the run. `without` are the devices left
+    out now, `ever` the devices left out at some time."""
 
     restart: Restart
     tried: int = 0
@@ -61,7 +60,7 @@ class Lessons:
     ever: tuple[str, ...] = ()
 
     def at(self, newest: int) -> Lessons:
-        """As the run takes them up that has a state after this step."""
+        """Return the lessons for a run with a state after step `newest`."""
         if newest <= self.newest:
             return self
         return replace(self, newest=newest, tried=0, blamed=(), without=())
@@ -71,7 +70,8 @@ class Lessons:
 
     @classmethod
     def from_text(cls, text: str) -> Lessons:
-        """Raises ValueError, TypeError or KeyError for what `to_text` has not made."""
+        """Parse the text of `to_text`; raise ValueError, TypeError or KeyError for any different
+        text."""
         told = json.loads(text)
         memory = tuple((str(name), float(part)) for name, part in told["memory"])
         slower = tuple((str(name), float(factor)) for name, factor in told["slower"])
@@ -89,12 +89,11 @@ class Lessons:
 
 @dataclass(frozen=True)
 class Again:
-    """How a run starts again: without some devices, with less memory planned for some classes, with
-    other speeds of some devices."""
+    """Terms of a restart: devices left out, memory planned for classes, speeds of devices."""
 
     without: frozenset[str] = frozenset()
     memory: tuple[tuple[str, float], ...] = ()  # parts of a class's memory, by class
-    slower: tuple[tuple[str, float], ...] = ()  # times the time that was measured, by device
+    slower: tuple[tuple[str, float], ...] = ()  # factors on the measured time, by device
     told: str = ""
 
     @property
@@ -102,17 +101,17 @@ class Again:
         return dict(self.memory)
 
     def known(self, profile: Profile) -> Profile:
-        """What was measured, without what is left out, and with what was learnt since."""
+        """Return the profile without the devices left out, with the lessons applied."""
         left = without(profile, self.without)
         return with_slower(with_less_memory(left, self.memory_by_class), dict(self.slower))
 
 
 class Recovery:
-    """Decides after each failure of one run.
+    """Decisions after the failures of a run.
 
     Args:
-        most: how often in a row a run starts again without a step between.
-        lessons: of the same run in earlier processes.
+        most: restarts in a row without a step between.
+        lessons: of the run in earlier processes.
     """
 
     def __init__(self, most: int, lessons: Lessons | None = None) -> None:
@@ -126,10 +125,10 @@ class Recovery:
             memory=lessons.memory if lessons else (),
             slower=lessons.slower if lessons else (),
         )
-        """How the run started last."""
+        """Terms of the last start."""
 
     def lessons(self, restart: Restart) -> Lessons:
-        """For processes that take the run up, after `restart`."""
+        """Return the lessons for processes continuing the run after `restart`."""
         again = self.again
         return Lessons(
             restart,
@@ -145,14 +144,14 @@ class Recovery:
     def after(
         self, error: DeviceFailure | RankInterrupted | PlanOutdated, newest: int, plan: Plan | None
     ) -> Again:
-        """What to do.
+        """Decide how to restart after an error.
 
         Args:
-            newest: the step after which a state is kept that the run can go on from.
-            plan: the one that it ran by, if it had one already.
+            newest: the last step with a state to resume from.
+            plan: the plan of the run, if it had one.
 
         Raises:
-            GpumixError: it cannot go on: `error`, or one that says that it comes again and again.
+            GpumixError: the run cannot continue: `error`, or an error reporting its repetition.
         """
         if not self._most:
             raise error
@@ -185,7 +184,7 @@ class Recovery:
         return self.again
 
     def _without(self, device: str) -> Again:
-        self._tried = 0  # without it all may go well
+        self._tried = 0  # may succeed without the device
         self._blamed.clear()
         often = "again" if device in self._left_out else f"{BLAMED} times in a row"
         told = f"device '{device}' is left out: its rank was lost {often}"
@@ -194,8 +193,8 @@ class Recovery:
         return self.again
 
     def _with_less(self, error: OutOfMemory, plan: Plan) -> Again:
-        """So little that the plan must change. Planning ends this: some time there is too little
-        for any plan."""
+        """Plan with so little memory that the plan must change. Planning ends the retries, once no
+        plan fits."""
         memory = self.again.memory_by_class
         if error.fragmented and self._tried == 1:
             told = "its memory was in pieces, not full: starting again"
@@ -203,7 +202,7 @@ class Recovery:
             name = error.device_class
             part = memory.get(name, 1.0)
             less = part * min(LESS_MEMORY, _filled(plan, error.device))
-            # What plans set aside for the framework is no tensors' and still there.
+            # Memory set aside for the framework has no tensors and remains.
             memory[name] = min(less, error.obtainable + part * _framework(plan, error.device))
             told = f"planning again, with {memory[name]:.0%} of the memory of class '{name}'"
         self.again = replace(self.again, memory=tuple(memory.items()), told=told)
@@ -213,12 +212,12 @@ class Recovery:
 def taken_up(
     restart: Restart, before: Plan | None, after: Plan, there: Cluster, taking: Cluster
 ) -> Restart:
-    """A restart that other processes make, with what these know: the devices of now, and the plan.
+    """Complete a restart with the knowledge of the processes making it: present devices and plan.
 
     Args:
         before: the plan by which the run trained; None if it had not trained yet.
-        after: by which it goes on.
-        taking: the devices that take part, of all that are `there`.
+        after: the plan by which it continues.
+        taking: the devices taking part, of all `there`.
     """
     if before is None:
         changes, otherwise = "", "it was ended before it trained"
@@ -244,13 +243,13 @@ def _restart_of(told: Mapping[str, Any]) -> Restart:
 
 
 def _filled(plan: Plan, device: str) -> float:
-    """A little less than the part of a device's memory that the plan fills, by its prediction."""
+    """Return a little less than the part of a device's memory filled by the plan's prediction."""
     parts = [w.peak_bytes / w.memory_limit_bytes for w in _predicted(plan, device)]
     return min(parts, default=1.0) * BELOW_PEAK
 
 
 def _framework(plan: Plan, device: str) -> float:
-    """The part of a device's memory that the plan leaves to context and libraries."""
+    """Return the part of a device's memory that the plan leaves to context and libraries."""
     parts = [
         w.memory_bytes.get("framework", 0) / w.memory_limit_bytes for w in _predicted(plan, device)
     ]
@@ -258,7 +257,7 @@ def _framework(plan: Plan, device: str) -> float:
 
 
 def _predicted(plan: Plan, device: str) -> list[WorkerPrediction]:
-    """Of a device, one for each stage that it computes; none without a prediction."""
+    """Return a device's predictions, one per stage; empty without a prediction."""
     told = plan.prediction.workers if plan.prediction is not None else ()
     return [worker for worker in told if worker.device == device]
 

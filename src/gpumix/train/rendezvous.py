@@ -1,4 +1,4 @@
-"""The store in which ranks find each other, as each of them reaches it."""
+"""Rendezvous store of the ranks, as reached by each rank."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from gpumix.spec.errors import MachineError, first_line
 from gpumix.train.connections import give_up_after, listen_at, wait_until_left
 from gpumix.train.launch import Seat
 
-# How long a process that has the store stays for the others, when it ends before they do.
+# How long the process with the store stays for the others at its end.
 STAY_S = 10.0
 LOOK_S = 0.05
-MISSED_S = 2.0  # after which a store that does not answer is looked for again
+MISSED_S = 2.0  # until a store that does not answer is looked up again
 
 
 def store_of(seat: Seat, timeout_s: float) -> dist.Store:
-    """The rendezvous store, with the words of the seat's run. A process that has it itself keeps it
-    until it ends, and ends after those that are connected to it.
+    """Connect to the rendezvous store, with keys of the seat's run. A process with the store keeps
+    it until the end, and ends after the processes connected.
 
     Raises:
-        MachineError: it is not reached within the timeout.
+        MachineError: no connection within the timeout.
     """
     if seat.one_host:
         talk_inside_of_host()
@@ -41,8 +41,8 @@ def store_of(seat: Seat, timeout_s: float) -> dist.Store:
 
 
 def leave(seat: Seat, start: int) -> None:
-    """Before a process begins anew, for the `start`th time, as all do: who has the store waits
-    until none of the others needs it any more."""
+    """Leave the store before the `start`th restart of all processes. The process with the store
+    waits until no rank needs it."""
     store = dist.PrefixStore("leaving", _connect(seat, STAY_S))
     store.set(f"{start}/{seat.rank}", "")
     deadline = time.monotonic() + (STAY_S if seat.holds_store else 0.0)
@@ -52,11 +52,11 @@ def leave(seat: Seat, start: int) -> None:
 
 
 def meet_anew(seat: Seat, start: int, timeout_s: float) -> None:
-    """After `leave`: wait for the store of this start, which may have ended with the process that
-    had it, and begun with it too.
+    """Wait for the store of a restart, after `leave`. The store may have ended with its process,
+    and starts with it again.
 
     Raises:
-        MachineError: it is not there within the timeout.
+        MachineError: no store within the timeout.
     """
     key, deadline = f"began/{start}", time.monotonic() + timeout_s
     if seat.rank == 0:
@@ -95,25 +95,25 @@ def _connect(seat: Seat, timeout_s: float) -> dist.TCPStore:
 
 @cache
 def _keep(host: str, port: int, *, one_host: bool) -> dist.TCPStore:
-    """In this process, from now on."""
+    """Create the store in this process, until the process ends."""
     store = listening_store(host, port, one_host=one_host)
     atexit.register(wait_until_left, port, limit_s=STAY_S)
     return store
 
 
 def listening_store(host: str, port: int, *, one_host: bool) -> dist.TCPStore:
-    """A store at the address that others are told; torch by itself would listen on all that this
-    host has.
+    """Create a store listening at the given address; torch alone listens at all addresses of the
+    host.
 
     Raises:
-        MachineError: it cannot, or others would not reach it.
+        MachineError: listening fails, or remote ranks could not connect.
     """
     with listen_at(host, port, one_host=one_host) as server:
         return store_on(server, host)
 
 
 def store_on(server: socket.socket, host: str) -> dist.TCPStore:
-    """The store of a run, where this process listens already, for as long as it is held."""
+    """Create the store of a run on a listening socket; the store lives as long as the object."""
     return dist.TCPStore(
         host,
         server.getsockname()[1],

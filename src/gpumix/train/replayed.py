@@ -1,4 +1,4 @@
-"""Who computes wrong, by what all ranks made of the same batch. Pure."""
+"""Detection of devices computing wrong, by all ranks' gradients of one batch. Pure."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from gpumix.spec.plan import Plan
 from gpumix.spec.stage import Worker
 
 Prints = Mapping[str, Sequence[float]]
-"""Of a rank, by bucket: the norm of its gradient, then sums of parts of it."""
+"""Fingerprint of a rank by bucket: the norm of its gradient, then sums of its parts."""
 
-# How far apart gradients of sound devices may be, relative to their norm: they add up in another
-# order, in other kernels. Errors that matter are a good deal larger.
+# Relative distance of gradients of sound devices: they add up in another order, in other kernels.
+# Errors that matter are much larger.
 TOLERANCE = {"fp32": 1e-3, "tf32": 3e-2, "fp16": 3e-2, "bf16": 1e-1}
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Ranks that differ from the others, by how much at most, and where first: backward goes from
-    the last unit to the first one. `sure`: those that agree are more."""
+    """Deviating ranks, the largest deviation, and the first bucket with a deviation: backward runs
+    from the last unit to the first. `sure`: a majority agrees."""
 
     ranks: tuple[int, ...]
     deviation: float
@@ -30,8 +30,8 @@ class Verdict:
 
 
 def comparable(plan: Plan) -> list[list[int]]:
-    """Groups of ranks that compute the same units, and of a team the same part of them; each with
-    samples, and not alone."""
+    """Group ranks computing equal units, and equal parts in tensor-parallel groups; only ranks with
+    samples, in groups of two or more."""
     places: dict[int, tuple[int, ...]] = {}
     for number, stage in enumerate(plan.stages):
         ranks = plan.ranks_of(number)
@@ -47,7 +47,7 @@ def comparable(plan: Plan) -> list[list[int]]:
 
 
 def not_replayed(plan: Plan) -> str:
-    """Why devices of a plan cannot be compared; empty if some can."""
+    """Explain why no devices of a plan can be compared; empty if some can."""
     if comparable(plan):
         return ""
     if sum(worker.samples > 0 for worker in plan.workers) < 2:
@@ -57,7 +57,7 @@ def not_replayed(plan: Plan) -> str:
 
 
 def tolerance(workers: Sequence[Worker]) -> float:
-    """Between devices that compute as these do."""
+    """Return the tolerance between devices computing like the given workers."""
     kinds = [
         "tf32" if w.compute_dtype == "fp32" and w.efficiency.tf32 else w.compute_dtype
         for w in workers
@@ -66,7 +66,8 @@ def tolerance(workers: Sequence[Worker]) -> float:
 
 
 def verdict(prints: Mapping[int, Prints], tolerated: float) -> Verdict | None:
-    """None if all agree, if there are less than two, or if the batch has no gradient anywhere.
+    """Find deviating ranks; None if all agree, with fewer than two ranks, or without a finite
+    gradient.
 
     Args:
         prints: by rank; the buckets in the order in which their gradients were done.
@@ -94,7 +95,7 @@ def _norm(prints: Prints) -> float:
 
 
 def _apart(one: Sequence[float], other: Sequence[float]) -> float:
-    """How far two ranks' gradients of a bucket are apart, relative to their norms."""
+    """Return the distance of two ranks' gradients of a bucket, relative to the norms."""
     difference = math.dist(one, other)
     if not math.isfinite(difference):
         return math.inf

@@ -1,9 +1,9 @@
-"""What a plan of several stages becomes where devices take other times than it says.
+"""Changes of a multi-stage plan when device times differ from the prediction.
 
-Workers of a stage can give each other micro-batches between two steps (`rebalance_stages`). Which
-units a stage has cannot change while a run trains, so that costs a start: from the state of this
-very step, some seconds in all. Pure, but for the planner that is given: all ranks see the same
-times and come to the same in the same step.
+Workers of a stage can exchange micro-batches between steps (`rebalance_stages`). Units cannot
+change stages while a run trains: new stages cost a restart from the state of the present step, some
+seconds in all. Pure, except for the given planner: all ranks see equal times and reach the same
+decision in the same step.
 """
 
 from __future__ import annotations
@@ -24,25 +24,24 @@ from gpumix.spec.units import show_seconds
 from gpumix.train.paces import with_samples_in
 from gpumix.train.rebalance_stages import redealt, samples_in
 
-# A device takes so much longer than the others, against the plan, in each of so many steps; or as
-# much less long.
+# Factor by which a device is slower or faster than the others, against the plan, in each of
+# WINDOW_STEPS steps.
 CLEARLY = 1.2
 WINDOW_STEPS = 8
-# Each change while the run trains makes the next ask for twice as many, up to this.
+# Each change while the run trains doubles the window, up to this.
 MOST_WINDOW_STEPS = 64
-# A new plan is to take so much less time, and the steps that are left to gain so many times what a
-# start takes.
+# Least gain of a new plan, and of the remaining steps in multiples of the time of a restart.
 LEAST_GAIN = 0.1
 WORTH = 2.0
 START_S = 10.0
-# What was looked into is not again, until it differs so much.
+# Deviations are examined again once they differ by this factor.
 AGAIN = 1.1
 
 
 @dataclass(frozen=True)
 class Redealt:
-    """The plan of the next step, in which workers of a stage have other micro-batches, and why;
-    times are those of a step."""
+    """Plan of the next step, with micro-batches exchanged within stages, and the reason. Times are
+    per step."""
 
     plan: Plan
     before_s: float
@@ -51,12 +50,12 @@ class Redealt:
 
 
 class Restaging:
-    """Watches how long ranks compute, step after step.
+    """Decisions by the compute times of ranks, step by step.
 
     Args:
-        plan: of several stages; `profile` is what it was made from.
-        replan: makes a plan for another profile; None: the run does not start again.
-        steps: how many there are to be.
+        plan: of several stages, made from `profile`.
+        replan: makes a plan for another profile; None: the run does not restart.
+        steps: total number of steps.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class Restaging:
         self._replan = replan
         self._left = steps
         self._seen: dict[str, float] = {}
-        self._dealt = False  # by other times than those of the profile
+        self._dealt = False  # by times unlike the profile's
         self._window = WINDOW_STEPS
         self._go_on(plan)
         self._of_before = False
@@ -82,11 +81,11 @@ class Restaging:
         busy_s = {worker.device: worker.busy_s for worker in told}
         self._planned_s = [busy_s.get(worker.device, 0.0) for worker in plan.workers]
         self._factors: deque[list[float]] = deque(maxlen=self._window)
-        self._of_before = True  # what comes next is of the step before the change
+        self._of_before = True  # the next times are of the step before the change
 
     def observe(self, compute_s: Sequence[float]) -> Redealt | PlanOutdated | None:
-        """Take in how long each rank computed in the step before this one: the plan from the next
-        step on, or what to raise if another one is worth a start.
+        """Record the compute times of the step before this one; return the plan from the next step
+        on, or the error to raise if another plan is worth a restart.
 
         Args:
             compute_s: in the order of the plan's workers; 0 for a step that does not count.
@@ -145,7 +144,7 @@ def _step_s(plan: Plan) -> float:
 
 
 def _why(factors: Mapping[str, float]) -> str:
-    """The device that differs most from the others."""
+    """Describe the device deviating most from the rest."""
     if not factors:
         return "all devices are as fast against each other as planned again"
     worst = max(factors, key=lambda device: max(factors[device], 1.0 / factors[device]))
@@ -155,7 +154,7 @@ def _why(factors: Mapping[str, float]) -> str:
 
 
 def _lasting(factors: Sequence[float]) -> float:
-    """The least that all of them say; 1 if that is little."""
+    """Return the smallest deviation of all steps; 1 if small."""
     if min(factors) >= CLEARLY:
         return min(factors)
     return max(factors) if max(factors) <= 1.0 / CLEARLY else 1.0
@@ -168,6 +167,6 @@ def _alike(one: Mapping[str, float], other: Mapping[str, float]) -> bool:
 
 
 def _relabelled(plan: Plan, profile: Profile) -> Plan:
-    """The plan with the classes that its devices have in a profile."""
+    """Return the plan with the device classes of a profile, without a prediction."""
     relabelled = with_classes_of(profile.cluster, plan)
     return relabelled.model_copy(update={"prediction": None, "reasons": None})

@@ -1,23 +1,23 @@
-"""The names of what a run leaves in its folder, and of what is made of it there."""
+"""Names of the files in a run's folder."""
 
 from __future__ import annotations
 
-RUN = "run.json"  # the job as it was understood, and the versions
+RUN = "run.json"  # the job as understood, and the versions
 PROFILE = "profile.json"
 PLAN = "plan.json"
 METRICS = "metrics.jsonl"
 PROGRESS = "progress.json"
 TRACE = "trace.json"
-REPORT = "report.html"  # what `gpumix report` makes of all that
+REPORT = "report.html"  # made by `gpumix report`
 CHECKPOINTS = "checkpoints"
-COLLECTIVES = "flight-recorder"  # what NCCL's ranks did last, of a run that failed
-LOCK = ".lock"  # held by the process that runs
-ID = ".id"  # of the run, by which its copies in memory are known
-AGENTS = ".agents"  # of torchrun, that started it
-LESSONS = ".lessons"  # of its failures
-TRACKERS = ".trackers"  # how far they are told, and of which runs of theirs
+COLLECTIVES = "flight-recorder"  # last NCCL operations of the ranks of a failed run
+LOCK = ".lock"  # locked by the running process
+ID = ".id"  # of the run, naming its copies in memory
+AGENTS = ".agents"  # of torchrun, which started it
+LESSONS = ".lessons"  # from failures
+TRACKERS = ".trackers"  # progress of reports to trackers, and the runs there
 
-OF_SCRIPT = "gpumix"  # the folder of all that, in the one that a script was told to write to
+OF_SCRIPT = "gpumix"  # folder of these files in a script's output folder
 
 ALL = frozenset(
     {

@@ -1,4 +1,4 @@
-"""Whether a run may write into a folder: seen before anything is measured."""
+"""Checks of a run's folder before anything is measured."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _DOCUMENTS: dict[str, type[Document]] = {
 
 
 def check_folder(folder: Path, *, traces: bool = False) -> None:
-    """See that a run neither waits for what has a file's name there, nor loses what others left.
+    """Check that a run neither waits for a special file nor overwrites foreign documents.
 
     Args:
         traces: whether the run writes a trace.
 
     Raises:
-        InputError: there is a pipe, a socket or a device, or a document that may not be replaced.
+        InputError: a pipe, a socket or a device is there, or a document that may not be replaced.
     """
     for name in sorted(run_files.ALL):
         if thing := not_a_file(folder / name):

@@ -1,9 +1,8 @@
-"""What tells a run from others that had its output folder before it.
+"""Identity of a run, unlike earlier runs in its output folder.
 
-Copies in memory outlive a run, and its folder too. So they are kept by the run's id: it lies in the
-folder, stays when the run starts again or is resumed, and is another one when a run begins anew.
-Only the run's user can read it: who knew it could make the folder of its copies first.
-Nothing here imports torch.
+Copies in memory outlive a run, and its folder too, so they carry the run's id. The id lies in the
+folder, stays on restart and resume, and changes when a run starts from scratch. Only the run's user
+can read it: anyone knowing it could make the folder of the copies first. Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from gpumix.train import run_files
 
 
 def id_of(output: Path) -> str:
-    """That of the run in a folder; empty where there is none."""
+    """Return the id of the run in a folder; empty without a run."""
     try:
         found = read_text(output / run_files.ID, MARK_BYTES)
     except (OSError, ValueError):
@@ -26,11 +25,11 @@ def id_of(output: Path) -> str:
 
 
 def give_id(output: Path, *, fresh: bool) -> None:
-    """Give the run in a folder an id, if it has none or begins anew (`fresh`);
-    what processes left there that died while they wrote is removed.
+    """Give the run in a folder an id, if missing or `fresh`. Remove partial files of processes that
+    died while writing.
 
     Raises:
-        OSError: the folder cannot be written.
+        OSError: the folder is not writable.
     """
     forget_parts(output)
     if fresh or not id_of(output):
@@ -38,7 +37,7 @@ def give_id(output: Path, *, fresh: bool) -> None:
 
 
 def is_later(file: Path) -> bool:
-    """Whether a file in a run's folder was written after the run got its id."""
+    """Return True if a file in a run's folder was written after the run got its id."""
     try:
         return file.stat().st_mtime_ns >= (file.parent / run_files.ID).stat().st_mtime_ns
     except OSError:

@@ -1,8 +1,7 @@
-"""What a run was started from: the job as it was understood, or the script that trains by itself,
-and the versions that ran it.
+"""Record of a run's start: the job as understood, or the script training by itself, and versions.
 
-Written when training begins, each time that it does; with plan and profile it is all that doing
-the same again takes. Nothing here imports torch.
+Written at each start of training; with plan and profile sufficient to repeat the run. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ PACKAGES = (
     "torch", "transformers", "tokenizers", "datasets", "numpy", "accelerate", "trl", "peft",
     "lightning", "ray",
 )  # fmt: skip
-# Arguments whose values are nobody else's; `--eos_token` is none.
+# Arguments with secret values; `--eos_token` is none.
 SECRET = re.compile(
     r"(?i)(?:^|[-_.])(?:(?<!(?:pad|eos|bos|unk|sep|cls)[-_])token|secret|password|passwd"
     r"|credentials?|(?:api|access)[-_]?key)$"
@@ -41,14 +40,14 @@ HIDDEN = "..."
 
 
 class Script(Value):
-    """A program that trains by itself, and what started it.
+    """Program training by itself, and its launcher.
 
     Attributes:
-        words: what an interpreter was told: a script or `-m` and a module, and its arguments; none
-            of a program that is no file. Values of arguments that name a secret are left out.
+        words: arguments of the interpreter: a script, or `-m` and a module, with its arguments;
+            empty for a program that is no file. Values of secret arguments are left out.
         processes: of all hosts.
-        cluster: the file that names the devices, where one was given.
-        plans: the class that takes `plan=` in it.
+        cluster: the file naming the devices, if given.
+        plans: the class that takes `plan=` in the script.
     """
 
     words: list[str]
@@ -59,7 +58,7 @@ class Script(Value):
 
 
 class RunRecord(Document):
-    """The file `run.json` of a run's folder, of a job or of a script."""
+    """File `run.json` of a run's folder, for a job or a script."""
 
     KIND: ClassVar[str] = "run"
     MADE_BY: ClassVar[str] = "gpumix train JOB.yaml"
@@ -82,7 +81,7 @@ class RunRecord(Document):
 
     @classmethod
     def of_script(cls, plans: str) -> RunRecord:
-        """Of the program that this process runs; see `Script`."""
+        """Record the program of this process; see `Script`."""
         by, file = launcher(), cluster_file()
         script = Script(
             words=[] if by == "Ray" else list(_without_secrets(_program())),
@@ -107,19 +106,19 @@ class RunRecord(Document):
         )
 
     def job_text(self) -> str:
-        """A job file that starts the same run."""
+        """Return a job file to repeat the run."""
         text: str = yaml.safe_dump(self.given, sort_keys=False, allow_unicode=True, width=96)
         return text
 
 
 def _given(job: Job) -> dict[str, Any]:
-    """A cluster is a value in a job, and written otherwise."""
+    """Return the given keys of a job, with a cluster as in a cluster file."""
     given = job.model_dump(mode="json", exclude_unset=True)
     return given if job.cluster == "auto" else given | {"cluster": written(job.cluster)}
 
 
 def _program() -> list[str]:
-    """What the interpreter of this process was told to run; nothing where somebody types."""
+    """Return the interpreter's arguments of this process; empty in interactive use."""
     main = sys.modules.get("__main__")
     if hasattr(sys, "ps1") or getattr(main, "__file__", None) is None:
         return []

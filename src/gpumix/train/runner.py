@@ -1,4 +1,4 @@
-"""Runs work on all devices of a cluster: in processes of our own, or as a part of torchrun's."""
+"""Runners of work on all devices of a cluster: in own processes, or as a part of torchrun's."""
 
 from __future__ import annotations
 
@@ -20,66 +20,66 @@ from gpumix.train.torchrun import TorchrunRunner
 
 
 class Runner(Protocol):
-    """Runs work on every rank.
+    """Runner of work on every rank.
 
-    `speaks`: whether this process shows things; under torchrun only one does. `decides_alone`: no
-    other process has to come to the same decision, from files that may differ from host to host.
+    `speaks`: this process prints for people; under torchrun only one does. `decides_alone`: no
+    other process must reach the same decision, from files that may differ between hosts.
     """
 
     speaks: bool
     decides_alone: bool
 
     def cluster(self, wanted: Cluster | None) -> Cluster:
-        """The devices: those that are wanted, or those that are found."""
+        """Return the wanted devices, or the devices found."""
         ...
 
     def devices(self, cluster: Cluster) -> tuple[Device, ...]:
-        """The device of each rank."""
+        """Return the device of each rank."""
         ...
 
     def warm_up(self) -> None:
-        """Something will run soon."""
+        """Prepare to run work soon."""
         ...
 
     def started_again(self, output: Path, newest: Callable[[], int]) -> Lessons | None:
-        """Of a run that was under way before, with this output, and goes on here; else None.
-        `newest` tells after which step there is a state to go on from."""
+        """Return the lessons of an earlier start with this output, continued here; None for a new
+        run. `newest` returns the last step with a state to resume from."""
         ...
 
     def take_part(self, cluster: Cluster, without: Collection[str]) -> bool:
-        """Of all devices of the cluster these, by id, take no part in the run; whether this process
-        does. One that does not waits for its `outcome`."""
+        """Leave out the devices `without`, by id; return True if this process takes part. A process
+        left out waits for its `outcome`."""
         ...
 
     def outcome(self) -> Summary:
-        """What those that take part come to."""
+        """Return the result of the processes taking part."""
         ...
 
     def tell_outcome(self, summary: Summary) -> None:
-        """To processes that take no part."""
+        """Send the result to processes left out."""
         ...
 
     def begins(self, output: Path, lessons: Lessons | None) -> None:
-        """The output is this run's from now on; for the process that speaks."""
+        """Claim the output for this run; called by the process in charge of output."""
         ...
 
     def restarts_after(self, error: GpumixError) -> bool:
-        """Whether ranks that failed so can be run again from here."""
+        """Return True if failed ranks can be run again from here."""
         ...
 
     def learns(self, output: Path, lessons: Lessons) -> None:
-        """Before this process ends by an error, for those who start the run again."""
+        """Record lessons before this process ends by an error, for the processes restarting the
+        run."""
         ...
 
     def starts_again(self, output: Path, lessons: Lessons) -> None:
-        """Ranks will be run again. Where this process is one of them it begins anew, and this does
-        not return."""
+        """Announce a restart of all ranks. A process that is a rank restarts without returning."""
         ...
 
     def run(
         self, work: Callable[..., Any], cluster: Cluster, *args: Any, saves: bool = False
     ) -> Any:
-        """The result of `work(seat, *args)` on every rank, which must be the same on all.
+        """Run `work(seat, *args)` on every rank; return the result, equal on all ranks.
 
         Args:
             saves: the work answers Ctrl-C itself, by saving; other work is ended by it.
@@ -94,15 +94,15 @@ def runner(
     silence_s: float = math.inf,
     restarts: bool = False,
 ) -> Runner:
-    """The one for this process.
+    """Return the runner for this process.
 
     Args:
-        imports: what all ranks will import, so that it may be done once.
-        silence_s: a rank of which nothing is heard for so long is lost.
-        restarts: ranks that are lost while they train are started again.
+        imports: modules imported by all ranks, maybe once for all.
+        silence_s: a rank silent for this long is lost.
+        restarts: ranks lost in training are started again.
 
     Raises:
-        InputError: it is one of several, and cannot find the others.
+        InputError: this process is one of several, and cannot find the others.
     """
     place = torchrun_place()
     if place is not None:
@@ -113,7 +113,7 @@ def runner(
 
 @dataclass
 class LocalRunner:
-    """Starts one process per device on this host."""
+    """Runner with a process per device on this host."""
 
     debug: bool = False
     imports: tuple[str, ...] = ()

@@ -1,6 +1,5 @@
-"""Looks, while a run trains, for devices that compute wrong without an error: whose gradients jump
-while those of the others do not, and, if the job wants it, who makes something else of a batch that
-all compute."""
+"""Detection of devices computing wrong without an error: ranks whose gradients alone jump, and, if
+the job wants it, ranks deviating on a batch computed by all ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from gpumix.train.spikes import Spike, Spikes
 
 
 class Soundness:
-    """One rank's part in it.
+    """Detection on one rank.
 
     Attributes:
         why_not: why no batch is replayed, though the job wants it.
@@ -40,12 +39,12 @@ class Soundness:
             self._every_steps, self.why_not = 0, reason
 
     def after_step(self, step: int, exchanged: Exchanged) -> list[Told]:
-        """What there is to be said after `step`, in which all ranks told this. Collective where a
-        batch is replayed."""
+        """Return the findings after `step`, in which all ranks exchanged `exchanged`. Collective
+        where a batch is replayed."""
         spikes: list[Spike] = []
         if self._counts is not None:
             spikes = self._spikes.after_step(exchanged.own_norms, self._counts)
-        # In fp16 gradients overflow now and then: such a step is left out.
+        # fp16 gradients overflow now and then: such a step is left out.
         self._counts = None if self._engine.overflowed else exchanged.counts
         told = [self._of_spike(one, step - 1) for one in spikes]
         if self._every_steps and (spikes or step % self._every_steps == 0):
@@ -96,5 +95,5 @@ class Soundness:
 
 
 def _told(number: float) -> float | None:
-    """JSON knows no others."""
+    """Return None for numbers without a form in JSON."""
     return number if math.isfinite(number) else None

@@ -1,10 +1,8 @@
-"""A spare of the server that ranks are forked from: a fork of it, which takes its place once it was
-killed.
+"""Spare fork of the server from which ranks are forked; replaces a killed server.
 
-It has all that the server has imported, so nothing is loaded anew: making it takes 10 ms. Memory is
-shared but for what one of the two writes: 2.4 MB (USS), where a server without a spare has 250 MB.
-Like the server it ends when a pipe closes of which the launcher has the other end, whatever ends
-that.
+A spare has all of the server's imports: nothing is loaded again, and making it takes 10 ms. Memory
+is shared except where either writes: 2.4 MB (USS), while a server without a spare has 250 MB. Like
+the server, a spare ends when a pipe closes whose other end the launcher has, for whatever reason.
 """
 
 from __future__ import annotations
@@ -32,8 +30,8 @@ _FRAMES = sys.getrecursionlimit()
 
 @dataclass
 class Spare:
-    """Where it listens, the pipe whose end it waits for, and that by which the server tells its
-    pid."""
+    """Spare of the server: address, the pipe watched by the spare for its end, and the pipe with
+    its pid from the server."""
 
     address: str
     alive: int
@@ -42,7 +40,7 @@ class Spare:
 
     @property
     def pid(self) -> int:
-        """Waits until the server has forked it.
+        """Process id; waits until the server has forked the spare.
 
         Raises:
             EOFError: the server died before that.
@@ -70,7 +68,7 @@ _spare: Spare | None = None
 
 
 def ensure_running() -> None:
-    """Start the server, unless it runs. If it was killed its spare takes its place."""
+    """Start the server, unless it runs. A spare replaces a killed server."""
     with _lock:
         if _server._forkserver_pid is not None and not _is_read(_server._forkserver_alive_fd):
             _replace()
@@ -79,8 +77,8 @@ def ensure_running() -> None:
 
 
 def keep_spare() -> Spare | None:
-    """Have the server fork a spare, unless there is one; None if that was killed just now. Nothing
-    is waited for: the server does so when it can."""
+    """Let the server fork a spare, unless there is one; None if the server was killed just now.
+    Does not wait: the server forks when it can."""
     global _spare
     with _lock:
         if _spare is not None and not _spare.lives:
@@ -89,22 +87,22 @@ def keep_spare() -> Spare | None:
         if _spare is None and _server._forkserver_pid is not None:
             with suppress(OSError):
                 _spare = _forked()
-            # multiprocessing's own waits for a child of this process; a spare is none.
+            # multiprocessing's own version waits for a child of this process; a spare is none.
             _server.ensure_running = ensure_running
         return _spare
 
 
 def _is_read(pipe: int) -> bool:
-    """Whether anybody has the other end."""
+    """Return True while another process has the far end of a pipe."""
     look = select.poll()
     look.register(pipe, 0)
     return not look.poll(0)
 
 
 def _replace() -> None:
-    """The server is dead: by its spare, if that lives, else by none."""
+    """Replace the dead server by its spare, if alive, or by none."""
     global _spare
-    with suppress(ChildProcessError):  # it was a spare once
+    with suppress(ChildProcessError):  # a former spare is no child
         os.waitpid(_server._forkserver_pid, 0)
     Spare(_server._forkserver_address, _server._forkserver_alive_fd, None).end()
     _server._forkserver_address = _server._forkserver_alive_fd = _server._forkserver_pid = None
@@ -124,8 +122,8 @@ def _replace() -> None:
 
 
 def _forked() -> Spare:
-    """As `ForkServer` starts a server, and `Popen` a process, but that the user's own module is not
-    run in it."""
+    """Fork a spare, as `ForkServer` starts a server and `Popen` a process, without the user's
+    module."""
     address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
@@ -148,7 +146,7 @@ def _forked() -> Spare:
 
 
 class _Served:
-    """What a spare does, in the form of a process of multiprocessing."""
+    """Work of a spare, in the form of a multiprocessing process."""
 
     def _bootstrap(self, parent_sentinel: int) -> int:
         from gpumix.train import frozen
@@ -161,7 +159,7 @@ class _Served:
         _server._forkserver_alive_fd = tracker._fd = _server._inherited_fds = None
         if sys.stdin is not None:
             os.close(sys.stdin.fileno())  # a server opens its own
-        # Ranks find as much room as above the first server.
+        # Ranks have as many frames left as under the first server.
         sys.setrecursionlimit(_FRAMES + sum(1 for _ in traceback.walk_stack(None)))
         forkserver.main(listener, end, [])
         return 0

@@ -1,8 +1,8 @@
-"""Whose gradients stand out in a step, of ranks whose gradients are noisy all the time.
+"""Detection of ranks with outlying gradients in a step; gradients are always noisy.
 
-A rank's own gradient, before it is summed with those of others, is measured against its own last
-steps: ranks differ in their number of samples, and runs in how noisy they are. When all ranks jump
-at once that is training, not a device. Pure.
+A rank's own gradient, before the reduction over ranks, is compared with its own last steps: ranks
+differ in their number of samples, and runs in noise. All ranks jumping at once is training, not a
+device. Pure.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from statistics import median
 
 WINDOW_STEPS = 32
-# Before so many steps nobody knows what is usual.
+# Steps before the usual norm is known.
 KNOWN_STEPS = 16
-SPIKE = 10.0  # times what is usual
-QUIET = 3.0  # the others are no more than that
+SPIKE = 10.0  # times the usual norm
+QUIET = 3.0  # most of the other ranks' median
 
 
 @dataclass(frozen=True)
 class Spike:
-    """A rank's norm in times of its usual one, and the median of the others'."""
+    """Rank with its norm in multiples of the usual norm, and the median of the other ranks."""
 
     rank: int
     times: float
@@ -29,17 +29,17 @@ class Spike:
 
 
 class Spikes:
-    """Looks at one step after the other."""
+    """Detection of spikes, step by step."""
 
     def __init__(self) -> None:
         self._usual: dict[int, deque[float]] = {}
 
     def after_step(self, norms: Sequence[float], counts: Sequence[float]) -> list[Spike]:
-        """Of a step the spikes.
+        """Return the spikes of a step.
 
         Args:
-            norms: of what each rank had of the gradient of the mean loss of all.
-            counts: how many losses it was made of; those without any have no gradient.
+            norms: of each rank's part of the gradient of the mean loss of all ranks.
+            counts: of the losses in each part; ranks without losses have no gradient.
         """
         total = sum(counts)
         shares = {rank: count / total for rank, count in enumerate(counts) if count}
@@ -53,7 +53,7 @@ class Spikes:
         for rank, own in times.items():
             others = [value for other, value in times.items() if other != rank]
             quiet = not others or median(others) <= QUIET
-            if not own <= SPIKE and quiet:  # also what is not a number
+            if not own <= SPIKE and quiet:  # also NaN
                 spikes.append(Spike(rank, own, median(others) if others else 1.0))
         for rank, mean in means.items():
             if mean < float("inf"):

@@ -1,7 +1,7 @@
-"""Whether there can be as many stages as a job wants.
+"""Check of the number of stages wanted by a job.
 
-Told before ranks start where the job has the model's configuration. What a factory makes only ranks
-build: they look before they measure.
+Done before ranks start if the job has the model's configuration. Models of factories are built by
+ranks only, and checked there before measuring.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from gpumix.spec.job import Job
 
 
 def check_number(model: nn.Module, job: Job, cluster: Cluster) -> None:
-    """Refuse a job that wants more stages than its model has units, or than its devices can have.
+    """Refuse a job wanting more stages than the model's units or the devices allow.
 
-    What is found once units are measured, as calls that none may be cut between, may still leave
-    fewer.
+    Measuring may leave fewer, if calls of units cannot be separated.
 
     Raises:
-        InputError: so it is.
+        InputError: too many stages are wanted.
     """
     space = job.techniques
     if not wants_stages(job.strategy, space):

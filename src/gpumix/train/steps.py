@@ -1,8 +1,8 @@
-"""The steps of one rank: given to its device one after the other, and read when there is time.
+"""Steps of a rank: issued to the device in turn, and read later.
 
-Reading the loss at once would leave a GPU without work until the host has told everybody of it and
-has brought the next step. So on a GPU the host gives it the next step first. A bad step changes
-nothing meanwhile (`engine.guard`).
+Reading the loss at once leaves a GPU idle until the host has reported it to all ranks and prepared
+the next step. So with a GPU the host issues the next step first. A bad step changes nothing
+meanwhile (`engine.guard`).
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from gpumix.train.optimizer import learning_rate, set_learning_rates
 from gpumix.train.steps_taken import StepsTaken
 from gpumix.train.watch import Ticks, Watch
 
-SOME = 8  # samples are told of a bad step
+SOME = 8  # samples reported of a bad step
 
 
 class Results:
-    """What a step came to, on its way to the host.
+    """Results of a step, on the way to the host.
 
     Args:
-        exchanged: what all ranks told in the step.
-        loss, norm: the step's, on the device.
+        exchanged: values exchanged by all ranks in the step.
+        loss, norm: of the step, on the device.
     """
 
     def __init__(self, exchanged: Exchanged, loss: torch.Tensor, norm: torch.Tensor) -> None:
@@ -51,30 +51,30 @@ class Results:
 
     @property
     def are_there(self) -> bool:
-        """Whether `read` waits for nothing."""
+        """True if `read` does not wait."""
         return self._reading.is_there
 
     def read(self) -> tuple[Exchanged, float, float]:
-        """What all ranks told, the loss and the gradient norm; waits for the device."""
+        """Return the exchanged values, the loss and the gradient norm; wait for the device."""
         table, loss, norm = self._reading.tensors()
         return Exchanged(table), loss.item(), norm.item()
 
 
 @dataclass(frozen=True)
 class GivenStep:
-    """What is known of a step when the device has got all of it.
+    """Facts of a step known once all its work is issued.
 
     Attributes:
         number: counted from 1.
-        results: what it comes to.
-        cursor: where the data was before it; `samples` are some that this rank had.
+        results: results to come.
+        cursor: position of the data before the step; `samples` are some of this rank's.
         learning_rate: of the first group.
-        tokens: of all ranks in it, `own_tokens` of this one, `all_tokens` of the run up to it.
-        part: what this rank computed of its plan.
+        tokens: of all ranks in the step, `own_tokens` of this rank, `all_tokens` of the run so far.
+        part: computed fraction of this rank's plan.
         samples_of_batch: of all ranks.
-        ticks: what the device's clock tells of it.
-        host_s: what it took by the host's clock, where that counts; else None.
-        sent_bytes: what this rank had sent when it had given it, since the run began.
+        ticks: stamps by the device's clock.
+        host_s: duration by the host's clock, where valid; else None.
+        sent_bytes: sent by this rank since the run began, up to issuing the step.
     """
 
     number: int
@@ -94,7 +94,7 @@ class GivenStep:
 
 @dataclass(frozen=True)
 class ReadStep:
-    """A step whose results are known: what is told of it, and what all ranks told in it."""
+    """Step with known results: the record to report, and the values exchanged by all ranks."""
 
     given: GivenStep
     record: StepRecord
@@ -103,8 +103,8 @@ class ReadStep:
 
 @dataclass(frozen=True)
 class BadStep:
-    """One whose loss or gradient norm, `what`, is not finite: it changed no weights, and what else
-    it had changed in the engine is taken back. `cursor` and `samples` are as in `GivenStep`."""
+    """Step with a non-finite loss or gradient norm (`what`). No weights changed, and all further
+    changes in the engine are taken back. `cursor` and `samples` are as in `GivenStep`."""
 
     what: str
     value: float
@@ -114,21 +114,21 @@ class BadStep:
 
 
 class Steps:
-    """Gives steps to a rank's device, and reads what they came to.
+    """Steps issued to a rank's device, and read later.
 
     Attributes:
-        given: how many steps were, of those of the run.
-        plan: by which the next one goes.
-        taken: those that were read.
-        late: whether results may be read when the next step was given, on all ranks; else each
-            step must be read before the next one.
+        given: number of steps issued, of the run's.
+        plan: of the next step.
+        taken: the steps read.
+        late: whether results may be read after issuing the next step, on all ranks; otherwise each
+            step is read before the next.
 
     Args:
-        keeping: its state may change when it is settled.
-        done: how many steps the run has behind it.
-        not_finite: is called with a bad step, and raises.
+        keeping: settled before each change of the state.
+        done: number of steps completed before.
+        not_finite: called with a bad step; raises.
 
-    Made on all ranks together.
+    Created on all ranks together.
     """
 
     def __init__(
@@ -152,27 +152,27 @@ class Steps:
         self._tokens = self._tokens_at(0, loader.cursor.position)
         self._pending: deque[GivenStep] = deque()  # oldest first
         guard = _guard_of(engine, optimizer)
-        # All ranks, or none: what follows from a step they do together.
+        # All ranks or none: ranks act together on the results of a step.
         told = context.ranks.gather("results", "" if guard is None else "late")
         self.late = all(told)
         self._guard = guard if self.late else None
 
     @property
     def unread(self) -> int:
-        """How many steps were given and not read."""
+        """Number of steps issued and not read."""
         return len(self._pending)
 
     @property
     def next_is_there(self) -> bool:
-        """Whether there is a step that `read` waits for no device for."""
+        """True if `read` has a step and does not wait for the device."""
         return bool(self._pending) and self._pending[0].results.are_there
 
     def give(self, begins: Callable[[], float]) -> None:
-        """Give the device one step: fetch, forward and backward, clip, update.
+        """Issue a step to the device: fetch, forward and backward, clip, update.
 
         Args:
-            begins: is called when the batch is there; what it returns is told to all ranks in the
-                step: `Engine.notice`.
+            begins: called when the batch is there; its result goes to all ranks in the step:
+                `Engine.notice`.
         """
         engine, watch = self._engine, self.watch
         record = engine.comm.record
@@ -204,16 +204,16 @@ class Steps:
                 part=Part.of(engine.computed, self._own.samples, self.plan.sequence_length),
                 samples_of_batch=self.plan.global_batch,
                 ticks=ticks,
-                # A recorder waits for the device, and has this step's time from that.
+                # A recorder waits for the device, which makes this time valid.
                 host_s=None if self.late and record is SILENT else host_s,
                 sent_bytes=engine.comm.sent.total(),
             )
         )
 
     def _compute(self, batch: Any, cursor: dict[str, Any]) -> Results:
-        """Forward and backward of a batch whose data begins at `cursor`, and the update."""
+        """Run forward and backward of a batch whose data begins at `cursor`, and the update."""
         engine, optimizer, clip_norm = self._engine, self._optimizer, self._job.optimizer.clip_norm
-        # Without clipping nothing must be known of all gradients before the first is used.
+        # Without clipping an update needs no norm over all gradients.
         early = clip_norm is None and engine.may_update_early(optimizer)
         if early:
             self._keeping.settle(self.given + 1)
@@ -238,16 +238,16 @@ class Steps:
         return results
 
     def _guard_now(self) -> Guard | None:
-        """What holds back the update of the step under way, so that nobody need look at it
-        first."""
+        """Return the guard of the present step's update, replacing a check by the host; None if the
+        host checks."""
         first = self.given == self._begun_at
         return None if first or makes_momentum(self._optimizer) else self._guard
 
     def read(self) -> ReadStep:
-        """The oldest step that was not read yet; waits until the device is done with it.
+        """Return the oldest step not read yet; wait until the device is done with it.
 
         Raises:
-            TrainingError: its loss, or gradient norm, is not finite.
+            TrainingError: the loss, or the gradient norm, is not finite.
         """
         given = self._pending.popleft()
         exchanged, loss, norm = self._finite(given.results, given.cursor, given.samples)
@@ -270,7 +270,8 @@ class Steps:
     def _finite(
         self, results: Results, cursor: dict[str, Any], samples: Sequence[int]
     ) -> tuple[Exchanged, float, float]:
-        """What a step came to, whose data began at `cursor`; of `samples` this rank had some."""
+        """Read the results of a step; if not finite, take back all pending steps and call
+        `not_finite`. The data begins at `cursor`; `samples` are some of this rank's."""
         exchanged, loss, norm = results.read()
         for what, value in (("loss", loss), ("gradient norm", norm)):
             if not math.isfinite(value):
@@ -289,7 +290,8 @@ class Steps:
         return some
 
     def lengths(self) -> list[list[int]]:
-        """Tokens of the samples of the last batch, by micro-batch; none where they are alike."""
+        """Return the tokens of the last batch's samples, by micro-batch; empty if samples are
+        alike."""
         known = self._context.train_data.lengths
         if known is None:
             return []
@@ -299,21 +301,20 @@ class Steps:
         return [lengths[end - n : end] for n, end in zip(sizes, ends) if n]
 
     def _tokens_at(self, start: int, stop: int) -> int:
-        """Tokens of the samples at these positions of the order, without padding where it is known
-        what that is."""
+        """Count the tokens of samples at these positions of the order, without padding if known."""
         counted = self._loader.course.tokens(start, stop)
         return (stop - start) * self.plan.sequence_length if counted is None else counted
 
     def _tokens_of_own(self) -> int:
-        """As `_tokens_at`, of the samples that this rank had in the last step."""
+        """Count the tokens of this rank's samples in the last step, like `_tokens_at`."""
         if self._context.train_data.lengths is not None:
             return sum(map(sum, self.lengths()))
         return self._own.samples * self.plan.sequence_length
 
 
 def _guard_of(engine: Engine, optimizer: Optimizer) -> Guard | None:
-    """What lets the host read the results of steps late; None where it must look at each step
-    before its update: the device is the host, or the update is made there, or needs it."""
+    """Return the guard allowing late reading; None if the host must check each step before its
+    update: the device is the host, or the update runs there, or needs the check."""
     late = runtime.is_gpu(engine.device) and not engine.state_on_host
     late &= takes_guard(optimizer) and not engine.scaler.active
     return Guard(engine.device) if late else None

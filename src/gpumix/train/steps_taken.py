@@ -1,4 +1,4 @@
-"""What the steps of one rank took, and what they worked on."""
+"""Measurements of a rank's steps."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ KEPT_STEPS = 1000
 
 
 class Newest(Sequence[T]):
-    """Values of all steps so far, by the number of the step, of which only the newest are still
-    known: a run may take millions. What is older is left out of slices."""
+    """Values of all steps so far, by number, with only the newest kept: a run may take millions of
+    steps. Slices leave out dropped values."""
 
     def __init__(self) -> None:
         self._kept: list[T] = []
@@ -46,13 +46,13 @@ class Newest(Sequence[T]):
 
 
 class StepsTaken:
-    """Of the steps since this rank began; what is said of them is of the newest at most.
+    """Measurements of the steps since this rank began; statistics are of the newest at most.
 
     Attributes:
-        times_s: of each.
-        tokens: of each, of all ranks; `own_tokens` are those of this rank, `parts` what it computed
-            of its plan.
-        losses: of each.
+        times_s: by step.
+        tokens: by step, of all ranks; `own_tokens` are this rank's, `parts` its computed fractions
+            of the plan.
+        losses: by step.
     """
 
     def __init__(self, runtime: DeviceRuntime) -> None:
@@ -75,26 +75,26 @@ class StepsTaken:
 
     @property
     def counting(self) -> int:
-        """How many steps count for the speed: those after the warm-up, all if there are no more."""
+        """Number of steps counted for speed: all after the warm-up, or all if none are left."""
         return len(self.times_s[WARM_UP_STEPS:]) or len(self.times_s)
 
     @property
     def overruns(self) -> int:
-        """Of this rank, in those steps that count for speed."""
+        """Overruns of this rank in the steps counted for speed."""
         if len(self.times_s) < WARM_UP_STEPS:
             return 0
         return self._runtime.overruns - self._overruns_before
 
     def step_s(self, last: int) -> float:
-        """A typical one of the last steps."""
+        """Return the typical time of the last steps."""
         return typical_s(self.times_s[-last:])
 
     def tokens_per_s(self, last: int) -> float:
-        """Of all ranks, in the last steps; 0 of none."""
+        """Return the speed of all ranks in the last steps; 0 without steps."""
         step_s = self.step_s(last)
         return fmean(self.tokens[-last:]) / step_s if step_s else 0.0
 
     def speed(self, plan: Plan, rank: int, last: int) -> Speed:
-        """This rank's, in the last steps."""
+        """Return this rank's speed in the last steps."""
         tokens, part = fmean(self.own_tokens[-last:]), Part.mean(self.parts[-last:])
         return speed_of(plan, rank, self.step_s(last), tokens, part)

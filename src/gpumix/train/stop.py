@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and a terminal that closes (SIGHUP): finish the step, then save."""
+"""Stop requests by Ctrl-C, SIGTERM or a closing terminal (SIGHUP): finish the step, then save."""
 
 from __future__ import annotations
 
@@ -17,30 +17,29 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def is_once_more(number: int) -> bool:
-    """Whether a signal that follows another asks for an end at once: Ctrl-C does. Those who send
-    SIGTERM may do so twice, or to a process and to its whole group, and grant no less time."""
+    """Return True if a repeated signal asks for an immediate end, as Ctrl-C does. SIGTERM may come
+    twice, or to a process and its group, and grants no less time."""
     return number == signal.SIGINT
 
 
 def to_take() -> list[signal.Signals]:
-    """Those that this process answers: who starts it by nohup wants no end when the terminal
-    closes."""
+    """Return the signals to handle; under nohup a closing terminal ends nothing."""
     kept = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else []
     return [one for one in SIGNALS if one not in kept]
 
 
 class StopRequest:
-    """Takes the signals while its `with` block runs, and remembers that one came. After an error it
-    takes SIGTERM until the process ends: torchrun's agent sends it as soon as one rank has ended,
-    and the others have yet to say which."""
+    """Stop request by a signal during a `with` block. After an error SIGTERM stays handled until
+    the process ends: torchrun's agent sends it as soon as one rank has ended, and the others have
+    yet to report which."""
 
     asked_before: float | None = None
-    """When the run was asked to stop, by `time.monotonic()`, and could not answer: ranks were lost,
-    or failed, and start again, to do so."""
+    """Time of an unanswered request to stop, by `time.monotonic()`: ranks were lost, or failed, and
+    restart to answer it."""
 
     def __init__(self) -> None:
         self.asked_at = StopRequest.asked_before
-        """When, by `time.monotonic()`."""
+        """Time of the request, by `time.monotonic()`."""
         self._before: dict[signal.Signals, Any] = {}
         self._error: BaseException | None = None
         self._open = False
@@ -68,26 +67,27 @@ class StopRequest:
         for number, handler in self._before.items():
             if not (failed and number == signal.SIGTERM):
                 signal.signal(number, handler)
-        self._written.close()  # who listens in `wait` wakes up
+        self._written.close()  # wakes a thread in `wait`
 
     @property
     def requested(self) -> bool:
         return self.asked_at is not None
 
     def wait(self, seconds: float) -> None:
-        """Until a signal comes, but not longer; for one other thread. It hears of it while the main
-        thread, in which Python takes signals, is in a library's function for long."""
+        """Wait for a signal, at most `seconds`; for one other thread. Signals are noticed even
+        while the main thread, where Python handles signals, is in a long library call."""
         ready, _, _ = select.select([self._read], [], [], seconds)
         if ready and set(self._read.recv(64)) & set(SIGNALS):
             self._note()
 
     def wake(self) -> None:
-        """End a `wait` of the other thread."""
+        """End the other thread's `wait`."""
         with suppress(BlockingIOError):
             self._written.send(b"\0")
 
     def leave(self, error: BaseException) -> None:
-        """Raise it in the main thread, wherever in the `with` block that is; from another one."""
+        """Raise an error in the main thread, anywhere in the `with` block; called from another
+        thread."""
         if not self._open:
             return
         self._error = error

@@ -1,4 +1,4 @@
-"""Which lines of a model make the host wait for the GPU: it then runs dry, for want of work."""
+"""Detection of model lines that make the host wait for the GPU, which then runs out of work."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch
 import gpumix
 from gpumix.hardware import runtime
 
-SIGN = "called a synchronizing CUDA operation"  # of torch's warning
-_OTHERS = (Path(gpumix.__file__).parent, Path(torch.__file__).parent)  # that know what they do
+SIGN = "called a synchronizing CUDA operation"  # in torch's warning
+_OTHERS = (Path(gpumix.__file__).parent, Path(torch.__file__).parent)  # synchronize on purpose
 
 
 @contextmanager
 def syncs_of(device: torch.device | None) -> Iterator[Callable[[], list[tuple[str, float]]]]:
-    """Gives a function that tells the lines that waited for `device` in here, most times first; for
-    no device, or one that is no GPU, none."""
+    """Yield a function returning the lines that waited for `device` in the block, most frequent
+    first; empty without a GPU."""
     if device is None or not runtime.is_gpu(device):
         yield list
         return
@@ -35,7 +35,7 @@ def syncs_of(device: torch.device | None) -> Iterator[Callable[[], list[tuple[st
 
 
 def lines_of(caught: list[warnings.WarningMessage]) -> list[tuple[str, float]]:
-    """Those of torch's warnings that are of neither gpumix nor torch."""
+    """Count the places in torch's warnings outside of gpumix and torch."""
     places = Counter(
         f"{one.filename}:{one.lineno}"
         for one in caught

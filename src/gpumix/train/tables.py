@@ -1,4 +1,4 @@
-"""Devices, profile and plan as tables. No torch: they are shown before any rank runs."""
+"""Tables of devices, profile and plan. Imports no torch: shown before any rank runs."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from gpumix.spec.reasons import Binding, Mixing, Worth
 from gpumix.spec.stage import PLAIN, Stage, Worker
 from gpumix.spec.units import show_bytes, show_seconds
 
-WIDEST = 56  # of a column of text: tables are read in terminals of a hundred columns
-HARDLY = 1.01  # a speed-up below it is no reason to mix
+WIDEST = 56  # of a text column: terminals have a hundred columns
+HARDLY = 1.01  # a smaller speed-up is no reason to mix
 PLAN_WIDTHS = {"state share": 8, "memory": 12, "backward": 16}
 EMULATED = "emulated devices: times are of the emulation, not of any real card"
 ESTIMATE = "an estimate from datasheets: measured ones may be a third longer or shorter"
 
 
 def devices_table(cluster: Cluster) -> RenderableType:
-    """One row per device class."""
+    """Return a table with a row per device class."""
     table = new_table("devices", "class", "devices", "memory", "what", "hosts")
     for row in cluster.rows():
         table.add_row(*(str(row[key]) for key in ("class", "devices", "memory", "what", "hosts")))
@@ -35,7 +35,7 @@ def devices_table(cluster: Cluster) -> RenderableType:
 
 
 def profile_table(profile: Profile) -> RenderableType:
-    """One row per class: the time of one sample through the model, and how it scales."""
+    """Return a table with a row per class: time of a sample through the model, and its scaling."""
     table = new_table(
         "profile", "class", "units forward", "units backward", "root", "best micro-batch",
         "samples/s",
@@ -70,7 +70,7 @@ def profile_table(profile: Profile) -> RenderableType:
 
 
 def efficiency_table(profile: Profile) -> RenderableType:
-    """How each class computes, and why; classes that do the same are told once."""
+    """Return a table of each class's compute choices, with reasons; equal classes share rows."""
     table = new_table("how devices compute", "class", "what", "choice", "why")
     for column in table.columns:
         column.justify = "left"
@@ -87,7 +87,8 @@ def efficiency_table(profile: Profile) -> RenderableType:
 
 
 def plan_table(plan: Plan) -> RenderableType:
-    """Whether mixing pays, who computes and who stores what, what it should take, and why."""
+    """Return the plan as a table of compute and storage, with the verdict on mixing, the prediction
+    and the reasons."""
     worth = {} if plan.reasons is None else {w.device_class: w for w in plan.reasons.worth}
     columns = ["class", "devices", "samples", "micro-\nbatches", "state share", "memory", "busy"]
     in_stages = len(plan.stages) > 1
@@ -130,14 +131,14 @@ def plan_table(plan: Plan) -> RenderableType:
 
 
 def _rows(plan: Plan) -> Iterator[tuple[str, Stage, list[Worker]]]:
-    """Workers of a stage that are alike, with the stage's number from 1 on."""
+    """Yield equal workers of a stage, with the stage's number counted from 1."""
     for number, stage in enumerate(plan.stages, start=1):
         for _, members in groupby(sorted(stage.workers, key=_alike), key=_alike):
             yield str(number), stage, list(members)
 
 
 def why(plan: Plan) -> list[str]:
-    """Whether mixing pays, what is predicted, what binds, and the alternatives, in words."""
+    """Explain whether mixing pays, the prediction, the bottleneck and the alternatives."""
     expected, reasons = plan.prediction, plan.reasons
     if expected is None:
         return []
@@ -177,14 +178,14 @@ def why(plan: Plan) -> list[str]:
 
 
 def _few(what: str, names: Sequence[str]) -> str:
-    """One by its name; several by their number, and the names of the first."""
+    """Name a single item; count several, with the first names."""
     if len(names) == 1:
         return names[0]
     return f"{len(names)} {what} ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''})"
 
 
 def mixing(found: Mixing, strategy: str = "optimal") -> str:
-    """Whether mixing pays, in one line, as this strategy mixes."""
+    """Explain in one line whether mixing pays by a strategy."""
     left_out = ", ".join(found.left_out)
     if found.pays:
         more = f"; {left_out} left out: they would cost more than they give" if left_out else ""
@@ -212,7 +213,7 @@ def mixing(found: Mixing, strategy: str = "optimal") -> str:
 
 
 def binds(found: Binding) -> str:
-    """What a faster step would need more of, in a few words."""
+    """Name the bottlenecks of a step in a few words."""
     parts = [f"compute of {', '.join(found.compute)}"]
     parts += [f"memory of {', '.join(found.memory)}"] if found.memory else []
     parts += [f"links {found.link} ({found.waiting:.0%} of the step)"] if found.link else []
@@ -220,7 +221,7 @@ def binds(found: Binding) -> str:
 
 
 def _gap(expected: Prediction) -> str:
-    """How far a plan could be below this one at most."""
+    """Describe the gap between a plan and the lower bound."""
     if expected.bound_s is None or expected.step_s <= 0:
         return ""
     gap = 1.0 - expected.bound_s / expected.step_s
@@ -232,7 +233,7 @@ def _gap(expected: Prediction) -> str:
 
 
 def _how(plan: Plan) -> str:
-    """The choices that are one for all devices."""
+    """Describe the choices common to all devices."""
     among = "all devices" if plan.sharding == "all" else "the devices of each host"
     among = "the devices of each stage" if len(plan.stages) > 1 else among
     collectives = plan.collectives
@@ -245,7 +246,7 @@ def _how(plan: Plan) -> str:
 
 
 def _schedule(plan: Plan) -> str:
-    """How micro-batches go through teams and stages."""
+    """Describe the path of micro-batches through tensor-parallel groups and stages."""
     sizes = ", ".join(map(str, plan.degrees))
     teams = f"; blocks computed by teams of {sizes}" if plan.in_teams else ""
     if any(stage.sequence for stage in plan.stages):
@@ -274,14 +275,14 @@ def _alike(worker: Worker) -> tuple[str, int, int, float, str, int, int]:
 
 
 def _devices(stage: Stage, workers: Sequence[Worker]) -> str:
-    """How many; and in teams of how many, where others are in others."""
+    """Count workers, with the size of their groups if groups of a stage differ."""
     size = stage.team_size(workers[0])
     in_teams = f" in teams of {size}" if stage.unlike_teams and size > 1 else ""
     return f"{len(workers)}{in_teams}"
 
 
 def _backward(worker: Worker, plan: Plan) -> str:
-    """The mode, and how many graphs are kept though it recomputes."""
+    """Describe the mode, and the graphs kept despite activation checkpointing."""
     text = worker.mode.describe()
     if worker.kept_graphs:
         pairs = len(plan.stages[0].units) * len(worker.micro_batches)
@@ -308,7 +309,7 @@ def new_table(title: str, *columns: str) -> Table:
 
 
 def labelled(table: Table, emulated: bool, estimated: Sequence[str] = ()) -> RenderableType:
-    """The table, and under it what its times are of, where they are not measured on real cards."""
+    """Return the table, with a note below on times not measured on real cards."""
     labels = [EMULATED] if emulated else []
     if estimated:
         labels.append(f"times of {', '.join(estimated)} are {ESTIMATE}")

@@ -1,6 +1,6 @@
-"""What a run tells of itself while it trains: in its folder, and on the terminal.
+"""Reports of a run under way: in the run's folder, and on the terminal.
 
-Only the first rank writes and shows; the others tell it how they did.
+Only the first rank writes and shows; the other ranks send their measurements to it.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ LATE = (
 
 
 class Telling:
-    """One rank's part in it.
+    """Reports by one rank.
 
     Attributes:
-        records: how each rank did, since that was exchanged before; `classes` by device class.
-        held_out_skipped: this rank's samples that evaluations could not read.
+        records: measurements by rank since the exchange before; `classes` by device class.
+        held_out_skipped: this rank's samples unreadable in evaluations.
 
     Args:
-        begun_at: the step that the run goes on from.
+        begun_at: the step to resume from.
     """
 
     def __init__(
@@ -78,12 +78,12 @@ class Telling:
         self._waited_s, self._since = 0.0, time.perf_counter()
         self._begun_at = self._steps_before = begun_at
         self._sent_before = float(engine.comm.sent.total())
-        self._fullest = fullest_by_class(engine.plan)  # of all plans since, as measured peaks are
+        self._fullest = fullest_by_class(engine.plan)  # of all plans so far, like measured peaks
 
     # -- of the run, by the first rank -------------------------------------------------------------
 
     def open(self, stack: ExitStack) -> None:
-        """From here on until the end of `stack` the run's files are written."""
+        """Write the run's files from here until the end of `stack`."""
         if self._context.first:
             stack.enter_context(self._log)
             self._display = stack.enter_context(
@@ -95,7 +95,7 @@ class Telling:
             self._display.say(line)
 
     def tell(self, step: int, told: Sequence[Told]) -> None:
-        """What was found, or done, after a step."""
+        """Report findings or actions after a step."""
         if self._display is not None:
             for one in told:
                 self._log.tell(step, one)
@@ -109,14 +109,14 @@ class Telling:
             self._display.step(record)
 
     def start(self, before: Parts | None, restart: Restart | None) -> None:
-        """If the plan is another one than that by which the run trained `before`."""
+        """Report a plan unlike the plan of the run `before`."""
         why = restart.decided if restart is not None else "the run was resumed"
         now = Parts.of(self._engine.plan, self._context.task.cluster)
         told = started(before, now, why) if before is not None else None
         self.tell(self._begun_at, [told] if told is not None else [])
 
     def restart(self, step: int, restart: Restart, kept_in: str) -> None:
-        """When training goes on, from state that was kept in memory or on disk."""
+        """Report a restart when training continues, from state kept in memory or on disk."""
         if self._display is not None:
             seconds = time.time() - restart.failed_at
             self._log.restart(
@@ -136,20 +136,20 @@ class Telling:
             )
 
     def put_off(self, step: int) -> None:
-        """The checkpoint after a step waits for the one before."""
+        """Report a checkpoint waiting for the previous checkpoint."""
         text = "" if self._told_of_disk else LATE
         self._told_of_disk = True
         self.tell(step, [Told("checkpoint-late", {}, text)])
 
     def evaluation(self, step: int, losses: Sequence[float]) -> None:
-        """Losses of batches."""
+        """Report the mean loss of batches."""
         if self._display is not None:
             loss = sum(losses) / len(losses)
             self._log.evaluation(step, loss)
             self._display.evaluation(step, loss)
 
     def trace(self, step: int, told: Sequence[str]) -> None:
-        """What every rank recorded of a step."""
+        """Save the trace of a step from the recordings of all ranks."""
         if self._display is not None:
             path = self._context.job.output / run_files.TRACE
             recordings = [Recording.from_json(text) for text in told]
@@ -157,13 +157,13 @@ class Telling:
             self._display.say(f"trace of step {step}: {path}, open it in ui.perfetto.dev")
 
     def copies(self, refused: str) -> None:
-        """Why there are no copies of the state in memory, once in a run."""
+        """Report, once in a run, why memory has no copies of the state."""
         if refused and self._display is not None and not self._told_of_copies:
             self._told_of_copies = True
             self._display.say(f"no copies of the state in memory: {refused}; {WITHOUT_COPIES}")
 
     def _saves_in_place(self, why: str) -> None:
-        """Why training waits for checkpoints, once in a run."""
+        """Report, once in a run, why training waits for checkpoints."""
         if why and not self._told_of_waiting:
             self._told_of_waiting = True
             self.say(f"training stands still while a checkpoint is written: {why}")
@@ -171,8 +171,8 @@ class Telling:
     # -- of each rank, by all ----------------------------------------------------------------------
 
     def exchange(self, step: int, *, waited_s: float, sent_bytes: float) -> None:
-        """Collective: how every rank did since the last time. Until `step` was done this rank had
-        waited for others for so long, and sent so much, since it began."""
+        """Exchange all ranks' measurements since the last call. Collective. Up to `step`, this rank
+        has waited `waited_s` for other ranks and sent `sent_bytes` since it began."""
         now = time.perf_counter()
         busy = 1.0 - (waited_s - self._waited_s) / (now - self._since)
         sent_each = (sent_bytes - self._sent_before) / max(1, step - self._steps_before)
@@ -214,7 +214,7 @@ class Telling:
             self._saves_in_place(first_of(names, (one.saved_in_place for one in self.records)))
 
     def of_all_steps(self) -> None:
-        """Collective: make the records those of the whole run, if there are any."""
+        """Extend the records, if any, to the entire run. Collective."""
         if self.records:
             mine = self.records[self._context.ranks.rank]
             speed = self._speed(self._taken.counting)
@@ -225,7 +225,7 @@ class Telling:
             self._display.say(missed)
 
     def not_of_steps(self, sent_bytes: int) -> None:
-        """So much was sent beside the steps, and counts for none."""
+        """Exclude bytes sent outside of steps."""
         self._sent_before += sent_bytes
 
     @property

@@ -1,8 +1,8 @@
-"""This process as one rank of a run that torchrun started, and starts again.
+"""Rank of a run started and restarted by torchrun, in this process.
 
-torchrun's agents, one on each host, end all ranks when one of them fails, a host is gone or another
-one comes, and start as many as there are places for then. So a run goes on when it finds that an
-agent of the run that used its output is still there.
+torchrun's agents, one per host, end all ranks when a rank fails, a host is gone or another joins,
+and start as many as there are places. So a run continues if an agent of the run that last used its
+output is still there.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ if TYPE_CHECKING:
 
 MEETING_S = 120.0  # how long ranks wait for each other to start
 LOOK_S = 0.02
-OUTCOME, ANEW = "outcome", "begin anew"  # for ranks that take no part
-NO_DEVICE = Device(id="none", device_class="none")  # of who only asks the store
+OUTCOME, ANEW = "outcome", "begin anew"  # for ranks left out
+NO_DEVICE = Device(id="none", device_class="none")  # of processes only using the store
 
 
 class Store(Protocol):
-    """What is asked of torch's stores."""
+    """Interface required of torch's stores."""
 
     def set(self, key: str, value: str) -> None: ...
 
@@ -66,9 +66,8 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class Arrival:
-    """What a rank tells when it starts: its host, its number there, the agent above it, the address
-    from which it reaches the store, its process, when that began, and the port at which that is
-    watched."""
+    """Announcement of a starting rank: host, local rank, agent, address from which it reaches the
+    store, process, start of the process, and port at which the process is watched."""
 
     host: str
     local_rank: int
@@ -80,7 +79,7 @@ class Arrival:
 
 
 class TorchrunRunner:
-    """Runs work in this process, as one of torchrun's ranks; see `runner.Runner`."""
+    """Runner in this process, as a rank of torchrun; see `runner.Runner`."""
 
     decides_alone = False
 
@@ -92,7 +91,7 @@ class TorchrunRunner:
         self._runs = 0
         self._output: Path | None = None
         self._met: tuple[Device | None, ...] = ()
-        self._taking: list[int] = []  # part, of all ranks
+        self._taking: list[int] = []  # ranks taking part
         self._no_device: InputError | None = None
         self._arrived: tuple[str, list[Arrival]] | None = None
         self._watched: socket.socket | None = None
@@ -114,14 +113,14 @@ class TorchrunRunner:
         return wanted
 
     def devices(self, cluster: Cluster) -> tuple[Device, ...]:
-        """Of those that take part. Collective, once."""
+        """Return the devices of the ranks taking part. Collective, once."""
         if not self._taking:
             self.take_part(cluster, ())
         found = [self._met[rank] for rank in self._taking]
         return tuple(device for device in found if device is not None)
 
     def own_device(self, cluster: Cluster) -> Device:
-        """That of this process, for who cannot count on the others."""
+        """Return this process's device, without communication."""
         place, found = self._place, self._met[self._place.rank] if self._met else None
         if found is None and not place.one_host:
             here = [d for d in cluster.in_rank_order() if d.host == socket.gethostname()]
@@ -133,7 +132,7 @@ class TorchrunRunner:
         return
 
     def started_again(self, output: Path, newest: Callable[[], int]) -> Lessons | None:
-        """Collective."""
+        """Return the lessons of a run that continues; None for a new run. Collective."""
         word, _ = self._arrive()
         store = self._store(f"{word}/again")
         if self.speaks:
@@ -144,7 +143,7 @@ class TorchrunRunner:
         return Lessons.from_text(told) if told else None
 
     def take_part(self, cluster: Cluster, without: Collection[str]) -> bool:
-        """The first that does speaks for the run from here on."""
+        """Leave out devices; the first rank taking part speaks for the run from here on."""
         if not self._met:
             _, arrivals = self._arrive()
             self._met = seats(cluster, arrivals)
@@ -158,7 +157,7 @@ class TorchrunRunner:
         if self.speaks and len(self._taking) < self._place.world:
             from gpumix.engine.ranks import Heart
 
-            # Those who take no part listen to it.
+            # Ranks left out listen to the heartbeat.
             heart = Heart(self._apart(), 0, runs_ahead=False)
             atexit.register(heart.stop)
         return own in self._taking
@@ -194,7 +193,7 @@ class TorchrunRunner:
             self._apart().set(OUTCOME, outcome)
 
     def _apart(self) -> dist.Store:
-        """For those who take no part."""
+        """Return the store for ranks left out."""
         word, _ = self._arrive()
         return self._store(f"{word}/apart")
 
@@ -205,16 +204,17 @@ class TorchrunRunner:
             remove(output / run_files.LESSONS)
 
     def restarts_after(self, error: GpumixError) -> bool:
-        """What ends no rank. After the rest torchrun starts others, if it was told so."""
+        """Return True for errors ending no rank. After all other errors torchrun restarts ranks, if
+        so configured."""
         return isinstance(error, OutOfMemory | PlanOutdated)
 
     def learns(self, output: Path, lessons: Lessons) -> None:
-        """Every rank that knows, for the one that speaks may be the one that was lost."""
-        with suppress(OSError):  # of a host that does not share the run's folder
+        """Save lessons, on every rank with any: the speaking rank may be the lost rank."""
+        with suppress(OSError):  # on a host not sharing the run's folder
             write_at_once(output / run_files.LESSONS, lessons.to_text())
 
     def starts_again(self, output: Path, lessons: Lessons) -> None:
-        """All ranks begin anew, as torchrun started them; it takes no notice."""
+        """Restart all ranks in place, unnoticed by torchrun."""
         if self.speaks:
             write_at_once(output / run_files.LESSONS, lessons.to_text())
         self._tell_apart(ANEW)
@@ -252,7 +252,7 @@ class TorchrunRunner:
             raise self._who_had_it(error) from error
 
     def _who_had_it(self, error: StoreGone) -> TrainingError:
-        """The rank that is lost with the store, where one has it."""
+        """Return the rank lost with the store, if a rank had the store."""
         first = self._met[0]
         if self._place.agent_has_store or first is None:
             return error
@@ -270,21 +270,21 @@ class TorchrunRunner:
             mark_failed(self._output, first_line(error))
 
     def _meet(self) -> Cluster:
-        """Every rank tells what it finds; together that is the cluster, in the order of ranks."""
+        """Return the cluster of the devices found by all ranks, in the order of ranks."""
         own: tuple[Device, DeviceClass] | None = None
         try:
             own = own_device(self._place)
         except InputError as error:
             if not self._place.restarted:
                 raise
-            self._no_device = error  # which it had, before it was started again
+            self._no_device = error  # it had a device before the restart
         word, _ = self._arrive()
         store = self._store(f"{word}/devices")
         cluster, self._met = meet_devices(store, self._place, own)
         return cluster
 
     def _arrive(self) -> tuple[str, list[Arrival]]:
-        """The word of this start, and who is there. Collective, once."""
+        """Return the word of this start, and all arrivals. Collective, once."""
         if self._arrived is None:
             if self._place.starts:
                 self._meet_anew()
@@ -323,7 +323,7 @@ class TorchrunRunner:
 
 
 def seat_in(place: TorchrunPlace, device: Device) -> Seat:
-    """The seat of the process that torchrun gave this place."""
+    """Return the seat of a process started by torchrun."""
     return Seat(
         rank=place.rank,
         world=place.world,
@@ -336,7 +336,7 @@ def seat_in(place: TorchrunPlace, device: Device) -> Seat:
 
 
 def own_device(place: TorchrunPlace) -> tuple[Device, DeviceClass]:
-    """Of what is found on this host, the device of the process that torchrun gave this place.
+    """Return the device of a process started by torchrun, from the devices of this host.
 
     Raises:
         InputError: there are more processes than devices.
@@ -356,17 +356,16 @@ def own_device(place: TorchrunPlace) -> tuple[Device, DeviceClass]:
 def meet_devices(
     store: Store, place: TorchrunPlace, own: tuple[Device, DeviceClass] | None
 ) -> tuple[Cluster, tuple[Device | None, ...]]:
-    """Every rank tells its device: the cluster of all, and the device of each rank that has one.
-    Collective.
+    """Exchange devices; return the cluster, and the device of each rank, if any. Collective.
 
     Raises:
-        InputError: two ranks have the same device, or a class is not the same everywhere.
+        InputError: two ranks share a device, or a class differs between ranks.
         TrainingError: a rank said nothing.
     """
     store.set(str(place.rank), json.dumps([value.model_dump() for value in own or ()]))
     told = [json.loads(_heard(store, str(rank), f"rank {rank}")) for rank in range(place.world)]
     devices = tuple(Device(**one[0]) if one else None for one in told)
-    # A class that is not the same everywhere (another driver, say) is there twice, and refused.
+    # A class that differs between hosts (another driver, say) is there twice, and refused.
     classes = dict.fromkeys(DeviceClass(**one[1]) for one in told if one)
     found = tuple(device for device in devices if device is not None)
     try:
@@ -382,14 +381,14 @@ def meet_devices(
 def arrive(
     store: Store, rank: int, world: int, own: Arrival, *, timeout_s: float = MEETING_S
 ) -> tuple[str, list[Arrival]]:
-    """A word that only the ranks of this start know, and what each told. The store may hold what
-    ranks of an earlier start have left there.
+    """Return a word known only to the ranks of this start, and their arrivals. The store may have
+    entries of earlier starts.
 
-    Each rank tells a word of its own. The first rank repeats what it has read of all, as often as
-    that changes; a rank that finds its own word there says so, and when all have, they are those.
+    Each rank publishes a word of its own. The first rank publishes the list of all whenever it
+    changes; a rank finding its own entry there confirms, and the list is final once all have.
 
     Raises:
-        TrainingError: some did not come; the message names them.
+        TrainingError: ranks are missing; the message names them.
     """
     own_word = uuid.uuid4().hex
     mine = json.dumps([own_word, *astuple(own)])
@@ -438,14 +437,14 @@ def _heard(store: Store, key: str, who: str) -> str:
 
 
 def agent() -> str:
-    """The process that started this one: its host, its number, and when it began, so that another
-    of the same number is another."""
+    """Identify the parent process: host, pid and start time, as pids are reused."""
     parent = os.getppid()
     return f"{socket.gethostname()}/{parent}/{begun(parent)}"
 
 
 def _lessons(output: Path) -> Lessons:
-    """Those that ranks of the last start have left there; of earlier ones not why it starts."""
+    """Return the lessons left by ranks of the last start; earlier lessons without the reason of the
+    restart."""
     failed = last_failure(output) if _of_last_start(output, run_files.PROGRESS) else ""
     by_torchrun = Restart(failed, last_heard(output) or time.time())
     with suppress(OSError, ValueError, TypeError, KeyError):
@@ -456,7 +455,7 @@ def _lessons(output: Path) -> Lessons:
 
 
 def _of_last_start(output: Path, name: str) -> bool:
-    """Whether a file was written after the last start of the run had begun."""
+    """Return True if a file was written after the last start of the run."""
     with suppress(OSError):
         begun_at = (output / run_files.AGENTS).stat().st_mtime_ns
         return (output / name).stat().st_mtime_ns > begun_at
@@ -471,9 +470,8 @@ def _was_there(output: Path, agents: Sequence[str]) -> bool:
 
 
 def seats(cluster: Cluster, arrivals: Sequence[Arrival]) -> tuple[Device, ...]:
-    """The device of each rank: where the ranks' hosts are those of the cluster, or some of them if
-    there are more devices than ranks, the one with the rank's number on its host; else one after
-    the other.
+    """Assign devices to ranks. If all ranks' hosts are in the cluster, by local rank on the host;
+    with as many ranks as devices, all hosts must match. Otherwise in order.
 
     Raises:
         InputError: a host has more ranks than devices.

@@ -1,6 +1,6 @@
-"""The trace of a step that was run, in the shape of those that `gpumix simulate` writes.
+"""Trace of an executed step, in the format of `gpumix simulate`.
 
-Every rank records its own part; only all parts together say when a collective, or a message, began
+Every rank records its own part. Only all parts together show when a collective or a message began
 to run, and so for whom a rank waited.
 """
 
@@ -20,7 +20,7 @@ from gpumix.spec.trace import Cause, Span, Trace, cause_of, event, process_of, w
 
 
 def trace_of(plan: Plan, recordings: Sequence[Recording]) -> Trace:
-    """One step by the recordings of all ranks, in rank order."""
+    """Build the trace of a step from the recordings of all ranks, in rank order."""
     keys = [tuple(_keys(recording.moves)) for recording in recordings]
     begun_s: dict[_Key, float] = {}
     for key, move in zip(chain(*keys), chain(*(recording.moves for recording in recordings))):
@@ -36,7 +36,8 @@ _Key = tuple[str, int]
 
 
 def _keys(moves: Sequence[Moved]) -> Iterator[_Key]:
-    """By which all who took part know them: the name, and how many there were of it before."""
+    """Yield a key per collective, equal on all participants: the name, and the count of earlier
+    uses."""
     before: Counter[str] = Counter()
     for move in moves:
         yield move.name, before[move.name]
@@ -45,7 +46,7 @@ def _keys(moves: Sequence[Moved]) -> Iterator[_Key]:
 
 @dataclass(frozen=True)
 class _Rank:
-    """What one rank did. `begun_s` is when the last who takes part had issued each collective."""
+    """Activities of a rank. `begun_s` is when the last participant had issued each collective."""
 
     plan: Plan
     worker: Worker
@@ -85,7 +86,7 @@ class _Rank:
         return () if done.kind == "optimizer" else self.worker.micro_batches
 
     def _causes(self, waited: Activity) -> Iterator[tuple[Cause, float, float]]:
-        """What a rank waits for: first for the last rank to issue the collective, then for it."""
+        """Split a wait: for the last rank to issue the collective, then for the collective."""
         move = self.recording.moves[waited.move]
         begun_s = min(max(self.begun_s[waited.move], waited.start_s), waited.end_s)
         message = move.kind == "receive"
@@ -94,17 +95,17 @@ class _Rank:
         yield "message" if message else self._cause(move), begun_s, waited.end_s
 
     def _cause(self, move: Moved) -> Cause:
-        """Of a wait for a collective. Of several stages others compute beside the first and the
-        last ones too."""
+        """Return the cause of a wait for a collective. With several stages, others compute during
+        the first and last collectives too."""
         assert move.kind != "receive", "that is a message"
         first = self.plan.stages[0].units[0]
         ends = move.unit == ROOT or (move.kind == "reduce" and move.unit == first)
         return cause_of(move.kind, exposed=ends and len(self.plan.stages) == 1)
 
     def _moves(self, process: str) -> Iterator[Span]:
-        """Collectives, and messages where they come from. What is under way at the same time is
-        shown one after the other, as it is on a wire. Nothing begins after it ended here, whatever
-        another rank says, whose clock may have started earlier."""
+        """Yield spans of collectives, and of messages at the sender. Concurrent transfers follow
+        each other, as on a wire. No span begins after its local end, whatever another rank says,
+        whose clock may have started earlier."""
         end_s = 0.0
         for begun_s, move in sorted(zip(self.begun_s, self.recording.moves), key=itemgetter(0)):
             if move.kind == "receive":

@@ -1,8 +1,8 @@
-"""Experiment trackers beside a run: a process for each, which reads what the run writes.
+"""Experiment trackers of a run: a process for each, reading the run's files.
 
-No rank talks to a tracker, or knows of it. So one that is slow, hangs, or brings down its process
-costs no step, and takes none of a device's memory; it goes on while ranks are lost and start again.
-The processes are those of `integrations/trackers`, by name.
+No rank talks to a tracker or knows of one. A tracker that is slow, hangs or crashes costs no step
+and no device memory, and continues while ranks are lost and restart. The processes are those of
+`integrations/trackers`, by name.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from gpumix.train import run_files
 from gpumix.train.terminal import stderr
 
 MODULE = "gpumix.integrations.trackers"
-PACKAGES = {"prometheus": "prometheus_client"}  # where it has not the tracker's own name
+PACKAGES = {"prometheus": "prometheus_client"}  # where unlike the tracker's name
 START_S = 120.0  # to import its library, from a slow disk
 END_S = 60.0  # to send the rest
 
 
 def check_installed(trackers: Trackers) -> None:
-    """
+    """Check that the library of each tracker is installed.
+
     Raises:
-        MachineError: a tracker's library is not installed; the message has the line for all.
+        MachineError: a library is missing; the message has the command for all.
     """
     missing = [name for name in trackers.named() if find_spec(PACKAGES.get(name, name)) is None]
     if missing:
@@ -45,10 +46,10 @@ def check_installed(trackers: Trackers) -> None:
 
 @contextmanager
 def tracked(job: Job, *, fresh: bool) -> Iterator[None]:
-    """Have a run's trackers told, while it trains in here.
+    """Run the trackers of a run, while it trains in the block.
 
     Args:
-        fresh: the run begins; else it goes on, and so do its runs in the trackers.
+        fresh: the run begins; otherwise it continues, as do its runs in the trackers.
 
     Raises:
         MachineError: a tracker cannot start.
@@ -73,8 +74,8 @@ def tracked(job: Job, *, fresh: bool) -> Iterator[None]:
 
 
 class _Follower:
-    """A tracker's process: it is told what the run is, says when it is ready, and is told how the
-    run ended."""
+    """Process of a tracker: receives the run's description, reports readiness, and receives the
+    outcome."""
 
     def __init__(self, name: str, beginning: dict[str, object]) -> None:
         self._name = name
@@ -89,10 +90,11 @@ class _Follower:
         self._write(json.dumps(beginning))
 
     def wait_until_ready(self) -> None:
-        """
+        """Wait until the tracker is ready.
+
         Raises:
-            GpumixError: what it says instead.
-            MachineError: it says nothing.
+            GpumixError: the error reported by the tracker.
+            MachineError: no answer.
         """
         assert self._process.stdout is not None
         heard, _, _ = select.select([self._process.stdout], [], [], START_S)
@@ -110,13 +112,13 @@ class _Follower:
         self._ready = True
 
     def say(self, state: str) -> None:
-        """How the run ended; no word follows."""
+        """Send the outcome of the run, the last message."""
         self._write(state)
         with suppress(OSError):
             self._process.stdin.close()  # type: ignore[union-attr]
 
     def end(self, deadline: float) -> None:
-        """Wait for it. What it has not done by then is lost; the run is not."""
+        """Wait for the process to end, then kill it. Unsent data is lost; the run is not."""
         try:
             code = self._process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -133,6 +135,6 @@ class _Follower:
             self._process.stdout.close()  # type: ignore[union-attr]
 
     def _write(self, line: str) -> None:
-        with suppress(OSError):  # it has ended, and said so
+        with suppress(OSError):  # the process has ended, and said so
             self._process.stdin.write(f"{line}\n")  # type: ignore[union-attr]
             self._process.stdin.flush()  # type: ignore[union-attr]

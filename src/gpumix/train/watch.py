@@ -1,15 +1,14 @@
-"""What each step of a rank spends its time on, told by clocks that run anyway.
+"""Time spent in each step of a rank, by clocks that run anyway.
 
-The time of a step is cut into two at the moment at which the device begins to compute it. Before
-that the device stands idle, for the loader (*input*) or for the host (*other*); after it, it waits
-for other ranks (*communication*), for *copies*, or computes. Stamps on CUDA are events on the
-stream: one that is recorded before the last step's work is done fires when it is, so what is
-measured is the device's own gap. The host's wait would say more than is lost wherever the host runs
-ahead. Nothing is synchronised for it; a step is read when the device is done with it, which on CUDA
-may be while the next one computes.
+A step is cut in two when the device begins to compute. Before, the device is idle, for the loader
+(*input*) or for the host (*other*); after, it waits for other ranks (*communication*), for
+*copies*, or computes. Stamps on CUDA are events on the stream: an event recorded before the last
+step's work is done fires when it is, so the gap measured is the device's own. The host's wait would
+overstate the loss wherever the host runs ahead. Nothing is synchronized; a step is read when the
+device is done with it, on CUDA maybe while the next step computes.
 
-What runs once a step finds its code and data gone from the caches, and takes ten times as long as
-in a loop of its own: so it does little, and makes no objects.
+Code that runs once a step finds its code and data gone from the caches, and takes ten times as long
+as in a loop of its own: so it does little, and creates no objects.
 """
 
 from __future__ import annotations
@@ -22,26 +21,26 @@ from gpumix.cost.input import STARVED_SHARE
 from gpumix.hardware.stamps import Stamps
 from gpumix.train.account import Account, Shares
 
-WINDOW_STEPS = 20  # of fewer, noise is told as a finding
+WINDOW_STEPS = 20  # fewer report noise as a finding
 
 T = TypeVar("T")
 
 
 class Clock(Protocol):
-    """Adds up what a device waits for."""
+    """Sum of a device's waits."""
 
     def mark(self) -> Any:
-        """This place in the waits; nothing is waited for."""
+        """Mark the present place in the waits, without waiting."""
         ...
 
     def at_s(self, mark: Any) -> float:
-        """Seconds of all waits before it."""
+        """Return the seconds of all waits before a mark."""
         ...
 
 
 class Ticks(NamedTuple):
-    """A step that was given to the device, by stamps and by marks of the clocks: `begun`, its first
-    `work`, `ended`. The host `waited_s` for its batch."""
+    """Stamps and clock marks of a step issued to the device: `begun`, first `work`, `ended`. The
+    host `waited_s` for the batch."""
 
     begun: Any
     work: Any
@@ -52,13 +51,13 @@ class Ticks(NamedTuple):
 
 
 class Watch:
-    """Tells a rank's steps apart. Each step is `begin`, `next_of` the loader, which may be asked
-    several times, `computes` when its first work is given to the device, and `given` when its last
-    is. What it was spent on is known when it is `read`.
+    """Account of a rank's steps. Each step calls `begin`, `next_of` the loader, maybe several
+    times, `computes` when its first work is issued, and `given` after its last. The account is
+    known after `read`.
 
     Args:
         stamps: the device's time; see `hardware.stamps`.
-        communication, copies: clocks of what the device waits for.
+        communication, copies: clocks of the device's waits.
         clock: the host's.
     """
 
@@ -75,7 +74,7 @@ class Watch:
         self._communicated, self._copied = communication.mark(), copies.mark()
         self._begun = self._work = stamps.now()
         self._waited_s = 0.0
-        # Of the last step that was read, as `Account.of` has it.
+        # Of the last step read, in the order of `Account.of`.
         self._last = (0.0, 0.0, 0.0, 0.0, 0.0)
         self._steps = 0
         self._gap_s = self._starved_s = self._busy_s = self._waits_s = self._copying_s = 0.0
@@ -87,7 +86,7 @@ class Watch:
         self._begun = self._now()
 
     def next_of(self, batches: Iterator[T]) -> T:
-        """The next batch; the wait for it is the loader's."""
+        """Return the next batch; the wait counts as the loader's."""
         asked = self._clock()
         batch = next(batches)
         self._waited_s += self._clock() - asked
@@ -97,7 +96,7 @@ class Watch:
         self._work = self._now()
 
     def given(self) -> Ticks:
-        """The step, to be read when the device is done with it."""
+        """Return the step, to be read when the device is done with it."""
         return Ticks(
             self._begun,
             self._work,
@@ -108,15 +107,15 @@ class Watch:
         )
 
     def end(self) -> None:
-        """The device is done with the step: it is read at once."""
+        """Read the step at once: the device is done with it."""
         self.read(self.given())
 
     def read(self, step: Ticks) -> None:
-        """Take in what a step was spent on; waits for the device to be done with it."""
+        """Account for a step; wait until the device is done with it."""
         gap, busy = self._between(step.begun, step.work), self._between(step.work, step.ended)
         starved = step.waited_s if step.waited_s < gap else gap
         waits, copying = self._of_clocks(step)
-        if waits + copying > busy:  # a copy that a collective waits for is in both clocks
+        if waits + copying > busy:  # a copy awaited by a collective is in both clocks
             waits = waits if waits < busy else busy
             copying = busy - waits
         self._last = (gap, starved, busy, waits, copying)
@@ -129,27 +128,27 @@ class Watch:
         self.starvation.add(gap + busy, starved)
 
     def _of_clocks(self, step: Ticks) -> tuple[float, float]:
-        """Seconds for which the device waited for communication and for copies."""
+        """Return the seconds of waits for communication and for copies."""
         begun, ended = map(self._communication.at_s, step.communicated)
         copies_begun, copies_ended = map(self._copies.at_s, step.copied)
         return ended - begun, copies_ended - copies_begun
 
     @property
     def step_s(self) -> float:
-        """How long the device took for the last step, its gap included."""
+        """Device time of the last step, including the gap."""
         return self._last[0] + self._last[2]
 
     @property
     def computed_s(self) -> float:
-        """How long the device computed in the last step."""
+        """Compute time of the last step."""
         return Account.of(1, *self._last).compute
 
     def last(self) -> Shares:
-        """What the last step was spent on."""
+        """Return the shares of the last step."""
         return Account.of(1, *self._last).shares()
 
     def take(self) -> Account:
-        """Of the steps since this was asked last."""
+        """Return the account of the steps since the last call."""
         taken = Account.of(
             self._steps,
             self._gap_s,
@@ -164,8 +163,8 @@ class Watch:
 
 
 class Starvation:
-    """Whether a rank's device stands idle for its data: `share` is the idle part of the window in
-    which that was found, None until it is. Two windows in a row must show it."""
+    """Detection of a device idle for lack of data. `share` is the idle part of the window with the
+    finding, None before; two windows in a row must show it."""
 
     def __init__(self) -> None:
         self.share: float | None = None

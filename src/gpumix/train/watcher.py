@@ -1,4 +1,4 @@
-"""Who watches a trial from inside of its ranks, and may change what code does there: the doctor."""
+"""Interface for observing a trial inside its ranks, and maybe changing code: for the doctor."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 
 class Watcher(Protocol):
-    """Goes to each rank, and is entered there before the rank opens its device.
+    """Observer sent to each rank, and entered before the rank opens its device.
 
     Attributes:
-        looks: whether it wants a step more, after all others; the same on all ranks.
+        looks: whether to run one more step after all others; equal on all ranks.
     """
 
     looks: bool
@@ -20,13 +20,13 @@ class Watcher(Protocol):
     def __exit__(self, *_: object) -> None: ...
 
     def begins(self) -> None:
-        """Steps count from here."""
+        """Mark the start of the counted steps."""
 
     def ends(self) -> None:
-        """No more do."""
+        """Mark the end of the counted steps."""
 
     def looking(self) -> AbstractContextManager[None]:
-        """Around the step that it wants."""
+        """Return the context of the extra step."""
 
     def told(self) -> Any:
-        """What it saw, as JSON has it."""
+        """Return the observations, as in JSON."""

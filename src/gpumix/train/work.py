@@ -1,4 +1,4 @@
-"""What ranks are started for: profile a cluster, train a job, try a plan."""
+"""Work of ranks: profile a cluster, train a job, try a plan."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ from gpumix.train.watcher import Watcher
 def profile(
     seat: Seat, task: Task, devices: tuple[Device, ...], fresh: bool, resume: bool = False
 ) -> Profile:
-    """Measure what is not in the cache, for a run that begins or (`resume`) goes on. Every rank
-    returns the profile."""
+    """Measure everything not in the cache, for a run that begins or (`resume`) continues. Every
+    rank returns the profile."""
     job = task.job
     with joined(seat, task) as context:
         if resume:
@@ -80,7 +80,7 @@ def profile(
 def _inputs(
     context: Context, devices: tuple[Device, ...], cache: MeasurementCache, *, fresh: bool
 ) -> InputMeasurement:
-    """What reading samples takes: by the cache of the first rank, or measured. Collective."""
+    """Return the cost of reading samples, from the first rank's cache or measured. Collective."""
     cached = cache.inputs() if context.first and not fresh else None
     told = context.ranks.share("known inputs", cached.model_dump_json() if cached else None)
     if told:
@@ -99,9 +99,8 @@ def _inputs(
 
 
 def _model_to_measure(task: Task) -> nn.Module:
-    """The job's model; weights that are not its own, groups that match none of its parameters,
-    tensor plans that fit none of its modules, and more stages than it has units, are told now, not
-    after the measurement."""
+    """Build the job's model. Foreign weights, parameter groups or tensor plans without a match, and
+    more stages than units are reported now, not after the measurement."""
     spec = task.job.model
     model = model_of(spec, folder=task.folder, seed=task.job.seed)
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
@@ -128,8 +127,7 @@ def train(
 ) -> Summary:
     """Train the job by the plan. Every rank returns the summary.
 
-    The run's folder gets the job, the plan and the profile it was made from, once nothing is in the
-    way.
+    The run's folder gets the job, the plan and its profile, once nothing is in the way.
     """
     with joined(seat, task) as context:
         own = plan.for_devices([d.id for d in devices])
@@ -155,7 +153,7 @@ def try_out(
     beside: bool = False,
     watcher: Watcher | None = None,
 ) -> Trial:
-    """Train a few steps by the plan, for its speed and memory; see `Trainer.try_out`. Every rank
+    """Train a few steps by the plan, to measure speed and memory; see `Trainer.try_out`. Every rank
     returns the trial."""
     with watcher or nullcontext(), joined(seat, task) as context:
         trainer = Trainer(context, plan.for_devices([d.id for d in devices]))
