@@ -1,4 +1,4 @@
-"""What is here: discovery of devices, their common interface, and emulated ones.
+"""Discovery of devices, their common interface, and emulated devices.
 
 `discover` needs no torch; `runtime`, `memory` and `emulation` import it.
 """

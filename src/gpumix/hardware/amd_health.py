@@ -1,5 +1,5 @@
-"""How AMD's GPUs are, as their driver says by `amdsmi`, which comes with ROCm: memory, errors, who
-uses them. What a card or driver does not tell is None, and without the library nothing is known."""
+"""Health of AMD GPUs as reported by the driver through ROCm's `amdsmi`: memory, errors, processes.
+Values not reported by a GPU or driver are None; without the library nothing is known."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any, TypeVar
 from gpumix.hardware.gpu_health import GpuHealth
 
 T = TypeVar("T")
-_MIB = 2**20  # what `amdsmi_get_gpu_vram_usage` counts in
+_MIB = 2**20  # unit of `amdsmi_get_gpu_vram_usage`
 
 
 @contextmanager
 def amd_driver() -> Iterator[ModuleType | None]:
-    """`amdsmi` in here; None where it is not installed, or its driver does not answer."""
+    """Initialize `amdsmi`; yield None if it is not installed or the driver does not answer."""
     try:
         import amdsmi
-    except (ImportError, OSError, KeyError):  # it looks for its C library when it is imported
+    except (ImportError, OSError, KeyError):  # importing amdsmi looks for its C library
         yield None
         return
     try:
@@ -37,8 +37,7 @@ def amd_driver() -> Iterator[ModuleType | None]:
 
 
 def amd_handle_of(smi: ModuleType | Any, device_id: str, ordinal: int) -> Any:
-    """The GPU that torch gave this UUID; where none has it, the one of HIP's number; None where
-    there is no such one."""
+    """Return the GPU with torch's UUID, otherwise the GPU with HIP's number, otherwise None."""
     wanted = _hip_uuid(device_id)
     numbered = {}
     for handle in smi.amdsmi_get_processor_handles():
@@ -50,10 +49,10 @@ def amd_handle_of(smi: ModuleType | Any, device_id: str, ordinal: int) -> Any:
 
 
 def amd_health(smi: ModuleType | Any, handle: Any, index: int) -> GpuHealth:
-    """What the driver says of a GPU that this process does not use.
+    """Return the driver's report on a GPU not used by this process.
 
     Args:
-        index: its number, as `rocm-smi` has it.
+        index: number of the GPU in `rocm-smi`.
     """
 
     def ask(function: Callable[..., T], *args: Any) -> T | None:
@@ -80,26 +79,26 @@ def amd_health(smi: ModuleType | Any, handle: Any, index: int) -> GpuHealth:
 
 
 def _is_pending(pages: object) -> bool | None:
-    """Whether bad memory waits to be taken out of use; other versions say in words that none is."""
+    """Return True if bad memory pages wait for retirement; some versions report "none" as text."""
     if not isinstance(pages, list):
         return None if pages is None else False
     return any("PENDING" in str(page.get("status", "")).upper() for page in pages)
 
 
 def _hip_uuid(device_id: str) -> str:
-    """HIP's own form ("gpu-" and 16 digits, which are the bytes of the UUID) of an id of ours."""
+    """Convert a UUID to HIP's form: "gpu-" and 16 digits, the bytes of the UUID."""
     with suppress(ValueError, UnicodeDecodeError):
         return "gpu-" + uuid.UUID(device_id.removeprefix("GPU-")).bytes.decode("ascii").lower()
     return ""
 
 
 def _number(value: object) -> int | None:
-    """Where a card has no such thing, the library says "N/A"."""
+    """Return an integer, or None: the library reports missing values as "N/A"."""
     return int(value) if isinstance(value, int | float) else None
 
 
 def _told(smi: ModuleType | Any, function: Callable[..., T], *args: Any) -> T | None:
     try:
         return function(*args)
-    except smi.AmdSmiException:  # most often: this card has no such thing
+    except smi.AmdSmiException:  # most often unsupported by this GPU
         return None

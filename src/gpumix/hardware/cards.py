@@ -1,8 +1,8 @@
-"""The GPUs that are plugged in, whether or not any driver or torch can use them.
+"""GPUs on the PCI bus, whether or not a driver or torch can use them.
 
-Read from the PCI bus, as Linux shows it under `/sys`, in containers too. Only cards that compute
-are meant: what is part of a CPU (Intel's at bus 0, AMD's with little memory of its own) and what a
-virtual machine was given (`vfio-pci`) is left out.
+Read from Linux's `/sys`, also in containers. Only compute GPUs count: GPUs integrated in a CPU
+(Intel's at bus 0, AMD's with little own memory) and GPUs passed to a virtual machine (`vfio-pci`)
+are left out.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ Maker = Literal["NVIDIA", "AMD", "Intel"]
 
 _BUS = Path("/sys/bus/pci/devices")
 _MAKERS: dict[str, Maker] = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x8086": "Intel"}
-_SHOWS_PICTURES = "0x0300"  # the class of cards that can drive a screen; others only compute
+_SHOWS_PICTURES = "0x0300"  # PCI class of GPUs that can drive a screen
 _COMPUTES = {"0x0302", "0x0380", "0x1200"}  # 3D, other display, processing accelerator
-_LEAST_OWN_BYTES = 4 * 2**30  # AMD's GPUs inside of CPUs are given less
+_LEAST_OWN_BYTES = 4 * 2**30  # AMD GPUs inside CPUs have less
 
 
 @dataclass(frozen=True)
 class Card:
-    """One GPU on the bus, at an address such as "0000:65:00.0"."""
+    """A GPU on the bus, at an address such as "0000:65:00.0"."""
 
     maker: Maker
     address: str
 
 
 def cards_on_bus() -> tuple[Card, ...]:
-    """By address; empty where there are none, and on systems without `/sys`."""
+    """Return the GPUs by address; empty without GPUs, and on systems without `/sys`."""
     folders = sorted(_BUS.iterdir()) if _BUS.is_dir() else []
     found = (_card(folder) for folder in folders)
     return tuple(card for card in found if card is not None)
 
 
 def count(cards: tuple[Card, ...]) -> str:
-    """Such as "2 NVIDIA GPUs and 1 AMD GPU"."""
+    """Count GPUs in words, such as "2 NVIDIA GPUs and 1 AMD GPU"."""
     numbers = Counter(card.maker for card in cards)
     told = [f"{n} {maker} GPU{'s' if n > 1 else ''}" for maker, n in numbers.items()]
     return " and ".join(told)

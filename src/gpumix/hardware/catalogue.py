@@ -1,7 +1,7 @@
-"""What vendors say of their cards: memory, rates and links of GPUs that need not be here.
+"""Datasheet catalogue: memory, rates and links of GPUs, present or not.
 
-For planning before there is anything to measure; a measured profile always counts for more.
-The facts are in `catalogue.toml` beside this file; pure, on top of `spec`, without torch.
+Used for planning before anything is measured; a measured profile always takes precedence. The data
+is in `catalogue.toml` next to this file; pure, on top of `spec`, without torch.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from gpumix.spec.units import Bytes, FlopRate
 
 _DATA = Path(__file__).with_name("catalogue.toml")
 _NOISE = {"nvidia", "geforce", "tesla", "amd", "radeon", "instinct", "generation", "blackwell"}
-# What people leave out of a name; the rest of it is the model.
+# Words users may leave out of a name; the rest is the model.
 _QUALIFIER = re.compile(r"\d+gb|sxm|pcie|nvl|gpu|gcd|quadro|ada|sff|workstation|maxq|server")
 _MEMORY = re.compile(r"\d+gb")
 _SERIES = re.compile(r"^(?:rtx|gtx)(?=a?\d)")
 _SHOWN = 6  # names in an error
-_NEAR = 0.5  # how alike spellings are for difflib, less than its default: names are short
-# Bits per second of a lane: transfers less the coding, from PCIe 6.0 on less what corrects errors.
+_NEAR = 0.5  # similarity for difflib, below the default: names are short
+# Bits per second of a lane: transfers minus coding, from PCIe 6.0 on minus error correction.
 _PCIE_LANE = {3: 8e9 * 128 / 130, 4: 16e9 * 128 / 130, 5: 32e9 * 128 / 130, 6: 64e9 * 242 / 256}
 
 ByteRate = Annotated[
@@ -42,17 +42,17 @@ ByteRate = Annotated[
 
 
 class DeviceLinkKind(StrEnum):
-    """How cards of one kind reach each other without the host."""
+    """Types of direct links between equal GPUs, bypassing the host."""
 
     NONE = "none"
     NVLINK = "nvlink"
-    NVLINK_BRIDGE = "nvlink-bridge"  # sold apart, joins two cards (four of the H200 NVL)
+    NVLINK_BRIDGE = "nvlink-bridge"  # sold separately, joins two GPUs (four H200 NVL)
     INFINITY_FABRIC = "infinity-fabric"
-    INFINITY_FABRIC_BRIDGE = "infinity-fabric-bridge"  # sold apart, joins two or four cards
+    INFINITY_FABRIC_BRIDGE = "infinity-fabric-bridge"  # sold separately, joins two or four GPUs
 
 
 class PcieLink(Value):
-    """The slot that the card wants; the host may give it fewer lanes or an older generation."""
+    """The GPU's PCIe slot; the host may provide fewer lanes or an older generation."""
 
     kind: Literal["pcie"]
     generation: Literal[3, 4, 5, 6]
@@ -60,7 +60,7 @@ class PcieLink(Value):
 
     @property
     def bandwidth(self) -> float:
-        """Bytes/s in one direction, before the overhead of packets."""
+        """Bytes/s in one direction, before packet overhead."""
         return _PCIE_LANE[self.generation] * self.lanes / 8
 
 
@@ -73,11 +73,11 @@ class CoherentLink(Value):
 
 
 class DeviceLink(Value):
-    """The sum of all links from one card to its like."""
+    """Sum of all links from a GPU to its peers."""
 
     kind: DeviceLinkKind
     bandwidth: ByteRate = 0
-    """Bytes/s in one direction, all links together; 0 if there are none."""
+    """Bytes/s in one direction, all links together; 0 without links."""
 
     @model_validator(mode="after")
     def _has_bandwidth_or_is_none(self) -> DeviceLink:
@@ -87,10 +87,10 @@ class DeviceLink(Value):
 
 
 class Rates(Value):
-    """Dense FLOP/s of matrix products; None is not supported in hardware or not known.
+    """Dense FLOP/s of matrix products; None means unsupported in hardware or unknown.
 
-    On matrix units the 16-bit and 8-bit rates are with fp32 accumulate. `fp32` is IEEE fp32, on
-    the plain units of NVIDIA and on the matrix units of CDNA.
+    On matrix units the 16-bit and 8-bit rates use fp32 accumulation. `fp32` is IEEE fp32, on the
+    general units of NVIDIA and on the matrix units of CDNA.
     """
 
     fp32: FlopRate
@@ -101,12 +101,12 @@ class Rates(Value):
 
 
 class Card(Value):
-    """One product as its vendor describes it; for a board of several GPUs, one of them."""
+    """A product as described by the vendor; for a board with several GPUs, a single GPU."""
 
     name: str
     aliases: tuple[str, ...] = ()
     product: str
-    """What the driver reports, where known; products of two memory sizes share one."""
+    """Name reported by the driver, if known; products with two memory sizes share a name."""
     vendor: Literal["nvidia", "amd"]
     family: Literal["data-centre", "workstation", "geforce"]
     architecture: str
@@ -117,26 +117,26 @@ class Card(Value):
     memory_bytes: Bytes
     """GiB as sold; the driver reports some hundred MiB less."""
     ecc_in_memory: bool = False
-    """Shipped with error correction on, its bits in the memory: data-centre cards without HBM."""
+    """Shipped with ECC enabled and stored in memory: data-center GPUs without HBM."""
     memory_bandwidth: ByteRate
     matrix_units: bool
-    """Tensor or matrix cores; without them `flops.fp16` is plain arithmetic."""
+    """Tensor or matrix cores; without them `flops.fp16` is general arithmetic."""
     flops: Rates
     fp32_accumulate_halved: bool = False
-    """fp16 products with fp16 accumulate would be twice as fast as `flops.fp16`: most GeForce."""
+    """fp16 products with fp16 accumulation are twice as fast as `flops.fp16`: most GeForce."""
     derived: bool = False
-    """Rates computed from what the vendor states, not stated as such; `note` says from what."""
+    """Rates derived from the vendor's figures, not stated directly; `note` explains."""
     host_link: Annotated[PcieLink | CoherentLink, Field(discriminator="kind")]
-    """One GPU's part of it, where the GPUs of a board or module share one."""
+    """A GPU's part of the host link, if GPUs of a board or module share it."""
     device_link: DeviceLink | None = None
-    """None: not known as one number; a card without links says kind 'none'."""
+    """None: not known as a single number; a GPU without links has kind 'none'."""
     tdp_watts: int | None = Field(default=None, gt=0)
     note: str = ""
     source: str
 
     @property
     def visible_bytes(self) -> int:
-        """The memory that programs see: error correction in it takes a sixteenth."""
+        """Memory visible to programs: ECC stored in memory takes a sixteenth."""
         return self.memory_bytes * 15 // 16 if self.ecc_in_memory else self.memory_bytes
 
     @model_validator(mode="after")
@@ -149,7 +149,7 @@ class Card(Value):
 
 @cache
 def load() -> tuple[Card, ...]:
-    """All cards, in the order of the file."""
+    """Return all cards, in file order."""
     data = tomllib.loads(read_text(_DATA))
     return tuple(
         _card(group, card, data["sources"]) for group in data["group"] for card in group["card"]
@@ -157,7 +157,7 @@ def load() -> tuple[Card, ...]:
 
 
 def _card(group: dict[str, Any], own: dict[str, Any], sources: dict[str, str]) -> Card:
-    """The card that the file says `own` of, on top of what its group shares."""
+    """Build a card from the `own` fields on top of the fields of the group."""
     fields = {key: value for key, value in group.items() if key != "card"} | own
     fields["flops"] = {kind: rate * 1e12 for kind, rate in fields.pop("tflops").items()}
     fields["source"] = sources.get(fields["source"], fields["source"])
@@ -167,13 +167,14 @@ def _card(group: dict[str, Any], own: dict[str, Any], sources: dict[str, str]) -
 
 
 def find(name: str) -> Card:
-    """The card that `name` means: its name, an alias, or the product as the driver reports it.
+    """Find a card by name, alias, or product name as reported by the driver.
 
-    Case, spaces, dashes and words such as 'NVIDIA' and 'GeForce' do not count. What is unique may
-    be left out: 'rtx3090' or '3090', 'h100-pcie'; never what tells two cards apart, as memory does.
+    Case, spaces, dashes and words such as 'NVIDIA' and 'GeForce' are ignored. Unambiguous parts may
+    be omitted: 'rtx3090' or '3090', 'h100-pcie'; but never what distinguishes cards, such as
+    memory.
 
     Raises:
-        InputError: there is no such card, or the name fits several; lists the nearest names.
+        InputError: no card or several cards match; lists the nearest names.
     """
     spellings = _spellings()
     fits = _products().get(name.strip().lower()) or spellings.get(_key(name), ())
@@ -194,13 +195,13 @@ def find(name: str) -> Card:
 
 @cache
 def _products() -> dict[str, tuple[Card, ...]]:
-    """The cards of every product, verbatim: only the driver tells an RTX A2000 from its 12 GB."""
+    """Return cards by exact product name, which separates an RTX A2000 from the 12 GB version."""
     return _collect([(card.product.lower(), card) for card in load()])
 
 
 @cache
 def _spellings() -> dict[str, tuple[Card, ...]]:
-    """The cards of every key; a full name or alias goes before what it is short for."""
+    """Return cards by spelling; full names and aliases take precedence over short forms."""
     cards = load()
     product = _collect([(_key(card.product), card) for card in cards])
     short = _collect([(key, card) for card in cards for key in _short_forms(card)])
@@ -216,8 +217,8 @@ def _collect(pairs: list[tuple[str, Card]]) -> dict[str, tuple[Card, ...]]:
 
 
 def _short_forms(card: Card) -> Iterator[str]:
-    """Keys of a card's name with some of its qualifiers or none, in any order, and without 'rtx'.
-    Its memory is one, which a name that tells no cards apart by it does not have."""
+    """Yield spellings of a card's name with any subset of its qualifiers in any order, and without
+    'rtx'. The memory size is a qualifier too, even if absent from the name."""
     words = _words(card.name)
     if not any(_MEMORY.fullmatch(word) for word in words):
         words.append(f"{card.memory_bytes / 2**30:g}gb")
@@ -234,14 +235,15 @@ def _key(text: str) -> str:
 
 
 def _words(text: str) -> list[str]:
-    """The words of a name that count, in one spelling: '80g' is '80gb', 'SXM4' is 'sxm'."""
+    """Split a name into normalized significant words: '80g' becomes '80gb', 'SXM4' becomes
+    'sxm'."""
     words = re.findall(r"[a-z0-9]+", text.lower())
     words = [re.sub(r"^(\d+)(?:g|gib)$", r"\1gb", word) for word in words if word not in _NOISE]
     return [re.sub(r"^sxm\d$", "sxm", word) for word in words]
 
 
 def _nearest(key: str) -> list[str]:
-    """Names of cards: first those that begin with what was typed, then those spelt alike."""
+    """Return similar card names: names starting with `key` first, then similar spellings."""
     if not key:
         return []
     spellings = _spellings()

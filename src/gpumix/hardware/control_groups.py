@@ -1,7 +1,7 @@
-"""What the control groups of this process, of either version, let it have: memory and cores.
+"""Memory and CPU limits from the control groups (cgroups v1 and v2) of this process.
 
-The limits of all groups that it is in count, from its own to the outermost that can be seen: a
-scheduler or systemd sets them deep inside, a container shows its own group as the outermost one.
+The limits of all enclosing groups apply, from the process's own to the outermost visible one: a
+scheduler or systemd sets limits deep inside; a container shows its own group as the outermost.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from gpumix.spec.files import read_log
 
 _ROOT = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
-_UNIFIED = "unified"  # where version 2 is beside version 1
-_FILES = ("inactive_file", "active_file")  # in memory; the kernel gives it up for what asks
+_UNIFIED = "unified"  # version 2 next to version 1
+_FILES = ("inactive_file", "active_file")  # page cache, reclaimed by the kernel on demand
 
 
 @dataclass(frozen=True)
 class MemoryGroup:
-    """
+    """A control group with a memory limit.
+
     Attributes:
-        most_bytes: that its processes may have before they are held up or ended.
-        used_bytes: that cannot be given up for others, as that which keeps files can.
+        most_bytes: limit before processes are throttled or killed.
+        used_bytes: memory in use that cannot be reclaimed, unlike the page cache.
     """
 
     most_bytes: int
@@ -32,7 +33,7 @@ class MemoryGroup:
 
 
 def memory_groups() -> list[MemoryGroup]:
-    """Those that have a limit."""
+    """Return the groups with a memory limit."""
     found = []
     for folder in _folders("memory"):
         limits = ("memory.max", "memory.high", "memory.limit_in_bytes")
@@ -46,16 +47,16 @@ def memory_groups() -> list[MemoryGroup]:
 
 
 def let_have_bytes(host_bytes: int) -> int:
-    """What the groups let this process have of its host's memory."""
+    """Return the bytes of host memory allowed by all groups."""
     return min([host_bytes, *(group.most_bytes for group in memory_groups())])
 
 
 def core_quotas() -> list[float]:
-    """Cores that the groups which have a quota may use."""
+    """Return the core quota of each group with a quota."""
     found = []
     for folder in _folders("cpu"):
         for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
-            with suppress(OSError, ValueError):  # there are none, or "max"
+            with suppress(OSError, ValueError):  # the file is missing, or says "max"
                 text = " ".join(read_log(folder / name) for name in names)
                 quota, period = map(int, text.split()[:2])
                 if quota > 0 and period > 0:
@@ -64,7 +65,7 @@ def core_quotas() -> list[float]:
 
 
 def _folders(controller: str) -> Iterator[Path]:
-    """Of the groups that this process is in, as far as they can be seen."""
+    """Yield the folders of this process's groups, as far as visible."""
     paths = [(_ROOT, "/"), (_ROOT / controller, "/")]
     with suppress(OSError):
         for line in read_log(_OWN).splitlines():
@@ -76,7 +77,7 @@ def _folders(controller: str) -> Iterator[Path]:
     seen = set()
     for base, path in paths:
         parts = Path(path).parts[1:]
-        if ".." in parts:  # of a namespace that shows less than the group is in
+        if ".." in parts:  # a namespace hides the outer part of the path
             parts = ()
         for depth in range(len(parts) + 1):
             seen.add(base.joinpath(*parts[:depth]))
@@ -84,13 +85,13 @@ def _folders(controller: str) -> Iterator[Path]:
 
 
 def _number(file: Path) -> int | None:
-    with suppress(OSError, ValueError):  # there is none, or "max"
+    with suppress(OSError, ValueError):  # the file is missing, or says "max"
         return int(read_log(file))
     return None
 
 
 def _kept_files_bytes(folder: Path) -> int:
-    """What its processes, and those of the groups in it, read of files and is kept in memory."""
+    """Return the page-cache bytes of a group's processes, including subgroups."""
     told: dict[str, int] = {}
     with suppress(OSError, ValueError):
         lines = read_log(folder / "memory.stat").splitlines()

@@ -1,8 +1,8 @@
-"""What a decoder of `transformers` computes and holds, from its `config.json` alone.
+"""Estimates of compute and memory for decoders of `transformers`, from `config.json` alone.
 
-For planning before there is anything to run: parameters are counted exactly (as `transformers`
-builds them), FLOPs as torch counts them; memory is worked out from the tensors that the blocks'
-code makes, and is an estimate. Pure: no torch.
+Used for planning before a model can run. Parameters are counted exactly (as `transformers` builds
+them), FLOPs as torch counts them; memory is estimated from the tensors made by the blocks' code.
+Pure: no torch.
 """
 
 from __future__ import annotations
@@ -30,22 +30,23 @@ from gpumix.spec.read_yaml import show_value
 from gpumix.spec.stage import DTYPE_BYTES, ComputeDtype, Taken
 from gpumix.spec.units import LARGEST, LARGEST_FLOPS, show_bytes
 
-# Families of `model_type`: rotary, gated, without biases; their odd ones out are told apart below.
+# Families of `model_type`: rotary, gated, without biases; exceptions are handled below.
 GATED = (
     "llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma", "olmo2", "smollm3", "granite", "phi3",
 )  # fmt: skip
 PLAIN = ("gpt2", "opt", "gpt_neox", "bloom")
 
-# Those whose blocks the engine knows to divide over a team, and which divide their embedding too.
+# Families whose blocks the engine can divide over a tensor-parallel group; all except `WHOLE_TABLE`
+# divide the embedding too.
 IN_TEAMS = (
     "llama", "mistral", "qwen2", "qwen3", "gemma", "smollm3", "granite", "gpt2", "gpt_neox",
 )  # fmt: skip
 WHOLE_TABLE = ("gpt_neox",)
-DEGREES = (2, 4, 8)  # of teams
+DEGREES = (2, 4, 8)  # tensor parallel degrees
 
-HEAD_DIMS = {"gemma": 256, "qwen3": 128}  # of those whose default is not hidden / heads
+HEAD_DIMS = {"gemma": 256, "qwen3": 128}  # families whose default is not hidden / heads
 
-MOST_SAMPLES = 4096  # far end of the straight lines: more than any device is given
+MOST_SAMPLES = 4096  # end of the straight lines: more than any device gets
 KIND = "block"
 LARGEST_SIZE = 2**31  # beyond any model
 MEASURE = "measure it: `gpumix profile JOB.yaml`, then plan from the profile"
@@ -53,7 +54,7 @@ MEASURE = "measure it: `gpumix profile JOB.yaml`, then plan from the profile"
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank of a team computes, and what its ranks tell each other, by unit kind."""
+    """Compute and collectives of a rank of a tensor-parallel group; `told` is by unit kind."""
 
     model: ModelProfile
     told: dict[str, TeamTraffic]
@@ -61,9 +62,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Decoder:
-    """The sizes of a decoder. `biased` are linear layers with a bias: the attention's inputs, its
-    output, the feed-forward's. Of one rank of a `team` they are those of its part: heads, the inner
-    width, and rows of the vocabulary."""
+    """The sizes of a decoder. `biased` marks linear layers with a bias: attention inputs, attention
+    output, feed-forward. For a rank of a tensor-parallel group (`team`) sizes are its part: heads,
+    inner width, vocabulary rows."""
 
     hidden: int
     layers: int
@@ -77,31 +78,31 @@ class Decoder:
     biased: tuple[bool, bool, bool]
     norm_bias: bool
     positions: int = 0  # rows of a learned table
-    extra_norms: int = 0  # elements of norms beside the two of a block
+    extra_norms: int = 0  # elements of norms besides a block's two
     root_norms: int = 1
     experts: int = 0
     experts_used: int = 0
-    in_teams: bool = False  # whether its blocks may be divided
+    in_teams: bool = False  # whether blocks may be divided
     divides_table: bool = True
-    head_norms: int = 0  # of `extra_norms`, those inside of heads
-    dropout: bool = False  # of what a block's last product comes to
+    head_norms: int = 0  # part of `extra_norms` inside heads
+    dropout: bool = False  # after a block's last product
     team: int = 1
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """How many ranks may compute a block together."""
+        """Possible sizes of a tensor-parallel group for a block."""
         sizes = (self.heads, self.kv_heads, self.feed_forward)
         return tuple(n for n in DEGREES if self.in_teams and not any(size % n for size in sizes))
 
     def parts(self, tokens: int, dtype: ComputeDtype, name: str) -> dict[int, Part]:
-        """By degree, what one rank of a team computes of samples of so many tokens."""
+        """Return the part of a rank by tensor parallel degree, for samples of `tokens` tokens."""
         return {
             degree: Part(part.model(tokens, dtype, name), part.told(tokens, dtype))
             for degree, part in ((n, self.part(n)) for n in self.degrees)
         }
 
     def part(self, degree: int) -> Decoder:
-        """What one rank of a team computes."""
+        """Return the sizes for a rank of a tensor-parallel group."""
         return replace(
             self,
             heads=self.heads // degree,
@@ -112,13 +113,13 @@ class Decoder:
 
     @property
     def head_rows(self) -> int:
-        """Of the vocabulary, those whose logits a rank computes."""
+        """Rows of the vocabulary with logits computed by a rank."""
         alike = self.divides_table or not self.tied
         return self.vocabulary // self.team if alike and self._divides else self.vocabulary
 
     @property
     def table_rows(self) -> int:
-        """The same of those that it looks up."""
+        """Rows of the vocabulary looked up by a rank."""
         alike = self.divides_table and self._divides
         return self.vocabulary // self.team if alike else self.vocabulary
 
@@ -132,7 +133,7 @@ class Decoder:
 
     @property
     def block_parameters(self) -> int:
-        """Elements of one block."""
+        """Elements of a block."""
         inputs = self.attention_width + 2 * self.kv_heads * self.head_dim
         attention = self.hidden * inputs + self.attention_width * self.hidden
         norms = 2 * self.hidden * (2 if self.norm_bias else 1) + self.extra_norms
@@ -146,7 +147,8 @@ class Decoder:
 
     @property
     def block_matrices(self) -> int:
-        """Those of them in matrices; experts lie in one stack of matrices."""
+        """Elements of a block in matrices; experts, stored in a stack of matrices, are not
+        counted."""
         inputs = self.attention_width + 2 * self.kv_heads * self.head_dim
         attention = self.hidden * (inputs + self.attention_width)
         feed_forward = (3 if self.gated else 2) * self.hidden * self.feed_forward
@@ -154,7 +156,7 @@ class Decoder:
 
     @property
     def parameters(self) -> int:
-        """Elements of the whole model."""
+        """Elements of the model."""
         return self.layers * self.block_parameters + self.root_parameters
 
     @property
@@ -164,7 +166,7 @@ class Decoder:
 
     @property
     def _before(self) -> dict[str, int]:
-        """Of the root, elements of what is used before the blocks, by name."""
+        """Elements of root parameters used before the blocks, by name."""
         found = {"embedding": self.table_rows * self.hidden}
         if self.positions:
             found["positions"] = self.positions * self.hidden
@@ -174,7 +176,7 @@ class Decoder:
 
     @property
     def _after(self) -> dict[str, int]:
-        """The same of what head and loss use."""
+        """Elements of root parameters used by head and loss, by name."""
         head = "embedding" if self.tied else "head"
         return {"norm": self._norm, head: self.head_rows * self.hidden}
 
@@ -183,7 +185,8 @@ class Decoder:
         return self.hidden * (2 if self.norm_bias else 1)
 
     def block_flops(self, tokens: int) -> float:
-        """FLOPs of one block's forward for one sample: products with weights, and attention."""
+        """Return the FLOPs of a block's forward for a sample: products with weights, and
+        attention."""
         inputs = self.attention_width + 2 * self.kv_heads * self.head_dim
         matrices = (3 if self.gated else 2) * self.hidden * self.feed_forward
         used = matrices * max(1, self.experts_used) + self.hidden * self.experts
@@ -191,10 +194,10 @@ class Decoder:
         return 2.0 * tokens * weights + 4.0 * tokens**2 * self.attention_width
 
     def model(self, tokens: int, dtype: ComputeDtype, name: str) -> ModelProfile:
-        """The model as the planner knows it, for samples of so many tokens.
+        """Return the profile of the model for samples of `tokens` tokens.
 
         Raises:
-            InputError: no card ends with such a sample.
+            InputError: a sample is too much work for any GPU.
         """
         head_flops = 2.0 * tokens * self.hidden * self.head_rows
         most = 2 * max(self.block_flops(tokens), head_flops)
@@ -207,8 +210,8 @@ class Decoder:
         size = DTYPE_BYTES[dtype]
         stream = tokens * self.hidden * size
         saved = tokens * self._saved_elements() * size
-        # Beside what is saved a backward makes gradients of the widest activations, and of a
-        # weight before it is added to the unit's.
+        # In addition to saved tensors, a backward creates gradients of the widest activations, and
+        # of a weight before accumulation into the unit's gradient.
         passing = tokens * (2 * self._widest() + 2 * self.hidden) * size
         weight = self.hidden * self.feed_forward * size
         block = UnitKind(
@@ -217,10 +220,10 @@ class Decoder:
             matrices=self.block_matrices,
             kept=_line(stream),
             saved=_line(saved + stream),
-            saved_forward=_line(2 * stream),  # what it adds to the stream, and before dropout
+            saved_forward=_line(2 * stream),  # the block's output before and after dropout
             saved_backward=_line(passing, weight),
             gradient=_line(stream),
-            forward=_line(saved + stream),  # saved tensors are dropped when the unit is done
+            forward=_line(saved + stream),  # saved tensors are freed after the unit
             backward=_line(saved + passing, weight),
             flops=self.block_flops(tokens),
             backward_flops=2 * self.block_flops(tokens),
@@ -230,7 +233,7 @@ class Decoder:
         )
         # Logits in fp32, their log-softmax and its gradient; logits and gradient of a narrow dtype.
         logits = tokens * self.vocabulary * (12 + (2 * size if dtype != "fp32" else 0))
-        # The gradient of the head's weight is made when the first two are gone.
+        # The gradient of the head's weight is created after the first two are freed.
         weight_left = max(0, self.head_rows * self.hidden * size - 8 * self.vocabulary * tokens)
         sizes = self._before | self._after
         root = RootUnit(
@@ -260,11 +263,10 @@ class Decoder:
         )
 
     def told(self, tokens: int, dtype: ComputeDtype) -> dict[str, TeamTraffic]:
-        """What the ranks of its team tell each other: sums of what attention and feed-forward come
-        to, and of the gradients of what goes into them (Shoeybi et al. 2019, Megatron-LM). Of a
-        block that is computed again the last sum is not, unless dropout follows
-        (`engine.recompute`).
-        """
+        """Return the collectives of a rank in its tensor-parallel group by unit kind: all-reduces
+        of the outputs of attention and feed-forward, and of the gradients of their inputs (Shoeybi
+        et al. 2019, Megatron-LM). Recompute skips a block's last all-reduce unless dropout follows
+        (`engine.recompute`)."""
         size = DTYPE_BYTES[dtype]
         stream = tokens * self.hidden * size
         logits = tokens * self.head_rows * size
@@ -277,7 +279,7 @@ class Decoder:
             forward=(sums(2),),
             backward=(sums(4 if self.dropout else 3),),
             gradient=(sums(2),),
-            summed=self.head_norms,  # each rank has its heads' part of their gradient
+            summed=self.head_norms,  # each rank has its heads' part of the gradient
         )
         root = TeamTraffic(
             forward=(sums(1),) if self.table_rows < self.vocabulary else (),
@@ -286,20 +288,21 @@ class Decoder:
         return {KIND: block, ROOT: root}
 
     def _end(self, names: set[str]) -> End:
-        """Those of the root's parameters that are used at one end alone."""
+        """Return the named root parameters, used at one end of the model only."""
         sizes = self._before | self._after
         found = {name: size for name, size in sizes.items() if name in names}
         return End(names=tuple(found), trainable=sum(found.values()))
 
     def _put_off_elements(self) -> int:
-        """Elements of one token and block that a backward in two parts keeps between them: the
-        gradients of what each linear layer and each norm came to."""
+        """Return the elements per token and block kept between the two parts of a split backward:
+        the gradients of the outputs of each linear layer and norm."""
         inputs = self.attention_width + 2 * self.kv_heads * self.head_dim
         inner = (2 if self.gated else 1) * self.feed_forward * max(1, self.experts_used)
         return inputs + inner + 4 * self.hidden
 
     def _chunked_head(self, tokens: int, element_bytes: int) -> Curve:
-        """Chunks grow by powers of two, each at another place: as if at the next point already."""
+        """Return the bytes of a chunked head. Chunks double at points unknown here, so each point
+        uses the chunk of the next."""
         sizes = tuple(2.0**exponent for exponent in range(MOST_SAMPLES.bit_length()))
         stream = 4 * tokens * self.hidden * element_bytes
         chunks = (
@@ -318,10 +321,9 @@ class Decoder:
         return max(self.feed_forward * max(1, self.experts_used), self.hidden)
 
     def _saved_elements(self) -> int:
-        """Elements that autograd keeps of one token and block: the inputs of its products, norms
-        (in fp32, so twice in a narrow dtype) and activations. Attention does not keep its scores;
-        masks of dropout are not counted.
-        """
+        """Return the elements saved by autograd per token and block: the inputs of products, norms
+        (in fp32, so twice in a narrow dtype) and activations. Attention scores are not saved;
+        dropout masks are not counted."""
         qkv = self.attention_width + 2 * self.kv_heads * self.head_dim
         attention = self.hidden + 2 * qkv + 2 * self.attention_width
         inner = (4 if self.gated else 3) * self.feed_forward * max(1, self.experts_used)
@@ -330,10 +332,10 @@ class Decoder:
 
 
 def decoder(config: Mapping[str, Any]) -> Decoder:
-    """The decoder that a `config.json` describes.
+    """Return the decoder described by a `config.json`.
 
     Raises:
-        InputError: it is no decoder that is known here, or a size is missing.
+        InputError: the model type is not supported, or a size is missing.
     """
     kind = config.get("model_type", "")
     if kind not in GATED and kind not in PLAIN:
@@ -389,7 +391,7 @@ def _plain(kind: str, config: Mapping[str, Any]) -> Decoder:
     positions = _size(config, "n_positions", 1024) if kind == "gpt2" else 0
     if kind == "opt":
         _check_opt(config, hidden)
-        # The table has two rows more than positions.
+        # The table has two more rows than positions.
         positions = _size(config, "max_position_embeddings", 2048) + 2
     return Decoder(
         hidden=hidden,
@@ -404,7 +406,7 @@ def _plain(kind: str, config: Mapping[str, Any]) -> Decoder:
         biased=(True, True, True),
         norm_bias=True,
         positions=positions,
-        root_norms=2 if kind == "bloom" else 1,  # one after the embedding
+        root_norms=2 if kind == "bloom" else 1,  # with a norm after the embedding
         in_teams=kind in IN_TEAMS,
         divides_table=kind not in WHOLE_TABLE,
         dropout=_drops(kind, config),
@@ -412,13 +414,13 @@ def _plain(kind: str, config: Mapping[str, Any]) -> Decoder:
 
 
 def _drops(kind: str, config: Mapping[str, Any]) -> bool:
-    """Whether a block ends with dropout, of those that teams compute."""
+    """Return True if the blocks of a divisible family end with dropout."""
     name, default = {"gpt2": ("resid_pdrop", 0.1)}.get(kind, ("hidden_dropout", 0.0))
     return config.get(name, default) not in (None, 0)
 
 
 def _check_opt(config: Mapping[str, Any], hidden: int) -> None:
-    """OPT-350m is unlike the others: narrower embeddings, and norms elsewhere."""
+    """Refuse OPT variants such as OPT-350m, with narrower embeddings or different norms."""
     for name, usual in (
         ("word_embed_proj_dim", hidden),
         ("do_layer_norm_before", True),
@@ -436,11 +438,12 @@ def _check_opt(config: Mapping[str, Any], hidden: int) -> None:
 
 
 def llama_shaped(parameters: float) -> Decoder:
-    """A decoder of about so many parameters, shaped like the Llama family: depth and width grow
-    together, a head is 128 wide, the feed-forward 2.7 times the hidden size, 32,000 tokens.
+    """Return a Llama-like decoder with about `parameters` parameters: depth and width grow
+    together, heads are 128 wide, the feed-forward is 2.7 times the hidden size, the vocabulary has
+    32,000 tokens.
 
     Raises:
-        InputError: it would be much smaller or larger than any.
+        InputError: the size is far below or above the range of the family.
     """
     sizes = {decoder.parameters: decoder for decoder in map(_llama, range(2 * 128, 161 * 128, 128))}
     nearest = min(sizes, key=lambda size: abs(size - parameters))
@@ -472,7 +475,7 @@ def _llama(hidden: int) -> Decoder:
 
 
 def _size(config: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    """A size; the default where nothing or null is said of it."""
+    """Return a size, or the default if missing or null."""
     value = config.get(name)
     if value is None:
         value = default
@@ -500,10 +503,10 @@ def _check_heads(heads: int, kv_heads: int) -> None:
 
 
 def _points(found: Iterable[tuple[float, float]]) -> Curve:
-    """Bytes by samples, as far as any device could ever have so many.
+    """Build a curve of bytes by samples, without points beyond the memory of any device.
 
     Raises:
-        InputError: one sample takes more.
+        InputError: a single sample exceeds the limit.
     """
     points = list(found)
     kept = [(size, value) for size, value in points if value <= LARGEST]
@@ -514,10 +517,10 @@ def _points(found: Iterable[tuple[float, float]]) -> Curve:
 
 
 def _line(per_sample: float, start: float = 0.0) -> Curve:
-    """Bytes that grow evenly with samples.
+    """Build a line of bytes by samples: `start` plus `per_sample` each.
 
     Raises:
-        InputError: one sample takes more than any device could ever have.
+        InputError: a single sample exceeds the memory of any device.
     """
     most = (LARGEST - start) / per_sample if per_sample > 0 else MOST_SAMPLES
     if most < 1:

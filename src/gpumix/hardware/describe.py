@@ -1,7 +1,7 @@
-"""A cluster in one line, such as "4x rtx3090, 2x p40": cards of the catalogue, before any is there.
+"""Clusters described in a line such as "4x rtx3090, 2x p40", from catalogue cards, present or not.
 
 Commas join cards of one host, semicolons separate hosts, and "3 hosts of 8x a100-80gb-sxm" repeats
-one. Hosts need a link that is stated; inside a host the cards' own links serve.
+a host. The link between hosts must be stated; inside a host the cards' own links apply.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ _HOSTS = re.compile(r"^(\d+)\s+hosts?\s+of\s+(.+)$")
 _CARDS = re.compile(r"^(?:(\d{1,12})\s*[xX×*]\s*)?([A-Za-z0-9].*)$")
 MOST_DEVICES = 200_000
 
-# NVLink and Infinity Fabric that every card of a host shares; a bridge joins two of them only.
+# NVLink and Infinity Fabric shared by all cards of a host; a bridge joins only two.
 _FABRICS = (DeviceLinkKind.NVLINK, DeviceLinkKind.INFINITY_FABRIC)
 FABRIC_PART, PCIE_PART, LATENCY_S = 0.8, 0.75, 8e-6
 
 
 @dataclass(frozen=True)
 class Cards:
-    """So many cards of one kind."""
+    """A number of cards of one type."""
 
     count: int
     card: Card
 
 
 def cards(text: str) -> Cards:
-    """What "4x rtx3090" or "p40" means.
+    """Parse a number of cards such as "4x rtx3090" or "p40".
 
     Raises:
-        InputError: it is no count and card, or the catalogue does not know the card.
+        InputError: the format is wrong, or the catalogue does not know the card.
     """
     count, name = counted(text)
     return Cards(count or 1, find(name))
 
 
 def counted(text: str) -> tuple[int | None, str]:
-    """The number in "4x rtx3090", None if there is none, and the rest.
+    """Split "4x rtx3090" into the number, None if missing, and the rest.
 
     Raises:
-        InputError: it is no number of anything, or of nothing.
+        InputError: the format is wrong, or the number is zero.
     """
     found = _CARDS.match(text.strip())
     if found is None or (found[1] and int(found[1]) == 0):
@@ -68,16 +68,16 @@ def cluster(
     *,
     option: str = "--network",
 ) -> Cluster:
-    """The cluster that `text` describes.
+    """Build the cluster described by `text`.
 
     Args:
-        precision: what it computes in.
-        network: the link between hosts, as `spec.network.link` reads it.
-        option: how a user gives it.
+        precision: compute dtypes.
+        network: the link between hosts, parsed by `spec.network.link`.
+        option: the command-line option of `network`, for errors.
 
     Raises:
-        InputError: the text is wrong, a card is not known or cannot compute in what it is to,
-            hosts without a link between them, or such a link for one host.
+        InputError: the text is wrong, a card is unknown or does not support the dtype, hosts lack a
+            link, or a single host has one.
     """
     with placed("--cluster"):
         hosts = list(_hosts(text))
@@ -111,16 +111,16 @@ def cluster(
 
 
 def check_count(devices: int) -> None:
-    """Refuse more devices than a cluster may have."""
+    """Raise an InputError for more devices than a cluster may have."""
     if devices > MOST_DEVICES:
         raise InputError(f"a cluster may have up to {MOST_DEVICES} devices")
 
 
 def check_vendors(known: Iterable[Card]) -> None:
-    """Refuse cards whose collectives do not understand each other.
+    """Refuse cards of different vendors, which share no collectives.
 
     Raises:
-        InputError: there are cards of both vendors.
+        InputError: the cards are from both vendors.
     """
     by_vendor = {card.vendor: card.name for card in known}
     if len(by_vendor) > 1:
@@ -132,7 +132,7 @@ def check_vendors(known: Iterable[Card]) -> None:
 
 
 def device_class(card: Card) -> DeviceClass:
-    """The class of a card of the catalogue, without a peak: that is of a dtype."""
+    """Return the device class of a catalogue card, without a peak, which depends on the dtype."""
     return DeviceClass(
         name=card.name,
         accelerator="cuda",
@@ -144,18 +144,18 @@ def device_class(card: Card) -> DeviceClass:
 
 
 def with_peak(device_class: DeviceClass, card: Card, dtype: ComputeDtype) -> DeviceClass:
-    """The class with the datasheet's rate in the dtype that it computes in."""
+    """Add the datasheet rate in the compute dtype to a device class."""
     return device_class.model_copy(update={"peak_flops_per_s": flops_per_s(card, dtype)})
 
 
 def network_of(known: list[Card], between: Link | None) -> Network:
-    """The links of a cluster of these cards: two cards of one kind by their own fabric, all others
-    by the slower of their slots."""
+    """Return the links of a cluster: equal cards use their own fabric, all other pairs the slower
+    of the two PCIe slots."""
     return Network(between=between, exceptions=links_inside({card.name: card for card in known}))
 
 
 def links_inside(known: Mapping[str, Card]) -> tuple[LinkOf, ...]:
-    """The links inside hosts between cards, by the names of their classes."""
+    """Return the links inside hosts between cards, by class name."""
     pairs = combinations_with_replacement(known, 2)
     return tuple(
         LinkOf(where="inside", classes=pair, link=_inside(*(known[name] for name in pair)))
@@ -174,7 +174,7 @@ def _inside(one: Card, other: Card) -> Link:
 
 
 def _slot(card: Card) -> PcieLink:
-    """The slot of a card; one that hangs on its CPU's module reaches others as PCIe 5.0 would."""
+    """Return the PCIe slot of a card; a card on a CPU module reaches other cards like PCIe 5.0."""
     if isinstance(card.host_link, CoherentLink):
         return PcieLink(kind="pcie", generation=5, lanes=16)
     return card.host_link

@@ -1,7 +1,7 @@
-"""One interface to any device, so that the engine, profiler and trainer never ask what it is.
+"""Common interface of all devices for the engine, profiler and trainer.
 
-`open_device` makes this process the user of one device: a GPU, a plain CPU, or an emulated device.
-Bytes and seconds; what cannot be known is None, never a guess.
+`open_device` makes this process the user of a device: a GPU, a plain CPU, or an emulated device.
+Units are bytes and seconds; unknown values are None, never a guess.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from gpumix.spec.errors import DeviceMissing, InputError, MachineError
 
 
 class DeviceRuntime(ABC):
-    """The device that this process computes on, from `open_device` to `close`.
+    """The device used by this process, from `open_device` to `close`.
 
     Attributes:
-        torch_device: where tensors go.
-        memory_limit_bytes: what the process may use in all, `framework_bytes` included.
-        uncounted: why the bytes of tensors are not known here; empty if they are.
-        emulated: whether it is a CPU that is held to a stated speed.
+        torch_device: the device of tensors.
+        memory_limit_bytes: total memory of the process, including `framework_bytes`.
+        uncounted: the reason why tensor bytes are unknown here; empty if known.
+        emulated: True for a CPU slowed to a stated speed.
     """
 
     torch_device: torch.device
@@ -46,63 +46,64 @@ class DeviceRuntime(ABC):
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait until the device is done with all that it was given."""
+        """Wait until the device has completed all its work."""
 
     def idle(self) -> None:
-        """Tell that the process waited for something else than this device: data, a DDP step.
+        """Report a wait for anything except this device: data, a DDP step.
 
-        Only an emulated device cares: it must not make up for time in which it had no work.
+        Used by emulated devices only, which must not catch up on time without work.
         """
         return
 
     @abstractmethod
     def current_bytes(self) -> int | None:
-        """Bytes of tensors now, or None if unknown."""
+        """Return the current bytes of tensors, or None if unknown."""
 
     @abstractmethod
     def peak_bytes(self) -> int | None:
-        """The most bytes of tensors since `reset_peak`, or None if unknown."""
+        """Return the peak bytes of tensors since `reset_peak`, or None if unknown."""
 
     def peak_reserved_bytes(self) -> int | None:
-        """The most bytes that the allocator held since `reset_peak`, for tensors and for reuse;
-        None where it holds none in reserve."""
+        """Return the peak bytes reserved by the allocator since `reset_peak`, for tensors and for
+        reuse; None if the allocator keeps no reserve."""
         return None
 
     @abstractmethod
     def reset_peak(self) -> None:
-        """Start new peaks at the bytes in use now."""
+        """Reset the peaks to the bytes in use now."""
 
     def framework_bytes(self) -> int:
-        """What of the limit is not for tensors: the context, libraries with their workspaces, other
-        processes."""
+        """Return the part of the limit not available for tensors: the context, libraries and
+        workspaces, other processes."""
         return 0
 
     def obtainable_bytes(self) -> int:
-        """The part of the limit that this process could have for tensors now, with those that it
-        has."""
+        """Return the part of the limit this process could use for tensors now, including existing
+        tensors."""
         return self.memory_limit_bytes - self.framework_bytes()
 
     def clocks(self) -> Clocks | None:
-        """How fast it runs now, as its driver says; None where that is not told."""
+        """Return the current clocks reported by the driver, or None if unknown."""
         return None
 
     @property
     def allocator_retries(self) -> int:
-        """How often the allocator had to give memory back to get some; 0 where it never does."""
+        """Number of times the allocator had to free cached memory to allocate; 0 if not
+        applicable."""
         return 0
 
     @property
     def overruns(self) -> int:
-        """How many times an emulated device fell behind its speed; 0 for others."""
+        """Number of times an emulated device fell behind its speed; 0 for real devices."""
         return 0
 
     @property
     def overrun_s(self) -> float:
-        """By how many seconds in sum. A measurement during which this grew is spoiled."""
+        """Total seconds of all overruns. Measurements during which this value grew are invalid."""
         return 0.0
 
     def close(self) -> None:
-        """Give the device back; the runtime must not be used afterwards."""
+        """Release the device; the runtime must not be used afterwards."""
         _in_use.clear()
         self._close()
 
@@ -122,17 +123,18 @@ class DeviceRuntime(ABC):
 
 
 def open_device(device_class: DeviceClass, ordinal: int, *, device_id: str = "") -> DeviceRuntime:
-    """Make this process the user of one device.
+    """Make this process the user of a device.
 
     Args:
-        device_class: what it is, and how much memory it may use.
-        ordinal: its number among the CUDA devices that this process sees; CPUs have none.
-        device_id: a UUID ("GPU-...") finds the GPU whatever its number; other ids are ignored.
+        device_class: type of the device, and the memory available.
+        ordinal: index among the CUDA devices visible to this process; unused for CPUs.
+        device_id: a UUID ("GPU-...") selects the GPU regardless of `ordinal`; other ids are
+            ignored.
 
     Raises:
-        DeviceMissing: there is no such GPU.
-        MachineError: it is not what its class says.
-        InputError: this process uses a device already; limits of two would mix.
+        DeviceMissing: the GPU does not exist.
+        MachineError: the GPU does not match its class.
+        InputError: this process already uses a device; limits of two would mix.
     """
     if _in_use:
         raise InputError(
@@ -144,18 +146,18 @@ def open_device(device_class: DeviceClass, ordinal: int, *, device_id: str = "")
 
 
 def is_device_error(error: BaseException) -> bool:
-    """Whether a GPU itself failed: an error of its memory, or one that fell off the bus. Nothing
-    works on it any more in this process."""
+    """Return True if the GPU itself failed: a memory error, or a GPU lost from the bus. The GPU is
+    unusable in this process from then on."""
     kind = getattr(torch, "AcceleratorError", None)
     return kind is not None and isinstance(error, kind)
 
 
 def device_in_use() -> DeviceRuntime | None:
-    """The device that this process has opened and not closed."""
+    """Return the open device of this process, or None."""
     return _in_use[0] if _in_use else None
 
 
-_in_use: list[DeviceRuntime] = []  # one at the most
+_in_use: list[DeviceRuntime] = []  # at most one
 
 
 def _opened(device_class: DeviceClass, ordinal: int, device_id: str) -> DeviceRuntime:
@@ -178,7 +180,7 @@ def _opened(device_class: DeviceClass, ordinal: int, device_id: str) -> DeviceRu
 
 
 class _CpuRuntime(DeviceRuntime):
-    """A plain CPU: its tensors are counted, and capped at the class's memory."""
+    """A plain CPU: tensors are counted, and capped at the class's memory."""
 
     torch_device = torch.device("cpu")
 
@@ -206,12 +208,12 @@ class _CpuRuntime(DeviceRuntime):
 
 
 class _EmulatedRuntime(_CpuRuntime):
-    """A CPU process that is held to the speed and the memory of its class."""
+    """A CPU process limited to the speed and the memory of its class."""
 
     emulated = True
 
     def __init__(self, device_class: DeviceClass) -> None:
-        from gpumix.hardware.emulation import EmulatedDevice  # counts operations by torch's tables
+        from gpumix.hardware.emulation import EmulatedDevice  # imports torch's FLOP tables
 
         self._device = EmulatedDevice(device_class).__enter__()
         assert self._device.memory is not None and self._device.pacer is not None
@@ -239,22 +241,22 @@ class _EmulatedRuntime(_CpuRuntime):
 
 
 class _GpuRuntime(DeviceRuntime):
-    """One GPU. A class with less memory than the card has is enforced by the allocator."""
+    """A GPU. The allocator enforces a class with less memory than the GPU."""
 
     def __init__(self, device_class: DeviceClass, ordinal: int) -> None:
         _check_product(device_class, ordinal)
         _check_kernels(ordinal)
         total = runtime.total_bytes(ordinal)
         smaller = device_class.memory_bytes < total
-        # A smaller class has its memory although others hold some of the card.
+        # A smaller class gets its full memory even if other processes use some of the GPU.
         self._others_bytes = _held_by_others(ordinal, device_class.maker, total) if smaller else 0
         runtime.set_device(ordinal)
-        # What runs on the host, initial values above all, shares it with the other GPUs' ranks.
+        # The GPUs' ranks share the host's cores, above all for initial values.
         torch.set_num_threads(threads_of(runtime.device_count()))
         self.torch_device = torch.device(runtime.kind(), ordinal)
         self._clock_reader: ClockReader | None = None
         self.memory_limit_bytes = device_class.memory_bytes
-        # In torch's allocator, beside tensors.
+        # In torch's allocator, besides tensors.
         self._workspaces_bytes = self._load_products()
         if smaller:
             for_tensors = max(0, device_class.memory_bytes - self.framework_bytes())
@@ -262,8 +264,8 @@ class _GpuRuntime(DeviceRuntime):
             runtime.limit_memory(share, self.torch_device)
 
     def _load_products(self) -> int:
-        """See `runtime.load_products`: the first use of memory. Drivers of some virtual GPUs cannot
-        grow segments, and say so then."""
+        """Load the matrix-product libraries, the first use of GPU memory. Retry with fixed segments
+        for drivers of virtual GPUs that cannot expand segments."""
         try:
             return runtime.load_products(self.torch_device)
         except RuntimeError as error:
@@ -297,8 +299,9 @@ class _GpuRuntime(DeviceRuntime):
         runtime.reset_peak(self.torch_device)
 
     def framework_bytes(self) -> int:
-        """All but what torch holds or could still get for tensors; NVML's total exceeds CUDA's a
-        little. Of what others held at the start counts what the class cannot do without."""
+        """Return everything except memory torch has or could still get for tensors. NVML's total
+        slightly exceeds CUDA's. Initial use by other processes counts only where it reduces the
+        class's memory."""
         free, total = self._free_and_total_bytes()
         return max(0, max(total - self._others_bytes, self.memory_limit_bytes) - free)
 
@@ -306,7 +309,8 @@ class _GpuRuntime(DeviceRuntime):
         return max(0, min(self._free_and_total_bytes()[0], self.memory_limit_bytes))
 
     def _free_and_total_bytes(self) -> tuple[int, int]:
-        """Of the card: what is free, or held by torch for tensors, and all."""
+        """Return the GPU's free bytes, including those reserved by torch for tensors, and the
+        total."""
         free, total = runtime.free_and_total_bytes(self.torch_device)
         return free + runtime.reserved_bytes(self.torch_device) - self._workspaces_bytes, total
 
@@ -323,7 +327,7 @@ class _GpuRuntime(DeviceRuntime):
     def _close(self) -> None:
         if self._clock_reader is not None:
             self._clock_reader.close()
-        # After a failed kernel nothing works any more, and collectives that lost a peer never end.
+        # After a failed kernel no call works, and collectives that lost a peer never end.
         if sys.exception() is None:
             runtime.synchronize(self.torch_device)
             runtime.empty_cache()
@@ -331,8 +335,8 @@ class _GpuRuntime(DeviceRuntime):
 
 
 def _held_by_others(ordinal: int, maker: str, total: int) -> int:
-    """What other processes hold of the GPU; 0 where its driver does not tell, or where this process
-    has a context on it already, which the driver counts with theirs."""
+    """Return the bytes of the GPU used by other processes. 0 if the driver does not report them, or
+    if this process already has a context, which the driver would include."""
     if runtime.has_context(ordinal):
         return 0
     device = Device(id=f"GPU-{runtime.device_uuid(ordinal)}", device_class="", ordinal=ordinal)
@@ -341,9 +345,9 @@ def _held_by_others(ordinal: int, maker: str, total: int) -> int:
 
 
 def _ordinal_here(ordinal: int, device_id: str) -> int:
-    """The number under which this process sees the GPU.
+    """Return the index of the GPU in this process.
 
-    CUDA may number GPUs by speed, while discovery goes by PCI bus: the UUID decides if known.
+    CUDA may number GPUs by speed, while discovery uses PCI bus order: the UUID decides if known.
     """
     count = runtime.device_count()
     if device_id.startswith("GPU-"):
@@ -364,7 +368,7 @@ def _ordinal_here(ordinal: int, device_id: str) -> int:
 
 
 def _check_product(device_class: DeviceClass, ordinal: int) -> None:
-    """A discovered class names product and compute capability; the GPU must be of that kind."""
+    """Check that the GPU has the product and compute capability of a discovered class."""
     wanted = device_class.gfx_target or device_class.compute_capability
     if not wanted:
         return
@@ -382,7 +386,7 @@ def _check_product(device_class: DeviceClass, ordinal: int) -> None:
 
 
 def _check_kernels(ordinal: int) -> None:
-    """Without kernels for the card the first product of matrices would fail."""
+    """Check that torch has kernels for the GPU; otherwise the first matrix product would fail."""
     arches = runtime.built_architectures()
     major, minor = runtime.capability(ordinal)
     if not runtime.is_nvidia() or not arches or runs_on(arches, f"{major}.{minor}") != "none":

@@ -1,9 +1,8 @@
-"""What this host has, for `cluster: auto`: its GPUs, or its CPU where there are none.
+"""Discovery of this host's devices for `cluster: auto`: GPUs, or the CPU without GPUs.
 
-Asks NVML for NVIDIA's, so neither torch nor a CUDA context is needed, and torch for other makers'
-(`torch_gpus.py`). Says what is unclear instead of guessing: see `visible.py` for
-`CUDA_VISIBLE_DEVICES` and for GPUs that are cut into MIG instances, `unusable.py` for GPUs that
-torch cannot use.
+NVIDIA GPUs are found through NVML, without torch or a CUDA context; other GPUs through torch
+(`torch_gpus.py`). Unclear cases are reported instead of guessed: see `visible.py` for
+`CUDA_VISIBLE_DEVICES` and GPUs divided into MIG instances, `unusable.py` for GPUs torch cannot use.
 """
 
 from __future__ import annotations
@@ -28,21 +27,20 @@ from gpumix.spec.errors import MachineError
 from gpumix.spec.files import read_log
 from gpumix.spec.units import show_bytes
 
-CPU_MEMORY_SHARE = 0.8  # of all; the rest is for the system and the page cache
+CPU_MEMORY_SHARE = 0.8  # of all memory; the rest is for the system and the page cache
 _MEMINFO = Path("/proc/meminfo")
 
 
 def discover() -> Cluster:
-    """The devices of this host that a program started now would see.
+    """Return the devices of this host visible to a program started now.
 
-    GPUs of one product, memory and driver are one class, named after the product. Without a GPU, or
-    with all of them hidden, it is one CPU of class 'cpu' with 80 % of the memory of the host, or of
-    that of a container; `why_cpu` says which.
+    GPUs of one product, memory and driver form a class named after the product. Without visible
+    GPUs the cluster is a CPU of class 'cpu' with 80 % of the memory of the host or container;
+    `why_cpu` gives the reason.
 
     Raises:
-        MachineError: the driver answers with an error, `CUDA_VISIBLE_DEVICES` does not say which
-            GPUs are meant, a GPU is cut into MIG instances, torch cannot use a GPU that is there,
-            or the memory is unknown.
+        MachineError: the driver reports an error, `CUDA_VISIBLE_DEVICES` is ambiguous, a GPU is
+            divided into MIG instances, torch cannot use an existing GPU, or the memory is unknown.
     """
     host = socket.gethostname()
     gpus = _usable_gpus(host)
@@ -50,18 +48,18 @@ def discover() -> Cluster:
 
 
 def why_cpu() -> str:
-    """Why discovery finds no GPU: which variable hides them, or that there are none."""
+    """Return the reason for finding no GPU: the variable hiding GPUs, or no GPU in the host."""
     hiding = hiding_variable()
     return f"{hiding} hides the GPUs of this host" if hiding else "this host has no GPU"
 
 
 def runs_on_cpu() -> str:
-    """The first line of a run for which discovery found no GPU."""
+    """Return the first output line of a run without any GPU found."""
     return f"{why_cpu()}: this run computes on the CPU"
 
 
 def _usable_gpus(host: str) -> tuple[Gpu, ...]:
-    """The GPUs that torch can use here; none if they are hidden, or there are none."""
+    """Return the GPUs usable by torch here; empty if hidden, or without GPUs."""
     build = torch_build()
     torch_says = ""
     if build is not None and build.toolkit in ("ROCm", "XPU"):
@@ -83,7 +81,7 @@ def _usable_gpus(host: str) -> tuple[Gpu, ...]:
 
 
 def _gpus(host: str) -> tuple[Gpu, ...]:
-    """All GPUs of this host in NVML's order (by PCI bus); empty if there is no NVIDIA driver."""
+    """Return all GPUs of this host in NVML order (PCI bus); empty without an NVIDIA driver."""
     import pynvml
 
     try:
@@ -109,7 +107,7 @@ def _gpus(host: str) -> tuple[Gpu, ...]:
 def _gpu(nvml: ModuleType, index: int, *, driver: tuple[str, str], host: str) -> Gpu:
     with _explained(nvml, where=f"{host}, GPU {index}"):
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        mig = _is_mig(nvml, handle)  # such a GPU does not always tell its memory
+        mig = _is_mig(nvml, handle)  # MIG GPUs do not always report memory
         major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
         return Gpu(
             index=index,
@@ -139,18 +137,18 @@ def _explained(nvml: ModuleType, *, where: str) -> Iterator[None]:
 def _is_mig(nvml: ModuleType, handle: object) -> bool:
     try:
         current, _ = nvml.nvmlDeviceGetMigMode(handle)
-    except nvml.NVMLError_NotSupported:  # most products cannot be cut
+    except nvml.NVMLError_NotSupported:  # most products do not support MIG
         return False
     return bool(current == nvml.NVML_DEVICE_MIG_ENABLE)
 
 
 def _text(value: str | bytes) -> str:
-    """Older NVML bindings return bytes."""
+    """Decode text: older NVML bindings return bytes."""
     return value.decode() if isinstance(value, bytes) else value
 
 
 def _gpu_cluster(gpus: tuple[Gpu, ...], *, host: str) -> Cluster:
-    kinds = {gpu.kind: gpu for gpu in reversed(gpus)}  # of each the first
+    kinds = {gpu.kind: gpu for gpu in reversed(gpus)}  # the first GPU of each kind
     firsts = [gpu for gpu in gpus if kinds[gpu.kind] is gpu]
     spelled = _class_names([(gpu.product, gpu.memory_bytes) for gpu in firsts])
     names = {gpu.kind: name for gpu, name in zip(firsts, spelled)}
@@ -163,7 +161,7 @@ def _gpu_cluster(gpus: tuple[Gpu, ...], *, host: str) -> Cluster:
 
 
 def _class_names(kinds: list[tuple[str, int]]) -> list[str]:
-    """One name for each (product, memory): the product's, with memory where two would clash."""
+    """Return a name for each (product, memory): the product, with memory added for duplicates."""
     names = [product_slug(product) for product, _ in kinds]
     for spell in (lambda memory: f"{memory / 2**30:.0f}gib", lambda memory: f"{memory}b"):
         clashes = {name for name, count in Counter(names).items() if count > 1}

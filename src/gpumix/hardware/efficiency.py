@@ -1,8 +1,8 @@
-"""How each device class computes best: one table, with reasons.
+"""Best performance settings of each device class: a table with reasons.
 
-What a row chooses is still checked on the device, where it is measured (`profiler.agreement`): what
-computes something else than plain fp32 does, within a tolerance, is not used. A job may pin any of
-them. Pure; the table's sources are in `docs/design/efficiency.md`.
+Every choice is checked on the device while measuring (`profiler.agreement`): a choice whose results
+differ from plain fp32 beyond a tolerance is not used. A job may pin any setting. Pure; the table's
+sources are in `docs/design/efficiency.md`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from gpumix.spec.efficiency import PLAIN_EFFICIENCY, Choice, Efficiency, Efficie
 from gpumix.spec.errors import InputError
 from gpumix.spec.stage import ComputeDtype
 
-# Of GPUs: what flash-attn and Liger are written for, and what Triton makes code for.
+# Minimum compute capability of flash-attn and Liger, and of Triton.
 AMPERE, VOLTA = (8, 0), (7, 0)
 
 
 @dataclass(frozen=True)
 class Installed:
-    """Packages that are here."""
+    """Optional packages present in the environment."""
 
     flash_attn: bool = False
     liger_kernel: bool = False
@@ -32,7 +32,7 @@ class Installed:
 
 @dataclass(frozen=True)
 class Setting:
-    """A class, and how it is to compute."""
+    """A class with its dtype, compilation and packages, as input of the table."""
 
     device_class: DeviceClass
     dtype: ComputeDtype
@@ -41,14 +41,14 @@ class Setting:
 
     @property
     def capability(self) -> tuple[int, int]:
-        """Of NVIDIA's cards; (0, 0) where it is not known, and of all other devices."""
+        """Compute capability of an NVIDIA GPU; (0, 0) if unknown, and for all other devices."""
         parts = self.device_class.compute_capability.split(".")
         if self.device_class.accelerator != "cuda" or len(parts) != 2:
             return 0, 0
         return int(parts[0]), int(parts[1])
 
     def lacks(self, least: tuple[int, int]) -> str:
-        """Why it has no such compute capability; empty if it has."""
+        """Return the reason why the class lacks a compute capability, or "" if it does not."""
         if self.device_class.emulated:
             return "an emulated device computes by plain operations, which it counts"
         if self.device_class.accelerator == "cpu":
@@ -59,16 +59,16 @@ class Setting:
 
 
 Found = tuple[Any, str]
-"""A value, and why."""
+"""A value, with the reason."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One thing to choose.
+    """Table row of a setting.
 
     Attributes:
-        auto: what is chosen, and why.
-        obstacle: why a class cannot do what a job wants; empty if it can.
+        auto: returns the automatic choice, with the reason.
+        obstacle: returns the reason why a class cannot use the job's value; empty if it can.
     """
 
     auto: Callable[[Setting], Found]
@@ -161,34 +161,34 @@ TABLE: Mapping[str, Row] = {
 }
 
 
-# Beside what is plain by default.
+# In addition to the defaults in `PLAIN_EFFICIENCY`.
 _PLAINEST: dict[str, bool | str] = {"dtype": "fp32", "compile": False, "fused_optimizer": False}
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """How a class computes, and why; the dtype and compiled code with it."""
+    """Settings of a class with reasons, including dtype and compilation."""
 
     efficiency: Efficiency
     choices: tuple[Choice, ...]
 
     def why(self, name: str) -> str:
-        """Of one thing."""
+        """Return the reason for a setting."""
         return next((one.why for one in self.choices if one.what == name), "")
 
     def without(self, name: str, why: str) -> Chosen:
-        """The same with the plain way of one thing."""
+        """Return the settings with a plain value for `name`."""
         plain = (PLAIN_EFFICIENCY.settings() | _PLAINEST)[name]
         changed = {name: plain} if name in TABLE else {}
         told = self._told(name, value=show(plain), why=why)
         return Chosen(self.efficiency.model_copy(update=changed), told)
 
     def because(self, name: str, why: str) -> Chosen:
-        """The same, with another reason."""
+        """Return the settings with a different reason for `name`."""
         return Chosen(self.efficiency, self._told(name, why=why))
 
     def _told(self, name: str, **changes: str) -> tuple[Choice, ...]:
-        """The choices, with something else said of one."""
+        """Return the choices with changes to the entry for `name`."""
         return tuple(
             one.model_copy(update=changes) if one.what == name else one for one in self.choices
         )
@@ -205,10 +205,10 @@ def choose(
     compiled: frozenset[str],
     installed: Installed,
 ) -> dict[str, Chosen]:
-    """How each class of a cluster computes, by its name.
+    """Choose the settings of each class of a cluster, by name.
 
     Raises:
-        InputError: the job names a class that is not there, or wants what one cannot do.
+        InputError: the job names an unknown class, or a setting unsupported by a class.
     """
     for key, name in spec.named():
         cluster.refuse_unknown(f"efficiency.{key}", [name])
@@ -240,5 +240,5 @@ def _chosen(spec: EfficiencySpec, at: Setting) -> Chosen:
 
 
 def show(value: bool | str) -> str:
-    """As a job has it."""
+    """Format a value as written in a job."""
     return ("on" if value else "off") if isinstance(value, bool) else value

@@ -1,9 +1,9 @@
-"""The environment variables that this package reads or sets, all of them, in one place; and what
-the system says of the host.
+"""All environment variables read or set by this package, and the operating system's information
+about the host.
 
 `CUDA_VISIBLE_DEVICES` and `CUDA_DEVICE_ORDER` are CUDA's own, `HIP_VISIBLE_DEVICES` and
-`ROCR_VISIBLE_DEVICES` AMD's, `ZE_AFFINITY_MASK` Intel's; `CXX` and `XDG_CACHE_HOME` have
-their usual meaning; torchrun sets the others. Nothing here imports torch.
+`ROCR_VISIBLE_DEVICES` AMD's, `ZE_AFFINITY_MASK` Intel's; `CXX` and `XDG_CACHE_HOME` have their
+usual meaning; torchrun sets the rest. Never imports torch.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from gpumix.hardware.efficiency import Installed
 from gpumix.spec.errors import InputError
 from gpumix.spec.files import private_folder, read_log
 
-# Of what is free of it, copies of a run's state may take this part.
+# Part of the free host memory available to copies of a run's state.
 COPIES_PART = 0.5
 STARTS = "GPUMIX_STARTS"
 STOP_ASKED = "GPUMIX_STOP_ASKED_AT"
-APART = "GPUMIX_APART"  # what started a rank listens where it was told, and nowhere else
-GRACE = "GPUMIX_GRACE_S"  # how long ranks may go on that are asked to end
-ALLOW = "GPUMIX_ALLOW"  # as --allow, for all commands of a shell
+APART = "GPUMIX_APART"  # the launcher of a rank listens on the given address only
+GRACE = "GPUMIX_GRACE_S"  # time limit for ranks asked to end
+ALLOW = "GPUMIX_ALLOW"  # same as --allow, for all commands of a shell
 _COMPILED = "TORCHINDUCTOR_CACHE_DIR"
-CLUSTER = "GPUMIX_CLUSTER"  # the devices of programs that name none: a cluster file
-OWN_RUN = "gpumix"  # the name of runs that `gpumix launch` starts
+CLUSTER = "GPUMIX_CLUSTER"  # cluster file for programs that name no devices
+OWN_RUN = "gpumix"  # run name set by `gpumix launch`
 STDERR = 2
 _CHOICES = {
     "CUDA": ("CUDA_VISIBLE_DEVICES",),
@@ -45,11 +45,11 @@ NICENESS = 10
 LOOPBACKS = ("lo", "lo0")
 Launcher = Literal["gpumix launch", "torchrun", "Ray"]
 COMPILERS = ("g++", "c++", "clang++")
-# Settings of torch's allocator: since 2.9 by the first name, in all versions by the last, which
-# counts where both are set.
+# Settings of torch's allocator: the first name since 2.9, the last in all versions, which takes
+# precedence if both are set.
 PREFERRED = "expandable_segments:True"
 ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-# Libraries of trackers tell their makers how they are used, unless they are told not to.
+# Opt-outs: tracker libraries report usage to their makers by default.
 UNTOLD = {
     "DO_NOT_TRACK": "true",
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -57,7 +57,7 @@ UNTOLD = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "GRADIO_ANALYTICS_ENABLED": "False",
 }
-# Where a run is told is for its job to say; these would say otherwise.
+# Variables that would redirect tracking, which is up to the job.
 ELSEWHERE = (
     "MLFLOW_RUN_ID",
     "TRACKIO_BUCKET_ID",
@@ -71,7 +71,7 @@ ELSEWHERE = (
 
 
 def visible_cuda_devices() -> tuple[str, ...] | None:
-    """The entries of `CUDA_VISIBLE_DEVICES`, or None if it is not set (all are visible)."""
+    """Return the entries of `CUDA_VISIBLE_DEVICES`, or None if unset (all are visible)."""
     text = os.environ.get("CUDA_VISIBLE_DEVICES")
     if text is None:
         return None
@@ -80,12 +80,12 @@ def visible_cuda_devices() -> tuple[str, ...] | None:
 
 @dataclass(frozen=True)
 class DeviceChoice:
-    """A variable of a maker's driver that says which GPUs programs see.
+    """A driver variable that selects the GPUs visible to programs.
 
     Attributes:
-        entries: the GPUs it names; empty: none.
-        numbers_all: whether no other variable takes of what it leaves, so that programs see as many
-            GPUs as it names.
+        entries: the selected GPUs; empty for none.
+        numbers_all: True if no further variable reduces the selection: programs see as many GPUs
+            as selected.
     """
 
     name: str
@@ -98,9 +98,9 @@ class DeviceChoice:
 
 
 def device_choices(toolkit: str) -> tuple[DeviceChoice, ...]:
-    """The variables that are set, of those that "CUDA", "ROCm" or "XPU" reads. Of AMD's,
-    ROCR_VISIBLE_DEVICES is read first, and HIP_VISIBLE_DEVICES (or CUDA_VISIBLE_DEVICES, which HIP
-    reads too) numbers what it leaves. Parts of Intel's GPUs are left to the driver."""
+    """Return the variables set for "CUDA", "ROCm" or "XPU". For AMD, ROCR_VISIBLE_DEVICES is read
+    first, and HIP_VISIBLE_DEVICES (or CUDA_VISIBLE_DEVICES, read by HIP too) numbers the remaining
+    GPUs. Sub-devices of Intel GPUs are left to the driver."""
     found = []
     for name in _CHOICES.get(toolkit, ()):
         text = os.environ.get(name)
@@ -117,39 +117,37 @@ def device_choices(toolkit: str) -> tuple[DeviceChoice, ...]:
 
 
 def hiding_variable() -> str:
-    """The variable that hides all GPUs from this process, such as "CUDA_VISIBLE_DEVICES="; empty:
-    none does."""
+    """Return the variable hiding all GPUs, such as "CUDA_VISIBLE_DEVICES=", or an empty string."""
     choices = (one for toolkit in _CHOICES for one in device_choices(toolkit))
     hiding = (one for one in choices if one.hides_all)
     return next((f"{one.name}={','.join(one.entries)}" for one in hiding), "")
 
 
 def cuda_counts_by_bus() -> bool:
-    """Whether CUDA numbers devices as NVML does; its default is the fastest first."""
+    """Return True if CUDA numbers devices like NVML; its default is fastest first."""
     return os.environ.get("CUDA_DEVICE_ORDER", "") == "PCI_BUS_ID"
 
 
 def hide_gpus() -> None:
-    """Keep this process, which computes on the CPU, from opening a context on a GPU: libraries do
-    so wherever they see one."""
+    """Hide GPUs from this CPU process: libraries open a context on every visible GPU."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def use_expandable_segments() -> None:
-    """Let torch's allocator of this process, which has used no GPU yet, grow its segments."""
+    """Enable expandable segments in torch's allocator, before the first GPU use of this process."""
     os.environ[ALLOCATORS[-1]] = "expandable_segments:True"
 
 
 def prefer_expandable_segments() -> None:
-    """As `use_expandable_segments`, unless the user has set something of the allocator: memory that
-    lies in pieces ends runs whose plans fill the device."""
+    """Enable expandable segments unless the user has configured the allocator: fragmentation ends
+    runs whose plans fill the device."""
     if not any(name in os.environ for name in ALLOCATORS):
         os.environ[ALLOCATORS[0]] = PREFERRED
 
 
 def drop_preferred_segments() -> bool:
-    """Take back what `prefer_expandable_segments` set, here and for processes that are started from
-    now on; False if the user chose."""
+    """Undo `prefer_expandable_segments`, here and for processes started from now on; return False
+    if the user chose the setting."""
     if os.environ.get(ALLOCATORS[0]) != PREFERRED:
         return False
     os.environ[ALLOCATORS[0]] = "expandable_segments:False"
@@ -157,45 +155,44 @@ def drop_preferred_segments() -> bool:
 
 
 def count_gpus_by_nvml() -> None:
-    """Let torch in this process, and in those that it starts, find out by NVML whether there are
-    NVIDIA GPUs. Its other way makes a CUDA context, and a process that has one cannot fork ranks.
-    What the user has set stays."""
+    """Let torch detect NVIDIA GPUs through NVML, in this process and its children. Otherwise torch
+    creates a CUDA context, after which a process cannot fork ranks. User settings are kept."""
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
 def chosen_compiler() -> str | None:
-    """The C++ compiler that the user asked for, possibly with arguments."""
+    """Return the C++ compiler requested by the user, possibly with arguments."""
     return os.environ.get("CXX") or None
 
 
 def has_cpp_compiler() -> bool:
-    """Whether there is a C++ compiler: the chosen one, else one on the path."""
+    """Return True if the requested C++ compiler exists, or, without a request, any on the path."""
     chosen = chosen_compiler()
     names = COMPILERS if chosen is None else shlex.split(chosen)[:1]
     return any(shutil.which(name) is not None for name in names)
 
 
 def cache_folder() -> Path:
-    """Where things that can be made again are kept; never the source tree."""
+    """Return the folder of reproducible files; never inside the source tree."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "gpumix"
 
 
 def keep_compiled_code() -> None:
-    """Let torch keep the code that it compiles where only this user can write it. Its own choice is
-    a name in the temporary folder that everybody can tell. What the user has set stays."""
+    """Store torch's compiled code where only this user can write. The default is a predictable name
+    in the temporary folder. User settings are kept."""
     if _COMPILED not in os.environ:
         os.environ[_COMPILED] = str(private_folder(cache_folder() / "inductor"))
 
 
 def cluster_file() -> Path | None:
-    """The cluster file that is named for programs which name no devices themselves."""
+    """Return the cluster file for programs that name no devices."""
     name = os.environ.get(CLUSTER)
     return Path(name) if name else None
 
 
 def shared_memory_folder() -> Path | None:
-    """A file system in this host's memory, which all its processes see; None if there is none."""
+    """Return a folder in memory shared by all processes of the host, or None."""
     folder = Path("/dev/shm")
     return folder if folder.is_dir() and os.access(folder, os.W_OK) else None
 
@@ -206,12 +203,14 @@ _NO_PLACE = f"mend the launcher that set it; or start it without one: unset {' '
 
 @dataclass(frozen=True)
 class TorchrunPlace:
-    """What torchrun tells a process that it starts; `elastic`: it may start others in its place.
-    `has_agent`: it was torchrun, not something that speaks like it and starts nothing again.
-    `starts`: how often the process has begun anew since. `stop_asked_at`: when it was asked to stop
-    before that, by `time.monotonic()`, and has yet to answer. `restarted`: it is not the first in
-    that place, one that its agent started before has failed. `agents_open`: its agents meet by
-    torch's own ways, and listen on all addresses."""
+    """The position of this process in a run, as set by torchrun.
+
+    `elastic`: failed processes may be replaced. `has_agent`: started by torchrun itself, not by a
+    compatible launcher without restarts. `starts`: number of `begin_anew` restarts since then.
+    `stop_asked_at`: time (`time.monotonic()`) of a stop request received before the restart and not
+    yet answered. `restarted`: the agent started an earlier process here, which failed.
+    `agents_open`: agents use torch's own rendezvous, and listen on all addresses.
+    """
 
     rank: int
     world: int
@@ -229,10 +228,10 @@ class TorchrunPlace:
 
 
 def torchrun_place() -> TorchrunPlace | None:
-    """This process's place in a run that torchrun, or anything that speaks like it, started.
+    """Return the place of this process in a run started by torchrun or a compatible launcher.
 
     Raises:
-        InputError: what it says is no place.
+        InputError: the variables are invalid.
     """
     if any(name not in os.environ for name in _PLACE):
         return None
@@ -257,11 +256,11 @@ def torchrun_place() -> TorchrunPlace | None:
 
 
 def refuse_part_of_a_place() -> None:
-    """See that nothing started several processes here without telling each how they meet. Of one
-    process of one, and of a number that has no `RANK` beside it, a part may be told.
+    """Refuse to run as one of several processes without rendezvous variables. A single process, and
+    a `WORLD_SIZE` without `RANK`, may have incomplete variables.
 
     Raises:
-        InputError: this is one of several, and cannot find the others.
+        InputError: this is one of several processes, which cannot find each other.
     """
     missing = [name for name in _PLACE if name not in os.environ]
     if not missing or "RANK" not in os.environ or world_size() == 1:
@@ -293,8 +292,8 @@ def place_settings(
     port: int,
     gpus: Sequence[str] = (),
 ) -> dict[str, str]:
-    """What torchrun would tell a rank of its place. Of `gpus`, those of all ranks on its host, it
-    computes on the one of its number there; by default of those that the host has."""
+    """Return the torchrun variables of a rank. `gpus` are the GPUs of all ranks on the host, by
+    default all of the host's; the rank uses the one at its local rank."""
     place = {
         "RANK": rank,
         "WORLD_SIZE": world,
@@ -317,9 +316,9 @@ def rank_settings(
     port: int,
     grace_s: float,
 ) -> dict[str, str]:
-    """The environment of a rank that this process starts: its own, and what torchrun would say. The
-    store at that address is there already, so no rank makes one. Ranks that are asked to end may
-    go on for `grace_s`."""
+    """Return the environment of a rank started by this process: its own variables, and torchrun's.
+    The store at the address exists already, so no rank creates one. Ranks asked to end may continue
+    for `grace_s`."""
     place = place_settings(
         rank=rank,
         local_rank=local_rank,
@@ -344,35 +343,33 @@ def rank_settings(
 
 
 def grace_of_launcher() -> float:
-    """How long the launcher of this process lets it go on that is asked to end, s; 0 where it does
-    not say."""
+    """Return the grace period in seconds after the launcher's request to end; 0 if unknown."""
     with suppress(ValueError):
         return float(os.environ.get(GRACE, "0"))
     return 0.0
 
 
 def print_at_once() -> None:
-    """Let Python programs that this process starts print each line when it is there, into pipes
-    too."""
+    """Make Python programs started by this process flush each line, also into pipes."""
     os.environ["PYTHONUNBUFFERED"] = "1"
 
 
 def use_settings(settings: Mapping[str, str]) -> None:
-    """Let what this process starts find these variables."""
+    """Set variables for processes started by this process."""
     os.environ.update(settings)
 
 
 def settings_named(names: Iterable[str]) -> dict[str, str]:
-    """The values of the variables that are set."""
+    """Return the values of the given variables, if set."""
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def begin_anew(starts: int, stop_asked_at: float | None = None) -> NoReturn:
-    """Become a new process with the command of this one, its number and its parent; what this one
-    holds is given back.
+    """Restart this process with an unchanged command, process id and parent. All resources are
+    released.
 
     Args:
-        starts: how often that has happened then.
+        starts: number of restarts including this one.
         stop_asked_at: see `TorchrunPlace`.
     """
     os.environ[STARTS] = str(starts)
@@ -381,25 +378,25 @@ def begin_anew(starts: int, stop_asked_at: float | None = None) -> NoReturn:
 
 
 def become(words: Sequence[str]) -> NoReturn:
-    """Become what the interpreter of this process makes of these words, with its number and its
-    parent; what it holds is given back."""
+    """Replace this process by the Python interpreter with `words` as arguments. Process id and
+    parent are kept, all resources are released."""
     sys.stdout.flush()
     sys.stderr.flush()
     for file in [int(file.name) for file in Path("/dev/fd").iterdir()]:
-        with suppress(OSError):  # that of the list itself
-            # Closed by the change itself: threads of libraries abort a process that closes theirs.
+        with suppress(OSError):  # the descriptor of the listing itself
+            # Closed by exec: library threads abort a process that closes their descriptors.
             os.set_inheritable(file, file <= STDERR)
     os.execv(sys.executable, [sys.executable, *words])
 
 
 def world_size() -> int:
-    """How many processes a launcher says that it started; 1 where there is none."""
+    """Return the number of processes reported by the launcher; 1 without a launcher."""
     text = os.environ.get("WORLD_SIZE", "1")
     return int(text) if text.isdecimal() else 1
 
 
 def launcher() -> Launcher | None:
-    """What started this process as one of several, where it says so."""
+    """Return the launcher of this process, or None if unknown."""
     run = os.environ.get("TORCHELASTIC_RUN_ID")
     if run is not None:
         return "gpumix launch" if run == OWN_RUN else "torchrun"
@@ -407,44 +404,44 @@ def launcher() -> Launcher | None:
 
 
 def ranks_here() -> int:
-    """How many processes a launcher says that it started on this host; 1 where there is none."""
+    """Return the number of processes on this host reported by the launcher; 1 without a
+    launcher."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "1")
     return int(text) if text.isdecimal() else 1
 
 
 def place_here() -> int:
-    """Which of them this one is, counted from 0."""
+    """Return the index of this process on the host, from 0."""
     text = os.environ.get("LOCAL_RANK", "0")
     return int(text) if text.isdecimal() else 0
 
 
 def use_one_tokenizer_thread() -> None:
-    """In this process, which is one of several that tokenise."""
+    """Disable tokenizer threads in this process, because several processes tokenize."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
 def talk_inside_of_host() -> None:
-    """Let gloo and NCCL of this process, which has not used them yet, listen on loopback alone; by
-    default they do on whatever address the host's name stands for. What the user has set stays."""
+    """Restrict gloo and NCCL to loopback, before their first use in this process. By default they
+    listen on the address of the host's name. User settings are kept."""
     loopback = [name for _, name in socket.if_nameindex() if name in LOOPBACKS]
     for setting in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if loopback else ():
         os.environ.setdefault(setting, loopback[0])
 
 
 def keep_ranks_store_apart() -> None:
-    """Let torchrun's agent in this process make no store for ranks: the first of them has it. The
-    ranks are told."""
+    """Prevent torchrun's agent in this process from creating the ranks' store, which the first rank
+    creates. The ranks are informed."""
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ[APART] = "1"
 
 
 def record_collectives(prefix: Path) -> None:
-    """Let NCCL's flight recorder of this process, which has not used it yet, write what it knows of
-    the last collectives to `prefix` and the rank, when one of them fails or takes too long. What
-    the user has set stays."""
+    """Let NCCL's flight recorder write the last collectives to files named `prefix` plus the rank,
+    when one fails or times out. Call before the first use of NCCL. User settings are kept."""
     settings = {
         "TORCH_FR_BUFFER_SIZE": "2000",
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",  # its older name
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",  # the older name
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_FR_DUMP_TEMP_FILE": str(prefix),
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(prefix),
@@ -454,24 +451,24 @@ def record_collectives(prefix: Path) -> None:
 
 
 def tracker_environment() -> dict[str, str]:
-    """That of a process which tells a tracker of the run: nothing in it sends anything anywhere."""
+    """Return the environment of a tracker process, without telemetry, redirection and GPUs."""
     kept = {name: value for name, value in os.environ.items() if name not in ELSEWHERE}
     return kept | UNTOLD | {"CUDA_VISIBLE_DEVICES": ""}
 
 
 def keep_trackio_in(folder: Path) -> None:
-    """Let Trackio of this process, which has not imported it yet, have its databases there."""
+    """Set the folder of Trackio's databases; call before Trackio is imported."""
     os.environ["TRACKIO_DIR"] = str(folder)
 
 
 def step_aside() -> None:
-    """Let other processes have this host's cores before this one."""
+    """Lower the CPU priority of this process."""
     with suppress(OSError):
         os.nice(NICENESS)
 
 
 def talking_settings() -> dict[str, str]:
-    """What is set of NCCL, gloo and torch that changes how ranks talk, or how fast they compute."""
+    """Return the variables affecting communication of ranks or compute speed."""
     named = ("GLOO_SOCKET_IFNAME", "CUDA_LAUNCH_BLOCKING", "PYTORCH_NO_CUDA_MEMORY_CACHING")
     return {
         name: value
@@ -481,19 +478,18 @@ def talking_settings() -> dict[str, str]:
 
 
 def is_stopped(process: int) -> bool:
-    """Whether a process was stopped (SIGSTOP), and not by a debugger; False where the system does
-    not say."""
+    """Return True if a process was stopped (SIGSTOP), but not by a debugger; False if unknown."""
     return _stat_of(process)[:1] == ["T"]
 
 
 def begun(process: int) -> str:
-    """When a process began, in a word that another one of the same number does not have; empty
-    where the system does not say."""
+    """Return the start time of a process as text, which identifies it if its number is reused;
+    empty if unknown."""
     return next(iter(_stat_of(process)[19:20]), "")
 
 
 def _stat_of(process: int) -> list[str]:
-    """What Linux says of a process, from its state on; see proc_pid_stat(5)."""
+    """Return the fields of /proc/PID/stat from the state on; see proc_pid_stat(5)."""
     with suppress(OSError):
         told = read_log(Path(f"/proc/{process}/stat"))
         return told.rpartition(")")[2].split()
@@ -501,13 +497,13 @@ def _stat_of(process: int) -> list[str]:
 
 
 def installed() -> Installed:
-    """The packages with kernels that are here; none is imported."""
+    """Return the optional kernel packages present, without importing them."""
     return Installed(**{f.name: find_spec(f.name) is not None for f in fields(Installed)})
 
 
 def available_host_bytes() -> int:
-    """What may be taken of this host's memory now, or of that of a container, before it swaps or
-    ends a process."""
+    """Return the memory available now on this host or in this container, before swapping or
+    out-of-memory kills."""
     free = [host_memory_bytes()]
     with suppress(OSError, StopIteration):
         told = read_log(Path("/proc/meminfo")).splitlines()
@@ -518,5 +514,5 @@ def available_host_bytes() -> int:
 
 
 def host_memory_bytes() -> int:
-    """What this host has, or lets a container have."""
+    """Return the memory of this host, or the limit of the container."""
     return let_have_bytes(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

@@ -1,4 +1,4 @@
-"""A profile of cards that nobody has measured: the catalogue, the roofline, and a model's sizes."""
+"""Estimated profiles of unmeasured GPUs: from the catalogue, the roofline, and a model's sizes."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from gpumix.spec.space import EVERYTHING
 from gpumix.spec.stage import DTYPE_BYTES, ComputeDtype
 from gpumix.spec.teams import degrees_of
 
-# CUDA's context, the kernels and workspaces of torch and cuBLAS, NCCL's buffers: what a process
-# takes on a GPU before its first tensor. Round, and on the safe side.
+# CUDA's context, kernels and workspaces of torch and cuBLAS, NCCL's buffers: GPU memory of a
+# process before its first tensor. A round figure on the safe side.
 FRAMEWORK_BYTES = 3 * 2**29
 
 ADAMW_STATE_BYTES = 8
 
 
 PartsIn = Callable[[ComputeDtype], Mapping[int, Part]]
-"""In a dtype, by the degree of teams, what each rank computes."""
+"""Function from dtype to the part of each rank by tensor parallel degree."""
 
 
 def no_parts(dtype: ComputeDtype) -> Mapping[int, Part]:
-    """Of a model that no team computes."""
+    """Return no parts: the model cannot be divided over tensor-parallel groups."""
     return {}
 
 
@@ -54,11 +54,11 @@ def estimate_class(
     name: str,
     optimizer_bytes: float = ADAMW_STATE_BYTES,
 ) -> ClassProfile:
-    """What a card should take for each unit of a model in its dtype, `optimizer_bytes` of state an
-    element.
+    """Estimate a card's times for each unit of a model in its dtype, with `optimizer_bytes` of
+    optimizer state per element.
 
     Raises:
-        InputError: the model's FLOPs are not known.
+        InputError: the model's FLOPs are unknown.
     """
     units = {kind.name: (kind.flops, kind.trainable) for kind in model.kinds}
     units[ROOT] = (model.root.flops, model.root.trainable)
@@ -71,7 +71,7 @@ def estimate_class(
     for kind, (flops, elements) in units.items():
         forward = forward_curve(card, dtype, flops, elements * DTYPE_BYTES[dtype])
         gradient = gradient_curve(card, dtype, flops, elements)
-        if kind == ROOT:  # before the units nothing but a look-up; head and loss run in backward
+        if kind == ROOT:  # only a look-up before the units; head and loss run in backward
             times[kind] = UnitTimes(
                 forward=forward_curve(card, dtype, 0.0, 0.0), backward=both(forward, gradient)
             )
@@ -87,7 +87,7 @@ def estimate_class(
     return ClassProfile(
         device_class=name,
         units=times,
-        # As many products; the weight's gradient is added to more often, by as much as is hidden.
+        # The number of products is equal; more additions to the weight's gradient are hidden.
         chunked_head=times[ROOT].backward if model.root.chunked_head else None,
         optimizer_s_per_element=optimizer_s_per_element(card, optimizer_bytes),
         framework_bytes=FRAMEWORK_BYTES,
@@ -107,14 +107,15 @@ def estimate(
     optimizer_bytes: float = ADAMW_STATE_BYTES,
     parts_in: PartsIn = no_parts,
 ) -> Profile:
-    """The profile of a cluster of cards of the catalogue, `optimizer_bytes` of state an element.
+    """Estimate the profile of a cluster of catalogue cards, with `optimizer_bytes` of optimizer
+    state per element.
 
     Args:
-        model_in: gives the model in a dtype.
-        parts_in: the same of what teams compute.
+        model_in: returns the model in a dtype.
+        parts_in: returns the parts for tensor-parallel groups in a dtype.
 
     Raises:
-        InputError: the catalogue does not know a class, or one cannot compute in what it is to.
+        InputError: the catalogue does not know a class, or a class does not support its dtype.
     """
     dtypes = compute_dtypes(precision, cluster)
     models = {dtype: model_in(dtype) for dtype in dict.fromkeys(dtypes.values())}
@@ -141,7 +142,7 @@ def _teams(
     dtypes: Mapping[str, ComputeDtype],
     optimizer_bytes: float,
 ) -> Iterator[TeamProfile]:
-    """Of each degree for which a host has enough cards of a class."""
+    """Yield the profile of each tensor parallel degree with enough cards of a class on a host."""
     parts = {dtype: parts_in(dtype) for dtype in dict.fromkeys(dtypes.values())}
     there = degrees_of(cluster, EVERYTHING)
     for degree in sorted(set().union(*parts.values())):
@@ -163,7 +164,7 @@ def _teams(
 
 
 def rescaled(classes: Iterable[ClassProfile], factor: float) -> tuple[ClassProfile, ...]:
-    """Estimates made `factor` times as long: by how much those of cards at hand were off."""
+    """Scale estimates by `factor`, the error found on available cards."""
     return tuple(_slowed(profile, factor) for profile in classes)
 
 
@@ -179,7 +180,7 @@ def _slowed(profile: ClassProfile, factor: float) -> ClassProfile:
 
 
 def slowed(profile: ClassProfile, factor: float, name: str) -> ClassProfile:
-    """A class like this one, but `factor` times as slow in all that it computes."""
+    """Return a class called `name` with compute times `factor` times as long."""
     optimizer_s = profile.optimizer_s_per_element * factor
     changes = {"device_class": name, "optimizer_s_per_element": optimizer_s}
     return _slowed(profile, factor).model_copy(update=changes)

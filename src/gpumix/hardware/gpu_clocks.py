@@ -1,4 +1,4 @@
-"""Clocks, power and temperature of the GPU that a process computes on, as its driver says."""
+"""Clocks, power and temperature of a process's GPU, as reported by the driver."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 from gpumix.hardware.gpu_health import driver, handle_of
 from gpumix.spec.clocks import Clocks
 
-SM, CHIP = 1, 0  # NVML's numbers for the clock of multiprocessors, and the sensor of the chip
+SM, CHIP = 1, 0  # NVML's constants for the SM clock and the chip's temperature sensor
 
 
 class ClockReader:
-    """Reads one GPU's, from when it is made to `close`; a look takes well under a millisecond.
+    """Reads a GPU from construction until `close`; a reading takes well under a millisecond.
 
     Args:
-        uuid: with its prefix.
-        ordinal: its number, where NVML does not know the UUID.
+        uuid: UUID with prefix.
+        ordinal: GPU index, used if NVML does not know the UUID.
     """
 
     def __init__(self, uuid: str, ordinal: int) -> None:
@@ -31,7 +31,7 @@ class ClockReader:
                 self._nvml = None
 
     def look(self) -> Clocks | None:
-        """Its clocks now; None where the driver does not tell them."""
+        """Return the current clocks, or None if the driver does not report them."""
         nvml, handle = self._nvml, self._handle
         if nvml is None:
             return None
@@ -42,7 +42,7 @@ class ClockReader:
         return Clocks(sm_mhz=mhz, **self._others()) if mhz > 0 else None
 
     def close(self) -> None:
-        """Let go of the driver."""
+        """Release the driver."""
         self._nvml = None
         self._stack.close()
 
@@ -54,6 +54,6 @@ class ClockReader:
         ):
             try:
                 found[name] = float(ask())
-            except nvml.NVMLError:  # this card has no such sensor
+            except nvml.NVMLError:  # this GPU lacks the sensor
                 continue
         return found

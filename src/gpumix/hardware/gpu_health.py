@@ -1,6 +1,6 @@
-"""How NVIDIA's GPUs are, as their driver says: errors, throttling, links, who uses them.
+"""Health of NVIDIA GPUs as reported by the driver: errors, throttling, links, processes.
 
-Asks NVML, so neither torch nor a CUDA context is needed. What a card or driver does not tell is
+Uses NVML, so neither torch nor a CUDA context is needed. Values not reported by a GPU or driver are
 None.
 """
 
@@ -17,7 +17,7 @@ from gpumix.spec.base import Value
 
 T = TypeVar("T")
 
-# Bits of NVML's clocks event reasons; being idle, and clocks that a user set, are none.
+# Bits of NVML's clocks event reasons, except idling and clocks set by a user.
 REASONS = {
     0x04: "it reaches its power limit",
     0x08: "its hardware slows it down",
@@ -25,18 +25,18 @@ REASONS = {
     0x40: "it is far too warm",
     0x80: "an external power brake slows it down",
 }
-_UNCORRECTED, _SINCE_START = 1, 0  # NVML's numbers for kinds of memory errors
-_PROHIBITED = 2  # NVML's compute mode in which nobody gets a context
+_UNCORRECTED, _SINCE_START = 1, 0  # NVML's constants for types of memory errors
+_PROHIBITED = 2  # NVML's compute mode without any contexts
 
 
 @dataclass(frozen=True)
 class Look:
-    """One look at a GPU.
+    """A reading of a GPU.
 
     Attributes:
-        used: whether it computes.
-        reasons: NVML's bits for what holds its clocks down.
-        link: generation and width of its PCIe link now.
+        used: True if the GPU is computing.
+        reasons: NVML's bits for clock throttling.
+        link: current generation and width of the PCIe link.
     """
 
     used: bool
@@ -45,16 +45,16 @@ class Look:
 
 
 class GpuHealth(Value):
-    """One GPU at rest.
+    """Health of an idle GPU.
 
     Attributes:
-        index: its number, as `nvidia-smi` has it.
-        most_link: generation and width that its PCIe link could have in its slot.
-        uncorrected: memory errors that could not be corrected, since the driver started.
-        pages_pending: whether memory that failed is taken out of use at the next restart.
-        remap_failed: whether there is no memory left to take its place.
-        others: processes that use it, and the bytes of each; 0 if they are not told.
-        power_watts: its limit, and the limit that it came with.
+        index: GPU index in `nvidia-smi`.
+        most_link: largest possible generation and width of the PCIe link in this slot.
+        uncorrected: uncorrectable memory errors since the driver started.
+        pages_pending: True if failed memory is retired at the next restart.
+        remap_failed: True if no spare memory is left for replacement.
+        others: other processes and the bytes of each; 0 if unknown.
+        power_watts: power limit, and default power limit.
     """
 
     index: int
@@ -72,7 +72,7 @@ class GpuHealth(Value):
 
 @contextmanager
 def driver() -> Iterator[ModuleType | None]:
-    """NVML in here; None where there is no driver, or it does not answer."""
+    """Initialize NVML; yield None without a driver, or if it does not answer."""
     import pynvml
 
     try:
@@ -87,7 +87,7 @@ def driver() -> Iterator[ModuleType | None]:
 
 
 def driver_versions() -> tuple[str, str]:
-    """The driver's, and that of the newest CUDA which it knows ("12.4"); empty without one."""
+    """Return the versions of the driver and of its newest CUDA ("12.4"); empty without a driver."""
     with driver() as nvml:
         if nvml is None:
             return "", ""
@@ -96,20 +96,20 @@ def driver_versions() -> tuple[str, str]:
 
 
 def newest_cuda(nvml: ModuleType | Any) -> str:
-    """The newest CUDA that the driver knows, such as "12.4"; empty if it does not say."""
+    """Return the newest CUDA version supported by the driver, such as "12.4"; empty if unknown."""
     cuda = _told(nvml, nvml.nvmlSystemGetCudaDriverVersion_v2) or 0
     return f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else ""
 
 
 def handle_of(nvml: ModuleType | Any, uuid: str, index: int) -> Any:
-    """The GPU with this UUID; the one of this number where the UUID is none."""
+    """Return the GPU with the UUID; if `uuid` is not one, the GPU at `index`."""
     if uuid.startswith("GPU-"):
         return nvml.nvmlDeviceGetHandleByUUID(uuid)
     return nvml.nvmlDeviceGetHandleByIndex(index)
 
 
 def health(nvml: ModuleType | Any, handle: Any) -> GpuHealth:
-    """What the driver says of a GPU that this process does not use."""
+    """Return the driver's report on a GPU not used by this process."""
 
     def ask(function: Callable[..., T], *args: Any) -> T | None:
         return _told(nvml, function, handle, *args)
@@ -141,7 +141,7 @@ def health(nvml: ModuleType | Any, handle: Any) -> GpuHealth:
 
 
 def look(nvml: ModuleType | Any, handle: object, least_use: float) -> Look:
-    """One look; it computes if it does so in more than `least_use` of the time."""
+    """Read a GPU, which counts as used above a utilization of `least_use`."""
     return Look(
         used=nvml.nvmlDeviceGetUtilizationRates(handle).gpu > 100 * least_use,
         reasons=int(nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)),
@@ -153,7 +153,7 @@ def look(nvml: ModuleType | Any, handle: object, least_use: float) -> Look:
 
 
 def most_link(nvml: ModuleType | Any, handle: object) -> tuple[int, int]:
-    """Generation and width of the PCIe link that card and slot could have."""
+    """Return the largest PCIe generation and width possible for GPU and slot."""
     return (
         int(nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)),
         int(nvml.nvmlDeviceGetMaxPcieLinkWidth(handle)),
@@ -163,5 +163,5 @@ def most_link(nvml: ModuleType | Any, handle: object) -> tuple[int, int]:
 def _told(nvml: ModuleType | Any, function: Callable[..., T], *args: Any) -> T | None:
     try:
         return function(*args)
-    except nvml.NVMLError:  # most often: this card has no such thing
+    except nvml.NVMLError:  # most often unsupported by this GPU
         return None

@@ -1,7 +1,7 @@
-"""GPUs of this host that programs of others fill: what each holds, as the driver says.
+"""Use of this host's GPU memory by foreign programs, as reported by the driver.
 
-Asked by the process that starts ranks, which uses no GPU itself, before anything is measured. A
-plan must leave what others hold; where that is most of a card, the run is refused.
+Read before measuring, by the process starting the ranks, which uses no GPU itself. A plan must
+leave this memory alone; if most of a GPU is taken, the run is refused.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from gpumix.spec.files import read_log
 from gpumix.spec.profile import Profile
 from gpumix.spec.units import show_bytes
 
-LEAST_BYTES = 2**30  # a desktop takes less, and so does a driver
-LEAST_PART = 0.5  # of what a class is to use; with less a card is not worth a rank
+LEAST_BYTES = 2**30  # more than a desktop or a driver uses
+LEAST_PART = 0.5  # of the memory planned for a class; a GPU with less is not worth a rank
 
 
 @dataclass(frozen=True)
 class Occupied:
-    """A GPU of which others hold a good part.
+    """A GPU with much memory used by other processes.
 
     Attributes:
-        taken_bytes: what they hold.
-        holders: the processes, such as "4711 (python)", with the bytes that the driver tells of.
+        taken_bytes: memory used by other processes.
+        holders: the processes, such as "4711 (python)", with their bytes if reported.
     """
 
     device: Device
@@ -51,10 +51,10 @@ class Occupied:
 
 
 def occupied(cluster: Cluster) -> tuple[Occupied, ...]:
-    """The GPUs of this host in the cluster of which others hold at least a GiB.
+    """Return the cluster's GPUs on this host with at least a GiB in foreign use.
 
     Raises:
-        MachineError: they leave less than half of what is to be used of one.
+        MachineError: less than half of a GPU's planned memory is free.
     """
     here = {socket.gethostname(), "localhost"}
     kinds = {device: cluster.class_named(device.device_class) for device in cluster.devices}
@@ -84,8 +84,8 @@ def occupied(cluster: Cluster) -> tuple[Occupied, ...]:
 
 
 def leave_taken(profile: Profile, taken: Sequence[Occupied]) -> Profile:
-    """The profile, for a plan that leaves what others hold. One that was measured beside them
-    counts it already."""
+    """Return the profile with `framework_bytes` raised to the memory in foreign use. A profile
+    measured during this use already includes the bytes."""
     missing: dict[str, int] = {}
     for one in taken:
         name = one.device.device_class
@@ -101,17 +101,17 @@ def leave_taken(profile: Profile, taken: Sequence[Occupied]) -> Profile:
 
 
 def health_of(makers: Mapping[Device, str]) -> Iterator[tuple[Device, GpuHealth]]:
-    """How GPUs of this host are, those of which a driver tells.
+    """Yield the health of this host's GPUs, as far as reported by drivers.
 
     Args:
-        makers: who made each.
+        makers: manufacturer of each GPU.
     """
     nvidia = [device for device, maker in makers.items() if maker == "NVIDIA"]
     if nvidia:
         with driver() as nvml:
             for device in nvidia if nvml is not None else ():
                 if not device.id.startswith("GPU-") and visible_cuda_devices() is not None:
-                    continue  # its number is not NVML's
+                    continue  # the ordinal is not NVML's index
                 try:
                     yield device, health(nvml, handle_of(nvml, device.id, device.ordinal))
                 except nvml.NVMLError:  # type: ignore[union-attr]  # whoever opens it is told
@@ -130,7 +130,7 @@ def _is_full(one: Occupied, wanted_bytes: int) -> bool:
 
 
 def _named(pid: int, held_bytes: int) -> str:
-    """Such as "4711 (python, 9.2 GiB)"; a process of another container has no name here."""
+    """Format a process as "4711 (python, 9.2 GiB)"; another container's names are unknown."""
     try:
         name = read_log(Path(f"/proc/{pid}/comm")).strip()
     except OSError:

@@ -1,6 +1,6 @@
-"""The most that a device class computes, as far as somebody says: never another card's figure.
+"""Peak rates of device classes, if stated anywhere; never another card's figure.
 
-Pure, on top of the catalogue. What nobody states, `profiler.peak` measures.
+Pure, on top of the catalogue. `profiler.peak` measures peaks that are not stated.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from gpumix.spec.stage import ComputeDtype
 def stated_peak(
     device_class: DeviceClass, dtype: ComputeDtype, *, tf32: bool = False
 ) -> Peak | None:
-    """In a dtype, or in TF32 where that is fp32: the rate of an emulated device, what the cluster
-    file says, or the datasheet of just this product; None where none of them says anything."""
+    """Return the peak in a dtype, or in TF32 for fp32: the rate of an emulated device, the cluster
+    file's rate, or the datasheet of exactly this product; None without any of them."""
     if device_class.emulate_flops_per_s is not None:
         return Peak(flops_per_s=device_class.emulate_flops_per_s, source="emulated")
     if device_class.peak_flops_per_s is not None:
@@ -26,9 +26,9 @@ def stated_peak(
         return None
     try:
         card = find(device_class.product)
-    except InputError:  # unknown, or several that differ in memory: it is measured
+    except InputError:  # unknown or ambiguous by memory: measured instead
         return None
-    if card.product.lower() != device_class.product.lower():  # a name that is merely like it
+    if card.product.lower() != device_class.product.lower():  # merely a similar name
         return None
     rate = flops_per_s(card, dtype)
     if tf32 and dtype == "fp32" and card.flops.tf32 is not None:

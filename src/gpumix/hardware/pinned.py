@@ -1,8 +1,7 @@
-"""Memory of the host that a GPU copies to and from by itself, while the host goes on.
+"""Pinned host memory: a GPU copies to and from it asynchronously.
 
-torch's own allocator of such memory rounds each piece up to a power of two: 17 GiB take 32. Here
-whole pages are mapped and registered with the driver, so that a piece takes what it asks for, and
-at most a page more.
+torch's own pinned allocator rounds sizes up to a power of two: 17 GiB take 32. Here whole pages are
+mapped and registered with the driver, so the overhead is at most a page.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from gpumix.spec.units import show_bytes
 
 
 class _Pages(mmap.mmap):
-    """A mapping that is registered with the driver for as long as it exists.
+    """A mapping registered with the driver during its lifetime.
 
-    Shared, also where it is of no file: of private pages that are registered a fork would leave
-    the parent copies at its next write, and the GPU the old ones.
+    Shared, even without a file: after a fork, the parent's next write to private pages would create
+    copies, while the GPU kept using the old pages.
     """
 
-    _address = 0  # of what is registered
-    _process = 0  # that registered it
+    _address = 0  # of the registered memory
+    _process = 0  # the registering process
 
     def register(self, address: int) -> None:
         if runtime.register_pinned(address, len(self)):
@@ -37,24 +36,24 @@ class _Pages(mmap.mmap):
             _say_refused(len(self))
 
     def __del__(self) -> None:
-        # The process's end takes everything back; a fork has nothing to take back.
+        # Process exit releases everything; a fork has nothing to release.
         if self._address and self._process == os.getpid() and not sys.is_finalizing():
-            runtime.synchronize()  # a copy may be on its way, of which no allocator knows
+            runtime.synchronize()  # copies unknown to any allocator may still run
             runtime.unregister_pinned(self._address)
 
 
 def pinned_memory(size_bytes: int, file: Path | None = None) -> torch.Tensor:
-    """So many bytes, uint8, at the beginning of a page; given back when no tensor uses them. Who
-    drops the last one need not wait for copies.
+    """Allocate pinned memory as a page-aligned uint8 tensor. Dropping the last tensor releases the
+    memory; callers need not wait for copies.
 
-    Where the driver refuses to register them they are ordinary memory: copies are right, but the
-    host waits for them. That is told once.
+    If the driver refuses registration, the memory is ordinary: copies are correct, but the host
+    waits for them. A warning is logged once.
 
     Args:
-        file: whose bytes they are: it has as many. None: they are nobody's, and all zero.
+        file: file to map, of `size_bytes`; None maps anonymous zeros.
 
     Raises:
-        OSError: there is no room for them.
+        OSError: there is not enough memory.
     """
     if not size_bytes:
         return torch.empty(0, dtype=torch.uint8)
@@ -66,7 +65,7 @@ def pinned_memory(size_bytes: int, file: Path | None = None) -> torch.Tensor:
             pages = _Pages(descriptor, size_bytes)
         finally:
             os.close(descriptor)
-    memory = torch.frombuffer(pages, dtype=torch.uint8)  # which keeps the mapping
+    memory = torch.frombuffer(pages, dtype=torch.uint8)  # keeps the mapping alive
     pages.register(memory.data_ptr())
     return memory
 

@@ -1,9 +1,9 @@
-"""The GPU of any maker, as torch shows it: streams, events, memory and random numbers.
+"""GPUs of any maker through torch: streams, events, memory and random numbers.
 
-The only file that names `torch.cuda` and `torch.xpu`; a test holds that. What torch has for every
-accelerator is taken from there (`torch.accelerator`, `torch.Stream`, `torch.Event`), the rest from
-the module of the device: `torch.cuda` for NVIDIA and AMD, `torch.xpu` for Intel. Functions of torch
-are looked up at each call, so that a device for tests may replace them.
+The only file that names `torch.cuda` and `torch.xpu`, enforced by a test. Generic functions come
+from `torch.accelerator`, `torch.Stream` and `torch.Event`, all others from the device module:
+`torch.cuda` for NVIDIA and AMD, `torch.xpu` for Intel. torch functions are looked up at each call,
+so that a test device can replace them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gpumix.spec.errors import first_line
 Stream: TypeAlias = torch.Stream
 Event: TypeAlias = torch.Event
 
-# Backends of torch.distributed by the type of devices.
+# Backends of torch.distributed by device type.
 GPU_BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
 
 
@@ -28,55 +28,55 @@ GPU_BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
 
 
 def is_gpu(device: torch.device | str) -> bool:
-    """Whether `device` is a GPU, whoever made it."""
+    """Return True if `device` is a GPU of any maker."""
     return torch.device(device).type in GPU_BACKENDS
 
 
 def kind() -> str:
-    """The type of this torch build's GPUs: 'cuda' (NVIDIA, and AMD by ROCm), 'xpu' (Intel), or ''
-    where the build knows none. Says nothing about drivers and cards."""
+    """Return the GPU type of this torch build: 'cuda' (NVIDIA, and AMD by ROCm), 'xpu' (Intel), or
+    '' for builds without GPUs. Independent of drivers and cards."""
     found = torch.accelerator.current_accelerator()
     return found.type if found is not None and found.type in GPU_BACKENDS else ""
 
 
 def is_available() -> bool:
-    """Whether torch can compute on a GPU in this process."""
+    """Return True if torch can compute on a GPU in this process."""
     return bool(kind()) and torch.accelerator.is_available()
 
 
 def is_initialized() -> bool:
-    """Whether this process has used a GPU: False costs nothing and makes no context."""
+    """Return True if this process has used a GPU. Cheap, and never creates a context."""
     return bool(kind()) and bool(torch.get_device_module(kind()).is_initialized())
 
 
 def device_count() -> int:
-    """How many GPUs this process sees."""
+    """Return the number of GPUs visible to this process."""
     return torch.accelerator.device_count() if kind() else 0
 
 
 def current_device() -> torch.device:
-    """The GPU, with its number, that work of the calling thread goes to."""
+    """Return the calling thread's current GPU, with its index."""
     return torch.device(kind(), torch.accelerator.current_device_index())
 
 
 def set_device(ordinal: int) -> None:
-    """Send the calling thread's work to GPU number `ordinal`."""
+    """Make GPU `ordinal` the calling thread's current GPU."""
     torch.accelerator.set_device_index(ordinal)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[None]:
-    """A context in which the calling thread's current GPU is `device`."""
+    """Return a context in which `device` is the calling thread's current GPU."""
     return torch.accelerator.device_index(device.index)
 
 
 def indexed(device: torch.device | str) -> torch.device:
-    """The device with its number: "cuda" is the calling thread's current GPU."""
+    """Add an index to a device: "cuda" is the calling thread's current GPU."""
     found = torch.device(device)
     return current_device() if is_gpu(found) and found.index is None else found
 
 
 def backend_of(device: torch.device) -> str:
-    """The backend of torch.distributed for tensors on `device`."""
+    """Return the backend of torch.distributed for tensors on `device`."""
     return GPU_BACKENDS.get(device.type, "gloo")
 
 
@@ -84,20 +84,20 @@ def backend_of(device: torch.device) -> str:
 
 
 def is_nvidia() -> bool:
-    """Whether the GPUs of this torch build are NVIDIA's."""
+    """Return True if the GPUs of this torch build are NVIDIA's."""
     return kind() == "cuda" and torch.version.hip is None
 
 
 @dataclass(frozen=True)
 class Properties:
-    """One GPU as torch describes it.
+    """Properties of a GPU from torch.
 
     Attributes:
         kind: 'cuda' (NVIDIA's and AMD's) or 'xpu' (Intel's).
-        uuid: in hexadecimal; empty where the driver tells none.
-        driver: what torch knows of the driver's version; empty for NVIDIA's.
-        compute_capability: of NVIDIA's, such as "9.0".
-        gfx_target: of AMD's, such as "gfx942".
+        uuid: in hexadecimal; empty if the driver reports none.
+        driver: driver version as known to torch; empty for NVIDIA.
+        compute_capability: NVIDIA only, such as "9.0".
+        gfx_target: AMD only, such as "gfx942".
     """
 
     kind: str
@@ -110,7 +110,7 @@ class Properties:
 
 
 def properties(ordinal: int) -> Properties:
-    """What GPU number `ordinal` is."""
+    """Return the properties of GPU `ordinal`."""
     found = _module(ordinal).get_device_properties(ordinal)
     return Properties(
         kind=kind(),
@@ -124,29 +124,28 @@ def properties(ordinal: int) -> Properties:
 
 
 def why_none() -> str:
-    """Why torch shows no GPU, in torch's words."""
+    """Return torch's reason for showing no GPU."""
     if not kind():
         return "this torch is built for CPUs only"
     try:
         torch.get_device_module(kind()).init()
-    except Exception as error:  # torch raises what its drivers say
+    except Exception as error:  # torch passes on arbitrary driver errors
         return first_line(error)
     return ""
 
 
 def device_name(device: torch.device | int) -> str:
-    """The product, such as 'NVIDIA H100 PCIe'."""
+    """Return the product, such as 'NVIDIA H100 PCIe'."""
     return str(_module(device).get_device_name(device))
 
 
 def device_uuid(device: torch.device | int) -> str:
-    """The UUID in hexadecimal, without a prefix."""
+    """Return the UUID in hexadecimal, without a prefix."""
     return str(_module(device).get_device_properties(device).uuid)
 
 
 def capability(device: torch.device | int | None = None) -> tuple[int, int]:
-    """CUDA's compute capability; of AMD's GPUs the numbers of their architecture, and (0, 0) for
-    Intel's, which have none."""
+    """Return CUDA's compute capability; the architecture numbers for AMD GPUs, (0, 0) for Intel."""
     if kind() != "cuda":
         return (0, 0)
     major, minor = torch.cuda.get_device_capability(device)
@@ -154,21 +153,21 @@ def capability(device: torch.device | int | None = None) -> tuple[int, int]:
 
 
 def gfx_target(device: torch.device | int) -> str:
-    """The architecture of AMD's GPU, such as "gfx942"; empty for other makers'."""
+    """Return the architecture of an AMD GPU, for example "gfx942"; empty for NVIDIA and Intel."""
     if torch.version.hip is None:
         return ""
     return str(_module(device).get_device_properties(device).gcnArchName.partition(":")[0])
 
 
 def built_architectures() -> tuple[str, ...]:
-    """The architectures that this torch build has kernels for, such as 'sm_90'. Unlike
-    `torch.cuda.get_arch_list` it answers where the driver is too old."""
+    """Return the architectures with kernels in this torch build, such as 'sm_90'. Unlike
+    `torch.cuda.get_arch_list`, works with an outdated driver."""
     found = getattr(torch._C, "_cuda_getArchFlags", lambda: None)()
     return tuple((found or "").split())
 
 
 def nccl_version() -> str:
-    """Of the NCCL (for AMD: RCCL) that this torch build has."""
+    """Return the version of NCCL (RCCL for AMD) in this torch build."""
     return ".".join(map(str, torch.cuda.nccl.version()))
 
 
@@ -176,27 +175,27 @@ def nccl_version() -> str:
 
 
 def synchronize(device: torch.device | None = None) -> None:
-    """Wait until all work given to `device` (default: the current GPU) is done. A CPU has none."""
+    """Wait until all work on `device` (default: the current GPU) is done; no-op for a CPU."""
     if device is None or is_gpu(device):
         torch.accelerator.synchronize(device)
 
 
 def new_stream(device: torch.device) -> Stream:
-    """A stream of `device` beside the one that it computes on."""
+    """Return a new stream of `device`, next to the compute stream."""
     return torch.Stream(device)
 
 
 def current_stream(device: torch.device) -> Stream:
-    """The stream that the calling thread's work for `device` goes to."""
+    """Return the calling thread's current stream on `device`."""
     return torch.accelerator.current_stream(device)
 
 
 @contextmanager
 def on_stream(stream: Stream | None) -> Iterator[None]:
-    """In here the calling thread's work goes to `stream`, and to its device; None changes nothing.
+    """Make `stream` and its device current for the calling thread; None changes nothing.
 
-    Not `with stream:`, which keeps what it restores in the stream, so that neither two threads nor
-    one within itself may enter it.
+    Not `with stream:`, which stores the state to restore in the stream, so it can neither be
+    entered by two threads nor nested.
     """
     if stream is None:
         yield
@@ -212,29 +211,29 @@ def on_stream(stream: Stream | None) -> Iterator[None]:
 
 
 def new_event(device: torch.device, *, timing: bool = False) -> Event:
-    """An event of `device`, not recorded yet; with `timing` it can tell milliseconds."""
+    """Return an event of `device`, not recorded yet; `timing` enables time measurements."""
     return torch.Event(device, enable_timing=timing)
 
 
 def recorded_event(device: torch.device, *, timing: bool = False) -> Event:
-    """An event at the end of the work that the calling thread has given to `device` so far."""
+    """Record an event after all work submitted by the calling thread to `device` so far."""
     event = new_event(device, timing=timing)
     event.record(current_stream(device))
     return event
 
 
 def profiler_activity() -> torch.profiler.ProfilerActivity:
-    """What `torch.profiler` calls the kernels of this torch build's GPUs."""
+    """Return the `torch.profiler` activity of this torch build's GPUs."""
     return getattr(torch.profiler.ProfilerActivity, kind().upper())
 
 
 def get_sync_debug_mode() -> int:
-    """Whether torch tells of waits for the GPU: 0 no, 1 by a warning, 2 by an error."""
+    """Return torch's reporting of waits for the GPU: 0 none, 1 warnings, 2 errors."""
     return torch.cuda.get_sync_debug_mode() if kind() == "cuda" else 0
 
 
 def set_sync_debug_mode(mode: int | str) -> None:
-    """Let torch tell of waits for the GPU; for Intel's it cannot."""
+    """Set torch's reporting of waits for the GPU; unsupported for Intel."""
     if kind() == "cuda":
         torch.cuda.set_sync_debug_mode(mode)
 
@@ -243,76 +242,75 @@ def set_sync_debug_mode(mode: int | str) -> None:
 
 
 def total_bytes(ordinal: int) -> int:
-    """All memory of GPU number `ordinal`. Makes no context on it."""
+    """Return the total memory of GPU `ordinal` without creating a context."""
     return int(_module(ordinal).get_device_properties(ordinal).total_memory)
 
 
 def has_context(ordinal: int) -> bool:
-    """Whether this process has a context on GPU number `ordinal`; so far as torch tells."""
+    """Return True if this process has a context on GPU `ordinal`, as far as torch reports."""
     ask = getattr(torch._C, "_cuda_hasPrimaryContext", None)
     return is_initialized() and (ask is None or bool(ask(ordinal)))
 
 
 def free_and_total_bytes(device: torch.device | None = None) -> tuple[int, int]:
-    """What the driver says of the device's memory, other processes' use included."""
+    """Return the driver's free and total bytes of the device, including use by other processes."""
     free, total = torch.accelerator.get_memory_info(device)
     return free, total
 
 
 def allocated_bytes(device: torch.device | None = None) -> int:
-    """Bytes of tensors now."""
+    """Return the current bytes of tensors."""
     return torch.accelerator.memory_allocated(device)
 
 
 def peak_allocated_bytes(device: torch.device | None = None) -> int:
-    """The most bytes of tensors since `reset_peak`."""
+    """Return the peak bytes of tensors since `reset_peak`."""
     return torch.accelerator.max_memory_allocated(device)
 
 
 def reserved_bytes(device: torch.device | None = None) -> int:
-    """Bytes that the allocator holds of the device, for tensors and for reuse."""
+    """Return the bytes reserved by the allocator, for tensors and for reuse."""
     return torch.accelerator.memory_reserved(device)
 
 
 def peak_reserved_bytes(device: torch.device | None = None) -> int:
-    """The most bytes that the allocator held since `reset_peak`."""
+    """Return the peak bytes reserved by the allocator since `reset_peak`."""
     return torch.accelerator.max_memory_reserved(device)
 
 
 def reset_peak(device: torch.device | None = None) -> None:
-    """Let both peaks begin at what is in use now."""
+    """Reset both peaks to the bytes in use now."""
     torch.accelerator.reset_peak_memory_stats(device)
 
 
 def allocator_retries(device: torch.device | None = None) -> int:
-    """How often the allocator had to give memory back to the driver to get some."""
+    """Return the number of times the allocator had to free cached memory to allocate."""
     return int(torch.accelerator.memory_stats(device).get("num_alloc_retries", 0))
 
 
 def empty_cache() -> None:
-    """Give the allocator's unused memory back to the driver."""
+    """Return the allocator's unused memory to the driver."""
     torch.accelerator.empty_cache()
 
 
 def limit_memory(share: float, device: torch.device) -> None:
-    """Let the allocator take at most this share of the device's memory."""
+    """Limit the allocator to a share of the device's memory."""
     _module(device).set_per_process_memory_fraction(share, device)
 
 
 def keep_segments_fixed() -> None:
-    """Let the allocator of this process, which has used GPUs already, grow no segments."""
+    """Disable expandable segments in this process after the first GPU use."""
     torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
 
 
 def load_products(device: torch.device) -> int:
-    """Load the library of matrix products in both threads that call it, the calling one and that of
-    backward. Returns the bytes of the workspaces that it keeps in the allocator from then on: one
-    for each thread, of 32 MiB each on Hopper and 8 MiB on older NVIDIA GPUs unless
-    `CUBLAS_WORKSPACE_CONFIG` says otherwise."""
-    # Those of a program that has computed before are counted too.
+    """Load the matrix-product library in the calling and the backward thread. Return the bytes of
+    its workspaces, which stay in the allocator: one per thread, 32 MiB each on Hopper and 8 MiB on
+    older NVIDIA GPUs unless `CUBLAS_WORKSPACE_CONFIG` says otherwise."""
+    # Also counts workspaces of earlier computations.
     getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
     before = allocated_bytes(device)
-    with torch.inference_mode(False), torch.enable_grad():  # whoever opens the device in them
+    with torch.inference_mode(False), torch.enable_grad():  # the caller may be in another mode
         for dtype in (torch.float32, torch.float16):
             one = torch.ones(16, 16, dtype=dtype, device=device, requires_grad=True)
             torch.nn.functional.linear(one, one, one[0]).sum().backward()
@@ -322,8 +320,8 @@ def load_products(device: torch.device) -> int:
 
 
 def register_pinned(address: int, size_bytes: int) -> bool:
-    """Let the GPU copy to and from memory that the host has already; False: the driver refuses, or
-    torch has no such call for the maker's GPUs, and copies are slower."""
+    """Register existing host memory for GPU copies. Return False if the driver refuses, or torch
+    lacks the call for this maker; copies are slower then."""
     if kind() != "cuda":
         return False
     with suppress(RuntimeError):
@@ -333,7 +331,7 @@ def register_pinned(address: int, size_bytes: int) -> bool:
 
 
 def unregister_pinned(address: int) -> None:
-    """Take back `register_pinned`; nothing may be copied there any more."""
+    """Undo `register_pinned`; no copies may be in progress."""
     with suppress(RuntimeError):
         torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
 
@@ -342,11 +340,11 @@ def unregister_pinned(address: int) -> None:
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """The generator that functions on `device` draw from unless they are given one."""
+    """Return the default random generator of `device`."""
     found: torch.Generator = _module(device).default_generators[indexed(device).index]
     return found
 
 
 def _module(device: torch.device | int) -> Any:
-    """`torch.cuda` or `torch.xpu`."""
+    """Return `torch.cuda` or `torch.xpu`."""
     return torch.get_device_module(kind() if isinstance(device, int) else device)

@@ -1,6 +1,6 @@
-"""Stamps of a device's time: where two moments of a program were on its clock.
+"""Timestamps on a device's clock.
 
-On a GPU they are events on the stream that computes, so that the host does not wait for it.
+On a GPU these are events on the compute stream, so the host does not wait.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ S = TypeVar("S")
 
 
 class Stamps(Protocol[S]):
-    """The time of a device."""
+    """Timestamps of a device."""
 
     def now(self) -> S:
-        """A stamp behind all work that was given so far."""
+        """Return a stamp after all work submitted so far."""
         ...
 
     def passed(self, stamp: S) -> bool:
-        """Whether the device is that far, without waiting for it."""
+        """Return True if the device has reached `stamp`, without waiting."""
         ...
 
     def between(self, one: S, other: S) -> float:
-        """Seconds between two stamps; waits until the second one has passed."""
+        """Return the seconds between two stamps, waiting for the second."""
         ...
 
 
 class HostStamps:
-    """Of a device that computes when the host does, or is waited for in each step."""
+    """Stamps of a device that computes synchronously, or is waited for in each step."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.now = clock

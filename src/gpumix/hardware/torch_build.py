@@ -1,5 +1,5 @@
-"""For which makers' GPUs the installed torch was built, read from its files: to import it takes
-seconds, and would be done by all that ask which devices there are."""
+"""Build of the installed torch (GPU maker and version), read from its files. Importing torch takes
+seconds, which every device query would pay."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ TOOLKITS: dict[str, Toolkit] = {"NVIDIA": "CUDA", "AMD": "ROCm", "Intel": "XPU"}
 
 @dataclass(frozen=True)
 class TorchBuild:
-    """What the installed torch was built for.
+    """Build of the installed torch.
 
     Attributes:
         version: such as "2.13.0+cu130".
-        toolkit: for NVIDIA's GPUs "CUDA", AMD's "ROCm", Intel's "XPU"; empty: for CPUs only.
+        toolkit: for NVIDIA GPUs "CUDA", AMD "ROCm", Intel "XPU"; empty: CPUs only.
         toolkit_version: such as "13.0".
     """
 
@@ -44,7 +44,7 @@ class TorchBuild:
 
 
 def torch_build() -> TorchBuild | None:
-    """The one in this environment; None where there is none, or its file is unlike torch's own."""
+    """Return the build in this environment; None without torch or a readable version file."""
     loaded = sys.modules.get("torch.version")
     if loaded is not None:
         return _build({k: v for k, v in vars(loaded).items() if isinstance(v, str)})
@@ -56,7 +56,7 @@ def torch_build() -> TorchBuild | None:
 
 
 def build_of(source: str) -> TorchBuild | None:
-    """The build by the text of its `torch/version.py`."""
+    """Return the build described by the text of `torch/version.py`."""
     values: dict[str, str] = {}
     for node in ast.parse(source).body:
         targets = node.targets if isinstance(node, ast.Assign) else []
@@ -78,31 +78,31 @@ def _build(values: Mapping[str, str]) -> TorchBuild | None:
 
 
 def cuda_wheel(driver_cuda: str) -> str:
-    """The command that installs a torch for a driver that knows CUDA up to this version ("12.4"):
-    all drivers of one major version run the wheels of that version."""
+    """Return the command to install a torch for a driver supporting CUDA up to `driver_cuda`
+    ("12.4"). All drivers of a major version run its wheels."""
     major = driver_cuda.partition(".")[0]
     return _INDEX + ("cu126" if major == "12" else "cu130")
 
 
 def wheel_for(toolkit: Toolkit) -> str:
-    """The command that installs a torch for the GPUs of a maker."""
+    """Return the command to install a torch for the GPUs of a toolkit."""
     index = {"CUDA": "cu130", "XPU": "xpu"}.get(toolkit, "rocmX.Y")
     return _INDEX + index + (f" (X.Y as {PAGE} has it)" if toolkit == "ROCm" else "")
 
 
 def wheel_of(maker: str, capability: tuple[int, int] = (0, 0)) -> str:
-    """The command that installs a torch for the GPUs of a maker, such as "AMD"; for NVIDIA's of a
-    compute capability that has kernels for it: CUDA 13 has dropped Pascal and Volta."""
+    """Return the command to install a torch for the GPUs of a maker, such as "AMD". For NVIDIA, the
+    wheel has kernels for the compute capability: CUDA 13 dropped Pascal and Volta."""
     if maker == "NVIDIA" and (0, 0) < capability < (7, 5):
         return _INDEX + "cu126"
     return wheel_for(TOOLKITS[maker])
 
 
 def runs_on(arches: tuple[str, ...], capability: str) -> str:
-    """ "own": there are kernels for it; "made": they can be made from PTX; "none".
+    """Return "own" if kernels exist, "made" if PTX can be compiled, "none" otherwise.
 
-    Kernels run on the same major version from their minor on, PTX on all that is newer; those with
-    a letter on just that capability, or on none but their family.
+    Kernels run on equal major versions from their minor version on, PTX on all newer ones. With a
+    letter suffix they run only on the exact capability or its family.
     """
     wanted = _numbers(capability)
     from_ptx = False

@@ -1,7 +1,7 @@
-"""The GPUs that torch shows: AMD's and Intel's, and NVIDIA's where NVML is missing.
+"""GPUs found by torch: AMD and Intel GPUs, and NVIDIA GPUs without NVML.
 
-Asked in a process of its own: it makes a context on a GPU, which the process that discovers would
-hold as long as ranks train.
+Runs in a separate process: the query creates a GPU context, which the discovering process would
+keep while ranks train.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _NODES = (Path("/dev/nvidiactl"), Path("/dev/nvhost-gpu"), Path("/dev/dxg"))
 
 
 def gpus_by_torch(host: str, toolkit: str) -> tuple[tuple[Gpu, ...], str]:
-    """The GPUs in torch's order, and why there are none. `toolkit` is what torch was built for.
+    """Return the GPUs in torch's order, and torch's reason for showing none.
 
     Raises:
-        MachineError: torch fails where it is asked, or a variable names GPUs that are not there.
+        MachineError: torch fails, or a variable names GPUs that do not exist.
     """
     told = told_by_torch(host) if _uses_gpus() else _ask(host)
     gpus = tuple(Gpu(**one) for one in told["gpus"])
@@ -35,7 +35,7 @@ def gpus_by_torch(host: str, toolkit: str) -> tuple[tuple[Gpu, ...], str]:
 
 
 def told_by_torch(host: str) -> dict[str, Any]:
-    """What torch shows to this process: `gpus`, as fields of `Gpu`, and `why` there are none."""
+    """Return torch's GPUs in this process: `gpus` as fields of `Gpu`, `why` as reason for none."""
     from gpumix.hardware import runtime
 
     count = runtime.device_count()
@@ -57,9 +57,8 @@ def _gpu(found: Any, index: int, host: str) -> Gpu:
 
 
 def shows_gpus() -> bool:
-    """Whether there is a sign, short of asking in a process of its own, that torch shows GPUs: the
-    driver's node where NVML is missing and no card is on the bus (Jetson, WSL), or a torch that is
-    imported already."""
+    """Return True on signs of GPUs visible to torch, without starting a process: the driver's
+    device node without NVML and PCI cards (Jetson, WSL), or GPUs of an already imported torch."""
     if any(node.exists() for node in _NODES):
         return True
     if "torch" not in sys.modules:
@@ -70,7 +69,7 @@ def shows_gpus() -> bool:
 
 
 def _uses_gpus() -> bool:
-    """Whether this process has a context on a GPU already."""
+    """Return True if this process already has a GPU context."""
     if "torch" not in sys.modules:
         return False
     from gpumix.hardware import runtime
@@ -79,7 +78,7 @@ def _uses_gpus() -> bool:
 
 
 def _is_uuid(text: str) -> bool:
-    """Whether it tells one GPU from others: some drivers say zeros, or nothing."""
+    """Return True if the UUID is unique: some drivers report zeros, or nothing."""
     try:
         return uuid.UUID(text).int != 0
     except ValueError:
@@ -112,7 +111,7 @@ def _ask(host: str) -> dict[str, Any]:
 
 
 def _refuse_dropped(choices: tuple[DeviceChoice, ...], seen: int, host: str) -> None:
-    """Drivers leave out, without a word, an entry that names no GPU and all that follow it."""
+    """Refuse variables naming missing GPUs: drivers silently drop invalid and all later entries."""
     values = {choice.entries for choice in choices if choice.numbers_all}
     if len(values) > 1:
         named = " and ".join(f"{c.name}={','.join(c.entries)}" for c in choices if c.numbers_all)

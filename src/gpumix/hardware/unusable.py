@@ -1,5 +1,5 @@
-"""Refuses a host whose GPUs torch cannot use: a run on its CPU would be correct, and a thousand
-times slower than its user thinks. Who wants the CPU all the same hides the GPUs."""
+"""Refusal of hosts with GPUs unusable by torch: a run on the CPU would be correct, but a thousand
+times slower than expected. Users who want the CPU hide the GPUs."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from gpumix.spec.errors import MachineError
 
 ON_THE_CPU = "to train on the CPU all the same: export CUDA_VISIBLE_DEVICES="
 _NVIDIA_MODULE = Path("/proc/driver/nvidia/version")
-_KFD = Path("/dev/kfd")  # through which programs reach AMD's GPUs
-_DRI = Path("/dev/dri")  # Intel's
+_KFD = Path("/dev/kfd")  # access to AMD GPUs
+_DRI = Path("/dev/dri")  # access to Intel GPUs
 
 
 def refuse_build(build: TorchBuild | None, *, driver: str, driver_cuda: str, host: str) -> None:
-    """Of a host whose NVIDIA driver answers.
+    """Check that torch can use the NVIDIA driver of a host.
 
     Args:
-        driver, driver_cuda: its version, and the newest CUDA that it knows; empty: not known.
+        driver: driver version; empty if unknown.
+        driver_cuda: the newest CUDA supported by the driver; empty if unknown.
 
     Raises:
-        MachineError: torch is of another maker or for CPUs, or too new for the driver.
+        MachineError: torch is for another maker or for CPUs, or too new for the driver.
     """
-    if build is None:  # whoever imports it is told
+    if build is None:  # reported on import
         return
     if build.toolkit != "CUDA":
         raise MachineError(
@@ -46,14 +47,14 @@ def refuse_build(build: TorchBuild | None, *, driver: str, driver_cuda: str, hos
 def refuse_cards(
     cards: tuple[Card, ...], build: TorchBuild | None, *, host: str, torch_says: str = ""
 ) -> None:
-    """Of a host where neither a driver nor torch shows a GPU.
+    """Refuse a host with GPUs on the bus, but none visible to drivers and torch.
 
     Args:
         cards: the GPUs on its bus.
-        torch_says: why torch shows none, where it was asked.
+        torch_says: torch's reason for showing none, if asked.
 
     Raises:
-        MachineError: there are some.
+        MachineError: there are GPUs.
     """
     if not cards:
         return
@@ -77,8 +78,8 @@ def refuse_cards(
 
 
 def _driver_trouble(maker: str) -> tuple[str, str]:
-    """What is wrong with the driver of the maker's GPUs as seen from here, and the fix; empty if
-    nothing is seen."""
+    """Return the visible problem of a maker's driver, and the fix; empty strings if there is
+    none."""
     if maker == "NVIDIA":
         if _NVIDIA_MODULE.exists():
             return (

@@ -1,11 +1,11 @@
-"""Which of a host's GPUs CUDA shows to a program: `CUDA_VISIBLE_DEVICES`, read as CUDA reads it.
+"""GPUs visible to CUDA programs: `CUDA_VISIBLE_DEVICES`, interpreted as CUDA does.
 
-Two things CUDA decides silently are errors here. Its numbers go by speed unless
-`CUDA_DEVICE_ORDER=PCI_BUS_ID`, and `nvidia-smi` goes by bus: on mixed hosts '0' may mean another
-card than its user thinks. And it drops an entry that names no GPU, with all entries after it.
+CUDA silently accepts two cases that are errors here. CUDA numbers GPUs by speed unless
+`CUDA_DEVICE_ORDER=PCI_BUS_ID`, and `nvidia-smi` by bus: on mixed hosts '0' may not be the GPU the
+user means. And CUDA drops an entry that names no GPU, with all later entries.
 
-GPUs in MIG mode are refused: a process can use only one instance, and instances of one GPU cannot
-talk to each other through NCCL, so a plan over them would not run.
+GPUs in MIG mode are refused: a process can use only one instance, and instances of a GPU cannot
+communicate through NCCL, so a plan over them would not run.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _BRAND_WORDS = {"nvidia", "geforce", "tesla", "amd", "radeon", "instinct", "inte
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU as its driver or torch describes it; `index` is its place by PCI bus, as `nvidia-smi`
-    has, or in torch's order."""
+    """A GPU as described by driver or torch; `index` is the PCI bus order of `nvidia-smi`, or
+    torch's order."""
 
     index: int
     uuid: str
@@ -35,16 +35,16 @@ class Gpu:
     mig: bool = False
     gfx_target: str = ""
     accelerator: Literal["cuda", "xpu"] = "cuda"
-    driver_cuda: str = ""  # the newest CUDA that its driver knows
+    driver_cuda: str = ""  # the newest CUDA supported by the driver
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What GPUs of one class have in common."""
+        """Properties shared by GPUs of one class."""
         told = (self.product, self.memory_bytes, self.driver, self.compute_capability)
         return *told, self.gfx_target, self.accelerator
 
     def device_class(self, name: str) -> DeviceClass:
-        """The class of GPUs like this one."""
+        """Return the device class of this GPU."""
         return DeviceClass(
             name=name,
             accelerator=self.accelerator,
@@ -57,17 +57,18 @@ class Gpu:
 
 
 def product_slug(product: str) -> str:
-    """A class name for a product: 'NVIDIA GeForce RTX 3090' is 'rtx-3090'."""
+    """Return a class name for a product: 'NVIDIA GeForce RTX 3090' is 'rtx-3090'."""
     words = re.findall(r"[a-z0-9.]+", product.lower())
     return "-".join(w for w in words if w not in _BRAND_WORDS) or "gpu"
 
 
 def visible_gpus(gpus: tuple[Gpu, ...], *, host: str) -> tuple[Gpu, ...]:
-    """The GPUs that CUDA shows, in its order; all by bus if `CUDA_VISIBLE_DEVICES` is not set.
+    """Return the GPUs visible to CUDA, in its order; all in bus order if `CUDA_VISIBLE_DEVICES` is
+    unset.
 
     Raises:
-        MachineError: an entry names no GPU or more than one, a GPU is named twice, a number is
-            ambiguous because the products differ, or a GPU that is shown is in MIG mode.
+        MachineError: an entry names no GPU or several, a GPU is named twice, a number is ambiguous
+            because the products differ, or a visible GPU is in MIG mode.
     """
     entries = visible_cuda_devices()
     chosen = gpus if entries is None else _chosen(gpus, entries, host=host)
@@ -78,7 +79,7 @@ def visible_gpus(gpus: tuple[Gpu, ...], *, host: str) -> tuple[Gpu, ...]:
 
 
 def _chosen(gpus: tuple[Gpu, ...], entries: tuple[str, ...], *, host: str) -> tuple[Gpu, ...]:
-    if not gpus:  # no driver: whatever the variable says, there is nothing to show
+    if not gpus:  # no driver: nothing to show, whatever the variable says
         return ()
     if "-1" in entries:  # the customary end of the list
         entries = entries[: entries.index("-1")]
@@ -93,7 +94,7 @@ def _chosen(gpus: tuple[Gpu, ...], entries: tuple[str, ...], *, host: str) -> tu
 
 
 def _named(gpus: tuple[Gpu, ...], entry: str, *, host: str) -> Gpu:
-    """The GPU that one entry names: a number, or the beginning of a UUID that only one has."""
+    """Return the GPU named by an entry: a number, or the unique start of a UUID."""
     if entry.startswith("MIG"):
         raise _mig_error(f"{host}, CUDA_VISIBLE_DEVICES")
     if entry.isdigit():

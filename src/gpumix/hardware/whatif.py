@@ -1,7 +1,7 @@
-"""What a cluster would be with a few cards more or less, or other links: a profile for each.
+"""What-if profiles: a cluster with a few devices more or less, or with different links.
 
-Cards that are there already keep their measured times. What is new comes from the catalogue; where
-cards at hand tell how far the catalogue is off for this model, estimates are set right by that.
+Existing devices keep their measured times. New ones come from the catalogue; estimates are
+corrected by the catalogue's error for this model on existing devices.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ NEW_HOST = "new-host"
 
 
 def added(profile: Profile, text: str) -> Profile:
-    """The profile with more devices: of a class that is there ("2x p40" or the class's own name),
-    on its first host, or of the catalogue, on a host of their own if there are several hosts.
+    """Return the profile with more devices: of an existing class ("2x p40" or the class name) on
+    the class's first host, or of the catalogue, on a new host if there are several hosts.
 
     Raises:
-        InputError: neither the cluster nor the catalogue knows them.
+        InputError: neither the cluster nor the catalogue knows the class.
     """
     count, name = _count_of_class(profile, text)
     check_count(len(profile.cluster.devices) + (count or 1))
@@ -73,16 +73,16 @@ def _refuse_emulated(profile: Profile, text: str) -> None:
 
 
 def _classes_like(profile: Profile, text: str) -> str:
-    """Which class may have been meant, and all that there are."""
+    """Return the fix for an unknown class: the class probably meant, and all classes."""
     names = [one.name for one in profile.cluster.classes]
     return suggest(nearest(counted(text)[1], names), names, "the cluster has")
 
 
 def removed(profile: Profile, text: str) -> Profile:
-    """The profile without a class, or without so many devices of it.
+    """Return the profile without a class, or without a number of its devices.
 
     Raises:
-        InputError: there is no such class, or nothing would be left.
+        InputError: the class does not exist, or no device would be left.
     """
     count, name = _count_of_class(profile, text)
     if name is None:
@@ -102,7 +102,7 @@ def removed(profile: Profile, text: str) -> Profile:
 
 
 def without(profile: Profile, gone: Collection[str]) -> Profile:
-    """The profile without these devices, by id; some are left."""
+    """Return the profile without the devices `gone`, by id; some must be left."""
     cluster = profile.cluster.only({d.id for d in profile.cluster.devices} - set(gone))
     left = {one.name for one in cluster.classes}
     classes = tuple(c for c in profile.classes if c.device_class in left)
@@ -110,7 +110,7 @@ def without(profile: Profile, gone: Collection[str]) -> Profile:
 
 
 def with_less_memory(profile: Profile, parts: Mapping[str, float]) -> Profile:
-    """The profile with that part of the memory of classes, by name."""
+    """Scale the memory of classes by `parts`, by class name."""
     classes = tuple(
         c.model_copy(update={"memory_bytes": int(c.memory_bytes * parts.get(c.name, 1.0))})
         for c in profile.cluster.classes
@@ -120,8 +120,8 @@ def with_less_memory(profile: Profile, parts: Mapping[str, float]) -> Profile:
 
 
 def with_slower(profile: Profile, factors: Mapping[str, float]) -> Profile:
-    """The profile where devices, by id, take so many times as long as their class: each of them is
-    of a class of its own then, with all those of its class that take as long."""
+    """Return the profile with devices slowed by `factors`, by device id. Slowed devices of a class
+    with equal factors form a new class."""
     all_devices = profile.cluster.devices
     named = {
         device.id: (device.device_class, round(factors.get(device.id, 1.0), 2))
@@ -161,10 +161,10 @@ def _slower_team(team: TeamProfile, new: Mapping[str, tuple[str, float]]) -> dic
 
 
 def relinked(profile: Profile, text: str) -> Profile:
-    """The profile with another link between hosts.
+    """Return the profile with another link between hosts.
 
     Raises:
-        InputError: the text names no link, or there is one host.
+        InputError: the text names no link, or there is only one host.
     """
     new = _link(text, "--network")
     known = profile.cluster.network
@@ -181,10 +181,10 @@ def relinked(profile: Profile, text: str) -> Profile:
 
 
 def relinked_inside(profile: Profile, text: str) -> Profile:
-    """The profile with another link between the devices of each host.
+    """Return the profile with another link between the devices of each host.
 
     Raises:
-        InputError: the text names no link, or nothing states the link between several hosts.
+        InputError: the text names no link, or the link between several hosts is not stated.
     """
     new = _link(text, "--inside")
     known = profile.cluster.network
@@ -208,14 +208,13 @@ def _link(text: str, option: str) -> Link:
 
 
 def _with_network(profile: Profile, stated: Network) -> Profile:
-    """Measured times are of the links that were there."""
+    """Set the network, dropping measured times, which belong to the old links."""
     cluster = profile.cluster.model_copy(update={"network": stated})
     return profile.model_copy(update={"cluster": cluster, "network": ()})
 
 
 def _count_of_class(profile: Profile, text: str) -> tuple[int | None, str | None]:
-    """ "2x p40", "2xp40" or "p40" as a number, if there is one, and the cluster's class of that
-    name, if there is one."""
+    """Split "2x p40", "2xp40" or "p40" into the number and the cluster's class, None if missing."""
     names = {c.name for c in profile.cluster.classes}
     if text.strip() in names:
         return None, text.strip()
@@ -224,7 +223,7 @@ def _count_of_class(profile: Profile, text: str) -> tuple[int | None, str | None
 
 
 def class_named(names: Collection[str], text: str) -> str | None:
-    """The class that `text` means: by its own name, or as the catalogue understands it."""
+    """Return the class meant by `text`, a class name or a catalogue name."""
     if text in names:
         return text
     try:
@@ -235,7 +234,7 @@ def class_named(names: Collection[str], text: str) -> str | None:
 
 
 def _with_class(profile: Profile, new: Card) -> Profile:
-    """The profile with a class of the catalogue, of which there is no device yet."""
+    """Return the profile with a catalogue class added, without devices."""
     others = (_card(c) for c in profile.cluster.classes)
     check_vendors([new, *(card for card in others if card is not None)])
     plain = device_class(new)
@@ -257,8 +256,8 @@ def _with_class(profile: Profile, new: Card) -> Profile:
 
 
 def _knowing(profile: Profile, dtype: ComputeDtype) -> Profile:
-    """The profile with the model in `dtype`. Where nothing was measured of that, what takes memory
-    goes by the nearest dtype: never less than it takes."""
+    """Return the profile with the model in `dtype`. If not measured, memory is derived from the
+    nearest dtype: never less than needed."""
     known = (profile.model, *profile.other_models)
     if any(m.compute_dtype == dtype for m in known):
         return profile
@@ -296,8 +295,8 @@ def _frozen(size: S, times: int) -> S:
 
 
 def _with_links(cluster: Cluster, new: Card) -> Network | None:
-    """Stated links, and those of a new card inside hosts: to its like, and to the cards that the
-    catalogue knows. Measured collectives count as they are, for nothing else is known of them."""
+    """Return the stated links plus a new card's links inside hosts: to equal cards, and to cards in
+    the catalogue. Measured collectives are kept, because nothing better is known."""
     if cluster.network is None:
         return None
     others = [(c.name, _card(c)) for c in cluster.classes]
@@ -307,7 +306,7 @@ def _with_links(cluster: Cluster, new: Card) -> Network | None:
 
 
 def _own_links(cluster: Cluster, between: Link) -> Network:
-    """The links of the cards themselves inside hosts, where the catalogue knows all of them."""
+    """Return the cards' own links inside hosts, if the catalogue knows all cards."""
     cards = {c.name: _card(c) for c in cluster.classes}
     known = {name: card for name, card in cards.items() if card is not None}
     if len(known) < len(cards):
@@ -316,7 +315,7 @@ def _own_links(cluster: Cluster, between: Link) -> Network:
 
 
 def _card(of: DeviceClass) -> Card | None:
-    """The card of a class; None if the catalogue does not know it."""
+    """Return the card of a class; None if the catalogue does not know it."""
     for name in (of.product, of.name):
         try:
             return find(name)
@@ -326,8 +325,8 @@ def _card(of: DeviceClass) -> Card | None:
 
 
 def _off_by(profile: Profile) -> float:
-    """How much longer the measured cards take than their estimates, as a geometric mean; 1 where
-    none is in the catalogue."""
+    """Return the ratio of measured to estimated times as a geometric mean; 1 if no measured card is
+    in the catalogue."""
     ratios = []
     for measured in profile.classes:
         card = _card(profile.cluster.class_named(measured.device_class))
@@ -342,7 +341,7 @@ def _off_by(profile: Profile) -> float:
 
 
 def _seconds(profile: Profile, of: ClassProfile, measured: ClassProfile) -> float:
-    """Of all calls, for one sample in the largest micro-batch that was measured."""
+    """Return the seconds of all calls for a sample, at the largest measured micro-batch."""
     total = 0.0
     for kind, count in Counter(profile.model.kind_of_call).items():
         size = measured.units[kind].forward.sizes[-1]

@@ -1,1 +1,1 @@
-"""The values: what crosses from one verb to the next. Pure: no torch."""
+"""Values passed from one command to the next. Pure Python without torch."""

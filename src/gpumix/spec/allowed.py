@@ -1,5 +1,5 @@
-"""Which code a job may call. A job file comes from anywhere; what it names as a factory is run only
-if whoever started the command allows that."""
+"""Check of the code that a job may call. A job file may come from anywhere, so a factory named in
+the job runs only if the user starting the command allows the factory."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def check_allowed(job: Job, path: Path, allowed: Sequence[str], overrides: Seque
     """Raise an InputError if a job calls code that is not allowed.
 
     Args:
-        path: of the job's file.
-        allowed: modules, with all that is in them, or functions as `module:function`.
-        overrides: of the form key=value, from the command too: a factory that one names is allowed.
+        path: path of the job file.
+        allowed: modules, with everything inside, or functions as `module:function`.
+        overrides: `key=value`, also from the command line. A factory named here is allowed.
     """
     said = set(map(key_of, overrides))
     for part, factory in (("model", job.model.factory), ("data", job.data.factory)):

@@ -1,7 +1,7 @@
-"""The base of every value: frozen, strict about keys, one JSON file each.
+"""Base classes of all values: frozen, strict about keys, one JSON file each.
 
-A value that crosses a border between verbs is a `Document`: it names its kind and schema version,
-so that a plan given where a profile is wanted is an error that says so.
+A value passed between commands is a `Document`. It names its kind and schema version, so passing a
+plan where a profile is expected raises a clear error.
 """
 
 from __future__ import annotations
@@ -20,51 +20,51 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from gpumix.spec.errors import InputError
 from gpumix.spec.files import read_text, replace_text, why_unreadable
 
-# What tells the items of a list apart, in the documents that have them.
+# Keys that identify the items of a list in documents.
 _NAMES = ("name", "id", "device", "device_class", "operation")
 
 
-# What a file holds whose bytes had not reached the disk when its machine stopped.
+# Content of a file whose bytes had not reached the disk when the machine stopped.
 _NOTHING = " \t\r\n\0"
-# As `Document.save` writes it.
+# Start of a document as written by `Document.save`.
 _BEGINS = re.compile(
     r'\{\s*"kind": "(?P<kind>[a-z -]+)"(?:,\s*"schema_version": (?P<schema>\d+),)?'
 )
 
 
 class Value(BaseModel):
-    """A frozen value; unknown keys are errors, and so are numbers that are not finite."""
+    """A frozen value. Unknown keys and non-finite numbers are errors."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, ser_json_inf_nan="strings"
     )
 
     def __copy__(self) -> Self:
-        """A copy that has its fields only: `model_copy` may give it others, for which a cached
-        property of this value would be wrong."""
+        """Return a copy with only the fields. `model_copy` may replace fields, which would leave
+        cached properties stale."""
         copied = super().__copy__()
         vars(copied).clear()
         vars(copied).update(self._fields_only())
         return copied
 
     def __getstate__(self) -> dict[Any, Any]:
-        """What is pickled: the fields, without cached properties."""
+        """Return the state to pickle: the fields without cached properties."""
         return super().__getstate__() | {"__dict__": self._fields_only()}
 
     def _fields_only(self) -> dict[str, Any]:
         return {name: vars(self)[name] for name in type(self).model_fields if name in vars(self)}
 
     def digest(self) -> str:
-        """Twelve hex digits that change when any field changes."""
+        """Return twelve hex digits that change when any field changes."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:12]
 
 
 class Document(Value):
-    """A value that lives in a JSON file of its own."""
+    """A value stored in a JSON file."""
 
     KIND: ClassVar[str]
     SCHEMA: ClassVar[int] = 1
-    MADE_BY: ClassVar[str] = ""  # a command, where it is no verb of the kind's own name
+    MADE_BY: ClassVar[str] = ""  # the command, if not a verb named like the kind
 
     kind: str
     schema_version: int = 1
@@ -74,11 +74,11 @@ class Document(Value):
         """Read the document from `path`.
 
         Args:
-            fix: what to do where it is wrong; by default, make one.
+            fix: the fix reported in errors; by default, the command that makes the document.
 
         Raises:
-            InputError: the file is missing, unreadable, no JSON, says one thing twice, or is of
-                another kind or schema.
+            InputError: the file is missing, unreadable, not JSON, repeats a key, or has another
+                kind or schema.
         """
         made_by = cls.MADE_BY or f"gpumix {cls.KIND} JOB.yaml --output {cls.KIND}.json"
         fix = fix or f"make one with `{made_by}`"
@@ -94,16 +94,16 @@ class Document(Value):
             ) from error
         _check_kind(cls, text, path, fix)
         try:
-            return cls.model_validate_json(text, strict=True)  # "4" and 4.0 are no 4
+            return cls.model_validate_json(text, strict=True)  # "4" and 4.0 are not accepted as 4
         except ValidationError as error:
             raise _invalid(cls, text, error, path, fix) from error
 
     def save(self, path: Path) -> None:
-        """Write the document to `path` in one atomic step.
+        """Write the document to `path` atomically.
 
         Raises:
-            InputError: there is what may not be replaced; see `check_replaceable`.
-            MachineError: it cannot be written.
+            InputError: the existing file must not be replaced; see `check_replaceable`.
+            MachineError: the file cannot be written.
         """
         self.check_replaceable(path)
         replace_text(
@@ -114,11 +114,11 @@ class Document(Value):
 
     @classmethod
     def check_replaceable(cls, path: Path) -> None:
-        """See that nothing is lost if such a document is written to `path`.
+        """Refuse to overwrite anything except a replaceable document of this kind.
 
         Raises:
-            InputError: there is something else than a former document of this kind, whole, cut off
-                or empty, or what a newer gpumix wrote.
+            InputError: `path` is neither empty nor a complete or truncated document of this kind,
+                or is a document written by a newer gpumix.
         """
         if not path.exists():
             return
@@ -140,15 +140,15 @@ class Document(Value):
 
 
 def refuse_twins(what: str, names: Iterable[str], said: str = "is named twice") -> None:
-    """Raises ValueError if a name comes twice."""
+    """Raise a ValueError if a name appears twice."""
     for name, count in Counter(names).items():
         if count > 1:
             raise ValueError(f"{what} '{name}' {said}")
 
 
 def _check_kind(cls: type[Document], text: str, path: Path, fix: str) -> None:
-    """Refuse JSON that says it is something else, or that says a thing twice, of which any reader
-    would take the last; what is no JSON at all is told elsewhere."""
+    """Raise an InputError for JSON of another kind or schema, or with a repeated key. Readers would
+    silently take the last value of a repeated key. Invalid JSON is reported by the caller."""
     twice: list[str] = []
     try:
         fields = _fields(text, twice)
@@ -174,7 +174,7 @@ def _is_newer(cls: type[Document], fields: dict[str, object]) -> bool:
 
 
 def _other(cls: type[Document], fields: dict[str, object], path: Path, fix: str) -> InputError:
-    """The error for a document of another kind or schema."""
+    """Return the error for a document of another kind or schema."""
     kind, newer = fields.get("kind"), _is_newer(cls, fields)
     found = f"a {kind} of schema {_schema(fields)}" if kind else "something else"
     return InputError(
@@ -188,8 +188,8 @@ def _other(cls: type[Document], fields: dict[str, object], path: Path, fix: str)
 def _invalid(
     cls: type[Document], text: str, error: ValidationError, path: Path, fix: str
 ) -> InputError:
-    """The first thing that is wrong in a document, and what may have been meant."""
-    from gpumix.spec.read_errors import problems  # which knows documents
+    """Return the error for the first problem in a document, with a suggested fix."""
+    from gpumix.spec.read_errors import problems  # imported here: it depends on documents
 
     errors = error.errors()
     if errors[0]["type"] == "json_invalid":
@@ -207,10 +207,13 @@ def _invalid(
 
 
 def _fields(text: str, twice: list[str] | None = None) -> dict[str, object]:
-    """The fields of a document's JSON, none of any other JSON; raises ValueError if it is none.
+    """Return the fields of a JSON document, or an empty dict if the JSON is not a mapping.
 
     Args:
-        twice: takes, in words, each key that one mapping has twice.
+        twice: collects a description of each repeated key.
+
+    Raises:
+        ValueError: the text is not JSON.
     """
 
     def mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -229,7 +232,7 @@ def _fields(text: str, twice: list[str] | None = None) -> dict[str, object]:
 
 
 def _fields_of_part(text: str) -> dict[str, object]:
-    """As `_fields`; of a document that was cut off, those by which it is known."""
+    """Return the fields of a document; for a truncated document, only the kind and schema."""
     with suppress(ValueError):
         return _fields(text)
     found = _BEGINS.match(text)
@@ -240,7 +243,7 @@ def _fields_of_part(text: str) -> dict[str, object]:
 
 
 def _place(text: str, keys: tuple[int | str, ...]) -> str:
-    """Where `keys` lead in a document's JSON; what stands in a list is named too."""
+    """Return the path of `keys` in a document's JSON, naming list items where possible."""
     if not keys:
         return ""
     here: Any = _fields(text)

@@ -1,4 +1,4 @@
-"""How fast a GPU's cores run, which its driver changes as it grows warm."""
+"""Clock rates of a GPU's cores, which the driver changes as the GPU warms up."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from pydantic import Field
 
 from gpumix.spec.base import Value
 
-# By more than this part of it a clock is another one: steps then take other times.
+# Relative change above which a clock rate counts as different: step times then change too.
 APART = 0.05
 
 
 class Clocks(Value):
-    """One look at a GPU that computes."""
+    """A reading of a computing GPU's clocks, power and temperature."""
 
     sm_mhz: float = Field(gt=0, description="of its multiprocessors")
     power_watts: float | None = Field(default=None, ge=0, description="that it takes")

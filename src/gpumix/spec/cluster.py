@@ -1,7 +1,7 @@
-"""The devices that a job may use, and the classes that they fall into.
+"""Devices available to a job, and their device classes.
 
 A cluster is discovered (`cluster: auto`), or written in a file or inline in the job. Devices are
-named by their UUID, never by a rank number, so that a plan survives a changed order of devices.
+named by UUID, never by rank number, so that a plan survives a changed device order.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ CLASS_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 
 class DeviceClass(Value):
-    """Devices that are interchangeable: same model, memory and host link.
+    """A class of interchangeable devices: same model, memory and host link.
 
-    `emulate_flops_per_s` makes an emulated device of a CPU process: its compute takes FLOPs / rate.
-    `accelerator` is the type of its tensors: "cuda" for NVIDIA's and AMD's GPUs, "xpu" for Intel's.
-    `driver` and `compute_capability` are empty for CPUs, `gfx_target` for all but AMD's GPUs.
-    `peak_flops_per_s` is what the datasheet says for the dtype that it computes in; only policies
-    that go by peaks need it.
+    `emulate_flops_per_s` makes a CPU process an emulated device: its compute takes FLOPs / rate.
+    `accelerator` is the torch device type: "cuda" for NVIDIA and AMD GPUs, "xpu" for Intel GPUs.
+    `driver` and `compute_capability` are empty for CPUs, `gfx_target` for all but AMD GPUs.
+    `peak_flops_per_s` is the datasheet value for the compute dtype; only policies based on peaks
+    need it.
     """
 
     name: str = Field(pattern=CLASS_NAME)
@@ -52,18 +52,18 @@ class DeviceClass(Value):
 
     @property
     def maker(self) -> str:
-        """Of a GPU; only those of one maker form a group that exchanges tensors."""
+        """Manufacturer of a GPU; only GPUs of one manufacturer can form a process group."""
         return "AMD" if self.gfx_target else {"cuda": "NVIDIA", "xpu": "Intel"}[self.accelerator]
 
     def describe(self) -> str:
-        """One phrase for tables: what it is and whether it is emulated."""
+        """Return a short description for tables: the product, or the rate of an emulated device."""
         if self.emulate_flops_per_s is not None:
             return f"emulated, {show_flops(self.emulate_flops_per_s)}"
         return self.product or self.accelerator
 
 
 class Device(Value):
-    """One GPU, or one CPU process that stands for a device."""
+    """A GPU, or a CPU process acting as a device."""
 
     id: Seen = Field(min_length=1)
     device_class: str
@@ -78,12 +78,12 @@ class Device(Value):
 
 
 def ranked(devices: Iterable[Device]) -> tuple[Device, ...]:
-    """By host, ordinal and id."""
+    """Return the devices sorted by host, ordinal and id."""
     return tuple(sorted(devices, key=lambda d: (d.host, d.ordinal, d.id)))
 
 
 class Cluster(Value):
-    """All devices that a job may use. Order carries no meaning."""
+    """All devices available to a job. Order carries no meaning."""
 
     classes: tuple[DeviceClass, ...] = Field(min_length=1)
     devices: tuple[Device, ...] = Field(min_length=1)
@@ -118,14 +118,14 @@ class Cluster(Value):
         return self
 
     def class_named(self, name: str) -> DeviceClass:
-        """The class called `name`; raises KeyError if there is none."""
+        """Return the class called `name`; raise a KeyError if there is none."""
         for device_class in self.classes:
             if device_class.name == name:
                 return device_class
         raise KeyError(name)
 
     def refuse_unknown(self, key: str, names: Iterable[str]) -> None:
-        """Raises InputError if one of the classes that a job's `key` names is not there."""
+        """Raise an InputError if `names`, given in a job's `key`, contains an unknown class."""
         known = {c.name for c in self.classes}
         for name in names:
             if name not in known:
@@ -136,15 +136,15 @@ class Cluster(Value):
                 )
 
     def device(self, device_id: str) -> Device:
-        """The device with this id; raises KeyError if there is none."""
+        """Return the device with the given id; raise a KeyError if there is none."""
         return {d.id: d for d in self.devices}[device_id]
 
     def in_rank_order(self) -> tuple[Device, ...]:
-        """The devices by host, ordinal and id: rank r of ranks that gpumix starts has the r-th."""
+        """Return the devices by host, ordinal and id. Rank r started by gpumix gets device r."""
         return ranked(self.devices)
 
     def only(self, devices: Iterable[str]) -> Cluster:
-        """The same with these of its devices, by id, and no classes but theirs."""
+        """Return the cluster reduced to the given device ids and the classes of these devices."""
         wanted = set(devices)
         left = tuple(device for device in self.devices if device.id in wanted)
         names = {device.device_class for device in left}
@@ -157,7 +157,7 @@ class Cluster(Value):
         )
 
     def members(self, class_name: str) -> tuple[Device, ...]:
-        """The devices of one class, by id, so that the order they were listed in is forgotten."""
+        """Return the devices of a class sorted by id, regardless of the order in the file."""
         chosen = (d for d in self.devices if d.device_class == class_name)
         return tuple(sorted(chosen, key=lambda d: d.id))
 
@@ -166,7 +166,7 @@ class Cluster(Value):
         return any(c.emulated for c in self.classes)
 
     def rows(self) -> list[dict[str, str | int]]:
-        """One row per class, for tables."""
+        """Return a table row for each class."""
         return [
             {
                 "class": c.name,

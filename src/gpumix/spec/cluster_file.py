@@ -1,8 +1,8 @@
-"""A cluster as a person writes it, in a file of its own or inline in a job.
+"""Cluster files: the format in which users write a cluster, in a file or inline in a job.
 
-The long form names classes and then devices; in the short form each row of a list defines its
-class. `assemble` turns either into a `Cluster`, or says what is wrong. Used by `spec.read`.
-`written` goes the other way.
+The long form lists classes and then devices. In the short form each row of a list also defines its
+class. `assemble` turns either form into a `Cluster` or reports problems; `spec.read` calls it.
+`written` converts a `Cluster` back.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gpumix.spec.read_yaml import Keys, show_value
 from gpumix.spec.units import Bytes, FlopRate, show_bytes, show_flops
 
 MOST_DEVICES = 65_536
-LEAST_RATE = 1e6  # FLOP/s; a forgotten unit makes a device that is never done
+LEAST_RATE = 1e6  # FLOP/s; a forgotten unit would give a device that never finishes
 LEAST_MEMORY = 4096  # bytes
 
 ClassName = Annotated[str, Field(pattern=CLASS_NAME)]
@@ -29,7 +29,8 @@ Memory = Annotated[Bytes, Field(gt=0)]
 
 
 class ClassForm(Value):
-    """What a device class is, its name apart; cuda unless it is emulated or says otherwise."""
+    """Definition of a device class without its name. The accelerator defaults to cuda, for an
+    emulated class to cpu."""
 
     memory: Memory = Field(description="that a plan may use, less a reserve", examples=["24 GiB"])
     emulate: FlopRate | None = Field(
@@ -77,7 +78,7 @@ class ClassForm(Value):
         return self
 
     def named(self, name: str) -> DeviceClass:
-        """The class as a value."""
+        """Return the definition as a `DeviceClass` called `name`."""
         return DeviceClass(
             name=name,
             accelerator=self.accelerator or ("cuda" if self.emulate is None else "cpu"),
@@ -92,7 +93,7 @@ class ClassForm(Value):
 
 
 class DeviceRow(Value):
-    """One device, or `count` of one class on one host; their ordinals follow each other."""
+    """A device, or `count` devices of a class on a host, with consecutive ordinals."""
 
     device_class: ClassName = Field(alias="class", description="which class it is of")
     id: Seen | None = Field(
@@ -125,7 +126,7 @@ class DeviceRow(Value):
 
 
 class ClusterForm(Value):
-    """The long form."""
+    """The long form: classes, devices and network."""
 
     classes: dict[ClassName, ClassForm] = Field(
         min_length=1, description="[what each class is](#classesname), by its name"
@@ -141,12 +142,12 @@ class ClusterForm(Value):
 
 
 class ShortRow(ClassForm, DeviceRow):
-    """A row of the short form: devices and their class in one."""
+    """A row of the short form: devices and their class."""
 
 
 @dataclass(frozen=True)
 class _Parts:
-    """Both forms as one: definitions and rows, each with its keys in the file."""
+    """Common result of both forms: classes and rows, each with its keys in the file."""
 
     classes: tuple[tuple[Keys, DeviceClass], ...]
     rows: tuple[tuple[Keys, DeviceRow], ...]
@@ -154,7 +155,7 @@ class _Parts:
 
 
 def assemble(written: object, keys: Keys = ()) -> tuple[Cluster | None, list[Problem]]:
-    """The cluster that is `written` at `keys` of its file; or None and what is wrong with it."""
+    """Build the cluster `written` at `keys` of a file; return None and the problems on errors."""
     parts, problems = _long(written, keys) if isinstance(written, dict) else _short(written, keys)
     if parts is None:
         return None, problems
@@ -173,7 +174,7 @@ def assemble(written: object, keys: Keys = ()) -> tuple[Cluster | None, list[Pro
 
 
 def written(cluster: Cluster) -> dict[str, Any]:
-    """The long form of a cluster, as a file would have it; less what only drivers know."""
+    """Return a cluster in the long form of a cluster file, without empty values."""
     form: dict[str, Any] = {
         "classes": {one.name: _class_form(one) for one in cluster.classes},
         "devices": [_row_form(one, cluster) for one in cluster.devices],
@@ -227,7 +228,7 @@ def _short(written: object, keys: Keys) -> tuple[_Parts | None, list[Problem]]:
 
 
 def _class_problems(parts: _Parts) -> Iterator[Problem]:
-    """A class that is defined in two ways; emulated classes beside real ones."""
+    """Yield classes with conflicting definitions, and emulated classes mixed with real ones."""
     first_keys, first = parts.classes[0]
     known: dict[str, tuple[Keys, DeviceClass]] = {}
     for keys, device_class in parts.classes:
@@ -248,7 +249,7 @@ def _kind(device_class: DeviceClass) -> str:
 
 
 def _row_problems(parts: _Parts) -> Iterator[Problem]:
-    """A class that is not defined; an ordinal where it has no effect."""
+    """Yield rows of undefined classes, and ordinals without effect."""
     known = {c.name: c for _, c in parts.classes}
     for keys, row in parts.rows:
         device_class = known.get(row.device_class)
@@ -262,7 +263,7 @@ def _row_problems(parts: _Parts) -> Iterator[Problem]:
 
 
 def _network_problems(parts: _Parts, keys: Keys) -> Iterator[Problem]:
-    """A link of a class that is not defined."""
+    """Yield network exceptions of undefined classes, and the problems of places."""
     known = {c.name for _, c in parts.classes}
     exceptions = () if parts.network is None else parts.network.exceptions
     for number, exception in enumerate(exceptions):
@@ -275,7 +276,7 @@ def _network_problems(parts: _Parts, keys: Keys) -> Iterator[Problem]:
 
 
 def _place_problems(parts: _Parts, keys: Keys) -> Iterator[Problem]:
-    """A link of islands, or of racks, where there are none; hosts in two racks."""
+    """Yield links of islands or racks without any devices, and hosts in two racks."""
     for what in ("island", "rack"):
         stated = parts.network is not None and getattr(parts.network, what) is not None
         if stated and not any(getattr(row, what) for _, row in parts.rows):
@@ -290,7 +291,8 @@ def _place_problems(parts: _Parts, keys: Keys) -> Iterator[Problem]:
 
 
 def _devices(parts: _Parts) -> tuple[tuple[Device, ...], list[Problem]]:
-    """Every device, and the rows that clash with an earlier one by id or by place in a host."""
+    """Return all devices, and the rows that clash with an earlier row by id or by ordinal on a
+    host."""
     gpus = {c.name for _, c in parts.classes if c.is_gpu}
     devices: list[Device] = []
     problems: dict[Keys, Problem] = {}
@@ -311,7 +313,7 @@ def _devices(parts: _Parts) -> tuple[tuple[Device, ...], list[Problem]]:
 
 
 def _expanded(parts: _Parts) -> Iterator[tuple[Keys, Device]]:
-    """One device at a time; those without an id are numbered per class."""
+    """Yield each device with the keys of its row. Devices without an id are numbered per class."""
     gpus = {c.name for _, c in parts.classes if c.is_gpu}
     numbers: dict[str, int] = {}
     for keys, row in parts.rows:

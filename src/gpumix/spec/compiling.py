@@ -1,4 +1,4 @@
-"""Which device classes run compiled units: what a job asks for, as far as they can."""
+"""Choice of the device classes running compiled units, within the limits of the devices."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Mapping
 from gpumix.spec.cluster import Cluster, DeviceClass
 from gpumix.spec.errors import InputError
 
-# Of GPUs: Triton generates no code for older ones.
+# GPUs only: Triton generates no code for older GPUs.
 LEAST_COMPUTE_CAPABILITY = (7, 0)
 
 
 def compiled_classes(
     wanted: bool | Mapping[str, bool], cluster: Cluster, *, cpp_compiler: bool
 ) -> frozenset[str]:
-    """Names of the classes whose units are compiled.
+    """Return the names of the classes whose units are compiled.
 
     Args:
-        wanted: for all classes that can, or by class.
-        cpp_compiler: whether there is one, as CPUs need it.
+        wanted: for all capable classes, or by class.
+        cpp_compiler: whether a C++ compiler is available, as CPUs require.
 
     Raises:
-        InputError: a class that is named is not there, or cannot.
+        InputError: a named class does not exist, or cannot run compiled units.
     """
     obstacles = {c.name: _obstacle(c, cpp_compiler) for c in cluster.classes}
     if not isinstance(wanted, Mapping):
@@ -38,7 +38,7 @@ def compiled_classes(
 
 
 def _obstacle(device_class: DeviceClass, cpp_compiler: bool) -> str:
-    """Why units of this class cannot be compiled; empty if they can."""
+    """Return the reason why units of a class cannot be compiled, or an empty string."""
     if device_class.emulated:
         return "an emulated device counts operations, which compiled code does not show"
     if device_class.accelerator == "cpu":

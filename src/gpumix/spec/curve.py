@@ -1,4 +1,4 @@
-"""Measured values at growing sizes. Points are kept; `cost.curves` says what lies between them."""
+"""Values measured at growing sizes. `cost.curves` interpolates between the points."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class Curve(Value):
     values: tuple[float, ...]
 
     def scaled(self, factor: float) -> Self:
-        """All values `factor` times as large."""
+        """Return the curve with all values multiplied by `factor`."""
         return self.model_copy(update={"values": tuple(v * factor for v in self.values)})
 
     def shared_by(self, times: int) -> Self:
-        """Where so many do the same at once, and each gets its part of the speed."""
+        """Return the curve for `times` concurrent users, each getting an equal share of speed."""
         return self.model_copy(update={"sizes": tuple(size / times for size in self.sizes)})
 
     def less(self, other: Curve) -> Self:
-        """What is left at each size where `other`, of the same sizes, is taken off; not below 0."""
+        """Subtract `other`, a curve of equal sizes, from the values; clamp at 0."""
         values = (max(0.0, a - b) for a, b in zip(self.values, other.values, strict=True))
         return self.model_copy(update={"values": tuple(values)})
 

@@ -1,7 +1,7 @@
-"""Which dtype each device class computes in, and why; and the one in which all exchange parameters.
+"""Compute dtype of each device class, with reasons, and the dtype of parameter all-gathers.
 
-One table goes by what a device is. Sums of products are in fp32 wherever torch multiplies matrices,
-so what counts is whether tensor cores take a dtype, not how fast its plain arithmetic is.
+A table maps device types to dtypes. torch accumulates matrix products in fp32 everywhere, so tensor
+core support for a dtype matters, not the speed of plain arithmetic.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Precision = (
 
 @dataclass(frozen=True)
 class Support:
-    """What a kind of device computes in.
+    """Compute dtypes supported by a type of device.
 
     Attributes:
-        usual: what it computes in unless it is told otherwise, and `why`.
-        slow: dtypes that it computes in, but not well, and why.
-        unable: dtypes that it does not compute in, and why.
+        usual: the default compute dtype; `why` is the reason.
+        slow: dtypes supported at low speed, with reasons.
+        unable: unsupported dtypes, with reasons.
     """
 
     usual: ComputeDtype
@@ -42,7 +42,7 @@ _IN_SOFTWARE = "bf16 is computed in software there, which is slow"
 _NO_BF16: Mapping[ComputeDtype, str] = {"bf16": "its libraries multiply no matrices in bf16"}
 _PLAIN_FP16 = "without tensor cores fp16 is multiplied at the rate of fp32"
 
-# The first row that a GPU's compute capability reaches counts.
+# The first row with a compute capability not above the GPU's applies.
 NVIDIA: tuple[tuple[tuple[int, int], Support], ...] = (
     ((8, 0), Support("bf16", "its tensor cores take bf16, which has the range of fp32")),
     (
@@ -103,7 +103,7 @@ UNKNOWN = Support(
 
 
 def support_of(device_class: DeviceClass) -> Support:
-    """What devices of this class compute in."""
+    """Return the compute dtypes supported by a device class."""
     if device_class.accelerator == "cpu":
         return CPU
     if device_class.gfx_target:
@@ -112,7 +112,7 @@ def support_of(device_class: DeviceClass) -> Support:
 
 
 def support_of_capability(capability: str) -> Support:
-    """What an NVIDIA GPU of a compute capability such as "8.6" computes in."""
+    """Return the compute dtypes of an NVIDIA GPU with a compute capability such as "8.6"."""
     try:
         major, minor = map(int, capability.split("."))
     except ValueError:
@@ -121,13 +121,13 @@ def support_of_capability(capability: str) -> Support:
 
 
 def compute_dtypes(wanted: Precision, cluster: Cluster) -> dict[str, ComputeDtype]:
-    """The dtype that each class of the cluster computes in, by name.
+    """Return the compute dtype of each class of the cluster, by class name.
 
     Args:
-        wanted: `auto` by the table, one for all classes, or by class, the others by the table.
+        wanted: `auto` (the table), a dtype for all classes, or by class with the table as default.
 
     Raises:
-        InputError: a class that is named is not there, or cannot compute in what it is to.
+        InputError: a named class does not exist, or does not support the dtype.
     """
     known = {c.name: support_of(c) for c in cluster.classes}
     if isinstance(wanted, dict):
@@ -148,8 +148,8 @@ def compute_dtypes(wanted: Precision, cluster: Cluster) -> dict[str, ComputeDtyp
 
 
 def communication_dtype(computed: Iterable[ComputeDtype]) -> ComputeDtype:
-    """The dtype in which parameters are gathered, so that all ranks compute with the same values:
-    the one that all compute in; else the narrow one, and of two the one with the wider range."""
+    """Return the dtype of parameter all-gathers: all ranks compute with equal values. Mixed compute
+    dtypes gather in a 16-bit dtype; bf16, with a wider range, is preferred to fp16."""
     different = set(computed)
     if len(different) == 1:
         return different.pop()
@@ -157,8 +157,8 @@ def communication_dtype(computed: Iterable[ComputeDtype]) -> ComputeDtype:
 
 
 def reason(device_class: DeviceClass, dtype: ComputeDtype) -> str:
-    """Why a class computes in `dtype`: the table's reason, or that it was asked for, and what
-    speaks against it."""
+    """Return the reason for a class computing in `dtype`: the table's, or the user's request with
+    the arguments against it."""
     support = support_of(device_class)
     if dtype == support.usual:
         return support.why

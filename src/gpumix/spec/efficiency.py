@@ -1,4 +1,4 @@
-"""How a device class computes, beside its dtype and compiled code; and what a job says of it."""
+"""Performance settings of a device class besides dtype and compilation, and their job options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Efficiency(Value):
-    """How it computes; the defaults are what every device can do."""
+    """Performance settings of a device class. Every device supports the defaults."""
 
     tf32: bool = Field(default=False, description="fp32 products on tensor cores, in 10 bits")
     attention: Attention = Field(default="own", description="`own` is what the model comes with")
@@ -29,7 +29,7 @@ class Efficiency(Value):
     channels_last: bool = Field(default=False, description="how batches of images lie in memory")
 
     def settings(self) -> dict[str, bool | str]:
-        """By name."""
+        """Return the settings by name."""
         return dict(self)
 
 
@@ -37,7 +37,7 @@ PLAIN_EFFICIENCY = Efficiency()
 
 
 class Choice(Value):
-    """One thing that was chosen for a class, and why."""
+    """A setting chosen for a class, with the reason."""
 
     what: str
     value: str
@@ -45,8 +45,8 @@ class Choice(Value):
 
 
 class EfficiencySpec(Value):
-    """How devices compute: `auto` goes by a table; a value is for all classes, or by class. What a
-    class cannot do is an error, what turns out to compute something else is not used."""
+    """Performance options of a job: `auto` uses a table; a value applies to all classes, or by
+    class. Unsupported options are errors. An option found to change the results is not used."""
 
     tf32: Auto | bool | dict[ClassName, bool] = Field(
         default="auto",
@@ -71,12 +71,12 @@ class EfficiencySpec(Value):
     )
 
     def pins(self, device_class: str) -> dict[str, bool | str]:
-        """What is said of a class, by name."""
+        """Return the settings given explicitly for a class, by name."""
         said = ((name, _of_class(value, device_class)) for name, value in self)
         return {name: value for name, value in said if value != "auto"}
 
     def named(self) -> Iterator[tuple[str, str]]:
-        """Keys that name classes, with the names."""
+        """Yield each key with class names, together with each class name."""
         for key, value in self:
             if isinstance(value, Mapping):
                 yield from ((key, name) for name in value)

@@ -1,7 +1,7 @@
-"""What can go wrong, said so that a reader can act on it.
+"""Errors with enough information for the reader to act.
 
 Every error that gpumix raises on purpose is a `GpumixError`: what is wrong, where, why, and the fix
-as a command or an edit. The command line prints it without a traceback and leaves with its code.
+as a command or an edit. The CLI prints the error without a traceback and exits with its code.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class GpumixError(Exception):
     """Base of all errors that gpumix raises on purpose.
 
     Args:
-        what: what is wrong, one sentence without a full stop.
+        what: the problem, one sentence without a full stop.
         where: file and line, host, device, rank or step.
-        why: the cause, where it is not plain from `what`.
-        fix: what to do, as a command or an edit.
+        why: the cause, if `what` does not make it obvious.
+        fix: the remedy, as a command or an edit.
     """
 
     exit_code = EXIT_BUG
@@ -46,12 +46,12 @@ class GpumixError(Exception):
         return printable("\n".join(lines))
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Errors cross process borders on their way to the launcher."""
+        """Support pickling: errors cross process boundaries on the way to the launcher."""
         told = {"where": self.where, "why": self.why, "fix": self.fix, **self._more()}
         return (_rebuilt, (type(self), self.what, told))
 
     def as_dict(self) -> dict[str, object]:
-        """The error as `--json` prints it."""
+        """Return the error as printed by `--json`."""
         return {
             "error": type(self).__name__,
             "exit_code": self.exit_code,
@@ -63,12 +63,12 @@ class GpumixError(Exception):
         }
 
     def _more(self) -> dict[str, Any]:
-        """What this class tells beside that, by the names of its arguments."""
+        """Return additional constructor arguments of a subclass, by name."""
         return {}
 
 
 def error_from(told: Mapping[str, Any]) -> GpumixError:
-    """The error whose `as_dict` this is, of any class that is known here."""
+    """Rebuild an error from its `as_dict`; a class unknown here becomes a GpumixError."""
     known: list[type[GpumixError]] = [GpumixError]
     for cls in known:
         known += cls.__subclasses__()
@@ -91,16 +91,16 @@ class InputError(GpumixError):
 
 
 class MachineError(GpumixError):
-    """The machine cannot do it: a missing package, driver, compiler, port or disk space."""
+    """The machine lacks a requirement: a package, driver, compiler, port or disk space."""
 
     exit_code = 3
 
 
 class DeviceMissing(MachineError):
-    """A process does not see the GPU that it is to compute on.
+    """A process does not see the GPU assigned for its compute.
 
     Args:
-        device: its id.
+        device: id of the GPU.
     """
 
     def __init__(self, what: str, *, device: str = "", **others: str) -> None:
@@ -127,7 +127,8 @@ class DeviceFailure(TrainingError):
     """A device, or the rank on it, failed in a way that need not end the run.
 
     Args:
-        device: its id; empty if it is not known whose fault it was. `device_class` is its class.
+        device: id of the device, empty if unknown.
+        device_class: class of the device.
     """
 
     def __init__(
@@ -149,16 +150,16 @@ class DeviceFailure(TrainingError):
 
 
 class RankLost(DeviceFailure):
-    """A rank died or stopped answering, or its device did."""
+    """A rank or its device died or stopped responding."""
 
 
 class OutOfMemory(DeviceFailure):
-    """A device's memory did not suffice, though the plan said so.
+    """A device ran out of memory, although the plan fits.
 
     Args:
-        fragmented: there was enough, in pieces that were too small.
-        obtainable: the part of the device's memory that its process could have for tensors then;
-            another process may hold the rest.
+        fragmented: enough memory was free, but in pieces that were too small.
+        obtainable: part of the device's memory available to the process for tensors at that time;
+            another process may occupy the rest.
     """
 
     def __init__(
@@ -173,15 +174,15 @@ class OutOfMemory(DeviceFailure):
 
 
 class StoreGone(TrainingError):
-    """The process is gone that keeps what ranks tell each other."""
+    """The process hosting the ranks' shared store is gone."""
 
 
 class PlanOutdated(TrainingError):
-    """Devices take other times than the plan says, and another plan is worth a start.
+    """Step times differ from the plan, and another plan is worth a restart.
 
     Args:
-        slower: how many times as long devices take as the profile of the plan says, by id.
-        step_s: what a step took in the end.
+        slower: measured time relative to the plan's profile, by device id.
+        step_s: duration of a step at the end.
     """
 
     def __init__(
@@ -202,11 +203,11 @@ class Interrupted(GpumixError):
 
 
 class RankInterrupted(Interrupted):
-    """Somebody asked a rank to end who did not ask the run; a checkpoint was saved."""
+    """A rank, but not the run, was asked to end; a checkpoint was saved."""
 
 
 def no_such_file(kind: str, path: str | Path) -> InputError:
-    """Where the user named a file of this kind that is not there."""
+    """Return the error for a user-named file of a `kind` that does not exist."""
     return InputError(
         f"there is no such {kind} file",
         where=str(path),
@@ -215,11 +216,11 @@ def no_such_file(kind: str, path: str | Path) -> InputError:
 
 
 def first_line(error: BaseException) -> str:
-    """Of what an error says; its type if it says nothing."""
+    """Return the first line of an error's message, or its type if the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def in_a_line(error: BaseException) -> str:
-    """An error of any library: its type, and the first line of what it says."""
+    """Return the type and the first message line of an error from any library."""
     name, said = type(error).__name__, first_line(error)
     return said if said == name else f"{name}: {said}"

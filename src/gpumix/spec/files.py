@@ -1,12 +1,12 @@
-"""The one door to files: what others can reach is read, written and removed here, nowhere else.
+"""The only access to files that other users can reach: all reads, writes and removals happen here.
 
-A folder may belong to another user, who swaps a file for a link, a pipe or a device at any moment.
-So a file is judged by its open descriptor, never by its name; new files get random names that must
-not exist; folders are opened once, and what happens in them goes by that descriptor. Reading never
-waits for what may never come, and never takes more than a file of its kind can hold.
+A folder may belong to another user, who can swap a file for a link, a pipe or a device at any time.
+So files are checked by open descriptor, never by name; new files get random names that must not
+exist; folders are opened once and then used through that descriptor. Reads never block on input
+that may never come, and never read more than a file of its kind can contain.
 
-A name may also mean what this process was handed open: `/dev/stdin`, and `/dev/fd/63`, which is how
-a shell writes `<(command)`. What follows from there is up to who handed it over.
+A name may also refer to an already open descriptor: `/dev/stdin`, and `/dev/fd/63`, which a shell
+creates for `<(command)`. The parent process is responsible for these.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from typing import Any, BinaryIO, TextIO
 
 from gpumix.spec.errors import MachineError
 
-# The most that a file of a kind holds: a mark that gpumix leaves for itself; a document, as a plan
-# of 65,536 devices; the index of a checkpoint; a line of a log.
+# Maximum size of a kind of file: a marker file of gpumix; a document, such as a plan of 65,536
+# devices; the index of a checkpoint; a line of a log.
 MARK_BYTES = 2**20
 DOCUMENT_BYTES = 2**28
 INDEX_BYTES = 2**31
 LINE_BYTES = 2**24
-# How much of a log is searched for the end of a line that is longer than that.
+# Bytes of a log searched for the end of a line longer than `LINE_BYTES`.
 LOST_BYTES = 2**28
 
-# Of these names, what is behind them is not asked.
+# Names of descriptors passed in by the parent process; not checked.
 _HANDED = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
 _KINDS = {
     stat.S_IFIFO: "a pipe",
@@ -47,10 +47,10 @@ _KINDS = {
     stat.S_IFBLK: "a device",
 }
 _BLOCK_BYTES = 2**20
-_LINKS = 40  # in a row, as the kernel has it
-_PART = ".gpumix-", ".part"  # the ends of the names of files that are being written
+_LINKS = 40  # the kernel's limit of consecutive links
+_PART = ".gpumix-", ".part"  # start and end of the names of unfinished files
 _SCRATCH, _HELD = "gpumix-scratch-", ".held"
-_LEFT_S = 600.0  # what nobody has written to for so long is of a process that died
+_LEFT_S = 600.0  # anything not written for this long belongs to a dead process
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _WRITABLE = {
@@ -69,19 +69,19 @@ _WRITABLE = {
 
 
 class NotAFileError(OSError):
-    """A pipe, a socket or a device, or a link of another user, by its name."""
+    """The name refers to a pipe, a socket or a device, or to a link of another user."""
 
 
 class TooLargeError(OSError):
-    """More than a file of its kind holds."""
+    """A file larger than the limit of its kind."""
 
 
 # -- what a name is of -----------------------------------------------------------------------------
 
 
 def not_a_file(path: Path) -> str | None:
-    """What a name is of that may have no end or never begin, as "a pipe"; None if it is a file, a
-    folder, or not there."""
+    """Return the kind of a special file whose reads may block or never end, such as "a pipe"; None
+    for a file, a folder or a missing name."""
     try:
         return _KINDS.get(stat.S_IFMT(path.stat().st_mode))
     except OSError:
@@ -89,14 +89,14 @@ def not_a_file(path: Path) -> str | None:
 
 
 def check_is_file(path: Path) -> None:
-    """Raise NotAFileError where reading may have no end: for who hands the name to a library."""
+    """Raise NotAFileError if reads may never end, before a library receives the name."""
     kind = not_a_file(path)
     if kind is not None and not str(path).startswith(_HANDED):
         raise NotAFileError(errno.EINVAL, f"it is {kind}, not a file", str(path))
 
 
 def is_private(path: Path) -> bool:
-    """Whether this is a folder, no link, that its owner alone can enter: this user."""
+    """Return True for a folder, not a link, of this user and accessible to nobody else."""
     try:
         info = path.lstat()
     except OSError:
@@ -110,20 +110,20 @@ def is_private(path: Path) -> bool:
 
 @contextmanager
 def opened(path: Path) -> Iterator[BufferedReader[Any]]:
-    """A file, open to be read.
+    """Open a file for reading.
 
-    A link of another user is followed only to a file that is that user's too, or that everybody may
-    read: else its owner would read with the rights of this process.
+    A link of another user is followed only to a file of the same user or a world-readable file:
+    otherwise the link's owner would read with the rights of this process.
 
     Raises:
-        NotAFileError: reading it may have no end, or the link leads to what is not its owner's.
-        OSError: it cannot be read.
+        NotAFileError: reads may never end, or the link leads to a file not owned by its owner.
+        OSError: the file cannot be read.
     """
     if str(path).startswith(_HANDED):
         with path.open("rb") as stream:
             yield stream
         return
-    check_is_file(path)  # before it is opened: some devices do something then
+    check_is_file(path)  # before opening, which triggers actions on some devices
     descriptor = _open_following(path)
     try:
         info = os.fstat(descriptor)
@@ -136,7 +136,7 @@ def opened(path: Path) -> Iterator[BufferedReader[Any]]:
 
 
 class _Ready(io.FileIO):
-    """A file of no size, as those of the kernel: what some have yet to say is not waited for."""
+    """A file of size 0, as in `/proc`. Reads raise an error instead of blocking."""
 
     def readinto(self, buffer: Any) -> int:
         return int(self._ended(super().readinto(buffer)))
@@ -160,7 +160,7 @@ def _refuse_others(info: os.stat_result, path: Path) -> None:
 
 
 def _open_following(path: Path) -> int:
-    """A descriptor of what a name leads to; see `opened` on links. Never waits."""
+    """Open the target of a name without blocking; see `opened` about links."""
     descriptor, owners = _resolved(path, os.O_RDONLY | os.O_NOCTTY)
     info = os.fstat(descriptor)
     if owners - {0, os.geteuid(), info.st_uid} and not info.st_mode & stat.S_IROTH:
@@ -172,8 +172,8 @@ def _open_following(path: Path) -> int:
 
 
 def _resolved(path: Path, flags: int) -> tuple[int, set[int]]:
-    """A descriptor of what a name leads to, and the owners of the links on the way: of those that
-    were followed, not of others that were put there meanwhile."""
+    """Return a descriptor of the target of a name, and the owners of the links followed. Links
+    replaced in the meantime do not count."""
     owners: set[int] = set()
     for _ in range(_LINKS):
         try:
@@ -194,12 +194,12 @@ def _resolved(path: Path, flags: int) -> tuple[int, set[int]]:
 
 @contextmanager
 def opened_own(path: Path) -> Iterator[int]:
-    """A descriptor of a file that nobody but this user, or root, can have written, for what is
-    executed: no link, in no folder that others may write.
+    """Open a file to be executed, writable only by this user or root. Neither a link nor a file in
+    a folder writable by others is accepted.
 
     Raises:
-        NotAFileError: another user may have written it.
-        OSError: it cannot be read.
+        NotAFileError: another user may have written the file.
+        OSError: the file cannot be read.
     """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     folder = os.open(path.parent, flags | os.O_DIRECTORY)
@@ -217,20 +217,23 @@ def opened_own(path: Path) -> Iterator[int]:
 
 
 def name_of(descriptor: int, path: Path) -> str:
-    """A name of an open file, whatever happens to `path` meanwhile, where the system has one."""
+    """Return a name for an open file that survives changes to `path`, if the system supports it."""
     name = Path(f"/proc/self/fd/{descriptor}")
     return str(name if name.exists() else path)
 
 
 def _is_trusted(info: os.stat_result) -> bool:
-    """Whether only this user, or root, decides what is in a file or folder."""
+    """Return True if only this user or root can write to the file or folder."""
     mine = info.st_uid in (0, os.geteuid())
     return mine and not info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def read_bytes(path: Path, most_bytes: int = DOCUMENT_BYTES) -> bytes:
-    """All that is in a file; raises as `opened`, and TooLargeError if that is more than the most.
-    No more than that is ever read."""
+    """Read a file of at most `most_bytes`; never read more.
+
+    Raises:
+        TooLargeError: the file is larger. Also raises the errors of `opened`.
+    """
     with opened(path) as stream:
         size = os.fstat(stream.fileno()).st_size
         found = stream.read(most_bytes + 1) if size <= most_bytes else b""
@@ -243,20 +246,19 @@ def read_bytes(path: Path, most_bytes: int = DOCUMENT_BYTES) -> bytes:
 
 
 def read_text(path: Path, most_bytes: int = DOCUMENT_BYTES) -> str:
-    """The text in a file of values; raises as `read_bytes`, and UnicodeDecodeError if it is not
-    UTF-8."""
+    """Read a UTF-8 file; raise as `read_bytes`, and UnicodeDecodeError for invalid UTF-8."""
     return read_bytes(path, most_bytes).decode("utf-8")
 
 
 def read_log(path: Path, most_bytes: int = DOCUMENT_BYTES) -> str:
-    """The text in a file for people, or of the kernel's; what is no UTF-8 is replaced. Raises as
+    """Read a text file for people or from the kernel, replacing invalid UTF-8. Raises as
     `read_bytes`."""
     return read_bytes(path, most_bytes).decode("utf-8", errors="replace")
 
 
 def lines_in(stream: BufferedReader) -> Iterator[bytes]:
-    """The lines from here on, with their ends. One that is longer than a line can be comes cut; if
-    it has no end within `LOST_BYTES`, it is the last."""
+    """Yield the lines from the current position, with line ends. Lines longer than `LINE_BYTES` are
+    cut. Iteration ends if the end of a long line is not found within `LOST_BYTES`."""
     while line := stream.readline(LINE_BYTES):
         yield line
         lost = 0
@@ -267,10 +269,11 @@ def lines_in(stream: BufferedReader) -> Iterator[bytes]:
 
 
 def lines_from_end(stream: BufferedReader) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file from the last to the first, each with where it begins. One that is longer
-    than a line can be is passed over; if it has no begin within `LOST_BYTES`, it is the last."""
+    """Yield the lines of a file from last to first, each with its offset. Lines longer than
+    `LINE_BYTES` are skipped. Iteration ends if the start of a long line is not within
+    `LOST_BYTES`."""
     end = stream.seek(0, os.SEEK_END)
-    rest, lost = b"", 0  # what begins at `end`: of a line whose begin is before that
+    rest, lost = b"", 0  # from `end`: the tail of a line starting before it
     while end and lost <= LOST_BYTES:
         size = min(_BLOCK_BYTES, end)
         end -= size
@@ -291,7 +294,7 @@ def lines_from_end(stream: BufferedReader) -> Iterator[tuple[int, bytes]]:
 
 
 def copy_bytes(stream: BufferedReader, into: BinaryIO, count: int) -> None:
-    """Copy so many bytes from here on."""
+    """Copy `count` bytes from the current position."""
     while count > 0 and (block := stream.read(min(count, _BLOCK_BYTES))):
         into.write(block)
         count -= len(block)
@@ -302,10 +305,10 @@ def copy_bytes(stream: BufferedReader, into: BinaryIO, count: int) -> None:
 
 @contextmanager
 def _folder(path: Path) -> Iterator[int]:
-    """A descriptor of a folder that is written into: a link to it must be this user's, or root's.
+    """Open a folder to write into. A link to the folder must belong to this user or root.
 
     Raises:
-        OSError: it is not there, or another user's link.
+        OSError: the folder does not exist, or is a link of another user.
     """
     descriptor, owners = _resolved(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -318,15 +321,15 @@ def _folder(path: Path) -> Iterator[int]:
 
 @contextmanager
 def replacing(path: Path, *, mode: int = 0o666, durable: bool = False) -> Iterator[BufferedWriter]:
-    """A new file, open to be written, that takes the place of `path` at the end of the block, in
-    one step; an error leaves what is there. What lies there, a link too, is never written into.
+    """Open a new file for writing that atomically replaces `path` at the end of the block. On an
+    error, `path` stays unchanged. An existing file or link is never written into.
 
     Args:
-        mode: of the new file, less the umask.
-        durable: it survives a crash of the machine.
+        mode: permissions of the new file before the umask.
+        durable: make the file survive a crash of the machine.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     with _folder(path.parent) as folder:
         part = secrets.token_hex(8).join(_PART)
@@ -346,32 +349,32 @@ def replacing(path: Path, *, mode: int = 0o666, durable: bool = False) -> Iterat
 
 
 def write_bytes(path: Path, content: bytes, *, mode: int = 0o666, durable: bool = False) -> None:
-    """Write a file in one step, so that no reader finds half of it; see `replacing`."""
+    """Write a file atomically: readers never see a partial file; see `replacing`."""
     with replacing(path, mode=mode, durable=durable) as stream:
         stream.write(content)
 
 
 def write_at_once(path: Path, text: str, *, mode: int = 0o666, durable: bool = False) -> None:
-    """As `write_bytes`, as UTF-8."""
+    """Write UTF-8 text atomically; see `write_bytes`."""
     write_bytes(path, text.encode("utf-8"), mode=mode, durable=durable)
 
 
 def write_in_place(path: Path, text: str) -> None:
-    """Write into a file that is there, for want of room for another one."""
+    """Write into an existing file, used when there is no room for a second file."""
     with _opened_to_write(path, os.O_WRONLY) as stream:
         stream.write(text.encode("utf-8"))
         stream.truncate()
 
 
 def replace_text(path: Path, text: str, *, cannot: str, fix: str = "") -> None:
-    """Write a file in one atomic step, and its folder if there is none.
+    """Write a file atomically, creating the folder if needed.
 
     Args:
-        cannot: what is not possible where that fails, as "cannot write the report".
-        fix: what to do then; by default it depends on the cause.
+        cannot: the error message on failure, such as "cannot write the report".
+        fix: the fix reported on failure; by default it depends on the cause.
 
     Raises:
-        MachineError: it cannot be written; nothing was changed.
+        MachineError: the file cannot be written; nothing was changed.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -389,12 +392,12 @@ def _opened_to_write(path: Path, flags: int) -> Iterator[BufferedWriter]:
 
 
 def _regular(path: Path, flags: int) -> int:
-    """A descriptor of a regular file to be written, which is made where `flags` say so; a link is
-    refused, so that nothing is written into what it leads to.
+    """Open a regular file for writing, and create the file if `flags` contain `O_CREAT`. Links are
+    refused: link targets are never written.
 
     Raises:
-        NotAFileError: it is none.
-        OSError: it cannot be opened.
+        NotAFileError: not a regular file.
+        OSError: the file cannot be opened.
     """
     flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
     try:
@@ -413,28 +416,27 @@ def _regular(path: Path, flags: int) -> int:
 
 
 def opened_log(path: Path) -> TextIO:
-    """A text file, open to be written behind its end; made where it is not there.
+    """Open a text file for appending, creating the file if needed.
 
     Raises:
-        NotAFileError: it is a link, a pipe or a device.
-        OSError: it cannot be written.
+        NotAFileError: the file is a link, a pipe or a device.
+        OSError: the file cannot be written.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     return os.fdopen(_regular(path, flags), "a", encoding="utf-8")
 
 
 def opened_lock(path: Path, *, make: bool = True) -> int:
-    """A descriptor of a file to be locked (`flock`), with what it holds; made where it is not
-    there. Raises as `opened_log`."""
+    """Open a file for locking (`flock`) without changing its content; create the file if `make` is
+    set. Raises as `opened_log`."""
     return _regular(path, os.O_RDWR | (os.O_CREAT if make else 0))
 
 
 def opened_anew(path: Path) -> int:
-    """A descriptor of a new file, in the place of what lies there; not in one step. Only this user
-    can read it.
+    """Create a new file readable only by this user, replacing an existing file. Not atomic.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the file cannot be created.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with _folder(path.parent) as folder:
@@ -450,21 +452,21 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder in one that is there.
+    """Create a folder in an existing folder.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the folder cannot be created.
     """
     with _folder(path.parent) as folder:
         os.mkdir(path.name, dir_fd=folder)
 
 
 def make_private(path: Path) -> None:
-    """Make a folder that only this user can enter, or see that it is one.
+    """Create a folder accessible only to this user, or check the permissions of an existing folder.
 
     Raises:
-        NotAFileError: another user made it, or can enter it; or it is a link.
-        OSError: it cannot be made.
+        NotAFileError: another user owns or can enter the folder, or `path` is a link.
+        OSError: the folder cannot be created.
     """
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
@@ -473,11 +475,11 @@ def make_private(path: Path) -> None:
 
 
 def private_folder(path: Path) -> Path:
-    """A folder that only this user can enter, made where it is not there; where another user can,
-    one in its stead that goes with this process.
+    """Create or reuse a folder accessible only to this user. If another user can enter the folder,
+    return a temporary folder instead, removed when this process exits.
 
     Raises:
-        OSError: neither can be made.
+        OSError: neither folder can be created.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -490,9 +492,8 @@ def private_folder(path: Path) -> Path:
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A folder for the files of this process, which only this user can enter; it is removed at the
-    end of the block. A process that was killed cannot do that: the next one does it.
-    """
+    """Create a folder for files of this process, accessible only to this user; remove the folder at
+    the end of the block. Folders left by killed processes are removed by the next process."""
     place = Path(tempfile.gettempdir())
     for former in place.glob(f"{_SCRATCH}*"):
         if is_private(former) and _is_left(former):
@@ -508,10 +509,10 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def _is_left(folder: Path) -> bool:
-    """Whether the process whose folder it is has ended: nobody holds its lock."""
+    """Return True if the folder's process has ended: nobody holds the lock."""
     try:
         held = opened_lock(folder / _HELD, make=False)
-    except OSError:  # it may have been made just now
+    except OSError:  # the folder may have been created just now
         return _is_old(folder.lstat())
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -530,18 +531,18 @@ def _is_old(info: os.stat_result) -> bool:
 
 
 def move(path: Path, name: str) -> Path:
-    """Give what lies at `path`, a link too, another name in its folder."""
+    """Rename the file, folder or link at `path` within its folder."""
     with _folder(path.parent) as folder:
         os.rename(path.name, name, src_dir_fd=folder, dst_dir_fd=folder)
     return path.with_name(name)
 
 
 def remove(path: Path) -> None:
-    """Remove a file, or a folder with all that is in it, if it is there. Of a link the link goes,
-    never what it leads to, there or anywhere below.
+    """Remove a file, or a folder with its content, if present. Links are removed, never followed,
+    also anywhere below.
 
     Raises:
-        OSError: it cannot be removed.
+        OSError: the file or folder cannot be removed.
     """
     try:
         with _folder(path.parent) as folder:
@@ -555,13 +556,13 @@ def remove(path: Path) -> None:
 
 
 def remove_quietly(path: Path) -> None:
-    """As `remove`, as far as it goes: for what would be there in vain."""
+    """Remove as much as possible of a file or folder no longer needed, ignoring errors."""
     with suppress(OSError):
         remove(path)
 
 
 def forget_parts(folder: Path) -> None:
-    """Remove what processes of this user left in a folder that died while they wrote into it."""
+    """Remove partial files left in a folder by dead processes of this user."""
     with suppress(OSError):
         for path in list(folder.iterdir()):
             if path.name.startswith(_PART[0]) and path.name.endswith(_PART[1]):
@@ -575,10 +576,10 @@ def forget_parts(folder: Path) -> None:
 
 
 def how_to_write(error: OSError) -> str:
-    """What to do about an error that writing into a folder raised."""
+    """Return the fix for an error raised while writing into a folder."""
     return _WRITABLE.get(error.errno or 0, "look at that disk and at `dmesg | tail`")
 
 
 def why_unreadable(error: OSError | ValueError) -> str:
-    """What an error says that reading raised, without the name that stands beside it anyway."""
+    """Return the reason of an error raised while reading, without the file name."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -1,8 +1,8 @@
-"""Islands of devices on a host, and racks of hosts: links inside are clearly faster than between.
+"""Islands of devices on a host, and racks of hosts: links are clearly faster inside than between.
 
-They are stated in the cluster, or found in what messages took between each two. Devices of one
-class and one island of a host are interchangeable, and so are links between two such places: a
-message takes what the middle one of them takes.
+Islands and racks are stated in the cluster, or found from pairwise message times. Devices of one
+class in one island of a host are interchangeable, and so are links between two such places: the
+link with the median time stands for all of them.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from gpumix.spec.base import Value
 from gpumix.spec.cluster import Device
 from gpumix.spec.curve import Curve
 
-TIMES_FASTER = 1.5  # every link inside an island or a rack than every one that leaves it
-# Each two are timed of so many devices on a host, and of so many hosts.
+TIMES_FASTER = 1.5  # every link inside an island or a rack relative to every link leaving it
+# Largest number of devices of a host, and of hosts, timed in pairs.
 MOST_DEVICES, MOST_HOSTS = 16, 16
 
 Near = Literal["island", "inside", "rack", "all"]
-"""The nearest that some devices are to each other: in one island, on one host, in one rack."""
+"""The smallest place containing some devices: an island, a host, a rack, or the cluster."""
 
 Place = tuple[str, ...]
-"""Devices that are interchangeable as far as links go: host, class and island; of hosts a rack."""
+"""A group of devices with interchangeable links: (host, class, island), or (rack,) across hosts."""
 
 Seconds = Mapping[tuple[str, str], float]
 
 
 class PairTimes(Value):
-    """Seconds of a message between two devices of a host, or of two hosts, by its bytes. They are
-    told by their numbers among all of the cluster, in rank order."""
+    """Seconds of a message between two devices of a host, or between two hosts, by message bytes.
+    The devices are given by index in the cluster's rank order."""
 
     one: int = Field(ge=0)
     other: int = Field(ge=0)
@@ -42,7 +42,7 @@ class PairTimes(Value):
 
 
 class LinkTimes(Value):
-    """Seconds of a message between devices of two places, by its bytes."""
+    """Seconds of a message between devices of two places, by message bytes."""
 
     one: Place
     other: Place
@@ -50,8 +50,8 @@ class LinkTimes(Value):
 
 
 class Links(Value):
-    """The matrix of links: of each two places of a host, and of each two racks ("" has all hosts
-    that are in none). Empty where it was not measured."""
+    """Matrix of links between all pairs of places on a host, and of racks ("" contains all hosts
+    without a rack). Empty if not measured."""
 
     rows: tuple[LinkTimes, ...] = ()
 
@@ -60,12 +60,12 @@ class Links(Value):
         return {(row.one, row.other): row.times for row in self.rows}
 
     def times(self, one: Device, other: Device) -> Curve | None:
-        """Of a message from one device to another; None: not known."""
+        """Return the times of a message between two devices, or None if unknown."""
         return self._times.get(between(one, other))
 
     @classmethod
     def of(cls, devices: Sequence[Device], pairs: Iterable[PairTimes]) -> Links:
-        """Those between the places of devices, which are all of the cluster in rank order."""
+        """Build the links from times of pairs of `devices`, the cluster's devices in rank order."""
         found: dict[tuple[Place, Place], list[Curve]] = {}
         for pair in pairs:
             places = between(devices[pair.one], devices[pair.other])
@@ -79,7 +79,7 @@ class Links(Value):
 
 
 def between(one: Device, other: Device) -> tuple[Place, Place]:
-    """The places of two devices, in an order that does not matter."""
+    """Return the places of two devices, independent of the argument order."""
     if one.host != other.host:
         here, there = sorted([one.rack, other.rack])
         return (here,), (there,)
@@ -88,7 +88,7 @@ def between(one: Device, other: Device) -> tuple[Place, Place]:
 
 
 def near(devices: Sequence[Device]) -> Near:
-    """How near these are to each other."""
+    """Return the smallest place containing all devices."""
     first = devices[0]
     if all(device.host == first.host for device in devices):
         alike = first.island and all(device.island == first.island for device in devices)
@@ -98,14 +98,14 @@ def near(devices: Sequence[Device]) -> Near:
 
 
 def largest(devices: Iterable[Device], what: Literal["island", "rack"]) -> int:
-    """How many devices the largest island, or rack, has; 0 if there is none."""
+    """Return the number of devices in the largest island or rack, 0 if there is none."""
     names = [(d.host, d.island) if what == "island" else ("", d.rack) for d in devices]
     return max(Counter(name for name in names if name[1]).values(), default=0)
 
 
 def placed(devices: Sequence[Device], pairs: Iterable[PairTimes]) -> tuple[Device, ...]:
-    """Devices, which are all of the cluster in rank order, with the islands and racks that their
-    links make; those that are stated stay."""
+    """Add the islands and racks found from link times to the cluster's devices, given in rank
+    order. Stated islands and racks are kept."""
     inside: dict[tuple[str, str], float] = {}
     across: dict[tuple[str, str], float] = {}
     for pair in pairs:
@@ -134,7 +134,8 @@ def placed(devices: Sequence[Device], pairs: Iterable[PairTimes]) -> tuple[Devic
 
 
 def _islands(devices: Sequence[Device], seconds: Seconds) -> dict[str, str]:
-    """By device, of those that are in one; on each host they are counted from 0."""
+    """Return the island of each device that is in an island; islands are numbered from 0 per
+    host."""
     alike: dict[tuple[str, str], list[str]] = {}
     for device in devices:
         alike.setdefault((device.host, device.device_class), []).append(device.id)
@@ -148,12 +149,13 @@ def _islands(devices: Sequence[Device], seconds: Seconds) -> dict[str, str]:
 
 
 def grouped(names: Sequence[str], seconds: Seconds) -> list[tuple[str, ...]]:
-    """Groups of two or more, each two of which are linked clearly faster than any of them to any
-    other: of all ways to group, the clearest. None where all are linked alike, or some link is not
-    known.
+    """Group names by links: every link inside a group is clearly faster than every link leaving it.
+
+    Of all groupings the clearest is returned, as groups of two or more. The list is empty if all
+    links are alike or a link is unknown.
 
     Args:
-        seconds: of a message between each two, in either order of the two.
+        seconds: duration of a message between each pair of names, in either order.
     """
     known = {}
     for one, other in combinations(names, 2):
@@ -172,8 +174,8 @@ def grouped(names: Sequence[str], seconds: Seconds) -> list[tuple[str, ...]]:
 
 
 def _joined(names: Sequence[str], known: Seconds) -> Iterator[dict[str, int]]:
-    """The number of each one's group, when those of the fastest links are joined, then those of
-    slower ones, until all are one."""
+    """Yield the group number of each name while joining groups by link, fastest first, until only
+    one group is left."""
     group_of = {name: number for number, name in enumerate(names)}
     for one, other in sorted(known, key=lambda pair: known[pair]):
         here, there = group_of[one], group_of[other]
@@ -183,5 +185,5 @@ def _joined(names: Sequence[str], known: Seconds) -> Iterator[dict[str, int]]:
 
 
 def _middle(curves: Sequence[Curve]) -> Curve:
-    """Of those of several links, by their largest message."""
+    """Return the curve with the median time of the largest message."""
     return sorted(curves, key=lambda curve: curve.values[-1])[len(curves) // 2]

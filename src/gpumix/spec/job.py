@@ -1,7 +1,7 @@
-"""What to train, on what: one YAML file.
+"""The job: model, data and settings of a training run, in one YAML file.
 
 Paths in a job are relative to the job file's folder. `spec.read` turns the file into a `Job` and
-words the errors; this page only says what a job is.
+words the errors; this module only defines the fields.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from gpumix.spec.trackers import NO_TRACKERS, Trackers
 from gpumix.spec.units import LARGEST, LARGEST_BATCH, LARGEST_LENGTH, MOST_STEPS, Seconds
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
-MOST_LAYERS = 1024  # beyond any model; to build and to plan more would take for ever
-MOST_WORKERS, MOST_BATCHES = 1024, 65_536  # of a device; more would only take memory
+MOST_LAYERS = 1024  # beyond any model; more would take forever to build and plan
+MOST_WORKERS, MOST_BATCHES = 1024, 65_536  # per device; more would only waste memory
 FACTORY = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 
 
 def _refuse_idle(spec: Value, source: str, *keys: str) -> None:
-    """`keys` say something about `source` only."""
+    """Raise a ValueError if any of `keys` is set without `source`, which the keys apply to."""
     if not getattr(spec, source):
         for key in _changed(spec, keys):
             raise ValueError(f"'{key}' has no effect without '{source}'")
 
 
 def _changed(spec: Value, keys: tuple[str, ...]) -> list[str]:
-    """Those of `keys` that differ from their defaults: all are given when a job is passed on."""
+    """Return the keys with non-default values: a job passed on contains all keys."""
     fields = type(spec).model_fields
     return [
         key
@@ -46,7 +46,8 @@ def _changed(spec: Value, keys: tuple[str, ...]) -> list[str]:
 
 
 class ModelSpec(Value):
-    """Exactly one of `config` and `factory`. Without `weights` the model's own initialiser runs."""
+    """The model: exactly one of `config` and `factory`. Without `weights` the model initializes
+    itself."""
 
     config: Path | dict[str, Any] | None = Field(
         default=None,
@@ -91,7 +92,7 @@ class ModelSpec(Value):
 
 
 class DataSpec(Value):
-    """Exactly one of `text`, `dataset` and `factory`."""
+    """The data: exactly one of `text`, `dataset` and `factory`."""
 
     text: Annotated[tuple[Path, ...], BeforeValidator(one_is_some)] = Field(
         default=(), description="files, and folders with all that is in them"
@@ -190,7 +191,7 @@ class DataSpec(Value):
         return self
 
 
-# What not all optimizers have.
+# Settings supported by some optimizers only.
 OWN_SETTINGS = {
     "adamw": ("betas", "eps"),
     "sgd": ("momentum",),
@@ -200,8 +201,7 @@ OWN_SETTINGS = {
 
 
 class ParameterGroup(Value):
-    """Settings for some parameters, by their names in the model; the first group that matches a
-    name counts."""
+    """Settings for some parameters, selected by name; the first matching group applies."""
 
     match: str = Field(
         min_length=1, description="pattern of names; `*` stands for anything, as in `*.bias`"
@@ -221,9 +221,9 @@ class ParameterGroup(Value):
 
 
 class OptimizerSpec(Value):
-    """The optimizer. The result is that of torch's own on the unsharded model.
+    """The optimizer. Results match the torch optimizer on the unsharded model.
 
-    Muon is for the matrices of the blocks; embeddings, heads, vectors and all else get AdamW.
+    Muon updates the matrices of the blocks; embeddings, heads, vectors and the rest use AdamW.
     """
 
     name: Literal["adamw", "sgd", "adafactor", "muon"] = Field(
@@ -273,15 +273,15 @@ class OptimizerSpec(Value):
     )
 
     def state_bytes_per_element(self, model: ModelProfile) -> float:
-        """Of its state in fp32, the mean over the model: two moments, the momentum, or nothing.
-        Adafactor's rows, columns and vectors are so few that they do not count."""
+        """Return the mean bytes of fp32 optimizer state per element: two moments, the momentum, or
+        nothing. Adafactor's rows, columns and vectors are negligible."""
         if self.name == "muon":
             return model.mean_per_element(of_matrices=4, of_others=8)
         return self.most_state_bytes_per_element
 
     @property
     def most_state_bytes_per_element(self) -> int:
-        """The same for the elements that have most of it."""
+        """Bytes of fp32 optimizer state of the elements with the largest state."""
         return {"adamw": 8, "muon": 8, "adafactor": 0, "sgd": 4 if self.momentum else 0}[self.name]
 
     @model_validator(mode="after")
@@ -294,7 +294,7 @@ class OptimizerSpec(Value):
 
 
 class ScheduleSpec(Value):
-    """Learning rate: linear warm-up, then a cosine down to `final_ratio` of the peak."""
+    """Learning rate: linear warm-up, then constant or a decay to `final_ratio` of the peak."""
 
     warmup_steps: int = Field(
         default=0, ge=0, description="steps in which the rate rises from 0 to its peak"
@@ -308,15 +308,15 @@ class ScheduleSpec(Value):
 
 
 class EvaluationSpec(Value):
-    """Evaluation on the held-out samples; `every_steps` 0 switches it off."""
+    """Evaluation on held-out samples; `every_steps` 0 disables evaluation."""
 
     every_steps: int = Field(default=0, ge=0, description="0: never")
     batches: int = Field(default=4, ge=1, description="global batches per evaluation")
 
 
 class CheckpointSpec(Value):
-    """Checkpoints; one is always saved at the end. `every_steps` 0 saves none between. One that is
-    due while the one before is still being written is put off, after a wait of 5 s."""
+    """Checkpoints. The end of the run always saves one; with `every_steps` 0 no other step does. A
+    due checkpoint waits 5 s for the previous one to be written, then is postponed."""
 
     every_steps: int = Field(default=0, ge=0, description="0: only at the end")
     keep: int = Field(default=2, ge=1, description="how many are kept, the newest")
@@ -330,7 +330,7 @@ class CheckpointSpec(Value):
 
 
 class ProfileSpec(Value):
-    """How much time the profiler may take, and where its results are cached."""
+    """Time limit of the profiler, and the cache of its results."""
 
     budget: Seconds = Field(
         default=120.0,
@@ -341,7 +341,7 @@ class ProfileSpec(Value):
 
 
 class Job(Value):
-    """One training job."""
+    """A training job."""
 
     model: ModelSpec = Field(description="what is trained", examples=[{"config": "config.json"}])
     data: DataSpec = Field(description="on what", examples=[{"text": ["corpus.txt"]}])

@@ -1,4 +1,4 @@
-"""What was measured, as the cache keeps it by what it depends on; profiles are made of it."""
+"""Measurements as cached by their dependencies; profiles are assembled from measurements."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gpumix.spec.units import Count
 
 
 class InputMeasurement(Document):
-    """What reading a job's samples takes on each host of a cluster."""
+    """Cost of reading a job's samples on each host of a cluster."""
 
     KIND: ClassVar[str] = "input measurement"
     kind: Literal["input measurement"] = "input measurement"
@@ -30,7 +30,7 @@ class InputMeasurement(Document):
 
 
 class TeamMeasurement(Value):
-    """The same as one rank of a team of so many; see `TeamProfile`."""
+    """Measurement by a rank of a tensor-parallel group of `degree` ranks; see `TeamProfile`."""
 
     degree: int = Field(ge=2)
     sequence: bool = False
@@ -42,7 +42,7 @@ class TeamMeasurement(Value):
 
 
 class ClassMeasurement(Document):
-    """What one device of a class told about a model; kept in the cache by what it depends on."""
+    """Measurements of a model on a device of a class, cached by dependencies."""
 
     KIND: ClassVar[str] = "class-measurement"
     kind: Literal["class-measurement"] = "class-measurement"
@@ -60,7 +60,7 @@ class ClassMeasurement(Document):
 
 
 class LinkMeasurement(Document):
-    """What all ranks of a cluster told about the links between them."""
+    """Measurements of the links between all ranks of a cluster."""
 
     KIND: ClassVar[str] = "link-measurement"
     kind: Literal["link-measurement"] = "link-measurement"

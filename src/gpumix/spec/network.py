@@ -1,7 +1,7 @@
-"""The links of a cluster as its owner states them, for planning before they are measured.
+"""Links of a cluster as stated by the owner, for planning before measurements exist.
 
-A link is a curve like everything else: seconds of one message in one direction, by bytes. A name
-such as "25GbE" or "nvlink3" stands for the rate that its standard gives, less what protocols take.
+A link is a curve: seconds of a message in one direction, by bytes. A name such as "25GbE" or
+"nvlink3" means the standard's rate, minus the protocol overhead.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from gpumix.spec.base import Value
 from gpumix.spec.curve import Curve
 from gpumix.spec.units import bytes_per_second
 
-LARGEST_MESSAGE = float(2**34)  # the far end of a straight line; beyond it grows in proportion
+LARGEST_MESSAGE = float(2**34)  # end of the straight line; time beyond grows in proportion
 
-# Of a stated line rate, what a collective gets of it: packets and protocol take the rest. Round
-# figures below what NCCL's own tests show on healthy links; a measured link needs none of this.
+# Part of the stated line rate reaching a collective, after packet and protocol overhead. Round
+# figures below the results of NCCL's own tests on healthy links; measured links do not use these.
 ETHERNET, INFINIBAND, PCIE, NVLINK = 0.85, 0.9, 0.75, 0.8
 ETHERNET_LATENCY_S, LINK_LATENCY_S = 30e-6, 8e-6
 
@@ -45,17 +45,17 @@ _ETHERNET = re.compile(
 
 
 class Link(Value):
-    """Seconds of one message over one link in one direction, by its bytes."""
+    """A link: seconds of a message in one direction, by message bytes."""
 
     times: Curve
     name: str = ""
 
     @classmethod
     def stated(cls, bytes_per_s: float, latency_s: float, name: str = "") -> Self:
-        """A link that takes `latency_s` and then moves `bytes_per_s`.
+        """Build a link with a fixed latency and rate: time = `latency_s` + bytes / `bytes_per_s`.
 
         Raises:
-            ValueError: no bytes a second.
+            ValueError: the rate is not positive and finite.
         """
         if not 0 < bytes_per_s < float("inf"):
             raise ValueError(f"a link must move more than 0 bytes a second, not {bytes_per_s:g}")
@@ -65,16 +65,16 @@ class Link(Value):
 
     @property
     def largest_bytes_per_s(self) -> float:
-        """The rate of the largest message that is known."""
+        """Rate of the largest known message."""
         seconds = self.times.values[-1]
         return self.times.sizes[-1] / seconds if seconds > 0 else float("inf")
 
 
 def link(text: str) -> Link:
-    """The link that `text` names: "25GbE", "ib-hdr", "nvlink3", "pcie4", or a rate "12 GB/s".
+    """Return the link named by `text`: "25GbE", "ib-hdr", "nvlink3", "pcie4", or a rate "12 GB/s".
 
     Raises:
-        ValueError: it names none, or one without bandwidth.
+        ValueError: the name is unknown, or the bandwidth is zero.
     """
     word = text.strip()
     if found := _ETHERNET.match(word):
@@ -92,7 +92,8 @@ def link(text: str) -> Link:
 
 
 def _with_tuples(value: object) -> object:
-    """What a file says; behind a validator of our own its lists no longer count as tuples."""
+    """Turn lists from a file into tuples, which strict validation requires after a custom
+    validator."""
     if isinstance(value, dict):
         return {key: _with_tuples(item) for key, item in value.items()}
     return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
@@ -101,14 +102,14 @@ def _with_tuples(value: object) -> object:
 AnyLink = Annotated[
     Link, BeforeValidator(lambda v: link(v) if isinstance(v, str) else _with_tuples(v))
 ]
-"""A field that takes a link, or text as for `link`."""
+"""Field type of a link, or text accepted by `link`."""
 
 
 Where = Literal["island", "inside", "rack", "between"]
 
 
 class LinkOf(Value):
-    """Two classes whose devices, or whose hosts, are linked in another way than the rest."""
+    """Exceptional link between devices, or hosts, of two classes."""
 
     where: Literal["inside", "between"]
     classes: tuple[str, str]
@@ -116,7 +117,7 @@ class LinkOf(Value):
 
 
 class Network(Value):
-    """The links of a cluster: inside every host, between any two hosts, and where it differs."""
+    """Links of a cluster: inside every host, between any two hosts, and exceptions."""
 
     inside: AnyLink | None = Field(default=None, description="between devices of one host")
     between: AnyLink | None = Field(default=None, description="between hosts, of all its devices")
@@ -136,16 +137,16 @@ class Network(Value):
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """All classes that are linked in another way than the rest, by name."""
+        """Names of all classes with exceptional links."""
         return tuple(sorted({name for e in self.exceptions for name in e.classes}))
 
     def among(self, classes: Collection[str]) -> Self:
-        """The links of these classes."""
+        """Return the network with only the exceptions between the given classes."""
         kept = tuple(e for e in self.exceptions if set(e.classes) <= set(classes))
         return self.model_copy(update={"exceptions": kept})
 
     def as_of(self, twins: Mapping[str, str]) -> Self:
-        """The same with more classes, each of which is linked as another one."""
+        """Return the network extended to new classes, each linked like an existing class."""
         of = {name: [name] for name in self.classes}
         for twin, name in twins.items():
             of.setdefault(name, [name]).append(twin)
@@ -158,7 +159,7 @@ class Network(Value):
         return self.model_copy(update={"exceptions": more})
 
     def between_slower(self, times: int) -> Self:
-        """The same where so many messages at once share each link between hosts."""
+        """Return the network with `times` concurrent messages sharing each link between hosts."""
 
         def shared(link: Link) -> Link:
             return link.model_copy(update={"times": link.times.shared_by(times)})
@@ -174,8 +175,8 @@ class Network(Value):
         return self.model_copy(update=update)
 
     def of(self, where: Where, one: str, other: str) -> Link | None:
-        """The link inside a host between devices of two classes, or between hosts with them; or
-        that of an island or a rack."""
+        """Return the link between devices of two classes inside a host, between hosts of two
+        classes, or of an island or a rack."""
         if where == "island":
             return self.island or self.of("inside", one, other)
         if where == "rack":

@@ -1,4 +1,4 @@
-"""The most that a device class computes: what its utilisation is measured against."""
+"""Peak compute rate of a device class, the reference for utilization."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from gpumix.spec.units import FlopRate
 
 
 class Peak(Value):
-    """Dense matrix products in the dtype that a class computes in.
+    """Peak rate of dense matrix products in the class's compute dtype.
 
-    It is `stated` by a datasheet or the cluster file, the rate of an `emulated` device, or what a
-    large product reached when the class was `measured`.
+    The rate is `stated` by a datasheet or the cluster file, set for an `emulated` device, or
+    `measured` on a large product.
     """
 
     flops_per_s: FlopRate

@@ -1,4 +1,4 @@
-"""Errors of what a file says, raised where nobody knows any more which file that was."""
+"""Error locations for checks without knowledge of the input file."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _WITH = " with "
 
 @contextmanager
 def placed(place: str | Path) -> Iterator[None]:
-    """Wrong input, and plans that do not fit, are told with the file or argument that asked for
-    them; errors that name one already, or two `together`, are left as they are."""
+    """Add the file or argument `place` to InputError and NoFeasiblePlanError raised inside. Errors
+    already naming a file, an argument or two files (`together`) stay unchanged."""
     try:
         yield
     except (InputError, NoFeasiblePlanError) as error:
@@ -26,7 +26,7 @@ def placed(place: str | Path) -> Iterator[None]:
 
 
 def together(file: str | Path, other: str | Path | None) -> str:
-    """The place of what is wrong between two files; of one alone if there is no other."""
+    """Return the location of a conflict between two files, or just `file` without `other`."""
     return f"{file}{_WITH}{other}" if other else str(file)
 
 
@@ -34,5 +34,5 @@ def _names_one(where: str) -> bool:
     file = where.partition(":")[0].partition(_WITH)[0]
     try:
         return where.startswith("--") or (bool(file) and Path(file).exists())
-    except (OSError, ValueError):  # a name that no file can have
+    except (OSError, ValueError):  # not a valid file name
         return False

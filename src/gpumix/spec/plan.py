@@ -1,8 +1,8 @@
-"""Who computes what and who stores what: the value that the engine runs.
+"""The plan: division of compute and state among ranks, executed by the engine.
 
-A plan is a list of stages; a stage is a run of units and the workers that compute them. Data
-parallelism is one stage with many workers. Compute (`samples`, `micro_batch`) and memory
-(`state_share`) are decided apart.
+A plan is a list of pipeline stages; a stage is a range of units and the workers computing them.
+Data parallelism is one stage with many workers. Compute (`samples`, `micro_batch`) and memory
+(`state_share`) are decided separately.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ ZeroStage = Literal[0, 1, 2, 3]
 TokenRate = Annotated[
     float,
     Field(ge=0, allow_inf_nan=True),
-    BeforeValidator(lambda v: inf if v == "Infinity" else v),  # which JSON has no number for
+    BeforeValidator(lambda v: inf if v == "Infinity" else v),  # JSON has no number for infinity
 ]
-"""Tokens a second: infinite where a step takes no time."""
+"""Tokens per second; infinite if a step takes no time."""
 Seconds = Annotated[float, Field(ge=0)]
 Sharding = Literal["all", "host"]
 Schedule = Literal["gpipe", "1f1b", "eager-1f1b", "interleaved", "zero-bubble"]
 _OF_DEVICE = ("host", "device_class", "compute_dtype", "state_on", "compile", "efficiency")
-"""What a worker says of its device, whatever the stage."""
+"""Worker fields describing the device, equal in all stages."""
 
 
 class Collectives(Value):
-    """Which form each collective takes; `engine.comm` says what each form does.
+    """Algorithm of each collective; `engine.comm` describes them.
 
-    `native` is the backend's own collective for equal shares; it is used only where the shares of a
-    unit are equal, the other form elsewhere. `padded` is the native one on intervals that are all
-    filled up to `padding` times an equal one.
+    `native` is the backend's own collective for equal shares, used for units with equal shares
+    only; other units use the configured form. `padded` runs the native collective on intervals
+    filled up to `padding` times an equal interval.
     """
 
     gather: GatherForm = "broadcast"
@@ -51,11 +51,11 @@ class Collectives(Value):
 
 
 class Taker(NamedTuple):
-    """A worker that takes parts of the batch.
+    """A worker that processes parts of the batch.
 
     Attributes:
-        parts: their numbers, in its order.
-        speed: how much it does in a second, relative to the others.
+        parts: numbers of the parts, in processing order.
+        speed: relative throughput.
     """
 
     parts: tuple[int, ...]
@@ -63,7 +63,7 @@ class Taker(NamedTuple):
 
 
 class WorkerPrediction(Value):
-    """What the cost model expects of one worker in one step."""
+    """Cost-model prediction for a worker in one step."""
 
     device: str
     forward_s: Seconds = Field(description="waits for gathers included")
@@ -86,7 +86,7 @@ class WorkerPrediction(Value):
 
 
 class Prediction(Value):
-    """What the cost model expects of one step of the plan."""
+    """Cost-model prediction for one step of the plan."""
 
     step_s: Seconds
     tokens_per_s: TokenRate
@@ -107,7 +107,7 @@ class Prediction(Value):
 
 
 class Plan(Document):
-    """What every rank does, valid for one model, sequence length, batch and set of devices."""
+    """Work of every rank, valid for one model, sequence length, batch and set of devices."""
 
     KIND: ClassVar[str] = "plan"
     kind: Literal["plan"] = "plan"
@@ -185,7 +185,7 @@ class Plan(Document):
         return self
 
     def _check_devices(self) -> None:
-        """A device that has several stages is the same in all of them."""
+        """Check that a device in several stages has equal settings in all stages."""
         first = {worker.device: worker for worker in self.workers}
         for number, stage in enumerate(self.stages, 1):
             for worker in stage.workers:
@@ -198,7 +198,7 @@ class Plan(Document):
                         )
 
     def _check_stages(self) -> None:
-        """What one stage alone cannot have wrong."""
+        """Check the consistency of several stages."""
         cuts = [[one.rows for one in s.micro_batches(self.waves)] for s in self.stages]
         if any(rows != cuts[0] for rows in cuts):
             raise ValueError("the stages do not cut the batch into the same micro-batches")
@@ -237,7 +237,7 @@ class Plan(Document):
             raise ValueError("the hosts of a stage repeat no state: sharding 'host' is for one")
 
     def _check_takes(self) -> None:
-        """Stages give to later ones, and each gives something: else it computes for nobody."""
+        """Check that stages take from earlier stages only, and use each stage's output."""
         calls = 0
         for number, stage in enumerate(self.stages):
             late = [taken.call for taken in stage.takes if taken.call >= calls]
@@ -257,7 +257,7 @@ class Plan(Document):
                 )
 
     def _sums_of_shares(self, stage: Stage) -> Iterator[tuple[str, float]]:
-        """The sum of the shares of those that divide the state between them."""
+        """Yield the sum of state shares of each group of workers dividing the state."""
         if self.sharding == "all":
             yield "a stage", sum(w.state_share for w in stage.leaders)
             return
@@ -269,7 +269,8 @@ class Plan(Document):
 
     @cached_property
     def workers(self) -> tuple[Worker, ...]:
-        """A worker of each rank, in rank order: of a rank with several stages that of the first."""
+        """Worker of each rank in rank order; for a rank in several stages, the first stage's
+        worker."""
         first: dict[str, Worker] = {}
         for worker in (w for stage in self.stages for w in stage.workers):
             first.setdefault(worker.device, worker)
@@ -277,37 +278,38 @@ class Plan(Document):
 
     @property
     def in_waves(self) -> bool:
-        """Whether a stage's workers gather and reduce for each other in the middle of a step, so
-        that all of them go through waves of micro-batches together."""
+        """True if workers of a stage gather and reduce in the middle of a step, so all of them
+        process waves of micro-batches together."""
         return self.zero_stage >= 2
 
     def puts_off(self, stage: int, worker: Worker) -> bool:
-        """Whether a worker of a stage computes the gradients of parameters in passes of their own:
-        by `zero-bubble` of graphs that it keeps. In waves workers reduce together, so all of a
-        stage do it or none."""
+        """Return True if a worker computes parameter gradients in separate passes: `zero-bubble`
+        with saved graphs. In waves workers reduce together, so the answer is equal for the whole
+        stage."""
         together = self.stages[stage].workers if self.in_waves else (worker,)
         recomputes = any(one.mode.recompute for one in together if one.micro_batches)
         return self.schedule == "zero-bubble" and not recomputes
 
     @cached_property
     def is_uncut(self) -> bool:
-        """Whether all samples of a batch are computed at once."""
+        """True if all samples of a batch are computed at once."""
         return len(self.stages[0].micro_batches(self.waves)) == 1
 
     @property
     def in_teams(self) -> bool:
-        """Whether ranks compute units together."""
+        """True if tensor-parallel groups compute units together."""
         return any(stage.tensor > 1 for stage in self.stages)
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """Of how many ranks its teams are, each number once."""
+        """Sizes of the tensor-parallel groups, each once, in ascending order."""
         sizes = {stage.team_size(worker) for stage in self.stages for worker in stage.workers}
         return tuple(sorted(sizes))
 
     @property
     def of_leaders(self) -> Plan:
-        """The same with the first worker of each team alone, which stands for it."""
+        """The plan reduced to the first worker of each tensor-parallel group, acting for the
+        group."""
         if not self.in_teams:
             return self
         stages = tuple(
@@ -328,37 +330,37 @@ class Plan(Document):
         return self.model_copy(update={"stages": stages, "ranks": ranks})
 
     def expected_of(self, rank: int) -> WorkerPrediction | None:
-        """What is predicted of a rank. The prediction has the order of the ranks for which it was
-        made: by it alone devices of other ranks would be taken for this one."""
+        """Return the prediction for a rank. Predictions are looked up by device: their order is
+        that of the ranks at planning time, which may differ."""
         return self.expected_by_device.get(self.workers[rank].device)
 
     @cached_property
     def expected_by_device(self) -> Mapping[str, WorkerPrediction]:
-        """What is predicted of each device; nothing without a prediction."""
+        """Prediction by device; empty without a prediction."""
         told = self.prediction.workers if self.prediction is not None else ()
         return {expected.device: expected for expected in told}
 
     def team_of(self, rank: int, stage: int) -> tuple[int, ...]:
-        """The ranks that compute a stage's units together with this one, in their order."""
+        """Return the ranks of the tensor-parallel group containing `rank` in a stage, in order."""
         seats = self._turns_of(rank, stage)[0].seats
         return self.ranks_of(stage)[seats.start : seats.stop]
 
     def teams_of(self, stage: int) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each team of a stage, in its order."""
+        """Return the ranks of each tensor-parallel group of a stage, in order."""
         ranks = self.ranks_of(stage)
         return tuple(ranks[seats.start : seats.stop] for seats in self.stages[stage].seats)
 
     def parts_of(self, rank: int, stage: int) -> range:
-        """Which of the parts into which a stage divides units a rank computes."""
+        """Return the tensor-parallel parts of a stage's units computed by a rank."""
         parts = self.worker_of(rank, stage).parts
         first = self.team_of(rank, stage).index(rank) * parts
         return range(first, first + parts)
 
     def shares_among(self, stages: Sequence[int], part: int | None = None) -> dict[int, float]:
-        """By rank, in their order: its share of what these stages divide between them.
+        """Return the state share of each rank over `stages`, in rank order.
 
         Args:
-            part: those divide it who have this part of units; None: all of them.
+            part: only ranks with this tensor-parallel part share the state; None: all ranks.
         """
         shares: dict[int, float] = {}
         for number in stages:
@@ -374,37 +376,37 @@ class Plan(Document):
         return dict(sorted(shares.items()))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Numbers of the stages that a rank computes."""
+        """Return the numbers of the stages computed by a rank."""
         return tuple(number for number, seats in enumerate(self._seats) if rank in seats)
 
     def ranks_of(self, stage: int) -> tuple[int, ...]:
-        """The ranks of a stage, in its order."""
+        """Return the ranks of a stage, in the order of its workers."""
         return self._ranks[stage]
 
     def worker_of(self, rank: int, stage: int) -> Worker:
-        """A rank's part of a stage that it computes."""
+        """Return the worker of a rank in a stage."""
         return self.stages[stage].workers[self._seats[stage][rank]]
 
     @cached_property
     def _ranks(self) -> tuple[tuple[int, ...], ...]:
-        """By stage, the ranks of its workers."""
+        """Ranks of the workers of each stage."""
         numbers = {worker.device: rank for rank, worker in enumerate(self.workers)}
         return tuple(tuple(numbers[w.device] for w in stage.workers) for stage in self.stages)
 
     @cached_property
     def _seats(self) -> tuple[Mapping[int, int], ...]:
-        """By stage: of each of its ranks the place among the stage's workers."""
+        """For each stage, the index among its workers by rank."""
         return tuple({rank: seat for seat, rank in enumerate(ranks)} for ranks in self._ranks)
 
     def rows_of(self, rank: int) -> tuple[range, ...]:
-        """Which samples of the global batch a rank computes: those of each of its micro-batches,
-        in order. Where it has several stages, they are the same for all."""
+        """Return the rows of the global batch in each of a rank's micro-batches, in order. The rows
+        are equal in all stages of a rank."""
         number = self.stages_of(rank)[0]
         stage, turns = self.stages[number], self._turns_of(rank, number)
         return tuple(rows for turn in turns for rows in stage.rows_in(turn, self.waves))
 
     def numbers_of(self, rank: int, stage: int) -> tuple[int, ...]:
-        """The numbers of the micro-batches that a rank computes in a stage."""
+        """Return the numbers of a rank's micro-batches in a stage."""
         return tuple(
             turn.first + place
             for turn in self._turns_of(rank, stage)
@@ -412,12 +414,13 @@ class Plan(Document):
         )
 
     def _turns_of(self, rank: int, stage: int) -> Sequence[Turn]:
-        """Where the micro-batches of a rank in a stage lie: in each wave."""
+        """Return the turns of a rank in a stage: the positions of its micro-batches in each
+        wave."""
         return self._turns[stage][self._seats[stage][rank]]
 
     @cached_property
     def _turns(self) -> tuple[Mapping[int, Sequence[Turn]], ...]:
-        """By stage: of each seat the turns of its team."""
+        """For each stage, the turns of the tensor-parallel group by worker index."""
         found: list[dict[int, list[Turn]]] = []
         for stage in self.stages:
             of_seat: dict[int, list[Turn]] = {}
@@ -430,16 +433,16 @@ class Plan(Document):
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Samples of each of the parts into which the global batch is cut for those that read it:
-        one for each worker, or, where several read the same samples, one for each micro-batch."""
+        """Samples in each part of the global batch as divided for reading: a part for each worker,
+        or for each micro-batch if several workers read the same samples."""
         if self._is_read_once:
             return tuple(worker.samples for worker in self.workers)
         return tuple(len(one.rows) for one in self.stages[0].micro_batches(self.waves))
 
     @cached_property
     def takers(self) -> tuple[Taker, ...]:
-        """Who takes the parts of the batch, in the first stage, in its order. Without a prediction
-        a worker is as fast as it has samples."""
+        """Workers of the first stage with their parts of the batch, in order. Without a prediction
+        a worker's speed is its number of samples."""
         if self._is_read_once:
             return tuple(Taker((n,), self._speed(w)) for n, w in enumerate(self.workers))
         stage, ranks = self.stages[0], self.ranks_of(0)
@@ -449,26 +452,26 @@ class Plan(Document):
         )
 
     def parts_read_by(self, rank: int) -> tuple[int, ...]:
-        """The numbers of the parts of the batch that a rank reads, among `sizes`."""
+        """Return the indices into `sizes` of the parts of the batch read by a rank."""
         return (rank,) if self._is_read_once else self.numbers_of(rank, self.stages_of(rank)[0])
 
     @property
     def _is_read_once(self) -> bool:
-        """Whether each sample is read by a single rank."""
+        """True if each sample is read by a single rank."""
         return len(self.stages) == 1 and not self.in_teams
 
     def _speed(self, worker: Worker) -> float:
-        """Samples a second while it computes; without a prediction its samples a step."""
+        """Return samples per second of compute, or samples per step without a prediction."""
         predicted = self.expected_by_device.get(worker.device)
         computes_s = 0.0 if predicted is None else predicted.busy_s - predicted.optimizer_s
         return worker.samples / computes_s if computes_s > 0 else float(worker.samples)
 
     def first_call(self, stage: int) -> int:
-        """Number of a stage's first unit call, counted over all stages."""
+        """Return the number of a stage's first unit call, counted over all stages."""
         return sum(len(earlier.units) for earlier in self.stages[:stage])
 
     def for_devices(self, devices: Sequence[str]) -> Plan:
-        """The same plan with its workers in the order of `devices`, the id of each rank's device.
+        """Return the plan with workers ordered by `devices`, the id of each rank's device.
 
         Raises:
             InputError: the plan was made for other devices.

@@ -1,7 +1,7 @@
-"""What was measured: how fast each class computes, what the engine keeps in memory, the links.
+"""Measurements: compute time of each class, memory kept by the engine, links.
 
-Curves, never slopes: measured points by micro-batch size. Time differs by device class; memory by
-cause does not (the framework's constant apart), because it is counted on the engine's own tensors.
+Curves, never slopes: measured points by micro-batch size. Time differs by device class. Memory by
+cause does not (except for the framework's constant): it is counted on the engine's own tensors.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from gpumix.spec.units import LARGEST_LENGTH, Count, Flops, show_seconds
 
 ROOT = "(root)"
 
-# Noise makes a time longer than that of more work: `cost.curves` lowers it. By more than this it is
-# no noise; below a millisecond anything may be.
+# Noise can make less work take longer than more work; `cost.curves` lowers such times. A drop by
+# more than this factor is not noise; below a millisecond anything is possible.
 FALL, LEAST_FALL_S = 2.0, 1e-3
 
 
-# A whole number stays one.
+# Integers stay integers.
 StateBytes = Count | Annotated[float, Field(ge=0)]
 
 
 class UnitKind(Value):
-    """Units of one structure, of which one was profiled.
+    """Units of identical structure, one of which was profiled.
 
-    The memory curves give bytes by samples of one micro-batch. A working set is what exists for a
-    moment beside what is kept.
+    The memory curves give bytes by samples of a micro-batch. A working set is memory that exists
+    temporarily, in addition to memory that is kept.
     """
 
     name: str
@@ -102,15 +102,14 @@ class UnitKind(Value):
 
 
 class Needs(Value):
-    """What a unit call, or the loss, is computed from, by the code between units; beside the
-    batch."""
+    """Inputs of a unit call or the loss besides the batch, as used by the code between units."""
 
     root: tuple[str, ...] = Field(default=(), description="parameters of the root")
     outputs: tuple[Taken, ...] = Field(default=(), description="what earlier calls return")
 
 
 class End(Value):
-    """Parameters of the root that are used at one end of the model only."""
+    """Parameters of the root used at one end of the model only."""
 
     names: tuple[str, ...] = ()
     trainable: Count = 0
@@ -118,7 +117,7 @@ class End(Value):
 
 
 class RootParameter(Value):
-    """A parameter of the root by its name: its elements if it is trained, else its bytes."""
+    """A root parameter by name: elements if trained, otherwise bytes."""
 
     name: str
     trainable: Count = 0
@@ -126,7 +125,7 @@ class RootParameter(Value):
 
 
 class RootUnit(Value):
-    """The root unit: embedding, final norm, head, and whatever else lies between the units."""
+    """The root unit: embedding, final norm, head, and everything else outside the units."""
 
     trainable: Count
     frozen_bytes: Count = 0
@@ -166,7 +165,7 @@ class RootUnit(Value):
 
 
 class ModelProfile(Value):
-    """The model as the engine sees it: unit calls in order, and what they hold in memory."""
+    """The model from the engine's view: unit calls in order, and their memory."""
 
     fingerprint: str = Field(description="of unit names, parameter names, shapes and dtypes")
     compute_dtype: ComputeDtype = Field(default="fp32", description="that the bytes are of")
@@ -205,7 +204,7 @@ class ModelProfile(Value):
         return self
 
     def _check_needs(self) -> None:
-        """What is needed is there: parameters of the root, and earlier calls."""
+        """Check that all needs are met by root parameters and earlier calls."""
         known = {parameter.name for parameter in self.root.parameters}
         for number, needs in enumerate(self.needs):
             if unknown := set(needs.root) - known:
@@ -221,34 +220,34 @@ class ModelProfile(Value):
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """Numbers of the calls that a stage may begin with, beside the first: no unit is called
-        before and from there on."""
+        """Numbers of the calls, besides the first, where a stage may begin: no unit is called both
+        before and after."""
         last = {name: number for number, name in enumerate(self.calls)}
         behind = accumulate((last[name] for name in self.calls), max)
         return tuple(n for n, end in enumerate(behind, 1) if end < n < len(self.calls))
 
     @property
     def most_stages(self) -> int:
-        """Into how many stages it can be cut."""
+        """Largest number of stages the model can be cut into."""
         return len(self.cuts) + 1
 
     def check_timed(self, of_class: ClassProfile) -> None:
-        """Raise a ValueError where a class has no times of a unit."""
+        """Raise a ValueError if a class has no times of a unit."""
         missing = {ROOT, *self.kind_of_call} - set(of_class.units)
         if missing:
             name = of_class.device_class
             raise ValueError(f"unit '{min(missing)}' was not measured on device class '{name}'")
 
     def kind(self, name: str) -> UnitKind:
-        """The kind called `name`; raises KeyError if there is none."""
+        """Return the kind called `name`; raise a KeyError if there is none."""
         return {k.name: k for k in self.kinds}[name]
 
     def needs_of(self, begin: int, end: int) -> Needs:
-        """What calls [begin, end) need of the root and of earlier calls; the last call stands for
-        the loss too.
+        """Return the root parameters and earlier outputs needed by calls [begin, end). The last
+        call includes the loss.
 
         Raises:
-            ValueError: it is not known.
+            ValueError: the needs are unknown.
         """
         if not self.needs:
             raise ValueError("the profile does not say what calls need of each other")
@@ -267,8 +266,8 @@ class ModelProfile(Value):
         return self.root.trainable + sum(trainable[kind] for kind in units.values())
 
     def mean_per_element(self, *, of_matrices: float, of_others: float) -> float:
-        """The mean over all trained elements of what differs between the units' matrices and all
-        else."""
+        """Return the mean of a per-element value over all trained elements, given its value for the
+        units' matrices and for all others."""
         units = dict(zip(self.calls, self.kind_of_call))
         inside = {kind.name: kind.matrices for kind in self.kinds}
         matrices = sum(inside[kind] for kind in units.values())
@@ -277,9 +276,9 @@ class ModelProfile(Value):
 
 
 class UnitTimes(Value):
-    """Seconds of one unit call by samples of one micro-batch; `backward` includes the recompute,
-    `gradient` is the backward of a call whose graph was kept (None: not measured); `inputs` and
-    `weights` are its two parts where it is split, towards inputs and towards parameters."""
+    """Seconds of a unit call by samples of a micro-batch. `backward` includes recompute, `gradient`
+    is the backward with a saved graph (None: not measured). `inputs` and `weights` are the two
+    parts of a split backward: gradients of inputs and of parameters."""
 
     forward: Curve
     backward: Curve
@@ -289,17 +288,18 @@ class UnitTimes(Value):
 
 
 class ClassProfile(Value):
-    """How fast one device class is, and what it holds before gpumix allocates anything.
+    """Speed of a device class, and its memory use before gpumix allocates anything.
 
-    `units` has a time for each unit kind and, under `ROOT`, forward = the code before the first
-    unit; backward = head and loss, forward and backward, and the backward of the former; gradient =
-    of that, the latter; `chunked_head` is as backward, with some rows of the logits made at a time.
-    `largest_micro_batch` is the largest that was measured: a larger one was not worth the time, or
-    did not fit, so no plan goes beyond it but those of strategy `model`. None is no limit.
-    `host_copy` is the time to move bytes to pinned memory of the host or back, the slower of the
-    two; None: it was not measured, and nothing is kept there. `host_optimizer_s_per_element` is the
-    time to update state that is on the host, there; None: none is kept there. `estimated` marks
-    what a datasheet says where nothing was measured.
+    `units` has a time for each unit kind. Under `ROOT`, forward is the code before the first unit,
+    backward is head and loss in both passes plus the backward of the code before the first unit,
+    and gradient is that last part alone. `chunked_head` equals backward with chunked cross-entropy.
+
+    `largest_micro_batch` is the largest one measured: a larger one was not worth the time or did
+    not fit. Plans stay within this limit, except with strategy `model`. None means no limit.
+    `host_copy` is the time to move bytes to or from pinned host memory, the slower direction; None:
+    not measured, no CPU offload. `host_optimizer_s_per_element` is the time to update offloaded
+    state on the host; None: no state is offloaded. `estimated` marks datasheet values without a
+    measurement.
     """
 
     device_class: str
@@ -324,7 +324,8 @@ class ClassProfile(Value):
     choices: tuple[Choice, ...] = Field(default=(), description="why it computes as it does")
 
     def disturbed(self) -> str:
-        """In words, a time that falls by far as the micro-batch grows; empty if none does."""
+        """Describe a time that drops sharply as the micro-batch grows; return "" if there is
+        none."""
         for unit, times in self.units.items():
             for what, curve in times:
                 for (n, longer), (m, shorter) in combinations(_points(curve), 2):
@@ -344,8 +345,8 @@ TeamOperation = Literal["all_reduce", "exchange", "reduce"]
 
 
 class TeamCollective(Value):
-    """What the ranks of a team tell each other for one call: so many collectives of one kind, and
-    the bytes that each rank gives to all of them, by samples of one micro-batch."""
+    """Collectives of one type run by a tensor-parallel group for a unit call: their number, and the
+    total bytes sent by each rank, by samples of a micro-batch."""
 
     operation: TeamOperation
     times: Count
@@ -353,10 +354,9 @@ class TeamCollective(Value):
 
 
 class TeamTraffic(Value):
-    """The same by pass; `backward` is with recompute, `gradient` of a graph that was kept. Under
-    `ROOT` forward is that of the code before the first unit, backward that of head and loss in both
-    passes.
-    """
+    """Collectives of a tensor-parallel group by pass. `backward` includes recompute, `gradient`
+    uses a saved graph. Under `ROOT`, forward is the code before the first unit, backward is head
+    and loss in both passes."""
 
     forward: tuple[TeamCollective, ...] = ()
     backward: tuple[TeamCollective, ...] = ()
@@ -372,13 +372,14 @@ class TeamTraffic(Value):
 
 
 class TeamProfile(Value):
-    """The model as each rank of a team computes it: its part of every divided module.
+    """The model as computed by each rank of a tensor-parallel group: a part of every divided
+    module.
 
     Attributes:
-        classes: with the times of computing alone; of those classes that were measured.
-        told: by class, and by unit kind or `ROOT`.
-        enters, leaves: numbers of the calls whose hidden states come whole and are divided, and of
-            those behind which they become whole again before the next call.
+        classes: measured classes, with compute times only.
+        told: collectives by class, then by unit kind or `ROOT`.
+        enters, leaves: numbers of the calls that divide complete hidden states, and of the calls
+            after which hidden states are complete again before the next call.
     """
 
     degree: int = Field(ge=2, description="ranks of a team")
@@ -405,14 +406,14 @@ RankGroup = Literal["all", "inside", "across", "island", "rack"]
 
 
 class CollectiveTimes(Value):
-    """Seconds of one collective by bytes of the whole (gathered) buffer.
+    """Seconds of a collective by bytes of the complete (gathered) buffer.
 
-    It runs between `all` ranks, between those `inside` each host at the same time, or `across`: in
-    each host every rank with its like on other hosts, all at the same time, the buffer being what
-    one host holds in all; or between those of each `island`, or each `rack`. A `send` is one
-    message between two ranks, of one host or of two. A `sum` is an all-reduce, to which each rank
-    gives the whole buffer; of a team inside a host its form is the number of the team's ranks, as
-    that of its halves, `team_gather` and `team_reduce`, is.
+    `group` is `all` ranks; or the ranks `inside` each host, all hosts at once; or `across`: each
+    rank with its counterparts on other hosts, all at once, where the buffer is the total of one
+    host; or the ranks of each `island` or `rack`. A `send` is a message between two ranks, on one
+    or two hosts. A `sum` is an all-reduce of the complete buffer from each rank. For a
+    tensor-parallel group inside a host, the `form` of `sum` and of its halves, `team_gather` and
+    `team_reduce`, is the group size.
     """
 
     operation: Literal["gather", "reduce", "send", "sum", "team_gather", "team_reduce"]
@@ -422,7 +423,7 @@ class CollectiveTimes(Value):
 
 
 class HostInput(Value):
-    """What the data of a host's ranks takes of its cores."""
+    """CPU use of loading the data for a host's ranks."""
 
     host: str
     cores: float = Field(gt=0, description="that processes there may use")
@@ -447,7 +448,7 @@ class HostInput(Value):
 
 
 class Profile(Document):
-    """All that the planner needs to know of a model on a cluster."""
+    """All data about a model on a cluster required by the planner."""
 
     KIND: ClassVar[str] = "profile"
     kind: Literal["profile"] = "profile"
@@ -522,7 +523,7 @@ class Profile(Document):
         """Read the profile from `path`; see `Document.load`.
 
         Raises:
-            InputError: it is no profile, or a time in it falls by far as the micro-batch grows.
+            InputError: the file is not a profile, or a time drops sharply as the micro-batch grows.
         """
         profile = super().load(path, fix=fix)
         for of_class in profile.classes:
@@ -536,19 +537,19 @@ class Profile(Document):
 
     @property
     def estimated(self) -> tuple[str, ...]:
-        """Classes whose times are estimates from their datasheets."""
+        """Classes with times estimated from datasheets."""
         return tuple(c.device_class for c in self.classes if c.estimated)
 
     def model_of(self, name: str) -> ModelProfile:
-        """The model in the dtype that a class computes in; raises KeyError if there is none."""
+        """Return the model in a class's compute dtype; raise a KeyError if there is none."""
         return self.model_in(self.of_class(name).compute_dtype)
 
     def model_in(self, dtype: ComputeDtype) -> ModelProfile:
-        """The model in a dtype; raises KeyError if nothing is known of it."""
+        """Return the model in a dtype; raise a KeyError if there is none."""
         return {m.compute_dtype: m for m in (self.model, *self.other_models)}[dtype]
 
     def of_class(self, name: str) -> ClassProfile:
-        """The profile of one device class; raises KeyError if there is none."""
+        """Return the profile of a device class; raise a KeyError if there is none."""
         for of_class in self.classes:
             if of_class.device_class == name:
                 return of_class

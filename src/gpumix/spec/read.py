@@ -1,7 +1,7 @@
-"""Reads what a user writes: a job file with `--set` arguments, and a cluster file.
+"""Reading of user files: a job file with `--set` arguments, and a cluster file.
 
-The only way from YAML to a `Job` or a `Cluster`. Every error is an `InputError` that names the key,
-the file and the line, or the argument; all errors of a file come at once.
+This is the only way from YAML to a `Job` or a `Cluster`. Every error is an `InputError` naming the
+key, the file and the line, or the argument. All errors of a file are reported together.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ CONFIG_FIX = "give the config.json of a transformers model, or its content with 
 
 
 def read_job(path: Path, overrides: Sequence[str] = ()) -> Job:
-    """The job in the YAML file at `path`, with `overrides` of the form key=value.
+    """Read the job from the YAML file at `path`, applying `overrides` of the form key=value.
 
-    Relative paths in the file start at its folder, those in overrides at the current directory; in
-    the job they are absolute. A cluster file that the job names is read too.
+    Relative paths start at the file's folder, paths in overrides at the current directory; the
+    returned job has absolute paths. A cluster file named in the job is read too.
 
     Raises:
         InputError: a file or an override is wrong.
@@ -65,7 +65,7 @@ def read_job(path: Path, overrides: Sequence[str] = ()) -> Job:
 
 
 def read_cluster(path: Path) -> Cluster:
-    """The cluster in the YAML file at `path`, in its long or its short form.
+    """Read the cluster from the YAML file at `path`, in the long or short form.
 
     Raises:
         InputError: the file is wrong.
@@ -88,7 +88,8 @@ def read_cluster(path: Path) -> Cluster:
 
 
 def _checked(tree: Tree) -> tuple[Job, Cluster | str]:
-    """The job with its cluster left out, and that cluster: a value, a path or 'auto'."""
+    """Validate the job without its cluster; return both. The cluster is a value, a path or
+    'auto'."""
     assert isinstance(tree.value, dict)
     written = tree.value.get("cluster", AUTO)
     cluster: Cluster | str | None
@@ -100,12 +101,12 @@ def _checked(tree: Tree) -> tuple[Job, Cluster | str]:
 
 
 def _named_cluster(name: str, tree: Tree) -> Cluster | Literal["auto"]:
-    """The cluster that the text `name` stands for."""
+    """Return the cluster named by `name`, a path or 'auto'."""
     if name == AUTO:
         return AUTO
     place = tree.place(CLUSTER)
     path = _absolute(Path(name), place)
-    with suppress(OSError):  # a name that is too long is no file either
+    with suppress(OSError):  # a name may be too long for a file
         if name and path.exists():
             return read_cluster(path)
     meant = did_you_mean(nearest(name, [AUTO]))
@@ -117,7 +118,7 @@ def _named_cluster(name: str, tree: Tree) -> Cluster | Literal["auto"]:
 
 
 def _with_paths(value: Any, tree: Tree, keys: Keys) -> Any:
-    """`value`, which stands at `keys`, with every path in it made absolute."""
+    """Return `value`, found at `keys`, with absolute paths."""
     if isinstance(value, Path):
         return _absolute(value, tree.place(keys))
     if isinstance(value, tuple):
@@ -126,7 +127,7 @@ def _with_paths(value: Any, tree: Tree, keys: Keys) -> Any:
         names = type(value).model_fields
         found = {n: _with_paths(getattr(value, n), tree, (*keys, n)) for n in names}
         changed = {n: item for n, item in found.items() if item != getattr(value, n)}
-        return value.model_copy(update=changed)  # what nobody said stays unsaid
+        return value.model_copy(update=changed)  # unset fields stay unset
     return value
 
 
@@ -147,7 +148,8 @@ def _absolute(path: Path, place: Place) -> Path:
 
 
 def _check_model_config(config: Path | dict[str, Any], place: Place) -> None:
-    """A configuration, in a file or inline, names its kind of model as `transformers` wants it."""
+    """Check that a model configuration, in a file or inline, has a `model_type` for
+    `transformers`."""
     found = _read_json(config, place) if isinstance(config, Path) else config
     if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
         holder = f" in {config}" if isinstance(config, Path) else ""

@@ -1,7 +1,7 @@
-"""Errors of reading in plain English: what is wrong, on which line, and the nearest valid word.
+"""Input errors in plain English: the problem, its line, and the nearest valid word.
 
-Translates what pydantic found, unions without their noise, and gathers all problems of one file
-into one `InputError`. Sits under `spec.read`.
+Translates pydantic's errors, removes the noise of unions, and combines all problems of a file into
+one `InputError`. Used by `spec.read`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _KIND = {
     "less_than": "less than {lt:g}",
     "less_than_equal": "{le:g} or less",
     "too_short": "of length {min_length} or more",
-    "too_long": "a list of {max_length}",  # only a tuple of so many has a longest length
+    "too_long": "a list of {max_length}",  # only tuples of fixed length have a maximum length
     "string_too_short": "of length {min_length} or more",
     "literal_error": "{expected}",
 }
@@ -57,8 +57,8 @@ _PATTERN = {
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong at `keys`, or between the values in there; `first` is the keys of
-    what it clashes with."""
+    """A problem at `keys`, or `between` the values below `keys`; `first` is the location of a
+    conflicting value."""
 
     keys: Keys
     what: str
@@ -68,10 +68,11 @@ class Problem:
 
 
 def validated(model: type[M], value: object, keys: Keys = ()) -> tuple[M | None, list[Problem]]:
-    """`value`, which stands at `keys` of its file, as a `model`; or None and what is wrong with it.
+    """Validate `value`, found at `keys` of its file, as `model`; return None and problems on
+    errors.
 
-    Strict, because `steps: yes` is not 1; as JSON, because strict JSON still reads a path from text
-    and a tuple from a list.
+    Strict, because `steps: yes` is not 1. As JSON, because strict JSON mode still converts text to
+    a path and a list to a tuple.
     """
     try:
         return model.model_validate_json(json.dumps(value), strict=True), []
@@ -80,7 +81,7 @@ def validated(model: type[M], value: object, keys: Keys = ()) -> tuple[M | None,
 
 
 def input_error(problems: Iterable[Problem], tree: Tree) -> InputError:
-    """All `problems` as one error, in the order of the file, then of the `--set` arguments."""
+    """Combine all `problems` into one error, in file order, followed by `--set` arguments."""
     told = sorted((_told(p, tree) for p in problems), key=lambda t: _order(t[0]))
     place, what, fix = told[0]
     rest = [f"  also {p}: {w}" + (f" ({f})" if f else "") for p, w, f in told[1:]]
@@ -88,17 +89,17 @@ def input_error(problems: Iterable[Problem], tree: Tree) -> InputError:
 
 
 def suggest(meant: str | None, choices: Iterable[str], what: str) -> str:
-    """The fix for a wrong word: the one that was meant, if any, and all `choices`."""
+    """Return the fix for a wrong word: the intended word, if known, and all `choices`."""
     return f"{did_you_mean(meant)} {what}: {', '.join(choices)}".lstrip()
 
 
 def did_you_mean(meant: str | None) -> str:
-    """The question, or nothing if nothing is near."""
+    """Return the question, or an empty string for None."""
     return "" if meant is None else f"did you mean '{meant}'?"
 
 
 def nearest(word: str, choices: Collection[str]) -> str | None:
-    """The choice most like `word`, by its initials ('learning_rate': 'lr') or by its letters."""
+    """Return the choice closest to `word`, by initials ('learning_rate': 'lr') or by letters."""
     initials = "".join(part[:1] for part in re.split(r"[_\W]+", word))
     if len(initials) > 1 and initials in choices:
         return initials
@@ -115,7 +116,7 @@ def _told(problem: Problem, tree: Tree) -> tuple[Place, str, str]:
     place, what = tree.place(problem.keys), problem.what
     if problem.between:
         what = f"'{show_keys(problem.keys)}': {what}"
-        # What was set from outside does not fit what is in the file.
+        # The override is at fault: it conflicts with values of the file.
         place = next(tree.overrides(problem.keys), place)
     return place, what + first, problem.fix
 
@@ -123,8 +124,8 @@ def _told(problem: Problem, tree: Tree) -> tuple[Place, str, str]:
 def problems(
     model: type[BaseModel], value: object, errors: Sequence[ErrorDetails], top: Keys = ()
 ) -> list[Problem]:
-    """What is wrong with a `value` that is no `model`: one problem per place. A missing key that an
-    unknown one was meant for is not told."""
+    """Return the problems of a `value` that is not a valid `model`, one per location. A missing key
+    is not reported if an unknown key was probably meant for it."""
     at: dict[Keys, list[ErrorDetails]] = {}
     for error in errors:
         at.setdefault(_real_keys(value, error), []).append(error)
@@ -138,7 +139,8 @@ def problems(
 
 
 def _real_keys(value: Any, error: ErrorDetails) -> Keys:
-    """The location without the names of union branches, which are no keys of the file."""
+    """Return the error's location without names of union branches, which are not keys of the
+    file."""
     keys: list[str | int] = []
     for part in error["loc"]:
         inside = isinstance(value, list) and isinstance(part, int) and part < len(value)
@@ -157,7 +159,8 @@ def _unknown(model: type[BaseModel], below: Keys, top: Keys) -> Problem:
 
 
 def _meant(model: type[BaseModel], keys: Keys) -> str | None:
-    """The valid key that an unknown one stands for: of the same name deeper down, or like it."""
+    """Guess the valid key meant by an unknown key: an equally named nested key, or a similar
+    name."""
     name = str(keys[-1])
     deeper = [k for k in _dotted(model) if k.endswith(f".{name}")] if len(keys) == 1 else []
     if len(deeper) == 1:
@@ -168,7 +171,8 @@ def _meant(model: type[BaseModel], keys: Keys) -> str | None:
 def _wrong(
     model: type[BaseModel], below: Keys, errors: Sequence[ErrorDetails], top: Keys
 ) -> Problem:
-    """A missing or wrong value; of a union, what each branch wanted."""
+    """Return the problem for a missing or wrong value; for a union, list the types of all
+    branches."""
     keys, error = (*top, *below), errors[0]
     shown = show_keys(keys)
     if error["type"] == "missing":
@@ -176,7 +180,7 @@ def _wrong(
     if error["type"] == "value_error":
         said = str(error["ctx"]["error"])
         return Problem(keys, said, between=bool(shown))
-    # One value stands for a list of it: what is no list is no short one.
+    # A single value is accepted for a list, so a non-list is not reported as too short.
     short = [e for e in errors if e["type"] == "too_short" and e["input"] != []]
     told = [e for e in errors if e not in short] or errors
     wanted = " or ".join(dict.fromkeys(_wanted(e) for e in told))
@@ -187,7 +191,7 @@ def _wrong(
 
 
 def _example(model: type[BaseModel], keys: Keys) -> str:
-    """How a key that is missing is written, if its field has an example."""
+    """Return the fix for a missing key if its field has an example."""
     for name, field in _model_at(model, keys[:-1]).model_fields.items():
         if field.examples and keys[-1] == (field.alias or name):
             written = yaml.safe_dump({keys[-1]: field.examples[0]}, default_flow_style=True)
@@ -212,12 +216,12 @@ def _nearest_choice(error: ErrorDetails) -> str:
 
 
 def _fields(model: type[BaseModel]) -> dict[str, Any]:
-    """Each key as it is written, and its annotation."""
+    """Return the annotation of each key as written in files."""
     return {f.alias or name: f.annotation for name, f in model.model_fields.items()}
 
 
 def _parts(annotation: Any) -> Iterator[Any]:
-    """An annotation such as `tuple[Row, ...]` or `Form | None`, and all that it is made of."""
+    """Yield an annotation such as `tuple[Row, ...]` or `Form | None`, and all components."""
     yield annotation
     for part in get_args(annotation):
         yield from _parts(part)
@@ -230,14 +234,15 @@ def _models(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def _model_at(model: type[BaseModel], keys: Keys) -> type[BaseModel]:
-    """The model that holds what is below `keys`; positions and the user's names change nothing."""
+    """Return the model containing the fields below `keys`; indices and user-defined names are
+    skipped."""
     for key in keys:
         model = next(_models(_fields(model).get(str(key))), model)
     return model
 
 
 def _annotation(model: type[BaseModel], keys: Keys) -> Any:
-    """The annotation of the field that `keys` lead to or into; None if there is none."""
+    """Return the annotation of the field containing `keys`; None if there is none."""
     names = [i for i, key in enumerate(keys) if isinstance(key, str)]
     if not names:
         return None
@@ -245,7 +250,7 @@ def _annotation(model: type[BaseModel], keys: Keys) -> Any:
 
 
 def _dotted(model: type[BaseModel], above: str = "") -> Iterator[str]:
-    """Every key that a file may hold, dotted; lists and the user's own names are left out."""
+    """Yield all dotted keys of a file, except keys inside lists and user-defined names."""
     for key, annotation in _fields(model).items():
         yield f"{above}{key}"
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):

@@ -1,7 +1,7 @@
-"""`--set key=value`: one value of a job replaced from the command line.
+"""Replacement of single values of a job from the command line with `--set key=value`.
 
-The key is dotted, the value is YAML. Whether the key exists is for the job's own check to say,
-which then names the argument as the place. Sits under `spec.read`.
+The key is dotted, the value is YAML. The job's own validation checks that the key exists and
+reports the argument as the location. Used by `spec.read`.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from gpumix.spec.read_yaml import (
 
 
 def key_of(argument: str) -> str:
-    """The dotted key of an argument, without the spaces around its parts."""
+    """Return the dotted key of an argument, without spaces around its parts."""
     return ".".join(part.strip() for part in argument.partition("=")[0].split("."))
 
 
 def overridden(tree: Tree, argument: str) -> Tree:
-    """`tree` with one value set; mappings on the way to it are made where they are missing.
+    """Return `tree` with one value set, creating missing mappings on the path.
 
     Raises:
-        InputError: the argument is not key=value, its value is not YAML, or its key leads through
-            something that is no mapping.
+        InputError: the argument is not key=value, its value is not YAML, or its key leads through a
+            value that is not a mapping.
     """
     source = Source(f"--set {argument}", Path.cwd())
     key, equals, text = argument.partition("=")
@@ -51,7 +51,7 @@ def overridden(tree: Tree, argument: str) -> Tree:
 
 
 def _with(holder: object, keys: Keys, depth: int, value: object, source: Source) -> object:
-    """`holder`, a mapping that stands at keys[:depth], with `value` at `keys`."""
+    """Return `holder`, a mapping at keys[:depth], with `value` set at `keys`."""
     if depth == len(keys):
         return value
     if holder is not None and not isinstance(holder, dict):

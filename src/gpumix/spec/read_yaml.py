@@ -1,7 +1,7 @@
-"""YAML text as plain values, with the place of every key, so that an error can name its line.
+"""YAML text as plain values, with the location of every key, so that errors can name the line.
 
-PyYAML's node tree (`compose`) knows lines and columns; nothing in it runs code. Sits under
-`spec.read`; the values are what JSON has: mappings with text keys, lists, text, numbers, booleans.
+PyYAML's node tree (`compose`) has lines and columns, and never runs code. Used by `spec.read`. The
+values are those of JSON: mappings with text keys, lists, text, numbers, booleans.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gpumix.spec.errors import InputError, no_such_file
 from gpumix.spec.files import opened, why_unreadable
 
 Keys = tuple[str | int, ...]
-"""The way from the top of a file to a value: keys of mappings and positions in lists."""
+"""Path from the top of a file to a value: mapping keys and list indices."""
 
 MAX_BYTES = 10_000_000
 MAX_DEPTH = 50
@@ -30,16 +30,16 @@ _TAG = "tag:yaml.org,2002:"
 _PLAIN = {"bool", "null", "int", "float"}
 _EXPONENT = re.compile(r"^[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$")
 UNFIT = re.compile("[\0\ud800-\udfff]")
-"""Characters that neither a file's name nor JSON can hold."""
+"""Characters not allowed in file names and JSON."""
 
-# YAML takes these for something else at the beginning of a value.
+# Characters with a special meaning in YAML at the start of a value.
 BEGINS_ODDLY = re.compile(r"(?:^|[\s:,\[{=])[*&!%@`]")
 NEEDS_QUOTES = """put a value that begins with one of * & ! % @ ` in quotes: '"*.md"'"""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A file, or a `--set` argument; relative paths written in it start at `folder`."""
+    """A file, or a `--set` argument; relative paths in the source start at `folder`."""
 
     name: str
     folder: Path
@@ -47,7 +47,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Place:
-    """Where something was written; `line` counts from 1 and is 0 in a `--set` argument."""
+    """The location of a value; `line` counts from 1 and is 0 in a `--set` argument."""
 
     source: Source
     line: int = 0
@@ -59,26 +59,26 @@ class Place:
 
 @dataclass(frozen=True)
 class Tree:
-    """Plain values and the place of every key and list item; the top's keys are ()."""
+    """Plain values, with the location of every key and list item; the keys of the top are ()."""
 
     value: object
     places: dict[Keys, Place]
 
     def place(self, keys: Keys) -> Place:
-        """Where `keys` was written; what was not written has the place of what should hold it."""
+        """Return the location of `keys`; for a missing value, of the nearest existing parent."""
         while keys not in self.places:
             keys = keys[:-1]
         return self.places[keys]
 
     def overrides(self, keys: Keys) -> Iterator[Place]:
-        """The places of what `--set` put in below `keys`."""
+        """Yield the locations of `--set` values below `keys`."""
         for below, place in self.places.items():
             if not place.line and len(below) > len(keys) and below[: len(keys)] == keys:
                 yield place
 
 
 def load_yaml(path: Path, what: str) -> Tree:
-    """The values in the YAML file at `path`; `what` names the kind of file in errors.
+    """Read the YAML file at `path`; errors call the file a `what` file.
 
     Raises:
         InputError: the file is missing, a folder, not UTF-8, empty or not YAML.
@@ -120,10 +120,11 @@ def load_yaml(path: Path, what: str) -> Tree:
 
 
 def parse_yaml(text: str, source: Source, *, lines: bool = True) -> Tree | None:
-    """The values in `text`, None if it holds none; without `lines` all are at `source` itself.
+    """Parse `text`; return None if empty. Without `lines` all values are located at `source`
+    itself.
 
     Raises:
-        InputError: not YAML, a key twice, an odd tag, or nested or repeated without end.
+        InputError: not YAML, a repeated key, an unsupported tag, or too deep or too many values.
     """
     reader = _Reader(source, lines)
     node = _compose(text, reader)
@@ -134,11 +135,11 @@ def parse_yaml(text: str, source: Source, *, lines: bool = True) -> Tree | None:
 
 
 class _TooMany(yaml.MarkedYAMLError):
-    """More values than are read."""
+    """More values than allowed."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Stops at more than it may read: each node takes a kilobyte, and time."""
+    """Loader with a limit on nodes: each takes a kilobyte, and time."""
 
     nodes = 0
 
@@ -152,7 +153,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _compose(text: str, reader: _Reader) -> yaml.Node | None:
-    """PyYAML's node tree, and its errors in our words."""
+    """Return PyYAML's node tree, translating errors."""
     try:
         node: yaml.Node | None = yaml.compose(text, Loader=_Loader)
         return node
@@ -178,7 +179,7 @@ def _compose(text: str, reader: _Reader) -> yaml.Node | None:
 
 
 class _Reader:
-    """Turns nodes into values and notes where each was; lives for one text."""
+    """Converts nodes of one text to values and records the location of each."""
 
     def __init__(self, source: Source, lines: bool) -> None:
         self.source = source
@@ -190,7 +191,7 @@ class _Reader:
         return Place(self.source, mark.line + 1, mark.column) if self.lines else Place(self.source)
 
     def exact(self, mark: yaml.Mark | None) -> str:
-        """`file:line:column`, for errors of syntax."""
+        """Return `file:line:column`, for syntax errors."""
         if mark is None or not self.lines:
             return self.source.name
         return f"{self.source.name}:{mark.line + 1}:{mark.column + 1}"
@@ -199,7 +200,7 @@ class _Reader:
         return InputError(what, where=self.exact(node.start_mark), fix=fix)
 
     def value(self, node: yaml.Node, keys: Keys) -> object:
-        """The value of `node`. Aliases repeat values, hence the two limits."""
+        """Return the value of `node`. Aliases repeat values, hence the two limits."""
         if len(keys) > MAX_DEPTH:
             raise self.fail(f"this is nested deeper than {MAX_DEPTH} levels", node)
         if len(self.places) > MAX_VALUES:
@@ -231,7 +232,7 @@ class _Reader:
         return values
 
     def key(self, node: yaml.Node) -> str:
-        """A key is the text as it is written, so that `on` and `1` are names and not values."""
+        """Return the text of a key as written, so that `on` and `1` are names and not values."""
         if not isinstance(node, yaml.ScalarNode):
             raise self.fail("a key must be text", node)
         if node.tag == f"{_TAG}merge":
@@ -244,9 +245,9 @@ class _Reader:
         return str(node.value)
 
     def scalar(self, node: yaml.ScalarNode) -> object:
-        """Text, or the number, boolean or null that it stands for.
+        """Return the text, number, boolean or null of a scalar.
 
-        YAML 1.1 takes `3e-4` for text, for want of a point; everybody else takes it for a number.
+        YAML 1.1 reads `3e-4` as text because the point is missing; everybody else reads a number.
         """
         tag = node.tag.removeprefix(_TAG)
         if tag in _PLAIN:
@@ -258,7 +259,7 @@ class _Reader:
         return self.text(node)
 
     def plain(self, node: yaml.ScalarNode) -> object:
-        """What a plain scalar stands for; a float may be infinite, a whole number not too long."""
+        """Convert a plain scalar; floats may be infinite, but integers may not be too long."""
         try:
             value: object = self.scalars.construct_object(node)
             str(value)
@@ -268,13 +269,13 @@ class _Reader:
 
 
 def show_keys(keys: Keys) -> str:
-    """`keys` as a person writes them: 'cluster.devices[1].host'."""
+    """Format `keys` for users: 'cluster.devices[1].host'."""
     shown = "".join(f"[{k}]" if isinstance(k, int) else f".{k}" for k in keys)
     return shown.removeprefix(".")
 
 
 def show_value(value: object) -> str:
-    """`value` as a person says it, for 'it is ...'; never long."""
+    """Format `value` for error messages, shortened to 60 characters."""
     if value is None or value in ([], {}):
         return "empty"
     if isinstance(value, dict | list):

@@ -1,4 +1,4 @@
-"""Why a plan is what it is: what it was weighed against, what binds, what each class is worth."""
+"""Reasons for a plan: alternatives considered, bottlenecks, and the worth of each class."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gpumix.spec.base import Value
 
 
 class Alternative(Value):
-    """Another plan that was weighed, and why it lost."""
+    """A rejected plan, with the reason."""
 
     strategy: str
     step_s: float | None = Field(default=None, description="None: it is not possible")
@@ -18,7 +18,7 @@ class Alternative(Value):
 
 
 class Mixing(Value):
-    """The plan against the best one that a single class can do."""
+    """Comparison of the plan with the best plan for a single class."""
 
     pays: bool
     best_class: str | None = Field(
@@ -39,7 +39,7 @@ class Mixing(Value):
 
 
 class Binding(Value):
-    """What a faster step would need more of."""
+    """Bottlenecks of the step."""
 
     compute: tuple[str, ...] = Field(description="classes that compute all the time that any does")
     memory: tuple[str, ...] = Field(default=(), description="classes whose memory is full")
@@ -48,7 +48,7 @@ class Binding(Value):
 
 
 class Worth(Value):
-    """What a class adds to the best plan there is, in tokens a second; 0.1 is 10 % more."""
+    """Worth of a class: relative gain of the best plan in tokens per second; 0.1 is 10 % more."""
 
     device_class: str
     whole: float | None = Field(
@@ -58,7 +58,7 @@ class Worth(Value):
 
 
 class Dtype(Value):
-    """What a class computes in."""
+    """Compute dtype of a class, with the reason."""
 
     device_class: str
     compute_dtype: str
@@ -66,7 +66,7 @@ class Dtype(Value):
 
 
 class Reasons(Value):
-    """All of them; `mixing` is None where there is only one class that could train."""
+    """All reasons for a plan; `mixing` is None if only one class could train."""
 
     mixing: Mixing | None = None
     hosts_left_out: tuple[str, ...] = Field(

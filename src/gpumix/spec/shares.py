@@ -1,7 +1,7 @@
-"""Which part of each global batch a rank reads: the only thing a plan decides about the data.
+"""Parts of the global batch read by each rank: a plan's only decision about the data.
 
-Pure and numpy-free. Parts lie in a batch in rank order, or as the micro-batches of a plan do
-whose ranks read the same ones: those of several stages, or of a team. A part may be empty.
+Pure and numpy-free. Parts are in rank order, or in the order of a plan's micro-batches if several
+ranks read the same samples (pipeline stages or tensor-parallel groups). A part may be empty.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Plan, Taker
 
 Shares = Sequence[int] | Plan
-"""Samples of each global batch per rank, in rank order; or the plan that says so."""
+"""Samples of each global batch per rank, in rank order; or a plan."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Share:
     """A rank's part of a global batch.
 
     Attributes:
-        sizes: into which parts the batch is cut, in order.
-        own: numbers of those that the rank reads.
+        sizes: samples in each part of the batch, in order.
+        own: numbers of the parts read by the rank.
     """
 
     sizes: tuple[int, ...]
@@ -42,10 +42,10 @@ class Share:
         return (0, *accumulate(self.sizes))
 
     def rows(self, total: int | None = None) -> tuple[range, ...]:
-        """The rank's rows of the batch; of one of only `total` samples, if that is given, which is
-        cut in the same proportions.
+        """Return the rank's rows of the batch. With `total`, a smaller batch is divided in the same
+        proportions.
 
-        No part gets more than in a full batch, so what fits in memory there fits here.
+        No part gets more samples than in a full batch, so memory suffices.
         """
         whole = self.total
         rows = [self._offsets[n : n + 2] for n in self.own]
@@ -55,12 +55,11 @@ class Share:
 
 
 def workers_of(shares: Shares) -> tuple[Taker, ...]:
-    """Who takes the parts of the batch, in their order; of a plan of several stages in the first
-    one. By lists of samples, and by plans without a prediction, a worker is as fast as it has
-    samples.
+    """Return the workers of the (first) stage with their parts of the batch, in order. For lists of
+    samples and plans without a prediction, a worker's speed is its number of samples.
 
     Raises:
-        InputError: a share is negative or no integer, or all are zero.
+        InputError: a share is negative or not an integer, or all are zero.
     """
     if not isinstance(shares, Plan):
         return tuple(Taker((n,), float(size)) for n, size in enumerate(_checked(shares)))
@@ -68,10 +67,10 @@ def workers_of(shares: Shares) -> tuple[Taker, ...]:
 
 
 def share_of(shares: Shares, rank: int) -> Share:
-    """The part of `rank`.
+    """Return the part of `rank`.
 
     Raises:
-        InputError: a share is negative or no integer, all are zero, or `rank` has none.
+        InputError: a share is negative or not an integer, all are zero, or `rank` has none.
     """
     if isinstance(shares, Plan):
         if not 0 <= rank < len(shares.workers):
@@ -84,12 +83,12 @@ def share_of(shares: Shares, rank: int) -> Share:
 
 
 def rows_of(plan: Plan, rank: int, samples: int) -> tuple[range, ...]:
-    """Which samples of a global batch of only `samples` a rank computes: those of each of its
-    micro-batches, in order; in several stages some may have none, for others count on them. Of a
-    whole batch see `Plan.rows_of`.
+    """Return the rows of each micro-batch of a rank, in order, in a batch of only `samples`
+    samples. With several stages a micro-batch may be empty, because other stages rely on the count.
+    For a full batch see `Plan.rows_of`.
 
     Raises:
-        InputError: there are none, or more than the plan has.
+        InputError: `samples` is zero, or more than the plan's global batch.
     """
     if not 0 < samples <= plan.global_batch:
         raise InputError(

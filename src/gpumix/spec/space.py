@@ -1,4 +1,4 @@
-"""Which techniques a plan may use. The planner searches a space, never more."""
+"""Search space of the planner: the techniques a plan may use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def one_is_some(value: Any) -> Any:
-    """`zero_stages: 3` means `zero_stages: [3]`."""
+    """Accept a single value for a list: `zero_stages: 3` means `zero_stages: [3]`."""
     return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
@@ -24,8 +24,8 @@ Some = Annotated[tuple[T, ...], Field(min_length=1), BeforeValidator(one_is_some
 
 
 class Space(Value):
-    """What a plan may choose among, beside samples, micro-batches and shares; one value, or a list
-    of them. All by default."""
+    """Techniques available to a plan, besides samples, micro-batches and shares; a value or a list
+    of values each. All by default."""
 
     zero_stages: Some[ZeroStage] = Field(
         default=(3, 2, 1, 0), description="what of the state is divided between devices"
@@ -99,22 +99,22 @@ class Space(Value):
         return self
 
     def leaving_out(self) -> Space:
-        """The same where no processes are started yet."""
+        """Return the space for planning before any processes are started."""
         return self if self.leave_out is not None else self.model_copy(update={"leave_out": True})
 
     def with_all_devices(self) -> Space:
-        """The same where none may be left out."""
+        """Return the space without leaving out devices."""
         return self.model_copy(update={"leave_out": False})
 
     def in_one_stage(self) -> Space:
-        """The same without several stages, and without teams."""
+        """Return the space without several stages and tensor parallelism."""
         return self.model_copy(update={"most_stages": 1, "tensor": (1,)})
 
     def modes(self, zero_stage: ZeroStage) -> Iterator[Mode]:
-        """What a worker may do at this stage, the plainest first.
+        """Yield the modes of a worker at a ZeRO stage, plainest first.
 
-        Micro-batches run one after the other only where each rank has the whole gradient, to which
-        they add, and all parameters: at stages 0 and 1.
+        Sequential micro-batches need the full parameters and the full gradient to accumulate into,
+        so they require stage 0 or 1.
         """
         choices = product(self.orders, self.recompute, self.boundaries, self.heads)
         for order, recompute, boundary, head in choices:
@@ -125,7 +125,7 @@ class Space(Value):
             yield Mode(recompute=recompute, boundary=boundary, order=order, head=head)
 
     def missing(self, plan: Plan) -> str:
-        """What `plan` uses that is not in this space, in words; empty if nothing."""
+        """Describe the first technique of `plan` outside this space; return "" if there is none."""
         if plan.zero_stage not in self.zero_stages:
             return f"ZeRO stage {plan.zero_stage}"
         if other := set(plan.degrees) - set(self.tensor):

@@ -1,4 +1,4 @@
-"""One stage of a plan: a run of units, and what each of its workers computes and stores of them."""
+"""Stages of a plan: a range of units, and each worker's compute and state."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Head = Literal["whole", "chunked"]
 
 
 class Mode(Value):
-    """How a worker runs its micro-batches, and what it keeps for their backward.
+    """Execution mode of a worker's micro-batches, and data kept for the backward.
 
-    With `recompute` a unit is computed again in the backward pass from its saved inputs, which lie
-    on the device or on the host (`boundary`); without it the graph is kept. `sequential` runs
-    forward and backward of one micro-batch after the other, the smaller one first, `layered` each
-    unit for all of them. A `chunked` head makes some rows of a micro-batch's logits at a time, if
-    the model takes nothing but its loss of them.
+    With `recompute` (activation checkpointing) a unit is recomputed in the backward from its saved
+    inputs, on the device or the host (`boundary`); without it the graph is kept. `sequential` runs
+    forward and backward of one micro-batch after the other, the smaller one first; `layered` runs
+    each unit for all micro-batches. A `chunked` head computes some rows of a micro-batch's logits
+    at a time, provided the model uses the logits only for its loss.
     """
 
     recompute: bool = True
@@ -42,7 +42,7 @@ class Mode(Value):
         return self
 
     def describe(self) -> str:
-        """A few words for tables."""
+        """Return a short description for tables."""
         kept = "recompute" if self.recompute else "keep graphs"
         where = " from host" if self.boundary == "host" else ""
         order = ", sequential" if self.order == "sequential" else ""
@@ -53,9 +53,9 @@ PLAIN = Mode()
 
 
 class Worker(Value):
-    """One device's part: its samples of each global batch, and its share of the state.
+    """A device's samples of each global batch, and its share of the state.
 
-    `samples` may be zero (it only stores) and `state_share` may be zero (it only computes).
+    `samples` may be zero (storage only), and `state_share` may be zero (compute only).
     """
 
     device: str
@@ -104,7 +104,7 @@ class Worker(Value):
 
 
 class Taken(Value):
-    """What a stage needs of an earlier one: a tensor that a unit call returns."""
+    """An input of a stage from an earlier stage: a tensor returned by a unit call."""
 
     call: int = Field(ge=0, description="number of the call, counted over all stages")
     output: int = Field(ge=0, description="number of the tensor's place in what the call returns")
@@ -112,8 +112,9 @@ class Taken(Value):
 
 
 class Turn(NamedTuple):
-    """A team's part of a wave: its seats, and where its micro-batches of the wave begin among those
-    of the stage, and among the rows of the global batch."""
+    """A tensor-parallel group's part of a wave: its seats (worker indices), and the start of its
+    micro-batches of the wave, as a micro-batch number of the stage and a row of the global
+    batch."""
 
     seats: range
     wave: int
@@ -123,8 +124,8 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True)
 class MicroBatchOf:
-    """A micro-batch of a stage: the places of those of its workers that compute it, in which wave,
-    and its rows of the global batch."""
+    """A micro-batch of a stage: indices of the computing workers, the wave, and the rows of the
+    global batch."""
 
     seats: range
     wave: int
@@ -132,21 +133,21 @@ class MicroBatchOf:
 
     @property
     def worker(self) -> int:
-        """The place of the first of them."""
+        """Index of the first worker."""
         return self.seats.start
 
 
 class Stage(Value):
-    """A contiguous run of units, and the workers that compute them, in rank order.
+    """A contiguous range of units, and their workers in rank order.
 
-    With tensor parallelism units are divided into `tensor` parts, and workers in a row that have
-    all of them are a *team*: they compute the same micro-batches together, and divide the state of
-    each part with the workers who have it in other teams. A worker that has all parts is a team
-    alone: so a stage's workers may differ in their tensor parallel degree.
+    With tensor parallelism units are divided into `tensor` parts. Consecutive workers with all
+    parts are a *team* (tensor-parallel group): they compute the same micro-batches together, and
+    share the state of each part with the workers of other teams having that part. A worker with all
+    parts is a team of its own, so workers of a stage may differ in tensor parallel degree.
 
-    `units` are the module names of the unit calls in the order of the forward pass, without the
-    root unit; a unit that is called twice is named twice. Where there are several stages, `takes`
-    and `root` are all that a stage needs of what lies outside of its units.
+    `units` are the module names of the unit calls in forward order, without the root unit; a unit
+    called twice is listed twice. With several stages, `takes` and `root` are all that a stage needs
+    from outside its units.
     """
 
     units: tuple[str, ...]
@@ -179,7 +180,7 @@ class Stage(Value):
     @field_validator("takes")
     @classmethod
     def _in_the_order_of_calls(cls, takes: tuple[Taken, ...]) -> tuple[Taken, ...]:
-        """In which it comes."""
+        """Sort by call and output."""
         return tuple(sorted(takes, key=lambda taken: (taken.call, taken.output)))
 
     @model_validator(mode="after")
@@ -237,12 +238,12 @@ class Stage(Value):
 
     @cached_property
     def teams(self) -> tuple[tuple[Worker, ...], ...]:
-        """The workers that compute together; of one each without tensor parallelism."""
+        """Workers of each tensor-parallel group; single workers without tensor parallelism."""
         return tuple(self.workers[seats.start : seats.stop] for seats in self.seats)
 
     @cached_property
     def seats(self) -> Sequence[range]:
-        """The places of each team's workers among those of the stage."""
+        """Worker indices of each tensor-parallel group."""
         if self.tensor == 1:
             return [range(n, n + 1) for n in range(len(self.workers))]
         found, first, parts = [], 0, 0
@@ -255,27 +256,27 @@ class Stage(Value):
 
     @property
     def unlike_teams(self) -> bool:
-        """Whether some teams have more workers than others."""
+        """True if tensor-parallel groups differ in size."""
         return len({worker.parts for worker in self.workers}) > 1
 
     def team_size(self, worker: Worker) -> int:
-        """How many workers, this one among them, compute each unit together."""
+        """Return the size of a worker's tensor-parallel group."""
         return self.tensor // worker.parts
 
     def stored_by(self, worker: Worker) -> float:
-        """Which part of the stage's state one of its workers stores."""
+        """Return the part of the stage's state stored by a worker."""
         return worker.state_share * worker.parts / self.tensor
 
     @property
     def leaders(self) -> tuple[Worker, ...]:
-        """The first worker of each team, which stands for it."""
+        """First worker of each tensor-parallel group, acting for the group."""
         if self.tensor == 1:
             return self.workers
         return tuple(self.workers[seats.start] for seats in self.seats)
 
     def micro_batches(self, waves: int) -> tuple[MicroBatchOf, ...]:
-        """Those of the global batch, in the order of its samples: wave after wave, and of each
-        wave worker after worker."""
+        """Return the micro-batches of the global batch in sample order: wave after wave, and worker
+        after worker within a wave."""
         return tuple(
             MicroBatchOf(turn.seats, turn.wave, rows)
             for turn in self.turns(waves)
@@ -283,7 +284,7 @@ class Stage(Value):
         )
 
     def turns(self, waves: int) -> Iterator[Turn]:
-        """Who computes the micro-batches, in the order of these."""
+        """Yield the tensor-parallel groups computing the micro-batches, in micro-batch order."""
         first = row = 0
         for wave in range(waves):
             for seats in self.seats:
@@ -293,25 +294,25 @@ class Stage(Value):
                 row += sum(sizes)
 
     def rows_in(self, turn: Turn, waves: int) -> list[range]:
-        """The rows of each micro-batch of a turn."""
+        """Return the rows of each micro-batch of a turn."""
         sizes = self._sizes_in(turn.wave, waves, turn.seats)
         ends = list(accumulate(sizes, initial=turn.row))
         return [range(begin, end) for begin, end in pairwise(ends)]
 
     def _sizes_in(self, wave: int, waves: int, seats: range) -> tuple[int, ...]:
-        """Samples in each of a team's micro-batches of a wave."""
+        """Return the samples in each micro-batch of a tensor-parallel group in a wave."""
         sizes = self.workers[seats.start].micro_batches
         return sizes[len(sizes) * wave // waves : len(sizes) * (wave + 1) // waves]
 
 
 def between_teams(givers: Sequence[int], takers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Who gives to whom where all members of a team have what those of another need: giver and
-    taker, each taker once."""
+    """Yield (giver, taker) pairs for transfers between tensor-parallel groups with replicated data,
+    each taker once."""
     return ((givers[number % len(givers)], taker) for number, taker in enumerate(takers))
 
 
 def of_several(roots: Sequence[Sequence[str]]) -> dict[tuple[int, ...], list[str]]:
-    """Of the names that each stage has of the root, those that several have, by these stages."""
+    """Return the root names used by several stages, grouped by these stages."""
     users: dict[str, list[int]] = {}
     for stage, names in enumerate(roots):
         for name in names:

@@ -1,4 +1,4 @@
-"""Which devices may compute units together: those of one class on one host, and of one island."""
+"""Tensor-parallel groups of a cluster: devices sharing class, host and island."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from gpumix.spec.space import Space
 
 
 def degrees_of(cluster: Cluster, space: Space) -> dict[str, tuple[int, ...]]:
-    """Of each class the tensor parallel degrees above 1 that a space allows and its hosts have
-    enough devices for."""
+    """Return each class's tensor parallel degrees above 1 allowed by the space and by the number of
+    devices per host."""
     return {
         name: tuple(sorted(degree for degree in set(space.tensor) if 1 < degree <= count))
         for name, count in _most_on_a_host(cluster).items()
@@ -19,10 +19,10 @@ def degrees_of(cluster: Cluster, space: Space) -> dict[str, tuple[int, ...]]:
 
 
 def refuse_too_large(cluster: Cluster, space: Space) -> None:
-    """Refuse a space of teams alone, none of which any host has enough devices for.
+    """Raise an error if the space requires larger tensor-parallel groups than any host allows.
 
     Raises:
-        InputError: there can be no such team.
+        InputError: no group is possible.
     """
     if 1 in space.tensor or any(degrees_of(cluster, space).values()):
         return
@@ -41,7 +41,7 @@ def refuse_too_large(cluster: Cluster, space: Space) -> None:
 
 
 def _most_on_a_host(cluster: Cluster) -> dict[str, int]:
-    """By class, the devices of the host, or the island, that has most of it."""
+    """Return the largest number of devices on a host, or in an island, by class."""
     there = Counter((d.host, d.island, d.device_class) for d in cluster.devices)
     most: dict[str, int] = {}
     for (_, _, name), count in there.items():

@@ -1,19 +1,19 @@
-"""A step, as a file that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+"""Traces of a step as a file for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-One shape and one vocabulary for a step that is simulated and for one that was measured, so that
-both can be laid side by side:
+Simulated and measured steps use the same structure and vocabulary, so that both can be compared
+side by side:
 
-* a *span* is something that took time: on a `process` (one device, or devices that are alike), on
-  one of its `thread`s (a stream: what runs there never overlaps), from `start_s` to `end_s`,
-  counted from the beginning of the step. `category` is its kind, `name` what a reader sees, `args`
-  what is shown when it is clicked on.
-* at any moment a device either computes, or waits and has a cause for it.
+* a *span* is something that took time: on a `process` (one device, or identical devices), on one of
+  its `thread`s (a stream: spans there never overlap), from `start_s` to `end_s`, counted from the
+  start of the step. `category` is its type, `name` the displayed text, `args` the details shown on
+  a click.
+* at any moment a device either computes, or waits for a known cause.
 * the file is the Trace Event Format's JSON object: a complete event (`ph` "X") per span, with `ts`
   and `dur` in microseconds, and metadata events (`ph` "M") that name and order processes and
-  threads. Processes are numbered from 1, threads so that no number is used twice.
+  threads. Processes are numbered from 1, thread numbers are unique across processes.
 
-Times are whole microseconds, rounded at both ends of a span alike: neighbours that touch do not
-overlap, which viewers would take for nesting.
+Times are whole microseconds, and both ends of a span are rounded alike: adjacent spans do not
+overlap, which viewers would show as nesting.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gpumix.spec.stage import Worker
 Work = Literal["forward", "head", "backward", "weights", "optimizer"]
 Move = Literal[
     "gather", "regather", "reduce", "meet", "send"
-]  # where ranks meet nothing else moves
+]  # "meet": a barrier, nothing else moves
 Copy = Literal["copy to host", "copy from host"]
 Kind = Literal[Work, Move, Copy]
 
@@ -45,26 +45,26 @@ Cause = Literal[
     "overhead",
 ]
 CAUSES: tuple[Cause, ...] = get_args(Cause)
-"""Why a rank computes nothing.
+"""Reason why a rank is not computing.
 
-`gather` and `reduction`: such a collective runs, and the rank needs it or one after it. `ends`: the
-root's gather or the last two reductions, beside which nothing is computed. `slower rank`: what it
-needs waits for another rank. `other stage`: what it needs is not computed yet; `message`: it is on
-its way. `team`: sums with the ranks that compute the same unit together; predicted times of passes
-hold them. `host copies`: its own copies to or from the host are not done.
-`overhead`: of every step, neither computing nor communication.
+`gather` and `reduction`: the collective runs, and the rank needs it or a later one. `ends`: the
+root's gather or the last two reductions, which nothing overlaps. `slower rank`: the input waits for
+another rank (straggler). `other stage`: the input is not computed yet; `message`: it is in transit.
+`team`: all-reduces in the tensor-parallel group; predicted pass times include them. `host copies`:
+the rank's own copies to or from the host are not done. `overhead`: part of every step, neither
+compute nor communication.
 """
 
 Stream = Literal["compute", "waiting", "communication", "host copies"]
 STREAMS: tuple[Stream, ...] = get_args(Stream)
-THREADS = 100  # numbers kept for each process
+THREADS = 100  # numbers reserved for each process
 
 Arg = str | int | float | bool | list[int]
 
 
 @dataclass(frozen=True)
 class Span:
-    """Something that took time; see above."""
+    """A time interval of a device; see the module docstring."""
 
     name: str
     category: str
@@ -85,7 +85,7 @@ def event(
     micro_batches: tuple[int, ...] = (),
     **args: Arg,
 ) -> Span:
-    """What a device does with a unit, named and placed as in every trace."""
+    """Build the span of a device's operation on a unit, with the standard name and stream."""
     stream: Stream = "compute"
     if kind in get_args(Move):
         stream = "communication"
@@ -97,24 +97,24 @@ def event(
 
 
 def wait(cause: Cause, *, process: str, start_s: float, end_s: float, **args: Arg) -> Span:
-    """Why a device computes nothing, named and placed as in every trace."""
+    """Build the span of a device's wait, with the standard name and stream."""
     return Span(cause, "waiting", process, "waiting", start_s, end_s, args)
 
 
 def stage_name(number: int) -> str:
-    """The unit of what a device does with a whole stage."""
+    """Return the unit name for operations on a whole stage."""
     return f"stage {number + 1}"
 
 
 def cause_of(move: Move, *, exposed: bool) -> Cause:
-    """Why a rank waits for a collective that runs. Beside `exposed` ones nothing is computed."""
+    """Return the cause of waiting for a running collective; nothing overlaps an `exposed` one."""
     if exposed:
         return "ends"
     return "reduction" if move == "reduce" else "gather"
 
 
 def process_of(worker: Worker, *, emulated: bool) -> str:
-    """The name of a device."""
+    """Return the process name of a device."""
     label = ", emulated" if emulated else ""
     return f"{worker.host}: {worker.device} ({worker.device_class}{label})"
 
@@ -133,7 +133,7 @@ class Slice(Value):
 
 
 class Label(Value):
-    """The name or the place of a process or a thread: a metadata event of the format."""
+    """Name or sort position of a process or thread: a metadata event of the format."""
 
     ph: Literal["M"] = "M"
     name: Literal["process_name", "process_sort_index", "thread_name", "thread_sort_index"]
@@ -143,19 +143,19 @@ class Label(Value):
 
 
 class Trace(Document):
-    """The file. What is not of the format, such as `kind`, viewers pass over."""
+    """A trace file. Viewers ignore keys outside the format, such as `kind`."""
 
     KIND: ClassVar[str] = "trace"
     MADE_BY: ClassVar[str] = "gpumix train JOB.yaml --trace STEP"
     kind: Literal["trace"] = "trace"
 
-    displayTimeUnit: Literal["ms", "ns"] = "ms"  # the format's own name
-    traceEvents: tuple[Slice | Label, ...]  # the format's own name
+    displayTimeUnit: Literal["ms", "ns"] = "ms"  # name given by the format
+    traceEvents: tuple[Slice | Label, ...]  # name given by the format
 
     @classmethod
     def of(cls, spans: Iterable[Span]) -> Trace:
-        """A trace of `spans`, by process, stream and time; processes appear in the order of their
-        first spans."""
+        """Build a trace of `spans`, sorted by process, stream and time; processes are ordered by
+        first span."""
         pids: dict[str, int] = {}
         threads: dict[tuple[str, Stream], int] = {}
         slices = []
@@ -171,7 +171,7 @@ class Trace(Document):
 
 def _slice(span: Span, pid: int, tid: int) -> Slice:
     start, end = (round(1e6 * time) for time in (span.start_s, span.end_s))
-    return Slice.model_construct(  # for there may be very many
+    return Slice.model_construct(  # unvalidated: there may be very many
         ph="X",
         name=span.name,
         cat=span.category,
@@ -184,7 +184,7 @@ def _slice(span: Span, pid: int, tid: int) -> Slice:
 
 
 def _labels(pids: Mapping[str, int], threads: Mapping[tuple[str, Stream], int]) -> Iterator[Label]:
-    """Names and places of all processes and threads."""
+    """Yield names and sort positions of all processes and threads."""
     for process, pid in pids.items():
         yield Label(name="process_name", pid=pid, args={"name": process})
         yield Label(name="process_sort_index", pid=pid, args={"sort_index": pid})

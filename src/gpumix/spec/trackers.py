@@ -1,7 +1,7 @@
-"""Which experiment trackers a run tells, and what each of them wants to know.
+"""Experiment trackers of a run, and their settings.
 
 All are local by default: nothing leaves this machine unless the job says so. The libraries are
-extras; how each is talked to is in `integrations/trackers`.
+extras; `integrations/trackers` contains the adapters.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from gpumix.spec.base import Value
 from gpumix.spec.space import one_is_some
 
 LOOPBACK = "127.0.0.1"
-PORT = 9464  # which OpenTelemetry has for the same
+PORT = 9464  # OpenTelemetry's default for Prometheus
 HIGHEST_PORT = 65_535
 
 Text = Annotated[str, Field(min_length=1)]
 
 
 class TensorBoardSpec(Value):
-    """Event files: `tensorboard --logdir FOLDER` shows them."""
+    """TensorBoard event files, shown by `tensorboard --logdir FOLDER`."""
 
     folder: Path | None = Field(
         default=None,
@@ -45,7 +45,7 @@ class TensorBoardSpec(Value):
 
 
 class WandbSpec(Value):
-    """Weights & Biases. Offline until `wandb sync`, or with `mode: online`."""
+    """Weights & Biases, offline until `wandb sync`, or online with `mode: online`."""
 
     project: Text = Field(default="gpumix", description="what the run is a part of")
     name: Text | None = Field(default=None, description="of the run; default: that of its folder")
@@ -63,7 +63,7 @@ class WandbSpec(Value):
 
 
 class MlflowSpec(Value):
-    """MLflow. In a database of the run's own, or at an address."""
+    """MLflow, in a database of the run, or at a tracking URI."""
 
     experiment: Text = Field(default="gpumix", description="what the run is a part of")
     name: Text | None = Field(default=None, description="of the run; default: that of its folder")
@@ -76,7 +76,7 @@ class MlflowSpec(Value):
 
 
 class TrackioSpec(Value):
-    """Trackio: `trackio show` shows it."""
+    """Trackio, shown by `trackio show`."""
 
     project: Text = Field(default="gpumix", description="what the run is a part of")
     name: Text | None = Field(
@@ -101,7 +101,7 @@ class TrackioSpec(Value):
 
 
 class PrometheusSpec(Value):
-    """An endpoint that Prometheus scrapes, or a file for the textfile collector of its node
+    """An endpoint scraped by Prometheus, or a file for the textfile collector of the node
     exporter."""
 
     address: Text = Field(
@@ -136,7 +136,7 @@ Tracker = TensorBoardSpec | WandbSpec | MlflowSpec | TrackioSpec | PrometheusSpe
 
 
 class Trackers(Value):
-    """Each that is named is told. One name, a list of names, or settings by name:
+    """All trackers of a run: a name, a list of names, or settings by name:
     `trackers: tensorboard`, `trackers: [tensorboard, wandb]`,
     `trackers: {wandb: {project: mine}, prometheus: {port: 9000}}`."""
 
@@ -153,7 +153,7 @@ class Trackers(Value):
     @model_validator(mode="before")
     @classmethod
     def _by_name(cls, given: Any) -> Any:
-        """Names alone mean their defaults, and so does a name without settings."""
+        """Convert names to default settings, also for a name without settings."""
         if isinstance(given, cls):
             return given
         if isinstance(given, dict):
@@ -164,11 +164,11 @@ class Trackers(Value):
 
     @model_serializer(mode="wrap")
     def _only_named(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """What is left out is not told; an empty value would mean defaults."""
+        """Leave out unused trackers; an empty value would mean defaults."""
         return {name: value for name, value in serialize(self).items() if value is not None}
 
     def named(self) -> dict[str, Tracker]:
-        """Those that are told, by name."""
+        """Return the settings of the trackers in use, by name."""
         every = {name: getattr(self, name) for name in type(self).model_fields}
         return {name: settings for name, settings in every.items() if settings is not None}
 
@@ -177,7 +177,7 @@ NO_TRACKERS = Trackers()
 
 
 def _known(names: Any) -> list[str]:
-    """A list of names that trackers have."""
+    """Check a list of tracker names."""
     every = ", ".join(Trackers.model_fields)
     if not isinstance(names, list | tuple):
         raise ValueError(f"give a name, a list of names, or settings by name; there are {every}")

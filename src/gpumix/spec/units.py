@@ -1,4 +1,4 @@
-"""Units of measure: bytes and seconds inside, GiB and ms when shown.
+"""Units of measure: bytes and seconds internally, GiB and ms in output.
 
 `Bytes`, `FlopRate` and `Seconds` are field types: a job or cluster file may say "24 GiB",
 "8 GFLOP/s" or "90 s"; the value is a plain number of bytes, FLOP/s or seconds.
@@ -39,13 +39,13 @@ def _parse_bytes(value: object) -> object:
     return round(parsed) if isinstance(parsed, float) else parsed
 
 
-# Nothing has more than this, and up to it floats tell all whole numbers apart.
+# No value exceeds this limit; floats represent all integers up to it exactly.
 LARGEST = 2**53
 LARGEST_BATCH = 2**20  # samples of a step
 LARGEST_LENGTH = 2**30  # tokens of a sample
-LARGEST_FLOPS = 5e23  # of a sample, so that times of thousands of them are numbers on any card
-MOST_STEPS = 2**40  # whose samples can be counted in 64 bits
-LONGEST_S = 1e9  # thirty years; what waits for longer overflows
+LARGEST_FLOPS = 5e23  # of a sample, so that times of thousands of samples stay finite on any GPU
+MOST_STEPS = 2**40  # samples stay countable in 64 bits
+LONGEST_S = 1e9  # thirty years; longer waits overflow
 
 Count = Annotated[int, Field(ge=0, le=LARGEST)]
 Flops = Annotated[float, Field(ge=0, le=LARGEST_FLOPS)]
@@ -64,10 +64,10 @@ Seconds = Annotated[
 
 
 def bytes_per_second(text: str) -> float:
-    """The rate that `text` gives, as "12 GB/s" or "900 GiB/s".
+    """Parse a rate such as "12 GB/s" or "900 GiB/s".
 
     Raises:
-        ValueError: it is no such rate.
+        ValueError: `text` is not a rate.
     """
     amount, slash, unit = text.rpartition("/")
     if not slash or unit.strip() != "s" or not (amount := amount.strip()):
@@ -76,7 +76,7 @@ def bytes_per_second(text: str) -> float:
 
 
 def show_bytes(n: float) -> str:
-    """`n` bytes as a person reads them: '23.5 GiB', '512 B'."""
+    """Format `n` bytes for readers: '23.5 GiB', '512 B'."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(n) < 1024:
             return f"{n:.0f} B" if unit == "B" else f"{n:.1f} {unit}"
@@ -85,12 +85,12 @@ def show_bytes(n: float) -> str:
 
 
 def show_exact_bytes(n: int) -> str:
-    """As a person reads them, and to the byte: who changes memory by less changes nothing."""
+    """Format `n` bytes for readers, with the exact count because rounding hides small changes."""
     return f"{n} bytes" if n < 1024 else f"{show_bytes(n)} ({n} bytes)"
 
 
 def show_seconds(seconds: float) -> str:
-    """`seconds` as a person reads them: '1.25 s', '340 ms', '2 min 5 s'."""
+    """Format `seconds` for readers: '1.25 s', '340 ms', '2 min 5 s'."""
     if seconds >= 60:
         return f"{int(seconds // 60)} min {int(seconds % 60)} s"
     if seconds >= 1:
@@ -99,7 +99,7 @@ def show_seconds(seconds: float) -> str:
 
 
 def show_flops(rate: float) -> str:
-    """`rate` FLOP/s as a person reads it: '8 GFLOP/s'."""
+    """Format `rate` in FLOP/s for readers: '8 GFLOP/s'."""
     for unit in ("", "K", "M", "G", "T"):
         if rate < 1000:
             return f"{rate:.3g} {unit}FLOP/s"

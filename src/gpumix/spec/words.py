@@ -1,9 +1,9 @@
-"""The one door for words of others: on their way to terminals, scripts and commands.
+"""Checks of untrusted text on the way to terminals, scripts and commands.
 
-A file that anybody wrote may name a host `-oProxyCommand=...`, or a device with an order to the
-terminal in its name. To a terminal goes printable text only, to a script one word, to a command no
-option. Names of hosts and devices are checked where files become values (`spec.cluster`), so that
-what follows needs no rule of its own. Pages have their own door, which escapes (`report.html`).
+A file from anybody may name a host `-oProxyCommand=...`, or a device with a terminal escape
+sequence. Terminals get printable text only, scripts a single word, commands no option. Host and
+device names are checked when files become values (`spec.cluster`), so later code needs no checks.
+Pages are escaped separately (`report.html`).
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from __future__ import annotations
 import re
 from typing import Any
 
-# Words for ssh, schedulers and shells alike; with - first it would be an option.
+# Words valid for ssh, schedulers and shells; a leading - would make an option.
 _HOST = re.compile(r"(?!-)[A-Za-z0-9_.-]{1,253}")
 MOST_LETTERS = 200
 _DIRECTIVE = re.compile(r"[A-Za-z0-9_.,:@%=+/\[\]-]+")
 
 
 def printable(text: str, *, lines: bool = True) -> str:
-    """A text with all that is not seen written out: control characters, which are orders to a
-    terminal, and those that change the order of letters, or have no width.
+    """Escape invisible characters: control characters, which command a terminal, and characters
+    changing the order of letters or without width.
 
     Args:
-        lines: whether lines may break and be indented.
+        lines: allow line breaks and indentation.
     """
     if text.isprintable():
         return text
@@ -31,10 +31,10 @@ def printable(text: str, *, lines: bool = True) -> str:
 
 
 def check_seen(text: str) -> str:
-    """A name that people read.
+    """Check a displayed name.
 
     Raises:
-        ValueError: some of it is not seen, or it is too long.
+        ValueError: the name contains invisible characters, or is too long.
     """
     if not text.isprintable():
         raise ValueError(
@@ -46,10 +46,10 @@ def check_seen(text: str) -> str:
 
 
 def check_host(name: str) -> str:
-    """A host as ssh and schedulers are told it.
+    """Check a host name for ssh and schedulers.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the name is not a valid host name.
     """
     if not _HOST.fullmatch(name):
         raise ValueError(
@@ -60,10 +60,11 @@ def check_host(name: str) -> str:
 
 
 def directive(name: str, value: Any) -> str:
-    """An option of `sbatch` in a script's comment, which no shell and no quotes keep together.
+    """Return an `sbatch` option for a script comment, where neither shell nor quotes protect
+    values.
 
     Raises:
-        ValueError: the value is no single word.
+        ValueError: the value is not a single word.
     """
     text = str(value)
     if not _DIRECTIVE.fullmatch(text) or text.startswith("-"):

@@ -1,4 +1,4 @@
-"""CPU processes that stand for devices of stated speed and memory. Slows compute, never results."""
+"""CPU processes emulating devices of given speed and memory. Slows compute, not results."""
 
 from gpumix.hardware.emulation.device import EmulatedDevice
 from gpumix.hardware.emulation.pacer import Pacer

@@ -1,4 +1,4 @@
-"""One emulated device: a CPU process with the speed and the memory of its device class."""
+"""Emulated device: a CPU process with the speed and the memory of its device class."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from gpumix.spec.errors import InputError
 
 
 class EmulatedDevice:
-    """Turns this process into a device of `device_class` while its `with` block runs.
+    """An emulated device of `device_class`: this process, inside the `with` block.
 
-    Torch runs on one thread inside: an emulated device is one thread. Memory is counted from the
-    first device of the process on; leaving the block lifts the cap, the counting stays.
+    Torch uses one thread inside: an emulated device is one thread. Memory is counted from the first
+    device of the process on; leaving the block lifts the cap, counting continues.
 
     Args:
         device_class: a class with `emulate_flops_per_s`.
-        memory: hold allocations below the class's memory.
+        memory: cap allocations at the class's memory.
         pace: slow compute to the class's speed.
 
     Raises:
         InputError: the class is not an emulated one.
 
     Attributes:
-        memory: the memory limit, None unless asked for.
-        pacer: the pacer, None unless asked for.
+        memory: the memory limit, None unless requested.
+        pacer: the pacer, None unless requested.
     """
 
     def __init__(

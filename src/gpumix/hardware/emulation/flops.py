@@ -1,7 +1,7 @@
-"""How many FLOPs one operation of torch has.
+"""FLOPs of torch operations.
 
-torch's own formulas, and those that it lacks for CPUs. They are kept here and not registered with
-torch, whose table is shared by everything in the process. What has no formula counts as zero.
+Uses torch's formulas, plus formulas missing for CPUs. The latter are not registered with torch,
+because the whole process shares torch's table. Operations without a formula count as zero.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ import torch
 from torch.utils import flop_counter
 
 Formula = Callable[..., int]
-"""Called with the operation's arguments and `out_val=` its result; returns FLOPs."""
+"""Called with the operation's arguments and the result as `out_val=`; returns FLOPs."""
 
 aten = torch.ops.aten
 
 
 def formula_of(operation: Any) -> Formula | None:
-    """The formula of an operation as a dispatch mode sees it, or None if it has none.
+    """Return the formula of an operation seen by a dispatch mode, or None if there is none.
 
-    Overloads (`mm.default`, `mm.out`) share one; higher-order operations have no overloads.
+    Overloads (`mm.default`, `mm.out`) share a formula; higher-order operations have no overloads.
     """
     packet = getattr(operation, "overloadpacket", operation)
     return _OURS.get(packet) or flop_counter.flop_registry.get(packet)
 
 
 def scores_again(operation: Any, args: Sequence[Any]) -> int:
-    """Of an operation's FLOPs those that are no part of the gradient's mathematics: fused attention
-    keeps no scores, so its backward begins with queries times keys."""
+    """Return the FLOPs of an operation that are not part of the gradient's mathematics. Fused
+    attention saves no scores, so its backward recomputes queries times keys."""
     name = str(getattr(operation, "overloadpacket", operation))
     if "scaled_dot_product" not in name or not name.endswith(("backward", "backward_for_cpu")):
         return 0
@@ -48,12 +48,13 @@ def _attention_backward(
 
 
 def _with_heads_of(q: torch.Tensor, *grouped: torch.Tensor) -> list[tuple[int, ...]]:
-    """Shapes as they are computed: several heads of the queries share one of keys and values."""
+    """Return the computed shapes: several query heads share a head of keys and values."""
     return [(*q.shape[:-2], *tensor.shape[-2:]) for tensor in grouped]
 
 
 def _grouped_mm(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int:
-    """A mixture's experts. Unless both are 3-D, each row or column belongs to one group only."""
+    """Count a mixture of experts. Unless both are 3-D, each row or column belongs to one group
+    only."""
     groups = a.shape[0] if a.dim() == b.dim() == 3 else 1
     return 2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1]
 

@@ -1,7 +1,7 @@
-"""Paces all torch code of one thread to the speed of an emulated device.
+"""Pacing of all torch code of a thread to the speed of an emulated device.
 
-A dispatch mode sees every operation, in forward, backward and recompute, whoever runs it: our
-engine, DDP or FSDP2 need no hooks. Sits on `timeline` (the clock) and `flops` (the counts).
+A dispatch mode sees every operation, in forward, backward and recompute, so the engine, DDP and
+FSDP2 need no hooks. Built on `timeline` (the clock) and `flops` (the counts).
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from gpumix.hardware.emulation.flops import formula_of
 from gpumix.hardware.emulation.timeline import CREDIT_S, Timeline
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-"""Runs one operation in its own way, given the operation and its arguments."""
+"""Runs an operation in a special way, given the operation and its arguments."""
 
 
 class Pacer:
     """Makes the code in its `with` block take FLOPs / rate of wall-clock time, whatever the CPU.
 
-    Waits for communication earn nothing: `Work.wait`, `Future.wait` and functional collectives are
-    seen by themselves. A wait that Python cannot see, such as the one that ends DDP's backward or
-    one for data, must be told with `idle()`.
+    Communication waits earn no credit: `Work.wait`, `Future.wait` and functional collectives are
+    detected. Waits invisible to Python, such as at the end of DDP's backward or for data, must be
+    reported with `idle()`.
 
     Dispatching through Python adds 3.5 us to an operation and 25 us to one with FLOPs (measured on
     a shared Xeon core, torch 2.13); the device's own time hides it, like all other CPU time.
 
     Args:
         flops_per_s: the device's speed. Choose it so that the CPU needs at most a quarter of it.
-        credit_s: how far the device may lag behind the process before that is an overrun.
-        clock: seconds, never going back.
-        sleep: sleeps for some seconds; may sleep longer, the surplus is carried over.
+        credit_s: largest lag of the device behind the process without an overrun.
+        clock: monotonic seconds.
+        sleep: sleeps for some seconds; a surplus is carried over.
     """
 
     def __init__(
@@ -79,20 +79,21 @@ class Pacer:
 
     @property
     def overruns(self) -> int:
-        """How many times the CPU was slower than the device; a measurement with any is spoiled."""
+        """Number of times the CPU was slower than the device; any overrun invalidates a
+        measurement."""
         return self.timeline.overruns
 
     @property
     def overrun_s(self) -> float:
-        """By how many seconds the CPU was slower, in sum."""
+        """Total seconds by which the CPU was slower."""
         return self.timeline.overrun_s
 
     def idle(self) -> None:
-        """The device had nothing to do until now; call it after a wait that Python cannot see."""
+        """Report that the device had no work until now; call after a wait invisible to Python."""
         self.timeline.idle()
 
     def synchronize(self) -> None:
-        """Wait until the device is done with all that it was given."""
+        """Wait until the device has completed all its work."""
         self.timeline.drain()
 
     def reset(self) -> None:
@@ -100,7 +101,7 @@ class Pacer:
         self.timeline.reset()
 
     def _paced_wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """`original` without credit in this thread; other threads are not the device's."""
+        """Wrap `original` to earn no credit in this thread, the only thread of the device."""
         thread = threading.get_ident()
         timeline = self.timeline
 
@@ -115,7 +116,8 @@ class Pacer:
 
 
 def _waiting_classes() -> list[Any]:
-    """Where Python waits for communication; synchronous collectives and FSDP2 end up here too."""
+    """Return the classes waiting for communication, used by synchronous collectives and FSDP2
+    too."""
     classes: list[Any] = [torch.futures.Future]
     if torch.distributed.is_available():
         classes.append(torch.distributed.Work)
@@ -123,19 +125,19 @@ def _waiting_classes() -> list[Any]:
 
 
 def _unwrap_first(types: Any) -> bool:
-    """Whether DTensor or the like is among `types`: they come first, we see what they run."""
+    """Return True if `types` contains DTensor or similar, dispatched before this mode."""
     plain = torch._C._disabled_torch_dispatch_impl
     return any(kind.__torch_dispatch__ is not plain for kind in types)
 
 
 class _PacingMode(TorchDispatchMode):
-    """Hands every operation to its handler; most have none and run as they are."""
+    """Passes every operation to its handler; most have none and run unchanged."""
 
     supports_higher_order_operators = True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Without this, torch imports its compiler (2 s) at the first operation."""
+        """Avoid importing torch's compiler (2 s) at the first operation."""
         return False
 
     def __init__(self, timeline: Timeline) -> None:
@@ -148,7 +150,7 @@ class _PacingMode(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if types:
-            # DTensor infers shapes on fake tensors: that is no work of the device.
+            # DTensor infers shapes on fake tensors, which is not device work.
             if any(issubclass(kind, FakeTensor) for kind in types):
                 return func(*args, **(kwargs or {}))
             if _unwrap_first(types):
@@ -168,7 +170,7 @@ class _PacingMode(TorchDispatchMode):
         if func is torch.ops._c10d_functional.wait_tensor.default:
             return self._wait
         if isinstance(func, torch._ops.OpOverload) and func._can_decompose():
-            return self._decompose  # inference mode shows `linear`, not the `addmm` inside
+            return self._decompose  # inference mode shows `linear`, not its `addmm`
         return None
 
     def _compute_by(self, formula: Callable[..., int]) -> Handler:

@@ -1,7 +1,7 @@
-"""The clock of an emulated device: when the work that it was given is done.
+"""Clock of an emulated device: the completion time of submitted work.
 
-The process runs an operation on the CPU, then sleeps until the device would have finished it. Pure
-bookkeeping over an injected clock, so that its rules are tested in virtual time; `Pacer` feeds it.
+The process runs an operation on the CPU, then sleeps until the device would have finished. Pure
+bookkeeping with an injected clock, so tests use virtual time; `Pacer` drives the timeline.
 """
 
 from __future__ import annotations
@@ -10,28 +10,28 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-# The device may be ahead of the process by this much before the process sleeps: many short sleeps
-# cost more than they pace, and an overshoot (about 0.1 ms each) is taken off the next sleep anyway.
+# Largest lead of the device before the process sleeps: many short sleeps cost more than they pace,
+# and overshoot (about 0.1 ms each) is deducted from the next sleep anyway.
 LEAD_S = 0.002
-# How far the device may lag behind the process: the CPU time of Python and of operations without
-# FLOPs, which the device hides behind its matrix multiplications, and short losses of the core.
+# Largest lag of the device behind the process: CPU time of Python and of operations without FLOPs,
+# which the device hides behind matrix multiplications, and short losses of the core.
 CREDIT_S = 0.050
 _ROUNDING_S = 1e-6
 
 
 class Timeline:
-    """A device that computes `flops_per_s`, one operation after the other.
+    """A device computing operations in sequence at `flops_per_s`.
 
-    An operation of F FLOPs starts at `busy_until`, or when the process gave it to the device less
-    the credit, whichever is later, and takes F / rate. The lag is how far `busy_until` lies behind
-    the clock; a lag beyond the credit means that the CPU was slower than the device it stands for:
-    an overrun, which spoils a measurement.
+    An operation of F FLOPs starts at `busy_until`, or at its submission time minus the credit,
+    whichever is later, and takes F / rate. The lag is how far `busy_until` is behind the clock; a
+    lag beyond the credit is an overrun: the CPU was slower than the device, which invalidates a
+    measurement.
 
     Attributes:
-        busy_until: clock reading, s, at which the device is done with all that it was given.
+        busy_until: clock reading, s, when the device completes all submitted work.
         flops: FLOPs of all operations so far.
-        overruns: how many times the lag went beyond the credit.
-        overrun_s: by how much, s, summed over all times.
+        overruns: number of times the lag exceeded the credit.
+        overrun_s: total excess, s.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class Timeline:
         self.reset()
 
     def begin(self) -> None:
-        """An operation is about to run on the CPU."""
+        """Record the start of an operation on the CPU."""
         self._settle(self._clock())
 
     def end(self, flops: int) -> None:
-        """The operation ran; sleep if the device would not be done with it yet."""
+        """Record the end of an operation; sleep if the device would not be finished yet."""
         self.flops += flops
         self.busy_until += flops / self.flops_per_s
         now = self._clock()
@@ -63,18 +63,18 @@ class Timeline:
             self._sleep(self.busy_until - now)
 
     def drain(self) -> None:
-        """Sleep until the device is done with all that it was given; keeps the lag."""
+        """Sleep until the device has completed all its work; keep the lag."""
         remaining = self.busy_until - self._clock()
         if remaining > 0:
             self._sleep(remaining)
 
     def idle(self) -> None:
-        """The device had nothing to do until now: forget the lag."""
+        """Forget the lag: the device had no work until now."""
         self.busy_until = max(self.busy_until, self._clock())
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """The process waits for others meanwhile: the lag stays what it was, it does not grow."""
+        """Keep the lag constant while the process waits for other processes."""
         lag = max(0.0, self._clock() - self.busy_until)
         try:
             yield

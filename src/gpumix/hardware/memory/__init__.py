@@ -1,4 +1,4 @@
-"""A CPU process's memory, counted and capped as a device's is."""
+"""Memory of a CPU process, counted and capped like a device's."""
 
 from gpumix.hardware.memory.limit import (
     MemoryLimit,

@@ -1,8 +1,8 @@
-"""Compiles the capped allocator once per torch, Python and machine, into the user's cache folder.
+"""Build of the capped allocator, once per torch, Python and machine, in the user's cache folder.
 
-Ranks that build at the same time do not disturb one another: each compiles into a folder of its
-own and moves the result into place in one step. About 2 s the first time, a look-up afterwards.
-A library runs code as soon as it is loaded: it comes from a folder that only this user can enter.
+Concurrent builds do not disturb each other: each rank compiles in its own folder and moves the
+result into place atomically. The first build takes about 2 s, later calls only look it up. A
+library runs code when loaded, so the folder must be accessible to this user only.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from gpumix.spec import files
 
 SOURCE = Path(__file__).with_name("capped_alloc.cpp")
 BUILD_TIMEOUT_S = 120
-LIBRARIES = "libraries"  # in the cache
+LIBRARIES = "libraries"  # subfolder of the cache
 
 
 class BuildError(Exception):
-    """The allocator cannot be built here; the caller falls back, so this never reaches a user."""
+    """The allocator cannot be built here. The caller falls back; users never see this error."""
 
 
 def capped_allocator_library() -> Path:
-    """The compiled allocator for this torch; builds it if the cache has none.
+    """Return the compiled allocator for this torch, built if not cached.
 
     Raises:
         BuildError: there is no compiler, the build fails, or the cache folder is not writable.
@@ -61,7 +61,7 @@ def _is_ours(library: Path) -> bool:
 
 
 def _key() -> str:
-    """Changes with everything that the binary depends on."""
+    """Return a hash of all dependencies of the binary."""
     parts = (
         torch.__version__,
         str(torch.compiled_with_cxx11_abi()),

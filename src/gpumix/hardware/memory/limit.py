@@ -1,7 +1,7 @@
-"""What a CPU process allocates, counted to the byte and held below a cap, as on a GPU.
+"""Counting and capping of a CPU process's allocations, to the byte, like on a GPU.
 
-The allocator of the process can be replaced only once, so `limit_memory` installs at its first
-call and changes the cap afterwards. Used by emulated devices and, to measure peaks, by plain CPUs.
+The allocator of a process can be replaced only once, so `limit_memory` installs it on the first
+call and later changes the cap. Used by emulated devices and, to measure peaks, by plain CPUs.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _OUT_OF_MEMORY_TEXTS = (
     "DefaultCPUAllocator: can't allocate memory",
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUBLAS_STATUS_NOT_INITIALIZED",  # its workspace found no room
+    "CUBLAS_STATUS_NOT_INITIALIZED",  # no memory for the workspace
     "CUDNN_STATUS_ALLOC_FAILED",
-    "Cuda failure 2 'out of memory'",  # NCCL's words
+    "Cuda failure 2 'out of memory'",  # from NCCL
 )
 
 
-# What CUDA's allocator says when it runs out.
+# Messages of CUDA's allocator when out of memory.
 _SIZE = r"(\d+(?:\.\d+)?) (bytes|KiB|MiB|GiB)"
 _ASKED = re.compile(rf"Tried to allocate {_SIZE}")
 _IDLE = re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated")
@@ -38,12 +38,12 @@ _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 class MemoryLimit(ABC):
-    """The memory limit of this process. Only what is allocated after the install counts.
+    """The memory limit of this process. Only allocations after the installation count.
 
     Attributes:
-        exact: True if bytes are counted; False if they cannot be, and then no cap holds, and
-            `current_bytes` and `peak_bytes` are None rather than a guess.
-        why_inexact: why bytes cannot be counted here; empty if they are.
+        exact: True if bytes are counted. Otherwise no cap is enforced, and `current_bytes` and
+            `peak_bytes` are None rather than a guess.
+        why_inexact: reason why bytes cannot be counted here; empty if counted.
     """
 
     exact: bool
@@ -51,7 +51,7 @@ class MemoryLimit(ABC):
 
     @abstractmethod
     def set_cap(self, cap_bytes: int | None, *, owner: str) -> None:
-        """Refuse allocations beyond `cap_bytes`; None lifts the cap. `owner` is for the error."""
+        """Refuse allocations beyond `cap_bytes`; None lifts the cap. `owner` is named in errors."""
 
     @property
     @abstractmethod
@@ -61,19 +61,20 @@ class MemoryLimit(ABC):
     @property
     @abstractmethod
     def peak_bytes(self) -> int | None:
-        """The most bytes in use since `reset_peak`, or None if unknown."""
+        """Peak bytes in use since `reset_peak`, or None if unknown."""
 
     @abstractmethod
     def reset_peak(self) -> None:
-        """Start a new peak at the bytes in use now; no effect where peaks are unknown."""
+        """Reset the peak to the bytes in use now; no effect if peaks are unknown."""
 
 
 def limit_memory(cap_bytes: int | None, *, owner: str = "this process") -> MemoryLimit:
-    """Count this process's CPU tensors, and refuse what goes beyond `cap_bytes` (None: count only).
+    """Count this process's CPU tensors, and refuse allocations beyond `cap_bytes`.
 
     Args:
-        cap_bytes: bytes, over all tensors allocated after the first call in this process.
-        owner: who is out of memory, in the error: "emulated device 'small'".
+        cap_bytes: limit of all tensors allocated after the first call in this process; None only
+            counts.
+        owner: name in out-of-memory errors: "emulated device 'small'".
     """
     limit = _limit_of_this_process()
     limit.set_cap(cap_bytes, owner=owner)
@@ -82,8 +83,8 @@ def limit_memory(cap_bytes: int | None, *, owner: str = "this process") -> Memor
 
 @contextmanager
 def host_memory() -> Iterator[None]:
-    """What this thread allocates inside belongs to the host: where its CPU tensors stand for a
-    device's, they count neither against the device's memory nor as used by it."""
+    """Attribute this thread's allocations to the host. If CPU tensors emulate a device's,
+    allocations inside count neither against the device's memory nor as used."""
     limit = _limit_of_this_process() if _limit_of_this_process.cache_info().currsize else None
     if not isinstance(limit, _CountedLimit):
         yield
@@ -96,9 +97,9 @@ def host_memory() -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` means that the device's memory is used up, however it is worded.
+    """Return True if `error` means exhausted device memory, in any wording.
 
-    A MemoryError counts: where the system limits memory, Python's own objects fail in the same way.
+    MemoryError counts: with a system limit on memory, Python's own objects fail the same way.
     """
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
@@ -106,7 +107,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_fragmented(error: BaseException) -> bool:
-    """Whether CUDA's allocator held as much as was asked for, but in pieces, by its own account."""
+    """Return True if CUDA's allocator had enough free memory, but in pieces, according to
+    `error`."""
     asked, idle = (_bytes_in(str(error), text) for text in (_ASKED, _IDLE))
     return asked is not None and idle is not None and idle >= asked
 
@@ -151,7 +153,7 @@ class _CountedLimit(MemoryLimit):
         self._library.gpumix_set_cap(cap, owner.encode())
 
     def set_on_host(self, *, on_host: bool) -> bool:
-        """Whether what this thread allocates is not counted; returns whether it was not before."""
+        """Turn counting of this thread's allocations off or on; return the previous state."""
         return bool(self._library.gpumix_set_on_host(on_host))
 
     @property
@@ -167,8 +169,8 @@ class _CountedLimit(MemoryLimit):
 
 
 class _NoLimit(MemoryLimit):
-    """Nothing is counted and nothing held: a limit of the system would hold back threads and
-    Python's own objects too, and kill what it does not understand."""
+    """No counting and no cap. A system limit would also restrict threads and Python's own objects,
+    and kill the process unpredictably."""
 
     exact = False
     current_bytes = None
