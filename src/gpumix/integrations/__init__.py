@@ -1,5 +1,4 @@
-"""gpumix underneath other people's programs, one file each.
+"""gpumix underneath training programs of other libraries, a file per library.
 
-Nothing here is imported by `import gpumix`: each file needs the library that it is named after,
-which is an extra.
+`import gpumix` imports nothing here: each file needs the library of its name, which is an extra.
 """

@@ -1,10 +1,10 @@
-"""`Accelerator` of Accelerate, on devices that are not alike, for loops of one's own.
+"""Accelerate's `Accelerator` for devices of unlike types, in a program's own training loop.
 
     from gpumix import Accelerator      # instead of: from accelerate
 
-Start the script with one process per device: `gpumix launch SCRIPT`, or torchrun. A batch of a
-prepared loader is this device's part of the batch of all devices, and not every part is as large:
-loops take the number of samples from the batch.
+Start the script with a process per device: `gpumix launch SCRIPT`, or torchrun. A batch of a
+prepared loader is this device's part of the global batch, and parts differ in size: loops take the
+number of samples from the batch.
 """
 
 from __future__ import annotations
@@ -13,6 +13,6 @@ from gpumix.integrations.missing import need
 
 need(__name__, "accelerate", extra="trainer")
 
-from gpumix.integrations.accelerated import Accelerator  # noqa: E402 - what is missing comes first
+from gpumix.integrations.accelerated import Accelerator  # noqa: E402 - a missing package first
 
 __all__ = ["Accelerator"]

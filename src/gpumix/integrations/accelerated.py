@@ -1,6 +1,6 @@
-"""Accelerate's `Accelerator` with a plan underneath: what it prepares, and what a loop asks of it.
+"""Accelerate's `Accelerator` on top of a plan: preparation, and the calls of a training loop.
 
-The plan has one stage: every rank calls the model, and looks at what it returns.
+The plan has one pipeline stage: every rank calls the model and reads its outputs.
 """
 
 from __future__ import annotations
@@ -76,24 +76,24 @@ PLACES_OF_A_RANK = 2**40
 
 
 class Kept(NamedTuple):
-    """Of rows of a batch: so many first ones of each rank's `own`, then so many of all of these
-    `together`, or all."""
+    """Row counts to keep of a gathered batch: the first `own` of each rank, and of all together the
+    first `together` (None: all)."""
 
     own: Sequence[int]
     together: int | None
 
 
 class Optimizer(AcceleratedOptimizer):
-    """Steps only once the backward has been done, and not with gradients that overflowed."""
+    """Optimizer stepping only after the backward, and not with gradients that overflowed."""
 
     model: Looped | None = None
     record: LoopRecord
 
     def step(self, closure: Any = None) -> None:
-        """Of no gradients at all, nothing, as torch's.
+        """Update the parameters; without any gradients do nothing, as torch does.
 
         Raises:
-            InputError: its model is not there yet, or a backward is missing.
+            InputError: the model is not prepared yet, or a backward is missing.
         """
         if self.model is None:
             groups = self.optimizer.param_groups
@@ -120,14 +120,13 @@ class Optimizer(AcceleratedOptimizer):
 
 
 class Accelerator(accelerate.Accelerator):
-    """`accelerate.Accelerator`, by a plan.
+    """`accelerate.Accelerator` training by a plan.
 
     Args:
-        plan: trains by this one, or that of a file; by default the devices are measured and one is
-            made, when the model is prepared.
-        couples: of a loss that couples samples of a batch: "batch" has one device compute each
-            batch at once, "micro-batch" lets each micro-batch have a loss of its own; refused
-            otherwise.
+        plan: a plan, or the file of a plan; by default the devices are measured and a plan is made
+            when the model is prepared.
+        couples: for a loss coupling samples of a batch: "batch" has a single device compute each
+            batch, "micro-batch" accepts a separate loss per micro-batch; by default refused.
     """
 
     def __init__(
@@ -142,7 +141,7 @@ class Accelerator(accelerate.Accelerator):
         given = bound(args, kwargs)
         refuse_without_meaning(given)
         self._compile, self._on_cpu = compiles(given), given.get("cpu", False)
-        # The variable is set by `accelerate launch`.
+        # Set by `accelerate launch`.
         told = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
         said = str(given.pop("mixed_precision", None) or told)
         if said not in PRECISIONS:
@@ -158,19 +157,21 @@ class Accelerator(accelerate.Accelerator):
         self._engine: Engine | None = None
         self._looped: Looped | None = None
         self._awaited = Awaited()
-        self._alone: list[nn.Module] = []  # those that were called without a plan
+        self._alone: list[nn.Module] = []  # models called without a plan
 
     @property
     def plan(self) -> Plan | None:
-        """What is trained by, once the model is prepared."""
+        """The plan of the training; None until the model is prepared."""
         return None if self._engine is None else self._engine.plan
 
     # -- preparing ---------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
-        """As Accelerate's. The model is run by a plan as soon as its optimizer and a loader of what
-        it is trained on are known, which says what batches look like; a model with a loader is so
-        without an optimizer too.
+        """Prepare objects as Accelerate does.
+
+        The model runs by a plan once its optimizer and the loader of its training data are known:
+        the loader shows the shapes of batches. A model prepared together with a loader needs no
+        optimizer.
 
         Raises:
             InputError: several models are to be trained.
@@ -186,8 +187,8 @@ class Accelerator(accelerate.Accelerator):
         return prepared
 
     def prepare_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """As Accelerate's. A model that nothing trains stays an ordinary one, on each rank's
-        device; one that is not trained yet is called as it is."""
+        """Prepare a model as Accelerate does. A model without anything to train stays an ordinary
+        module on each rank's device; a model not trained yet is called directly."""
         if isinstance(model, Looped):
             return model
         if not trains(model) or kwargs.get("evaluation_mode"):
@@ -246,10 +247,10 @@ class Accelerator(accelerate.Accelerator):
             self._host(trained[0])
 
     def _called_alone(self, looped: Looped) -> None:
-        """A model is called that is not run by a plan.
+        """Ready a model for a call without a plan.
 
         Raises:
-            InputError: it is trained.
+            InputError: the model is being trained.
         """
         if looped.training and torch.is_grad_enabled():
             if self._engine is not None:
@@ -264,7 +265,7 @@ class Accelerator(accelerate.Accelerator):
             self._alone.append(super().prepare_model(looped.module, evaluation_mode=True))
 
     def _host(self, looped: Looped) -> None:
-        """Shard a model by a plan, and let its optimizers update that. Collective."""
+        """Shard a model by a plan and give its optimizers the shards. Collective."""
         model, loader = self._whole(looped), self._awaited.loader
         assert loader is not None, "a model is hosted once a loader is known"
         optimizers = list(self._awaited.optimizers)
@@ -306,7 +307,7 @@ class Accelerator(accelerate.Accelerator):
                 fix="make one with techniques.most_stages=1 and techniques.tensor=1",
             )
         if padded := specimen.padded():
-            # Nobody knows what a loop makes of outputs of padding.
+            # A loop may use outputs of padding in any way.
             self._width.common = not inside or padding_counts(
                 self._engine, measured, *(call_of(model, one) for one in padded)
             )
@@ -320,7 +321,7 @@ class Accelerator(accelerate.Accelerator):
         self._awaited = Awaited(models=[one for one in self._awaited.models if one is not looped])
 
     def _whole(self, looped: Looped) -> nn.Module:
-        """The model as it was before it was called alone."""
+        """Return the model without the changes of a call without a plan."""
         model = looped.module
         if model in self._alone:
             self._alone.remove(model)
@@ -338,7 +339,7 @@ class Accelerator(accelerate.Accelerator):
             return super().skip_first_batches(dataloader, num_batches)
         skipping = copy(dataloader)
         skipping.skipped = dataloader.skipped + num_batches
-        skipping._iterator = None  # of workers that stay, which are the other's
+        skipping._iterator = None  # of persistent workers, owned by `dataloader`
         return skipping
 
     def _next_of(self, batches: Iterator[Any]) -> Any:
@@ -347,10 +348,11 @@ class Accelerator(accelerate.Accelerator):
     # -- the loop ----------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, *, count: Tensor | float | None = None, **kwargs: Any) -> None:
-        """As Accelerate's.
+        """Run backward as Accelerate does.
 
         Args:
-            count: what the loss is a mean over, on this rank, where its graph does not tell.
+            count: the number of items in the mean of this rank's loss, if the autograd graph does
+                not show it.
         """
         if self._looped is not None and not self._looped.expects(loss):
             super().backward(loss, **kwargs)
@@ -374,13 +376,13 @@ class Accelerator(accelerate.Accelerator):
         self._looped.backward_done(loss.detach(), worth)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """As Accelerate's; the mean of the last loss is the loss of the whole batch."""
+        """Reduce as Accelerate does; the mean of the last loss is the loss of the global batch."""
         if reduction == "mean" and self._looped is not None:
             tensor = tree_map(self._looped.weighed, tensor)
         return super().reduce(tensor, reduction, scale)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: int = 2) -> Any:
-        """Of all gradients of the model."""
+        """Clip the total norm of the model's gradients, over all ranks."""
         if norm_type != 2:
             raise InputError(f"gradients are clipped by norm 2, not {norm_type}")
         if not self.sync_gradients or self._engine is None:
@@ -395,7 +397,7 @@ class Accelerator(accelerate.Accelerator):
             nn.utils.clip_grad_value_(list(self._engine.parameters()), clip_value)
 
     def gather(self, tensor: Any) -> Any:
-        """Rows of all ranks, unlike numbers of them; of the last loss, the whole batch's."""
+        """Gather rows of all ranks, unlike in number; the last loss becomes the global loss."""
         if self._looped is not None and self._looped.is_last(tensor):
             return self.reduce(tensor, "mean").expand(self.num_processes).clone()
         lifted = tree_map(lambda t: t[None] if t.dim() == 0 else t, tensor)
@@ -405,10 +407,12 @@ class Accelerator(accelerate.Accelerator):
         return tree_map(lambda t: t.to(self.device), found)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As `gather`; of a rank that has no samples of a batch nothing. Of a list of what JSON can
-        say, as texts, the lists of all ranks one behind the other. What each rank has of a whole
-        batch instead, as a loss for each of `batch_size` samples, is cut to the samples of the last
-        one, as by Accelerate."""
+        """Gather as `gather` does, without rows of ranks having no samples of the batch.
+
+        Lists of JSON values, such as texts, are concatenated in rank order. Values repeated to
+        `batch_size` on each rank, such as a loss, are cut to the samples of the last batch, as by
+        Accelerate.
+        """
         leaves, label = tree_leaves(input_data), "gather_for_metrics"
         if use_gather_object or not leaves or not all(isinstance(t, Tensor) for t in leaves):
             lists = all_objects(input_data, self._ranks(), label)
@@ -425,7 +429,7 @@ class Accelerator(accelerate.Accelerator):
         return tree_map(lambda t: t[: kept.together], gathered)
 
     def _of_samples(self, rows: Sequence[int]) -> Kept:
-        """Of so many rows that ranks have of the batch that the loop is at, those of samples."""
+        """Return the counts of sample rows among each rank's `rows` of the current batch."""
         given = part_at()
         if given is None:
             return Kept(rows, None)
@@ -451,9 +455,11 @@ class Accelerator(accelerate.Accelerator):
         super().end_training()
 
     def free_memory(self, *objects: Any) -> Any:
-        """As Accelerate's; another model may then be prepared. Collective. The model is an ordinary
-        one again, with its weights on the first rank; `gpumix.unshard(model)` before lets each have
-        them."""
+        """Free memory as Accelerate does; another model may be prepared afterwards. Collective.
+
+        The model becomes an ordinary module again, with its weights on the first rank; call
+        `gpumix.unshard(model)` before to have the weights on every rank.
+        """
         if self._engine is not None:
             unshard(self._engine.model, everywhere=False)
             self._record.finish(self._record.done)
@@ -470,14 +476,14 @@ class Accelerator(accelerate.Accelerator):
         return super().unwrap_model(model, *args, **kwargs)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Tensor]:
-        """That of the whole model, on the first rank."""
+        """Return the full state dict of the model, on the first rank."""
         if self._engine is None:
             return super().get_state_dict(model, unwrap)  # type: ignore[no-any-return]
         return self._saver.asked_for()
 
     def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """The model and its optimizer, so that any plan can go on from them, and the rest as
-        Accelerate does."""
+        """Save the model and its optimizer for a resume by any plan, and the rest as Accelerate
+        does."""
         optimizer = self._only_optimizer("save_state")
         optimizers: list[Any] = self._optimizers  # type: ignore[has-type]
         self._optimizers = []
@@ -526,8 +532,7 @@ def _several_models() -> InputError:
 
 @contextmanager
 def _registered_as_weights() -> Iterator[None]:
-    """Inside, states of registered objects are read as all others are; Accelerate would unpickle
-    whatever lies there."""
+    """Load states of registered objects without pickled code; Accelerate unpickles anything."""
     unpickled = accelerator.load_custom_state
     accelerator.load_custom_state = _load_registered
     try:

@@ -1,4 +1,4 @@
-"""What the arguments of Accelerate's `Accelerator` mean here: none is ignored."""
+"""Check of the arguments of Accelerate's `Accelerator`: no argument is ignored."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PARAMETERS = Fields.of(
     },
 )
 LOADING = Fields.of(
-    # No sample is read twice, so batches are as uneven as they are.
+    # No sample is read twice: the last batch stays uneven whatever `even_batches` says.
     heard="use_seedable_sampler data_seed even_batches",
     theirs="",
     refused={
@@ -52,24 +52,25 @@ LOADING = Fields.of(
 )
 HANDLERS = ("InitProcessGroupKwargs", "ProfileKwargs")
 WHERE = "Accelerator"
-# Now, for a program may put gpumix's class in the place of Accelerate's.
+# Read at import: a program may replace Accelerate's class by gpumix's later.
 GIVEN = inspect.signature(accelerate.Accelerator)
 DIVIDED = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
 
 def bound(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What is given, by its name."""
+    """Return the given arguments by name."""
     return dict(GIVEN.bind(*args, **kwargs).arguments)
 
 
 def refuse_without_meaning(given: Mapping[str, Any]) -> None:
-    """
+    """Check the arguments.
+
     Raises:
-        InputError: an argument is set that has no meaning here.
+        InputError: an argument without a meaning here is set.
     """
     for name, value in given.items():
         default = GIVEN.parameters[name].default
-        # A parameter that is going has for its default an object that says: not given.
+        # The default of a deprecated parameter is a bare object, meaning: not given.
         PARAMETERS.check(name, value, None if type(default) is object else default, where=WHERE)
     if (loading := given.get("dataloader_config")) is not None:
         LOADING.check_all(loading, DataLoaderConfiguration)
@@ -80,9 +81,10 @@ def refuse_without_meaning(given: Mapping[str, Any]) -> None:
 
 
 def refuse_divided(kind: DistributedType) -> None:
-    """
+    """Check the kind of distribution set by `accelerate launch`.
+
     Raises:
-        InputError: `accelerate launch` says how the model is divided.
+        InputError: `accelerate launch` divides the model.
     """
     if kind in DIVIDED:
         raise no_meaning(
@@ -93,10 +95,10 @@ def refuse_divided(kind: DistributedType) -> None:
 
 
 def compiles(given: Mapping[str, Any]) -> bool:
-    """Whether blocks are to be compiled, by the arguments or by `accelerate launch`.
+    """Return True if the arguments or `accelerate launch` ask for compiled blocks.
 
     Raises:
-        InputError: in another way than they are.
+        InputError: another backend or mode of compilation is asked for.
     """
     plugin = given.get("dynamo_plugin") or TorchDynamoPlugin(backend=given.get("dynamo_backend"))
     if plugin.backend == DynamoBackend.NO or plugin.disable:

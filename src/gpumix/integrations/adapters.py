@@ -1,4 +1,4 @@
-"""Adapters of PEFT in a model that is sharded: what PEFT saves and loads, by names alone."""
+"""PEFT adapters in a sharded model: PEFT saves and loads adapters by names alone."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ WEIGHTS = "adapter_model.safetensors"
 
 @contextmanager
 def with_prompts(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[None]:
-    """Inside, prompt encoders of PEFT have their values of a state of the whole model: PEFT saves
-    prompts that it computes by them."""
+    """Give PEFT's prompt encoders their values of a full state dict, inside the context. PEFT saves
+    prompts computed by the encoders."""
     encoders = getattr(model, "prompt_encoder", None)
     if not isinstance(encoders, nn.ModuleDict):
         yield
@@ -42,11 +42,10 @@ def with_prompts(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[None
 
 
 def tell_names(model: nn.Module, *, everywhere: bool) -> None:
-    """Let the modules that are trained whole, `modules_to_save`, tell PEFT of their state the names
-    alone, which it asks for.
+    """Make fully trained modules (`modules_to_save`) report names alone as state, all PEFT needs.
 
     Args:
-        everywhere: not just on the first rank, which saves.
+        everywhere: on all ranks, not only on the first, which saves.
     """
     first = not dist.is_initialized() or dist.get_rank() == 0
     for module in _trained_whole(model):
@@ -54,7 +53,7 @@ def tell_names(model: nn.Module, *, everywhere: bool) -> None:
         module.state_dict = partial(_named, names)  # type: ignore[method-assign, assignment]
     outside = outside_of(model)
     if outside is not None:
-        of_model = weakref.ref(model)  # which leads here
+        of_model = weakref.ref(model)  # weak: the model refers to the callback
         outside.at_end(lambda: _forget_names(of_model()))
 
 
@@ -64,11 +63,10 @@ def _forget_names(model: nn.Module | None) -> None:
 
 
 def adapters_in(folder: Path, model: Any) -> dict[str, Tensor] | None:
-    """What PEFT saved there of the model's active adapter, by the model's names; None if it did
-    not.
+    """Return PEFT's weights of the active adapter in `folder` by the model's names, or None.
 
     Raises:
-        InputError: these are prompts.
+        InputError: the adapter consists of prompts.
     """
     if not hasattr(model, "peft_config"):
         return None

@@ -1,5 +1,4 @@
-"""What an `Accelerator` has prepared for training as long as not all is known of which a plan is
-made: a model, an optimizer of its parameters, a loader. They may come in any order."""
+"""Objects prepared for training, in any order, before all inputs of a plan are known."""
 
 from __future__ import annotations
 
@@ -14,11 +13,12 @@ from gpumix.integrations.looped import Looped
 
 @dataclass
 class Awaited:
-    """
+    """Prepared objects.
+
     Attributes:
-        models: that may be trained.
-        optimizers: as they were prepared.
-        loader: the first one that was prepared, as it was given.
+        models: trainable models.
+        optimizers: prepared optimizers.
+        loader: the first prepared loader, as given.
     """
 
     models: list[Looped] = field(default_factory=list)
@@ -26,11 +26,11 @@ class Awaited:
     loader: DataLoader[Any] | None = None
 
     def known(self, model: nn.Module) -> Looped | None:
-        """What was made of a model before."""
+        """Return the `Looped` made of a model before, or None."""
         return next((one for one in self.models if one.module is model), None)
 
     def trained(self) -> list[Looped]:
-        """The models whose parameters optimizers update."""
+        """Return the models with parameters that optimizers update."""
         updated = {
             id(parameter)
             for optimizer in self.optimizers

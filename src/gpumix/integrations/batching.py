@@ -1,4 +1,4 @@
-"""A program's own `DataLoader`, taken apart, so that each rank reads its part of every batch."""
+"""A program's `DataLoader` taken apart, for each rank to read its part of every batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gpumix.spec.errors import InputError
 
 @dataclass(frozen=True)
 class Batching:
-    """How a loader makes its batches; a stream has no sampler."""
+    """Batching settings of a loader; a stream has no sampler."""
 
     loader: DataLoader[Any]
     batch_size: int
@@ -25,9 +25,10 @@ class Batching:
 
     @classmethod
     def of(cls, loader: Any) -> Batching:
-        """
+        """Take a loader apart.
+
         Raises:
-            InputError: batches of this loader cannot be cut anew.
+            InputError: batches of this loader cannot be divided by a plan.
         """
         if not isinstance(loader, DataLoader):
             raise InputError(
@@ -44,7 +45,7 @@ class Batching:
         if isinstance(loader.dataset, IterableDataset) and loader.batch_size is not None:
             return cls(loader, loader.batch_size, None, loader.drop_last)
         batches = loader.batch_sampler
-        batches = getattr(batches, "_batch_sampler", batches)  # Lightning wraps it to predict
+        batches = getattr(batches, "_batch_sampler", batches)  # Lightning's wrapper for prediction
         if type(batches) is not BatchSampler:
             raise InputError(
                 "the DataLoader has a batch sampler of its own",
@@ -54,8 +55,8 @@ class Batching:
         return cls(loader, batches.batch_size, batches.sampler, batches.drop_last)
 
     def of_whole(self, samples: int) -> Batching:
-        """For batches that are put together of such of so many samples: what fills none of these
-        is dropped, if it is to be."""
+        """Adapt to global batches of `samples` samples: with `drop_last`, the last samples not
+        filling a global batch are dropped."""
         if not self.drop_last or self.sampler is None:
             return self
         return replace(self, sampler=Whole(alike(self.sampler), samples), drop_last=False)
@@ -69,8 +70,8 @@ class Batching:
         *,
         most: int | None = None,
     ) -> L:
-        """This rank's part of the loader's samples, in its order, in batches of `batch_size`;
-        larger ones than of `most` come in parts."""
+        """Return a loader of this rank's part of global batches of `batch_size`, in the loader's
+        order. Batches larger than `most` come in parts."""
         loader = self.loader
         return own_loader(
             loader.dataset,

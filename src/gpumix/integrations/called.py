@@ -1,4 +1,4 @@
-"""How a loop calls its model with a batch, as far as can be told before it does."""
+"""Call of a model with a batch, derived before the loop makes the call."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ _PLACED = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def call_of(model: nn.Module, batch: Any) -> dict[str, Any]:
-    """The arguments of `model`'s forward in a batch. Parts of the batch that have the names of
-    arguments are those; what forward cannot do without is taken from the other parts, in their
-    order, and so is the first one where no name is known.
+    """Return the arguments of `model`'s forward found in a batch.
+
+    Parts of the batch named like arguments are these arguments. Required arguments left over take
+    the other parts in order; if no name is known, the first part is the argument.
 
     Returns:
-        By `ARGS` a tuple, by `KWARGS` a dictionary.
+        A tuple by `ARGS`, a dictionary by `KWARGS`.
 
     Raises:
-        InputError: forward wants more than there is.
+        InputError: forward requires more arguments than the batch has parts.
     """
     known = signature(_with_names(model).forward).parameters
     wanted = [one.name for one in known.values() if one.kind in _PLACED]
@@ -53,7 +54,7 @@ def call_of(model: nn.Module, batch: Any) -> dict[str, Any]:
 
 
 def _with_names(model: nn.Module) -> nn.Module:
-    """Of PEFT the model inside, whose arguments have names."""
+    """Return the model inside PEFT's wrapper, for the names of forward's arguments."""
     base = getattr(model, "get_base_model", None)
     return base() if callable(base) else model
 

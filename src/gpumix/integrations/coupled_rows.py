@@ -1,7 +1,7 @@
-"""Whether a loss that a loop has computed of a model's outputs couples their rows.
+"""Test of a loop's own loss for coupling between rows of the model's outputs.
 
-A loss that is a sum over samples has a gradient by each row that no other row changes. Its second
-derivatives tell, of the graph that is there.
+In a loss that is a sum over samples, the gradient by a row depends on no other row. Second
+derivatives of the existing graph show this.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from torch import Tensor
 from gpumix.spec.errors import InputError
 
 MOST_ELEMENTS = 2**22  # of outputs: second derivatives take several times their memory
-TOLERANCE = 1e-6  # relative: of a sum over samples they are exactly 0
+TOLERANCE = 1e-6  # relative: for a sum over samples the coupling is exactly 0
 
 
 def refuse_coupled(loss: Tensor, outputs: Sequence[Tensor]) -> None:
-    """
+    """Check that a loss couples no rows of the outputs.
+
     Args:
         loss: with its graph, which is kept.
         outputs: leaves of the graph.
@@ -63,7 +64,7 @@ def _couples(loss: Tensor, outputs: Sequence[Tensor]) -> bool:
 
 
 def _of_first_row(value: Tensor, outputs: Sequence[Tensor]) -> Tensor:
-    """The norm of the derivative by the first row."""
+    """Return the norm of the derivative by the first row."""
     found = torch.autograd.grad(value, outputs, retain_graph=True, allow_unused=True)
     squares = [one[0].double().square().sum() for one in found if one is not None]
     return torch.stack(squares).sum().sqrt() if squares else value.new_zeros((), dtype=torch.double)

@@ -1,4 +1,4 @@
-"""The plan of the run that a program goes on with."""
+"""The plan of an earlier run that a program resumes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from gpumix.train import run_files
 
 
 def run_of(resumed: str | bool | None, output: str) -> Path | None:
-    """The folder of gpumix's files of the run that a trainer goes on with.
+    """Return the folder of gpumix's files of the run to resume.
 
     Args:
-        resumed: a checkpoint, or True for the last one in `output`.
+        resumed: a checkpoint, or True for the last checkpoint in `output`.
     """
     if resumed is True:
         resumed = get_last_checkpoint(output) if Path(output).is_dir() else None
@@ -31,9 +31,8 @@ def run_of(resumed: str | bool | None, output: str) -> Path | None:
 
 
 def earlier_plan(folder: Path | None, model: nn.Module, *, global_batch: int) -> Plan | None:
-    """The plan that a run has left in its folder; None unless it is for the model, for steps of
-    `global_batch` samples, and for the devices of all ranks. Collective: the first rank reads it.
-    """
+    """Return the plan in a run's folder if made for the model, for steps of `global_batch` samples
+    and for the devices of all ranks; otherwise None. Collective: the first rank reads."""
     if folder is None:
         return None
     comm = all_ranks(device_of_group())
@@ -45,8 +44,8 @@ def earlier_plan(folder: Path | None, model: nn.Module, *, global_batch: int) ->
 
 
 def _read(folder: Path, model: str, global_batch: int) -> str:
-    """A run's plan and the cluster that it was made for, as JSON; nothing unless the plan is for
-    the model, given by its fingerprint, and for steps of `global_batch` samples."""
+    """Return a run's plan and cluster as JSON; "" unless the plan is for the model, given by
+    fingerprint, and for steps of `global_batch` samples."""
     try:
         plan = Plan.load(folder / run_files.PLAN)
         profile = Profile.load(folder / run_files.PROFILE)

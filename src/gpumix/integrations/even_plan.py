@@ -1,6 +1,6 @@
-"""A plan that divides nothing but samples, evenly: for a model that trains nothing.
+"""A plan dividing nothing but samples, evenly: for a model without anything to train.
 
-There is no step that could be measured to plan by. Each rank keeps the whole model, as under
+No training step exists to be measured. Each rank keeps the full model, as under
 `DistributedDataParallel`.
 """
 
@@ -30,9 +30,10 @@ def even_plan(
     global_batch: int,
     compute_dtype: ComputeDtype,
 ) -> Plan:
-    """
+    """Plan for an equal share of samples on each rank.
+
     Args:
-        run: computes a batch by the model, for the order in which it calls its blocks.
+        run: computes a batch with the model, to find the order of calls of blocks.
     """
     calls = calls_of(model, run)
     counts = [len(equal_rows(world, rank, global_batch)[0]) for rank in range(world)]
@@ -48,8 +49,8 @@ def even_plan(
 
 @torch.no_grad()
 def calls_of(model: nn.Module, run: Callable[[], Any]) -> list[str]:
-    """The units that a model calls in a run of it, in order; all, as they are registered, if it
-    calls none."""
+    """Return the units called in a run of a model, in order; without any calls, all units as
+    registered."""
     calls: list[str] = []
     units = dissect(model).units
     copies = BufferCopies(keepers(model))
@@ -69,7 +70,7 @@ def calls_of(model: nn.Module, run: Callable[[], Any]) -> list[str]:
 
 
 def called_of(model: nn.Module, calls: Sequence[str]) -> list[str]:
-    """The units of a plan with these calls, empty if they are all: units that are not called are
-    gathered with the rest, as after a profile."""
+    """Return the units of a plan with these calls; empty if all units are called. Units never
+    called are gathered with the root, as after a profile."""
     units = [unit.name for unit in dissect(model).units]
     return [name for name in units if name in calls] if {*units} != {*calls} else []

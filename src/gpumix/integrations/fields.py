@@ -1,7 +1,7 @@
-"""What becomes of the fields of another library's settings: none is ignored.
+"""Classification of the fields of another library's settings: none is ignored.
 
-A field is gone by, is left to the library, or is refused. One that is in none of the three lists is
-of a version that gpumix does not know, and is refused too where it is set.
+gpumix uses, leaves to the library, or refuses a field. A field in none of the three lists comes
+from an unknown version, and is refused if set.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from gpumix.spec.errors import InputError
 
 @dataclass(frozen=True)
 class Fields:
-    """Of one class of settings.
+    """Fields of a class of settings.
 
     Attributes:
-        heard: what gpumix goes by, and what is so in any case.
-        theirs: what the library does by itself, with gpumix as without.
-        refused: what has no meaning, and what to do instead.
+        heard: fields that gpumix uses, or that hold in any case.
+        theirs: fields that the library handles by itself, with gpumix as without.
+        refused: fields without a meaning, each with the alternative.
     """
 
     heard: frozenset[str]
@@ -30,7 +30,7 @@ class Fields:
 
     @classmethod
     def of(cls, heard: str, theirs: str, refused: Mapping[str, str]) -> Fields:
-        """The names of each list with spaces between them."""
+        """Build from lists of names separated by spaces."""
         return cls(frozenset(heard.split()), frozenset(theirs.split()), refused)
 
     @property
@@ -38,7 +38,7 @@ class Fields:
         return self.heard | self.theirs | frozenset(self.refused)
 
     def and_of(self, other: Fields) -> Fields:
-        """Those of a class that derives from another one's; it has its own word on the other's."""
+        """Return the fields merged with `other` of the base class; own fields take precedence."""
         rest = {name: fix for name, fix in other.refused.items() if name not in self.known}
         return Fields(
             self.heard | (other.heard - self.known),
@@ -47,9 +47,10 @@ class Fields:
         )
 
     def check(self, name: str, value: Any, default: Any, *, where: str) -> None:
-        """
+        """Check a field.
+
         Raises:
-            InputError: a field is set, and has no meaning here.
+            InputError: a field without a meaning here is set.
         """
         if name in self.heard or name in self.theirs or _same(value, default):
             return
@@ -57,7 +58,7 @@ class Fields:
         raise no_meaning(f"{name}={value!r}", self.refused.get(name, unknown), where=where)
 
     def check_all(self, settings: Any, kind: type) -> None:
-        """The fields that `kind` has of a dataclass like it, which may have more of its own.
+        """Check the fields of dataclass `kind`; `settings` may have further fields.
 
         Raises:
             InputError: as `check`.
@@ -74,5 +75,5 @@ def no_meaning(what: str, fix: str, *, where: str) -> InputError:
 
 
 def _same(value: Any, default: Any) -> bool:
-    """Whether nothing is said: nothing, no and none are the same, but where yes is the default."""
+    """Return True if a value is the default; falsy values (empty, False, None) are equal."""
     return value is default or (not value and not default) or bool(value == default)

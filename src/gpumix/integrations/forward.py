@@ -1,4 +1,4 @@
-"""What a function makes of this rank's part of a batch, by places in the whole one."""
+"""Outputs of a function for this rank's part of a batch, by places in the global batch."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from gpumix.spec.shares import share_of
 def by_places(
     engine: Engine, function: Callable[[nn.Module, Any], Any], values: Any, samples: int
 ) -> dict[range, Any]:
-    """As `Engine.outputs`. Collective.
+    """Compute outputs as `Engine.outputs` does. Collective.
 
     Args:
-        function: is called with the model and a micro-batch; gives a tree of tensors with a row for
-            each sample.
+        function: is called with the model and a micro-batch; returns a tree of tensors with a row
+            per sample.
         values: this rank's part of a batch of `samples`.
 
     Returns:
-        What it gave, by places in the whole batch.
+        The outputs by places in the global batch.
     """
     staged = len(engine.plan.stages) > 1
     found = engine.outputs(function, values, samples=samples if staged else None)
@@ -36,7 +36,7 @@ def by_places(
 
 
 def _placed(found: Mapping[range, Any], rows: Sequence[int]) -> Iterator[tuple[range, Any]]:
-    """What was made, by places in the whole batch: of rows that are apart there one by one."""
+    """Yield outputs by places in the global batch, split into runs of adjacent places."""
     for of, made in found.items():
         places = rows[of.start : of.stop]
         begin = 0
@@ -51,5 +51,5 @@ def _placed(found: Mapping[range, Any], rows: Sequence[int]) -> Iterator[tuple[r
 
 
 def detached(value: Any) -> Any:
-    """A leaf of what a model returned, without its graph."""
+    """Return a leaf of a model's outputs without its graph."""
     return value.detach() if isinstance(value, Tensor) else value

@@ -1,7 +1,7 @@
-"""What ranks have of a batch, put together on all of them: predictions, labels, words.
+"""Gathering of a batch's predictions, labels and texts from all ranks, to all ranks.
 
-Ranks have unlike numbers of rows, of unlike widths, or none at all and no idea of what the others'
-look like. What crosses is numbers and text, never a pickle.
+Ranks have different numbers of rows, of different widths, or no rows and no knowledge of the shapes
+of other ranks. Only numbers and text cross between ranks, never a pickle.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from gpumix.engine.comm import Communicator
 from gpumix.engine.groups import all_ranks, device_of_group
 from gpumix.spec.errors import InputError
 
-PADDING = -100  # as transformers pads predictions and labels of unlike lengths
+PADDING = -100  # transformers' padding of predictions and labels of unlike lengths
 
 
 def all_numbers(own: Sequence[int], label: str) -> list[list[int]]:
-    """Every rank's whole numbers, of which all have as many, in rank order. Collective."""
+    """Return every rank's integers, equally many on each, in rank order. Collective."""
     told = torch.tensor(own, dtype=torch.int64)
     rows: list[list[int]] = _exchanged(told, all_ranks(device_of_group()), label).tolist()
     return rows
 
 
 def all_texts(text: str, comm: Communicator, label: str) -> list[str]:
-    """Every rank's text, in rank order. Collective."""
+    """Return every rank's text, in rank order. Collective."""
     own = torch.frombuffer(bytearray(text.encode()) or bytearray(1), dtype=torch.uint8)
     sizes = _exchanged(torch.tensor([len(text.encode())]), comm, label)
     longest = max(1, int(sizes.max()))
@@ -41,18 +41,18 @@ def all_texts(text: str, comm: Communicator, label: str) -> list[str]:
 
 
 def all_rows(parts: Mapping[range, Any], comm: Communicator, label: str) -> Any:
-    """A batch's rows on all ranks, on the host, in the order of their places. Collective.
+    """Return a batch's rows on all ranks, on the host, in the order of places. Collective.
 
     Args:
-        parts: by places in the global batch what this rank has: a pytree of tensors whose first
-            dimension is the rows. Where several ranks have the same places, theirs is the same.
+        parts: this rank's rows by places in the global batch: a pytree of tensors whose first
+            dimension is the rows. Ranks with equal places have equal rows.
 
     Returns:
-        One pytree like those of the parts; rows that are shorter than others are padded at their
-        end with -100. None where no rank has anything.
+        One pytree like the parts; shorter rows are padded at the end with -100. None if no rank has
+        any rows.
 
     Raises:
-        InputError: ranks have unlike trees, or a tensor has other rows than its places.
+        InputError: trees of ranks differ, or a tensor's rows do not match its places.
     """
     leaves, spec = [], None
     for of, part in parts.items():
@@ -79,10 +79,10 @@ def all_rows(parts: Mapping[range, Any], comm: Communicator, label: str) -> Any:
 
 
 def all_objects(own: Any, comm: Communicator, label: str) -> list[list[Any]]:
-    """What all ranks have in lists: each rank's, in rank order. Collective.
+    """Return every rank's list, in rank order. Collective.
 
     Raises:
-        InputError: it is no list, or holds what JSON does not give back as it was.
+        InputError: `own` is no list, or an entry does not survive JSON unchanged.
     """
     if not isinstance(own, list | tuple) or not all(_can_be_said(thing) for thing in own):
         raise InputError(
@@ -95,7 +95,7 @@ def all_objects(own: Any, comm: Communicator, label: str) -> list[list[Any]]:
 
 
 def _can_be_said(value: Any) -> bool:
-    """Whether JSON gives it back as it was."""
+    """Return True if JSON preserves a value exactly."""
     if isinstance(value, dict):
         return all(isinstance(k, str) and _can_be_said(v) for k, v in value.items())
     if isinstance(value, list):
@@ -128,7 +128,7 @@ def _leaf(
     comm: Communicator,
     label: str,
 ) -> Tensor:
-    """One of the tree's tensors."""
+    """Gather a tensor of the tree."""
     shapes = [[tuple(flat[number]) for flat in one["shapes"]] for one in every]
     wide = [max(sizes) for sizes in zip(*(s[1:] for of_rank in shapes for s in of_rank))]
     rows = max(sum(s[0] for s in of_rank) for of_rank in shapes)
@@ -158,6 +158,6 @@ def _padded(rows: Tensor, wide: Sequence[int]) -> Tensor:
 
 
 def _exchanged(row: Tensor, comm: Communicator, label: str) -> Tensor:
-    """[ranks, len(row)], on the host."""
+    """Return a table [ranks, len(row)] on the host."""
     table = comm.exchanged(row.to(comm.device), label)
     return table.cpu()

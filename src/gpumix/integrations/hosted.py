@@ -1,7 +1,7 @@
-"""A model that another program made, run by a plan: measured, planned for and sharded as it is.
+"""Hosting of another program's model: measured, planned for and sharded in place.
 
-What a job says to `gpumix train`, a program says by what it has in its hands: the model with its
-weights, samples, an optimizer. Every rank of the program comes here with the same.
+A job describes training to `gpumix train`; a program passes the objects: the model with its
+weights, samples, an optimizer. Every rank of the program makes the same calls.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ from gpumix.train.run_folder import check_folder
 
 @dataclass(frozen=True)
 class Training:
-    """What a program trains, beside its model.
+    """Training of a program, except for its model.
 
     Attributes:
-        make_batch: a batch of so many samples on the host, as large as any.
+        make_batch: makes a batch of the given number of samples on the host, as large as any.
         sequence_length: tokens of a sample, at most.
         global_batch: samples of a step, of all ranks.
         loss: as for `gpumix.prepare`.
-        optimizer: makes one like the program's, for given parameters.
+        optimizer: makes an optimizer like the program's for given parameters.
         precision, compile, space: as for `gpumix.profile`.
         seed: of dropout.
-        told: what else tells its steps from others': how losses and updates are computed.
+        told: text identifying how losses and updates are computed, for reuse of measurements.
         couples: as for `gpumix.prepare`.
     """
 
@@ -77,7 +77,7 @@ class Training:
 
 
 class Device:
-    """This process's device, opened for as many models as the program trains, one after another."""
+    """Device of this process, opened for each model of the program in turn."""
 
     def __init__(self) -> None:
         self._open = ExitStack()
@@ -108,21 +108,21 @@ def host(
     folder: Path | None = None,
     say: Callable[[str], None] = print,
 ) -> Engine:
-    """Shard `model` in place, by `plan` or by one that is made for the devices of all ranks.
-    Collective. From then on this process is the user of its device.
+    """Shard `model` in place, by `plan` or by a plan made for the devices of all ranks. Collective.
+    From then on this process uses its device.
 
     Args:
-        own: the loss that is trained on, if the one that is measured stands for it.
-        folder: where plan and profile are written, by the first rank.
-        say: is told, on the first rank, what is measured and what was planned.
+        own: the loss to train on, if `training.loss` is just for measurements.
+        folder: of plan and profile, written by the first rank.
+        say: gets lines of progress and of the plan, on the first rank.
 
     Raises:
-        InputError: the plan is for another model, batch or number of devices, `folder` holds files
-            of a run that may not be replaced, or the model is quantised.
+        InputError: the plan is for another model, batch or number of devices, `folder` has files of
+            a run that may not be replaced, or the model is quantized.
         NoFeasiblePlanError: no plan fits the devices.
     """
     refuse_as_loaded(model)
-    unshard(model)  # by which it was trained before
+    unshard(model)  # of an earlier training
     first = rank() == 0
     if first and folder is not None:
         check_folder(folder)
@@ -143,7 +143,7 @@ def host(
         plan.save(folder / run_files.PLAN)
     own_device().use()
     leave_at_end()
-    # What was trained before lies in cycles of its program, and its memory with it.
+    # An earlier training may survive in reference cycles of the program, with its memory.
     gc.collect()
     engine = prepare(
         model, plan, loss=own or training.loss, seed=training.seed, couples=training.couples
@@ -153,9 +153,10 @@ def host(
 
 
 def refuse_as_loaded(model: nn.Module) -> None:
-    """
+    """Check that a model has plain weights.
+
     Raises:
-        InputError: the model was loaded in a way that leaves no plain weights to be cut.
+        InputError: the model was loaded quantized, or spread over devices.
     """
     flags = ("is_quantized", "is_loaded_in_8bit", "is_loaded_in_4bit")
     if any(getattr(model, flag, False) is True for flag in flags):
@@ -175,15 +176,15 @@ def refuse_as_loaded(model: nn.Module) -> None:
 
 
 def _tell_of_dtypes(plan: Plan, asked: Precision, say: Callable[[str], None]) -> None:
-    """Where a given plan computes in another dtype than the program asks for; "fp32" may just be
-    what nobody asked to change."""
+    """Report devices that compute in another dtype than the program asks for, except if it asks for
+    "fp32", which may just be the default."""
     others = sorted({worker.compute_dtype for worker in plan.workers} - {asked})
     if others and asked in ("bf16", "fp16"):
         say(f"devices compute in {' and '.join(others)}, as the plan says, not in {asked}")
 
 
 def refuse_gpu(device: torch.device, said: str, *, where: str) -> None:
-    """Of a program that `said` it computes on CPUs.
+    """Check the device of a program computing on CPUs by the setting `said`.
 
     Raises:
         InputError: the device is a GPU.
@@ -244,7 +245,7 @@ def _even(model: nn.Module, training: Training) -> Plan:
 
 
 def _allowed(training: Training) -> Space:
-    """What plans may use with the optimizer: one of whole matrices wants no stages, no teams."""
+    """Return the search space for the optimizer: without stages and teams for full matrices."""
     trial = training.optimizer and training.optimizer([nn.Parameter(torch.empty(0))])
     if isinstance(trial, WholeOptimizer):
         return training.space.in_one_stage()
@@ -252,7 +253,7 @@ def _allowed(training: Training) -> Space:
 
 
 def lines_of(plan: Plan) -> Iterator[str]:
-    """What each device does, in few words."""
+    """Yield a short line on each device of a plan."""
     several = len(plan.stages) > 1
     for number, stage in enumerate(plan.stages, 1):
         blocks = "1 block" if len(stage.units) == 1 else f"{len(stage.units)} blocks"
@@ -267,7 +268,7 @@ def lines_of(plan: Plan) -> Iterator[str]:
 
 
 def without_weights(model: nn.Module) -> nn.Module:
-    """A copy of a model whose parameters take no memory."""
+    """Return a copy of a model with parameters that take no memory."""
     memo: dict[int, Any] = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
         for p in model.parameters()
@@ -276,8 +277,8 @@ def without_weights(model: nn.Module) -> nn.Module:
 
 
 def precision_of_weights(model: nn.Module) -> ComputeDtype:
-    """What is computed in where nothing else is said: the dtype of what is trained, or
-    of all if nothing is."""
+    """Return the default compute dtype: the dtype of the trained parameters, or of all parameters
+    if none is trained."""
     parameters = [p for p in model.parameters() if p.is_floating_point()]
     trained = [p for p in parameters if p.requires_grad] or parameters
     dtypes = {str(p.dtype).removeprefix("torch.") for p in trained}
@@ -285,7 +286,7 @@ def precision_of_weights(model: nn.Module) -> ComputeDtype:
 
 
 def plan_of(given: Plan | Path | str | None) -> Plan | None:
-    """A plan, or that of a file.
+    """Return a plan, read from a file if a path is given.
 
     Raises:
         InputError: the file cannot be read, or is no plan.
@@ -294,12 +295,12 @@ def plan_of(given: Plan | Path | str | None) -> Plan | None:
 
 
 def rank() -> int:
-    """This process's; 0 where it is alone."""
+    """Return this process's rank; 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world() -> int:
-    """How many processes there are."""
+    """Return the number of processes; 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 

@@ -1,11 +1,11 @@
-"""A strategy for Lightning's `Trainer`, on devices that are not alike: the same results.
+"""A strategy of Lightning's `Trainer` for devices of unlike types, with equal results.
 
     from gpumix.integrations.lightning import GpumixStrategy
 
     trainer = Trainer(strategy=GpumixStrategy(), ...)
 
-Start the script with one process per device: `gpumix launch SCRIPT`, or torchrun. A step's samples
-are those of all devices together, and who computes how many of them is planned.
+Start the script with a process per device: `gpumix launch SCRIPT`, or torchrun. A step's samples
+are those of all devices together; a plan decides how many each device computes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gpumix.integrations.missing import need
 
 need(__name__, "lightning", extra="lightning")
 
-import torch  # noqa: E402 - what is missing is told first
+import torch  # noqa: E402 - a missing package is reported first
 from lightning.fabric.utilities.rank_zero import (  # noqa: E402
     rank_zero_only as fabric_rank_zero_only,
 )
@@ -74,23 +74,22 @@ from gpumix.train import run_files  # noqa: E402
 
 __all__ = ["GpumixStrategy"]
 
-METRICS = EVERYTHING.model_copy(update={"tensor": (1,)})  # those of a team would count twice
+METRICS = EVERYTHING.model_copy(update={"tensor": (1,)})  # a team would count samples twice
 ONE_OPTIMIZER = "return one torch optimizer, with or without schedulers"
 
 
 class GpumixStrategy(Together, Checkpoints):
-    """Trains a module by a plan.
+    """Strategy training a module by a plan.
 
     Args:
-        plan: trains by this one, or that of a file; by default the devices are measured and one is
-            made, when the trainer first needs it.
-        count: of a batch, what the mean loss that `training_step` returns is a mean over; default:
-            found by a rehearsal of the first step.
-        couples: of a loss that couples samples of a batch: "batch" has one device compute each
-            batch at once, "micro-batch" lets each micro-batch have a loss of its own; refused
-            otherwise.
-        space: what plans may use.
-        compile: whether blocks run in compiled code.
+        plan: a plan, or the file of a plan; by default the devices are measured and a plan is made
+            when the trainer first needs it.
+        count: returns the number of items of a batch in the mean loss of `training_step`; by
+            default found by a rehearsal of the first step.
+        couples: for a loss coupling samples of a batch: "batch" has a single device compute each
+            batch, "micro-batch" accepts a separate loss per micro-batch; by default refused.
+        space: the search space of plans.
+        compile: compile the blocks.
         seed: of dropout.
     """
 
@@ -115,14 +114,14 @@ class GpumixStrategy(Together, Checkpoints):
         self._space = space
         self._compile = compile
         self._seed = seed
-        self._trains = False  # or the engine was made to evaluate
-        self._adds = self._overflowed = False  # to the gradients of the batches before; these did
-        self._like: Batching | None = None  # what is read, which tells what batches look like
+        self._trains = False  # False: the engine was made to evaluate
+        self._adds = self._overflowed = False  # accumulates gradients; any overflowed
+        self._like: Batching | None = None  # the loader to be read, for the shapes of batches
         self._recording = Recording()
 
     @property
     def engine(self) -> Engine:
-        """What trains; made when the trainer first needs it."""
+        """The engine, made when the trainer first needs it."""
         if self._engine is None:
             raise InputError(
                 "batches are read before the devices were measured",
@@ -149,7 +148,7 @@ class GpumixStrategy(Together, Checkpoints):
         return self._device
 
     def model_to_device(self) -> None:
-        """It goes there in shards."""
+        """Do nothing: the engine moves shards."""
 
     def set_world_ranks(self) -> None:
         for only in (rank_zero_only, fabric_rank_zero_only):
@@ -164,11 +163,11 @@ class GpumixStrategy(Together, Checkpoints):
         module = self.lightning_module
         assert module is not None
         refuse_without_meaning(trainer, module)
-        # Who has which samples is the plan's affair.
+        # The plan assigns samples to ranks.
         trainer._accelerator_connector.use_distributed_sampler = False
         fitting = trainer.state.fn == TrainerFn.FITTING
         if self._engine is None or (fitting and not self._trains):
-            unshard(module)  # of another trainer, whose engine is gone then, or to evaluate
+            unshard(module)  # from another trainer, or from evaluation
             if self._engine is not None:
                 self._engine = self._like = None
             vars(module).pop("zero_grad", None)
@@ -186,7 +185,7 @@ class GpumixStrategy(Together, Checkpoints):
             taken_over(self.optimizers[0], self._engine, names)
 
     def teardown(self) -> None:
-        """The module stays sharded: what follows finds it so."""
+        """Keep the module sharded for later calls."""
         self.checkpoint_io.teardown()
 
     def _host(self, trainer: Any, module: LightningModule, *, fitting: bool) -> None:
@@ -237,7 +236,7 @@ class GpumixStrategy(Together, Checkpoints):
             self._width.common = not fitting or self._steps.depend_on_padding(*padded)
 
     def _computed_in(self, module: nn.Module) -> Any:
-        """What the trainer says; where that is `32-true`, what the weights are."""
+        """Return the trainer's precision; for `32-true`, the dtype of the weights."""
         said = self.precision_plugin.dtype
         return precision_of_weights(module) if said == "fp32" else said
 
@@ -255,7 +254,7 @@ class GpumixStrategy(Together, Checkpoints):
     # -- data --------------------------------------------------------------------------------------
 
     def process_dataloader(self, dataloader: Any) -> PlannedLoader:
-        """This rank's part of batches of all ranks: as many samples as all would read alike."""
+        """Return this rank's part of global batches of `batch_size` samples per rank."""
         self._like = Batching.of(dataloader)
         samples = self._like.batch_size * world()
         assert self.lightning_module is not None
@@ -269,7 +268,7 @@ class GpumixStrategy(Together, Checkpoints):
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
-        """The module's own hooks; the engine moves what it computes with."""
+        """Run the module's hooks on the host; the engine moves values to the device."""
         assert self.lightning_module is not None
         with host_memory():
             return self.lightning_module._apply_batch_transfer_handler(
@@ -277,7 +276,7 @@ class GpumixStrategy(Together, Checkpoints):
             )
 
     def _handed_over(self, collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
-        """A batch as steps get it, to measure with."""
+        """Return a batch as steps receive it, for measurements."""
         assert self.lightning_module is not None
         batch = self.lightning_module._on_before_batch_transfer(collated_tree(collate, samples))
         return self.batch_to_device(batch)
@@ -288,8 +287,8 @@ class GpumixStrategy(Together, Checkpoints):
     # -- steps -------------------------------------------------------------------------------------
 
     def training_step(self, batch: Any, *others: Any) -> Tensor:
-        """Forward, backward and reduction of one global batch; the loss of all of it."""
-        if not self._adds:  # Lightning does so too late: before its own backward
+        """Run forward, backward and reduction of a global batch; return the global loss."""
+        if not self._adds:  # Lightning clears gradients too late, before its own backward
             _without_gradients(self.engine)
         self._recording.computes()
         with self.inside_a_step():
@@ -301,8 +300,8 @@ class GpumixStrategy(Together, Checkpoints):
         return loss.float()
 
     def _accumulate(self) -> None:
-        """Gradients of several batches are added, and are a mean over `accumulate_grad_batches` of
-        them, even if an epoch ends with fewer, as Lightning has it."""
+        """Divide gradients summed over batches by `accumulate_grad_batches`, even if an epoch ends
+        with fewer batches, as Lightning does."""
         assert self.lightning_module is not None
         trainer: Any = self.lightning_module.trainer
         self._overflowed = self.engine.overflowed or (self._adds and self._overflowed)
@@ -322,7 +321,7 @@ class GpumixStrategy(Together, Checkpoints):
         self._evaluated("test_step", batch, others)
 
     def predict_step(self, batch: Any, *others: Any) -> Any:
-        """What the module predicts of the whole batch, in its order, on the host."""
+        """Return the module's predictions for the global batch, in order, on the host."""
         return self._evaluated("predict_step", batch, others)
 
     def _evaluated(self, hook: str, batch: Any, others: tuple[Any, ...]) -> Any:
@@ -372,13 +371,13 @@ class GpumixStrategy(Together, Checkpoints):
 
 
 def _without_gradients(engine: Engine, set_to_none: bool = True) -> None:
-    """Takes the place of the module's own, which looks at whole parameters."""
+    """Clear gradients; replaces the module's own method, which uses full parameters."""
     for parameter in engine.parameters():
         parameter.grad = None
 
 
 def _first_loader(trainer: Any) -> Batching:
-    """What is read next, before Lightning makes ready to read it."""
+    """Return the batching of the next loader, before Lightning sets it up."""
     fitting, predicting = trainer.state.fn == TrainerFn.FITTING, trainer.predicting
     loop = trainer.predict_loop if predicting else trainer._evaluation_loop
     source = (trainer.fit_loop if fitting else loop)._data_source
@@ -389,7 +388,7 @@ def _first_loader(trainer: Any) -> Batching:
 
 
 def _summarize(trainer: Any, module: LightningModule) -> None:
-    """Before the module is sharded: afterwards a rank has pieces of it."""
+    """Print model summaries before sharding: afterwards a rank has only shards."""
     for callback in trainer.callbacks:
         if isinstance(callback, ModelSummary) and callback._max_depth:
             callback.on_fit_start(trainer, module)
@@ -397,6 +396,6 @@ def _summarize(trainer: Any, module: LightningModule) -> None:
 
 
 def _folder(trainer: Any) -> Path | None:
-    """Of plan, profile and the record of the run; a trainer without a logger has none."""
+    """Return the folder of plan, profile and record; a trainer without a logger has none."""
     folder = trainer.log_dir if trainer.loggers else None
     return Path(folder, run_files.OF_SCRIPT) if folder else None

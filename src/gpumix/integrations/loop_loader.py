@@ -1,4 +1,4 @@
-"""Loaders that tell Accelerate where a loop is, and this rank's part of the batch that it is at."""
+"""Loaders reporting a loop's position to Accelerate, and this rank's part of the current batch."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from gpumix.integrations.own_batches import OwnLoader, Part
 
 
 class Loader(OwnLoader, DataLoaderStateMixin):
-    """Tells Accelerate where the loop is.
+    """Loader reporting the loop's position to Accelerate.
 
     Attributes:
-        skipped: batches at the beginning of each epoch that are passed over.
-        given: this rank's part of the batch that the loop is at.
-        handed: what the loop has of it.
-        next_of: takes the next of its batches, None behind the last.
+        skipped: batches to skip at the beginning of each epoch.
+        given: this rank's part of the current batch.
+        handed: the values of `given` on the device, as the loop has them.
+        next_of: takes the next batch of an iterator, None at the end.
         made_of: the loader that was prepared.
     """
 
@@ -39,7 +39,7 @@ class Loader(OwnLoader, DataLoaderStateMixin):
         return max(0, super().__len__() - self.skipped)
 
     def set_epoch(self, epoch: int) -> None:
-        """From which the loop goes on to count."""
+        """Set the epoch, and count on from it."""
         self.iteration = epoch
         super().set_epoch(epoch)
 
@@ -63,8 +63,8 @@ class Loader(OwnLoader, DataLoaderStateMixin):
 
 
 def part_at(values: Any = None) -> Part | None:
-    """This rank's part of the batch that the loop is at: of the loader that some of the values come
-    from, where it reads several at once; else of the one that it began to read last."""
+    """Return this rank's part of the loop's current batch. With several open loaders, the loader
+    that some of the values come from counts; otherwise the loader opened last."""
     state = GradientState()
     open_ones = [one for one in state.dataloader_references if isinstance(one, Loader)]
     if len(open_ones) > 1 and (known := _storages(values)):
@@ -75,6 +75,6 @@ def part_at(values: Any = None) -> Part | None:
 
 
 def _storages(values: Any) -> set[int]:
-    """Of the tensors in them that have memory."""
+    """Return the storages of all tensors that have memory."""
     tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.numel())
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}

@@ -1,4 +1,4 @@
-"""What a model returns to a loop, of micro-batches that were computed one by one."""
+"""Outputs of a model for a loop, computed micro-batch by micro-batch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from gpumix.spec.errors import InputError
 
 
 class Outputs(dict[str, Any]):
-    """What a training call returns, whose backward has been done: the loss of the global batch."""
+    """Outputs of a training call with the backward already done: the loss of the global batch."""
 
     def __init__(self, loss: Tensor) -> None:
         super().__init__(loss=loss)
         self.loss = loss
 
     def __getitem__(self, key: Any) -> Any:
-        """The loss by its place too."""
+        """Return an entry; index 0 is the loss too."""
         if key == 0:
             return self.loss
         if isinstance(key, str) and key in self:
@@ -41,8 +41,8 @@ def _not_kept(name: Any) -> str:
 
 
 class SumOfOutputs(ReducedLoss):
-    """A sum over all that a model returns for a batch, which stands for whatever a loop makes of
-    it: if the sum of a batch is not that of its parts, the model couples samples."""
+    """Sum over all outputs of a batch, a stand-in for the loop's loss: if the sum of a batch is not
+    the sum of its parts, the model couples samples."""
 
     def __init__(self) -> None:
         def computed(model: nn.Module, batch: Any, *_: Any) -> Tensor:
@@ -59,19 +59,21 @@ def outputs_of(model: nn.Module, batch: Any) -> Any:
 
 
 def stand_in_loss(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-    """While devices are measured: nobody knows yet what the loop will make of the outputs."""
+    """Compute a stand-in loss for measuring devices: the loop's use of the outputs is not known
+    yet."""
     total = sum_of(outputs_of(model, batch))
     return total, torch.tensor(1, device=total.device)
 
 
 def sum_of(outputs: Any) -> Tensor:
-    """Of numbers as they are not lost beside masks, such as the smallest one that there is."""
+    """Sum outputs on a scale that keeps numbers visible next to masks, such as the smallest
+    float."""
     every = (torch.nan_to_num(own.float()).asinh().square() for own in differentiable(outputs))
     return torch.stack([own.sum() for own in every]).sum()
 
 
 def has_loss(outputs: Any, *, labelled: bool = True) -> bool:
-    """Whether a model returns one, by name, or as the first of what it returns for labels."""
+    """Return True if a model returns a loss: by name, or first in its outputs for labels."""
     if isinstance(outputs, Mapping):
         return isinstance(outputs.get("loss"), Tensor)
     first = outputs[0] if labelled and isinstance(outputs, tuple | list) and outputs else None
@@ -90,7 +92,7 @@ def loss_of(outputs: Any) -> Tensor:
 
 
 def differentiable(outputs: Any) -> list[Tensor]:
-    """Tensors that a loss may be computed of."""
+    """Return the tensors that a loss may be computed from."""
     found = (one for one in tree_flatten(outputs)[0] if not isinstance(one, NotKept))
     return [one for one in found if is_float(one) and one.dim() > 0]
 
@@ -100,8 +102,8 @@ def is_float(value: Any) -> bool:
 
 
 def as_leaves(outputs: Any) -> tuple[Any, list[Tensor], list[Tensor]]:
-    """The same as leaves of a graph, those that are `differentiable`, and those without dimensions,
-    from which no gradient comes back."""
+    """Return outputs as leaves of a new graph, the `differentiable` leaves, and the leaves without
+    dimensions, which return no gradient."""
     leaves: list[Tensor] = []
     numbers: list[Tensor] = []
 
@@ -116,8 +118,8 @@ def as_leaves(outputs: Any) -> tuple[Any, list[Tensor], list[Tensor]]:
 
 
 def joined(outputs: Sequence[Any]) -> Any:
-    """What several micro-batches returned, as one; a number that each of them has for itself is
-    `NotKept` where they are unlike."""
+    """Join the outputs of micro-batches; a number differing between micro-batches becomes
+    `NotKept`."""
     flat, (_, spec) = [tree_flatten(one)[0] for one in outputs], tree_flatten(outputs[0])
     return tree_unflatten([_together(values) for values in zip(*flat)], spec)
 
@@ -138,8 +140,8 @@ def _together(values: Sequence[Any]) -> Any:
 
 
 class NotKept(Tensor):
-    """In place of a number that a model returned, other ones for other micro-batches: whoever uses
-    it is told so."""
+    """Placeholder for a returned number that differs between micro-batches: any use raises an
+    error."""
 
     @classmethod
     def made(cls) -> Tensor:
@@ -156,7 +158,7 @@ class NotKept(Tensor):
 
 
 def with_loss(outputs: Any, loss: Tensor) -> Any:
-    """The same with another loss."""
+    """Return outputs with another loss."""
     if isinstance(outputs, Mapping):
         changed: Any = outputs
         changed["loss"] = loss
@@ -166,7 +168,7 @@ def with_loss(outputs: Any, loss: Tensor) -> Any:
 
 
 def without_rows(outputs: Any) -> Any:
-    """The same of no samples."""
+    """Return outputs with zero rows."""
 
     def none_of(own: Any) -> Any:
         has_rows = isinstance(own, Tensor) and not isinstance(own, NotKept) and own.dim()

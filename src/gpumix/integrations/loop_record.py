@@ -1,6 +1,4 @@
-"""The record of a loop that is the program's own: when it begins, what a step of it is, and how it
-ends, of which nobody tells.
-"""
+"""Record of a program's own loop: begin, steps, and the end, which no call announces."""
 
 from __future__ import annotations
 
@@ -18,14 +16,14 @@ from gpumix.integrations.recorded import Record, Recorded
 
 
 class LoopRecord(Record):
-    """Counts the steps of a loop, and records them if there is a folder. Made on all ranks.
+    """Counter of a loop's steps, recording steps if there is a folder. Made on all ranks.
 
     Args:
-        folder: of the run's files; the first rank's is taken.
-        plans: the class that takes the plan in the program.
+        folder: of the run's files; the first rank's counts.
+        plans: the class taking the plan in the program.
 
     Attributes:
-        done: steps; those too that a state brings which the loop goes on from.
+        done: steps, including steps of a resumed state.
     """
 
     def __init__(self, engine: Engine, folder: Path | None, plans: str) -> None:
@@ -35,11 +33,11 @@ class LoopRecord(Record):
         self._folder = Path(told) if told else None
         self._engine: Engine | None = engine
         self._plans = plans
-        self._losses: list[tuple[Tensor, Tensor | None]] = []  # of the step under way
+        self._losses: list[tuple[Tensor, Tensor | None]] = []  # of the current step
         self._norm: Tensor | None = None
 
     def computes(self) -> None:
-        """A batch is about to be computed. Collective, the first time: the record begins."""
+        """Note a batch about to be computed. Collective, the first time: the record begins."""
         if self._recorded is None and self._folder is not None and self._engine is not None:
             self._begin(self._folder, self._engine)
         super().computes()
@@ -58,10 +56,10 @@ class LoopRecord(Record):
         sys.excepthook = failed
 
     def computed(self, loss: Tensor, weight: Tensor | None) -> None:
-        """The loop went backward from a loss.
+        """Note a backward of the loop.
 
         Args:
-            weight: what it counts for among those of all ranks; None where it is of all of them.
+            weight: of the loss among the losses of all ranks; None for a loss of all ranks.
         """
         if self._recorded is not None:
             self._losses.append((loss.detach(), weight))
@@ -72,7 +70,7 @@ class LoopRecord(Record):
             self._norm = norm
 
     def stepped(self, rate: float) -> None:
-        """The optimizer made a step. Collective, where there is a record."""
+        """Note a step of the optimizer. Collective, if there is a record."""
         self.done += 1
         if self._recorded is None or not self._losses:
             return
@@ -81,12 +79,12 @@ class LoopRecord(Record):
         self._losses, self._norm = [], None
 
     def _taken(self) -> Recorded | None:
-        # What has ended does not begin again, and is known to the interpreter until that ends.
+        # A finished record does not begin again; `atexit` keeps this object to the end.
         self._folder = self._engine = None
         return super()._taken()
 
     def _whole(self, loss: Tensor, weight: Tensor | None) -> Tensor:
-        """The loss of all ranks' samples, float64; nothing waits for it."""
+        """Return the loss of all ranks' samples, float64, without waiting for the device."""
         if weight is None:
             return loss.double()
         assert self._engine is not None, "there is a record"

@@ -1,8 +1,8 @@
-"""What the loss of each rank's samples counts for in a loop that computes its losses itself.
+"""Weights of the ranks' losses in a loop computing losses from outputs.
 
-A loop knows its own rank's samples only: its loss is a sum over items of these, divided by their
-number, or by the number of all ranks' items. Either way the loss of the whole batch is the mean of
-the ranks' losses, each weighted by what it was divided by, which its autograd graph tells.
+A loop sees only samples of its rank: its loss is a sum over items of these samples, divided by the
+number of items on the rank or on all ranks. Either way the loss of the global batch is the mean of
+the ranks' losses, weighted by their denominators, found in the autograd graph.
 """
 
 from __future__ import annotations
@@ -20,19 +20,18 @@ from gpumix.engine.reading import Reading
 from gpumix.spec.errors import InputError
 
 MOST_TERMS = 6
-# Columns of what a rank tells: whether it has samples, its rows, the count that the loop gives,
-# from TERMS on the denominators of its terms; last, a value that the loss is divided by, and
-# whether it is a sum.
+# Columns of a rank's row: having samples, its rows, the count given by the loop, from TERMS on the
+# denominators of its terms; last, a value dividing the loss, and whether the loss is a sum.
 HAS, ROWS, GIVEN, TERMS, VALUE, SUM = 0, 1, 2, 3, -2, -1
 COUNT = "accelerator.backward(loss, count=N), N the number of items that the loss is a mean over"
 
 
 class Worth(NamedTuple):
-    """What a rank's loss counts for in that of all ranks, float64 on the device.
+    """Weight of a rank's loss among the losses of all ranks, float64 on the device.
 
     Attributes:
-        weight: what it is multiplied with: 1 if losses are sums over samples.
-        share: of all ranks' weights.
+        weight: the factor of the loss: 1 if losses are sums over samples.
+        share: of the weights of all ranks.
     """
 
     weight: Tensor
@@ -40,25 +39,25 @@ class Worth(NamedTuple):
 
 
 class LoopWeights:
-    """The weight of this rank's loss, step by step."""
+    """Weights of this rank's losses, step by step."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
-        self._is_known = False  # that losses are computed in a way that is understood
-        self._told: Reading | None = None  # of the step before
+        self._is_known = False  # the graph shows how losses are reduced
+        self._told: Reading | None = None  # from the step before
 
     def of(self, loss: Tensor, own: int, rows: int, count: Tensor | float | None) -> Worth:
-        """What the loss counts for. Collective.
+        """Return the worth of the loss. Collective.
 
         Args:
             loss: of this rank's samples, with its graph.
-            own: how many samples these are; 0 where the loss is of one that stands in.
-            rows: samples that the loss was computed of.
-            count: what the loop says that the loss is a mean over.
+            own: the number of this rank's samples; 0 if the loss is of a stand-in sample.
+            rows: samples that the loss was computed from.
+            count: the number of items in the mean, if the loop gives it.
 
         Raises:
-            InputError: the graph does not tell how the loss was reduced, and ranks have unlike
-                numbers of samples; or the step before divided by 1.
+            InputError: the graph does not show the reduction and ranks have unlike numbers of
+                samples, or the step before divided by 1.
         """
         self._refuse_ones()
         terms = () if count is not None else denominators_of(loss)[:MOST_TERMS]
@@ -95,10 +94,10 @@ class LoopWeights:
         return Worth(torch.where(sums, torch.ones_like(share), share), share)
 
     def _refuse_ones(self) -> None:
-        """
+        """Check the denominators of the step before.
+
         Raises:
-            InputError: in the step before, a rank's loss was divided by a number that is 1, and
-                others by others.
+            InputError: a rank divided its loss by 1, and another rank by another number.
         """
         if self._told is None:
             return
@@ -116,8 +115,8 @@ class LoopWeights:
 
 
 def _column(table: Sequence[Sequence[float]]) -> int:
-    """Which column of what ranks told has the weights: what the loop says, what the graph tells, or
-    the rows where all ranks have as many."""
+    """Return the column with the weights: the loop's count, the graph's denominator, or the rows if
+    equal on all ranks."""
     known = [row for row in table if row[HAS]]
     if not any(math.isnan(row[GIVEN]) for row in known):
         return GIVEN
@@ -147,7 +146,7 @@ def _column(table: Sequence[Sequence[float]]) -> int:
 
 
 def _are_alike(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Whether the denominators of all terms of two ranks' losses have the same ratio."""
+    """Return True if the denominators of all terms of two ranks' losses have equal ratios."""
     pairs = [(a, b) for a, b in zip(one, other) if not (math.isnan(a) and math.isnan(b))]
     ratios = [a / b if b else math.nan for a, b in pairs]
     return bool(pairs) and all(math.isclose(r, ratios[0], rel_tol=1e-6) for r in ratios)

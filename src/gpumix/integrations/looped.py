@@ -1,9 +1,9 @@
-"""A model that a loop of somebody else's calls and goes backward from, run by a plan underneath.
+"""A model called by a program's own loop, run by a plan underneath.
 
-A loss that the model computes itself, from `labels`, is computed micro-batch by micro-batch,
-forward and backward at once, when the loop calls the model; the loop's own backward says what it is
-worth. A loss that the loop computes from what the model returns needs that first: the batch then
-runs forward once more, with the gradients that the loop came to.
+A loss computed by the model, from `labels`, runs micro-batch by micro-batch, forward and backward
+at once, when the loop calls the model; the loop's backward only scales the gradients. A loss
+computed by the loop needs the outputs first: the batch then runs forward a second time, with the
+gradients of the loop's loss by the outputs.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ from gpumix.integrations.own_batches import Part
 from gpumix.integrations.unlike_rows import refuse_unlike_rows
 from gpumix.spec.errors import InputError
 
-MOST_KINDS = 16  # of losses, that are looked at
+MOST_KINDS = 16  # of losses, to check
 GRADIENTS, WEIGHTS = "gradients", "weights"
 LABELS = "labels"
 
 
 class LoopLoss(ReducedLoss):
-    """The loss of a micro-batch of the loop's: the model's own, or what gives the outputs the
-    gradients that the loop came to.
+    """Loss of a micro-batch: the model's own, or a product of outputs with the gradients from the
+    loop's backward.
 
     Attributes:
-        by_loop: whether the loop computes its losses itself, from what the model returns.
+        by_loop: the loop computes its losses itself, from outputs.
 
     Args:
-        stands_in: whether a model that is given labels, and computes no loss of them, has one here.
+        stands_in: make a loss of the outputs of a model that computes none from labels.
     """
 
     def __init__(self, *, stands_in: bool = False) -> None:
@@ -96,7 +96,7 @@ class LoopLoss(ReducedLoss):
         return torch.stack(sums).sum(), batch[WEIGHTS].sum()
 
     def evaluated(self, model: nn.Module, batch: Any) -> tuple[Any, Tensor]:
-        """What a model returns for a micro-batch, and the denominator of the loss in it."""
+        """Return a model's outputs for a micro-batch, and the denominator of the loss."""
         if not self.reads_graph:
             return outputs_of(model, batch), self.count(batch)
         with torch.enable_grad():
@@ -105,15 +105,15 @@ class LoopLoss(ReducedLoss):
 
 
 class Looped(nn.Module):
-    """What a loop calls instead of its model.
+    """Wrapper called by a loop instead of the model.
 
     Args:
         module: the model.
-        alone: readies the model for a call before it is run by a plan, or refuses that.
+        alone: readies the model for a call before it runs by a plan, or refuses the call.
 
     Attributes:
-        is_planned: whether the model is run by a plan.
-        overflowed: in fp16, a gradient of those that are summed: there are none of this step.
+        is_planned: the model runs by a plan.
+        overflowed: an accumulated fp16 gradient overflowed: this step has no gradients.
     """
 
     is_planned = False
@@ -129,33 +129,33 @@ class Looped(nn.Module):
         alone: Callable[[Looped], None],
     ) -> None:
         super().__init__()
-        self._kinds: set[int] = set()  # of losses of the loop's that couple no samples
+        self._kinds: set[int] = set()  # of the loop's losses known to couple no samples
         self._of_outputs = SumOfOutputs()
-        self._calls = 0  # to train by a loss of the loop's
+        self._calls = 0  # training calls with a loss of the loop
         self._evaluations = 0
-        self._has_loss: bool | None = None  # what the model returns for labels
+        self._has_loss: bool | None = None  # the model returns a loss for labels
         self.module = module
         self._alone = alone
-        self._samples: int | None = None  # of the batch of the last call
+        self._samples: int | None = None  # of the last call's batch
         self._begun: _Begun | None = None
-        self._last: tuple[Tensor, Worth | None] | None = None  # loss that backward began at
+        self._last: tuple[Tensor, Worth | None] | None = None  # loss of the last backward
         self._has_stepped = False  # the optimizer, since gradients were added
-        self._like: Any = None  # what the model returned last, without rows
+        self._like: Any = None  # the last outputs, without rows
 
     def run_by(self, engine: Engine, loss: LoopLoss, record: LoopRecord) -> None:
-        """From now on the model is run by a plan.
+        """Run the model by a plan from now on.
 
         Args:
-            engine: has sharded it.
+            engine: has sharded the model.
             loss: of its micro-batches.
-            record: is told what the loop does.
+            record: receives the loop's events.
         """
         self._engine, self._loss, self._record = engine, loss, record
         self._weights = LoopWeights(engine.comm)
         self.is_planned = True
 
     def __getattr__(self, name: str) -> Any:
-        """Whatever else a loop asks of its model: `config`, `generate`, ..."""
+        """Return any other attribute of the model: `config`, `generate`, ..."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -199,10 +199,10 @@ class Looped(nn.Module):
         return self._outside(batch, own)
 
     def _outside(self, batch: dict[str, Any], own: dict[str, Any]) -> Any:
-        """What the model returns, as leaves of the loop's graph.
+        """Return the model's outputs as leaves of the loop's graph.
 
         Args:
-            own: of `batch`, whose rows may only stand in, so that the loop has a loss to compute.
+            own: `batch`, or zero rows of it if its row only stands in to give the loop a loss.
         """
         if not self._engine.accepts_coupling and self._calls in (0, *AGAIN):
             self._rehearse_outputs(own)
@@ -213,10 +213,10 @@ class Looped(nn.Module):
         return outputs
 
     def _rehearse_outputs(self, batch: dict[str, Any]) -> None:
-        """Of a few samples of a batch. Collective.
+        """Rehearse with a few samples of a batch. Collective.
 
         Raises:
-            ModelError: what the model returns for a sample depends on others.
+            ModelError: outputs of a sample depend on other samples.
         """
         try:
             self._engine.rehearse(self._of_outputs, batch, self._samples)
@@ -227,7 +227,7 @@ class Looped(nn.Module):
             raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Of what this rank has of the parameters."""
+        """Clear the gradients of this rank's shards."""
         if not self.is_planned:
             self.module.zero_grad(set_to_none)
             return
@@ -235,8 +235,8 @@ class Looped(nn.Module):
         self._without_gradients()
 
     def expects(self, loss: Tensor) -> bool:
-        """Whether a backward from this loss has to come to the model: one between calls of it, over
-        parameters of other models and nothing else, is not its affair."""
+        """Return True if a backward from this loss must reach the model. A backward between calls
+        of the model, through parameters of other models only, need not."""
         if self._begun is not None:
             return True
         own = {id(p) for p in (*self._engine.parameters(), *self.module.parameters())}
@@ -245,14 +245,14 @@ class Looped(nn.Module):
         return not leaves or len(others) < len(leaves)
 
     def weight_of(self, loss: Tensor, count: Tensor | float | None) -> Worth | None:
-        """What this rank's loss counts for among those of all ranks, before the loop's backward
-        from it; None of a loss that is of all ranks' samples. Collective.
+        """Return the worth of this rank's loss before the loop's backward; None for a loss of all
+        ranks' samples. Collective.
 
         Args:
-            count: what the loop says that the loss is a mean over.
+            count: the number of items in the mean, if the loop gives it.
 
         Raises:
-            InputError: that cannot be known, or parameters are in the loss.
+            InputError: the worth cannot be known, or the loss contains parameters.
         """
         if self._begun is None or self._begun.made is not None:
             return None
@@ -266,11 +266,11 @@ class Looped(nn.Module):
         return self._weights.of(loss, own, max(own, 1), count)
 
     def backward_done(self, loss: Tensor, worth: Worth | None) -> None:
-        """The loop's backward from `loss` has come to what the model returned; now gradients of
-        parameters are there, added to those that were.
+        """Finish the loop's backward from `loss`, arrived at the outputs: add gradients of
+        parameters.
 
         Raises:
-            InputError: there was no call of the model, or the loss does not depend on it.
+            InputError: no call of the model came before, or the loss does not depend on the model.
         """
         begun, self._begun = self._begun, None
         if begun is None or any(leaf.grad is None for leaf in begun.leaves[:1]):
@@ -296,9 +296,8 @@ class Looped(nn.Module):
         self._add(made)
 
     def weighed(self, tensor: Any) -> Any:
-        """What the mean over ranks is to be taken of: the loss that backward was last called for,
-        times what it counts for, so that its mean is the loss of the whole batch. Anything else as
-        it is."""
+        """Weight a tensor for a mean over ranks. The loss of the last backward is scaled for the
+        mean to be the loss of the global batch; any other tensor is returned unchanged."""
         if not self.is_last(tensor):
             return tensor
         _, worth = self._last or (None, None)
@@ -307,14 +306,15 @@ class Looped(nn.Module):
         return torch.where(weight > 0, tensor * weight, 0.0)
 
     def is_last(self, tensor: Any) -> bool:
-        """Whether it is the loss that backward was last called for, which is this rank's."""
+        """Return True for the loss of the last backward, if the loss is of this rank only."""
         loss, worth = self._last or (None, None)
         if worth is None or loss is None or not isinstance(tensor, Tensor) or tensor.numel() != 1:
             return False
         return tensor.untyped_storage().data_ptr() == loss.untyped_storage().data_ptr()
 
     def check_done(self) -> None:
-        """
+        """Check that each loss had its backward.
+
         Raises:
             InputError: a loss was computed, and no backward followed.
         """
@@ -325,12 +325,12 @@ class Looped(nn.Module):
             )
 
     def stepped(self) -> None:
-        """The optimizer has, or left the step out."""
+        """Note that the optimizer stepped, or skipped the step."""
         self._has_stepped = True
 
     def _computed(self, batch: dict[str, Any]) -> tuple[Tensor, dict[nn.Parameter, Tensor]]:
-        """A batch's loss and gradients; those that parameters have stay: what the loop does with
-        them may come before its backward or after it."""
+        """Return a batch's loss and gradients. Gradients already in parameters stay: the loop may
+        use them before or after its backward."""
         before = {p: p.grad.clone() for p in self._with_gradients() if p.grad is not None}
         self._without_gradients()
         self._loss.by_loop = GRADIENTS in batch
@@ -344,7 +344,7 @@ class Looped(nn.Module):
         self.overflowed &= not self._has_stepped
         self.overflowed |= self._engine.overflowed
         self._has_stepped = False
-        if self.overflowed:  # the sum is left out
+        if self.overflowed:  # the sum is dropped
             self._without_gradients()
             return
         for parameter, gradient in made.items():
@@ -359,7 +359,7 @@ class Looped(nn.Module):
         return (p for p in self._engine.parameters() if p.grad is not None)
 
     def _evaluated(self, batch: dict[str, Any]) -> Any:
-        """What the model returns, without gradients; a loss is that of the global batch."""
+        """Return the model's outputs without gradients; a loss is of the global batch."""
 
         def made(model: nn.Module, part: Any) -> tuple[Any, Tensor]:
             if labelled:
@@ -390,7 +390,7 @@ class Looped(nn.Module):
         return with_loss(outputs, (total[0] / total[1]).float())
 
     def _computes_loss(self, batch: dict[str, Any]) -> bool:
-        """Whether the model computes a loss of labels that it is given. Collective."""
+        """Return True if the model computes a loss from given labels. Collective."""
         if self._has_loss is None:
             found = self._engine.outputs(outputs_of, batch).values()
             table = exchanged(self._engine, [float(any(map(has_loss, found)))])
@@ -398,7 +398,7 @@ class Looped(nn.Module):
         return self._has_loss
 
     def _joined(self, outputs: Sequence[Any]) -> Any:
-        """What micro-batches returned, as one."""
+        """Return the joined outputs of micro-batches."""
         if not outputs:
             if self._like is None:
                 raise InputError(
@@ -412,11 +412,11 @@ class Looped(nn.Module):
 
 
 class _Begun:
-    """A call of the model whose backward is to come.
+    """Call of the model awaiting its backward.
 
     Args:
-        made: gradients of the loss that the model computed itself.
-        numbers: of what the model returned, those that are of a whole micro-batch.
+        made: gradients of a loss computed by the model.
+        numbers: outputs that are numbers of a full micro-batch.
     """
 
     def __init__(
@@ -433,9 +433,10 @@ class _Begun:
 
 
 def _refuse_gradients(batch: Any) -> None:
-    """
+    """Check the inputs of a call.
+
     Raises:
-        InputError: an input wants a gradient.
+        InputError: an input requires a gradient.
     """
     if any(isinstance(one, Tensor) and one.requires_grad for one in tree_leaves(batch)):
         raise InputError(
@@ -452,9 +453,10 @@ def _rows(batch: Any) -> int:
 
 
 def _refuse_other_rows(rows: int, given: Part | None) -> None:
-    """
+    """Check the number of samples of a call.
+
     Raises:
-        InputError: the model is given another number of samples than this rank has.
+        InputError: the model gets another number of samples than this rank has.
     """
     if given is None or rows == max(1, given.own):
         return
@@ -467,10 +469,11 @@ def _refuse_other_rows(rows: int, given: Part | None) -> None:
 
 
 def _refuse_terms(loss: Tensor, begun: _Begun) -> None:
-    """
+    """Check the leaves of a loss's graph.
+
     Raises:
-        InputError: the loss has a term over parameters, of which a rank has pieces, or over a
-            number that is of one micro-batch.
+        InputError: the loss has a term over parameters, sharded over ranks, or over a number of a
+            micro-batch.
     """
     known = {id(leaf) for leaf in begun.leaves}
     numbers = {id(number) for number in begun.numbers}
@@ -493,7 +496,7 @@ def _refuse_terms(loss: Tensor, begun: _Begun) -> None:
 
 
 def _leaves(loss: Tensor) -> Iterator[Tensor]:
-    """What a loss's graph was made of."""
+    """Yield the leaves of a loss's graph."""
     seen: set[Any] = set()
     left: list[Any] = [loss.grad_fn]
     while left:
@@ -511,5 +514,5 @@ def _gradient(leaf: Tensor) -> Tensor:
 
 
 def _tracked(value: Any) -> Any:
-    """A copy of what was made in inference mode: units keep count of changes in place."""
+    """Clone a tensor made in inference mode: units track in-place changes."""
     return value.clone() if isinstance(value, Tensor) and value.is_inference() else value

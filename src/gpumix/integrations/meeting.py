@@ -1,7 +1,7 @@
-"""Ranks that a program calls, together before a collective: one that is called alone hears of it.
+"""Barrier before collectives called by a program: a rank calling alone gets an error.
 
-A program may do on the first rank alone what takes all of them, such as to save the model. The
-others have then gone on to something else, and no collective would ever end.
+A program may call on the first rank alone a function needing all ranks, such as saving the model.
+The other ranks have moved on, and a collective would never end.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import torch.distributed as dist
 from gpumix.engine.groups import group_timeout
 from gpumix.spec.errors import InputError
 
-# So long the first rank waits for the others. Whoever calls another one calls the first one too:
-# that may take as long as any collective.
+# Wait of the first rank for other ranks. Another rank waits as long as a collective may take: a
+# call there is normally made on the first rank too, perhaps later.
 PATIENCE_S = 120.0
 
 
 class Meeting:
-    """Made by all ranks of the default process group, as often on each."""
+    """Barrier made by all ranks of the default process group, equally often on each."""
 
     def __init__(self) -> None:
         self._times = 0
@@ -33,13 +33,13 @@ class Meeting:
         self._store = dist.PrefixStore(f"gpumix/meeting{number}", default)
 
     def come(self, what: str, fix: str) -> None:
-        """Wait until all ranks have come as often as this one.
+        """Wait until all ranks have arrived as often as this rank.
 
         Args:
-            what: is asked for.
+            what: name of the request, for the message.
 
         Raises:
-            InputError: some have not come.
+            InputError: some ranks have not arrived.
         """
         if not self._others:
             return
@@ -53,8 +53,8 @@ class Meeting:
             patience = min(longest, timedelta(seconds=PATIENCE_S))
         try:
             self._store.wait(list(awaited.values()), patience)
-        except RuntimeError as error:  # DistStoreError among them
-            self._store.delete_key(own)  # it has not come: all may come together yet
+        except RuntimeError as error:  # includes DistStoreError
+            self._store.delete_key(own)  # withdraw: all ranks may still arrive together
             missing = [str(rank) for rank, key in awaited.items() if not self._store.check([key])]
             many = "s" if len(missing) > 1 else ""
             raise InputError(

@@ -1,4 +1,4 @@
-"""What is not installed, or in another version, in an error with the line that installs it."""
+"""Errors for packages missing or of another version, with the command to install them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from gpumix.spec.errors import InputError, MachineError
 
 
 def need(module: str, *packages: str, extra: str) -> None:
-    """
-    Args:
-        module: of gpumix, which needs `packages`.
+    """Check that the packages needed by gpumix's `module` are installed.
 
     Raises:
-        MachineError: one of `packages` is not installed; the extra `extra` brings them all.
+        MachineError: one of `packages` is not installed; the extra `extra` installs them all.
     """
     for package in packages:
         if find_spec(package) is None:
@@ -26,13 +24,14 @@ def need(module: str, *packages: str, extra: str) -> None:
 
 
 def need_names(kind: type, names: Sequence[str], *, package: str, tested: str) -> None:
-    """
+    """Check that a class of another library has all names used by gpumix.
+
     Args:
-        names: of `kind`, that are used or stood in for.
-        tested: the versions of `package` that gpumix is tested with, as pip takes them.
+        names: of `kind`, used or replaced.
+        tested: versions of `package` that gpumix is tested with, in pip's notation.
 
     Raises:
-        InputError: the version that is installed has not all of them.
+        InputError: the installed version lacks a name.
     """
     missing = [name for name in names if not hasattr(kind, name)]
     if missing:

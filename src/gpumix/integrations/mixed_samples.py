@@ -1,6 +1,5 @@
-"""Collate functions that make values of a sample from the other samples of its batch, as mixed
-pictures, or weights that add up to one: each rank collates its own part of a batch, so these would
-depend on the plan."""
+"""Check for collate functions mixing samples of a batch, as in mixed images or weights that add up
+to 1: each rank collates its own part of a batch, so values would depend on the plan."""
 
 from __future__ import annotations
 
@@ -23,14 +22,14 @@ Collate = Callable[[list[Any]], Any]
 
 
 def refuse_mixing(collate: Collate, samples: Iterable[Any]) -> None:
-    """Collates a sample with one and with another, drawing the same random numbers.
+    """Collate a sample with two different samples in turn, drawing equal random numbers.
 
     Args:
-        collate: gives a batch of samples, which it may change.
-        samples: some of a dataset, of which no more are read than it takes, mostly three.
+        collate: makes a batch of samples, which it may change.
+        samples: of a dataset; no more are read than needed, mostly three.
 
     Raises:
-        InputError: no row is the same in both batches.
+        InputError: no row is equal in both batches.
     """
     collate = _copied(collate)
     with program_untouched():
@@ -38,7 +37,7 @@ def refuse_mixing(collate: Collate, samples: Iterable[Any]) -> None:
         pair = list(islice(left, 2))
         first = _rows(collate, pair)
         if first is None or not _are_alike(first, _rows(collate, pair)):
-            return  # it draws numbers of its own
+            return  # it draws random numbers of its own
         for other in left:
             second = _rows(collate, [pair[0], other])
             if second is None or _shapes(second) != _shapes(first):
@@ -55,22 +54,22 @@ def refuse_mixing(collate: Collate, samples: Iterable[Any]) -> None:
 
 
 def _copied(collate: Collate) -> Collate:
-    """One that may draw numbers, and count calls."""
+    """Return a copy, which may draw numbers and count calls."""
     try:
         return copy.deepcopy(collate)
-    except Exception:  # of whatever it holds
+    except Exception:  # from any of its attributes
         return collate
 
 
 def _rows(collate: Collate, samples: Sequence[Any]) -> list[Tensor] | None:
-    """The tensors of a batch of two with a row for each; None if they do not go together."""
+    """Return the tensors with a row for each of two samples; None if samples do not collate."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
     try:
         leaves = tree_flatten(collate([fresh(one) for one in samples]))[0]
     except (ValueError, TypeError, RuntimeError, LookupError):
-        return None  # other checks tell of it
+        return None  # reported by other checks
     found = [t for t in leaves if isinstance(t, Tensor) and t.dim() and len(t) == 2]
     return found if len(samples) == 2 and found else None
 

@@ -1,4 +1,4 @@
-"""Optimizers of other programs, of the pieces that a rank has instead of whole parameters."""
+"""Optimizers of other programs, updating a rank's shards instead of full parameters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OF_ARGUMENTS = (
 
 
 class Pieces:
-    """What transformers makes an optimizer from: parameters by name."""
+    """Named parameters in the form that transformers makes an optimizer from."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -33,10 +33,10 @@ class Pieces:
 
 
 def like(trainer: Any) -> OptimizerOf:
-    """What makes optimizers as the trainer's will be, to be measured.
+    """Return a factory of optimizers like the trainer's future optimizer, for measurements.
 
     Raises:
-        InputError: pieces of a model cannot be updated by such ones.
+        InputError: the kind of optimizer cannot update shards of a model.
     """
     if trainer.optimizer is not None:
         return optimizer_like(trainer.optimizer)
@@ -49,10 +49,10 @@ def like(trainer: Any) -> OptimizerOf:
 
 
 def optimizer_like(optimizer: Optimizer) -> OptimizerOf:
-    """What makes optimizers like this one, to be measured.
+    """Return a factory of optimizers like `optimizer`, for measurements.
 
     Raises:
-        InputError: pieces of a model cannot be updated by such a one.
+        InputError: the kind of optimizer cannot update shards of a model.
     """
     kind = type(optimizer)
     check_kind(kind, "torch.optim.AdamW, or another that treats elements one by one")
@@ -66,17 +66,17 @@ def _made(kind: Any, settings: Mapping[str, Any], parameters: list[nn.Parameter]
 
 
 def taken_over(optimizer: Optimizer, engine: Engine, names: Mapping[int, str]) -> None:
-    """Let an optimizer that was made of a model's parameters update this rank's pieces of them.
-    Collective.
+    """Make an optimizer of a model's parameters update this rank's shards instead. Collective.
 
     Args:
-        names: of the parameters as they were, by `id`.
+        names: of the full parameters, by `id`.
 
     Raises:
-        InputError: it updates something else, or has updated already, or the plan is none for it.
+        InputError: the optimizer updates other tensors, has updated already, or does not fit the
+            plan.
     """
     pieces: dict[str, list[nn.Parameter]] = {}
-    for name, piece in engine.named_parameters():  # a rank may have several of one parameter
+    for name, piece in engine.named_parameters():  # a rank may have several shards of a parameter
         pieces.setdefault(name, []).append(piece)
     ours = {id(piece) for of_name in pieces.values() for piece in of_name}
     if all(id(p) in ours for group in optimizer.param_groups for p in group["params"]):

@@ -1,4 +1,4 @@
-"""Steps that are left out because fp16 gradients overflowed, as the loops of others hear of it."""
+"""Skipped steps after an overflow of fp16 gradients, as reported to other libraries' loops."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gpumix.engine.engine import Engine
 
 
 class Skips:
-    """Stands for an optimizer where Accelerate asks whether it left out its last step."""
+    """Stand-in for an optimizer, for Accelerate's query of a skipped last step."""
 
     def __init__(self, engine: Engine, optimizer: Optimizer) -> None:
         self._engine = engine
@@ -24,11 +24,11 @@ class Skips:
 
 
 def tells_of_skips(optimizer: Optimizer) -> bool:
-    """Whether Accelerate hears of steps that are left out: a fused optimizer is called for them
-    too, so that schedules go on."""
+    """Return True if Accelerate learns of skipped steps; a fused optimizer is called for skipped
+    steps too, so schedules advance."""
     return not getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 def told_norm(norm: Tensor, *, overflowed: bool) -> Tensor:
-    """That of gradients which are not there any more is infinite."""
+    """Return the gradient norm; infinite after an overflow, with the gradients gone."""
     return torch.full_like(norm, math.inf) if overflowed else norm

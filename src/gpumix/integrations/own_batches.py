@@ -1,8 +1,8 @@
-"""Each rank's part of every batch of somebody else's `DataLoader`, in that one's order.
+"""Each rank's part of every batch of a program's `DataLoader`, in the loader's order.
 
-A batch is a *global* one: what all ranks compute in a step. Its samples, and their order, are those
-of the program's own sampler; only who reads which of them is the plan's affair. The last one of an
-epoch is as short as it is: no sample is read twice to fill it.
+A batch is *global*: the samples of all ranks in a step. The program's sampler decides samples and
+order; the plan only decides which rank reads which samples. The last batch of an epoch stays short:
+no sample is read twice to fill it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from gpumix.spec.errors import InputError, in_a_line
 
 
 class Given(dict[str, Any]):
-    """This rank's part of a batch: its collated samples, of which it may have none.
+    """Collated samples of this rank's part of a batch, possibly none.
 
     Attributes:
-        samples: of the whole batch.
+        samples: of the global batch.
     """
 
     samples: int
@@ -42,9 +42,8 @@ class Given(dict[str, Any]):
 
 @dataclass(frozen=True)
 class Part:
-    """This rank's part of a batch that is any tree of tensors, `values`; `samples` are of the whole
-    batch, `own` this rank's: where they are none there may be a row that stands for what they look
-    like."""
+    """This rank's part `values` of a batch, any tree of tensors. `samples` counts the global batch,
+    `own` this rank: if 0, `values` may have a row that only shows shapes."""
 
     samples: int
     own: int
@@ -53,11 +52,11 @@ class Part:
 
 @dataclass
 class Width:
-    """How far a rank's samples are padded.
+    """Padded width of a rank's samples.
 
     Attributes:
-        common: as far as those of the whole batch, which each rank then reads; else as far as its
-            own.
+        common: pad as in the global batch, which each rank then reads; otherwise pad to the longest
+            of the rank's own samples.
     """
 
     common: bool = False
@@ -65,12 +64,12 @@ class Width:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a rank reads of a batch.
+    """Samples of a batch that a rank reads.
 
     Attributes:
-        samples: of the whole batch.
-        read: indices of samples that are read: this rank's, or those of the whole batch; instead of
-            none one that is read for what it looks like.
+        samples: of the global batch.
+        read: indices of samples to read: this rank's, or the global batch's; if empty, a sample
+            that only shows shapes.
         own: places of this rank's samples in `read`.
     """
 
@@ -88,10 +87,10 @@ class Wanted:
 
 
 class GlobalBatches(BatchSampler):
-    """A sampler's indices in batches; told of epochs if the sampler wants to be.
+    """Batches of a sampler's indices; epochs are passed on to the sampler.
 
     Args:
-        most: samples that are computed at once; larger batches come in parts.
+        most: samples computed at once; larger batches come in parts.
     """
 
     def __init__(self, sampler: Any, batch_size: int, most: int, *, drop_last: bool) -> None:
@@ -113,10 +112,10 @@ class GlobalBatches(BatchSampler):
 
 
 class OwnPart:
-    """Of each batch of a batch sampler what this rank reads.
+    """Batch sampler of this rank's part of each batch.
 
     Attributes:
-        skipped: batches at the beginning that are passed over, the next time it is read.
+        skipped: batches to skip at the beginning of the next pass.
     """
 
     def __init__(self, batch_sampler: GlobalBatches, rows: Rows, width: Width) -> None:
@@ -139,11 +138,11 @@ class OwnPart:
 
 
 class Collated:
-    """Collates samples that were wanted, in the process that reads them.
+    """Collator of wanted samples, in the process reading them.
 
     Args:
-        collate: the program's own.
-        width: how far samples are padded, to be changed before the first batch is read.
+        collate: the program's collate function.
+        width: of padding, may change before the first batch is read.
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any], width: Width | None = None) -> None:
@@ -161,10 +160,10 @@ class Collated:
 
 
 class CollatedTree(Collated):
-    """The same for programs whose batches are any trees of tensors: gives a `Part`.
+    """Collator for programs with batches of any trees of tensors: returns a `Part`.
 
     Args:
-        stand_ins: whether the row is kept that is read where a rank has none.
+        stand_ins: keep the row read for a rank without samples.
     """
 
     def __init__(
@@ -184,19 +183,19 @@ class CollatedTree(Collated):
 
 
 def _rows(places: Sequence[int], batch: Any) -> Any:
-    """These rows of all tensors; a view, where they are the first ones."""
+    """Return rows of all tensors; a view, if the rows are the first."""
     first = tuple(places) == tuple(range(len(places)))
     return take(batch, slice(len(places)) if first else places)
 
 
 class Readable(Dataset[Any]):
-    """A map-style dataset of which samples are read as they are wanted; it has what that has."""
+    """Map-style dataset reading wanted samples, with all attributes of the wrapped dataset."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
 
     def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # of a copy that is being made
+        if name == "dataset":  # of a copy under construction
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
@@ -214,8 +213,8 @@ class Readable(Dataset[Any]):
 
 
 class OwnOfStream(IterableDataset[Any]):
-    """Of a stream the part of each batch that is this rank's. Every rank reads all of it; each of
-    several workers makes batches of what the stream gives it, as those of torch's loader do."""
+    """This rank's part of each batch of a stream. Every rank reads the full stream; each worker
+    makes batches of its part of the stream, as in torch's loader."""
 
     def __init__(
         self,
@@ -247,10 +246,11 @@ class OwnOfStream(IterableDataset[Any]):
 
 @dataclass(frozen=True)
 class Begun:
-    """Begins a worker as the program does: what reads its dataset is not what it looks for there.
+    """Start of a worker as in the program: `get_worker_info().dataset` is the program's own
+    dataset.
 
     Attributes:
-        begin: the program's own `worker_init_fn`.
+        begin: the program's `worker_init_fn`.
     """
 
     begin: Callable[[int], Any] | None
@@ -264,11 +264,11 @@ class Begun:
 
 
 class OwnLoader(DataLoader[Any]):
-    """This rank's part of global batches; told of epochs.
+    """Loader of this rank's part of global batches, aware of epochs.
 
     Attributes:
-        whole: the dataset, of which this is a part.
-        total_batch_size: samples of all ranks in a batch, but for the last one.
+        whole: the full dataset.
+        total_batch_size: samples of all ranks in a batch, except the last batch.
         collated: makes batches of its samples.
     """
 
@@ -277,14 +277,14 @@ class OwnLoader(DataLoader[Any]):
     collated: Callable[[list[Any]], Any]
 
     def set_epoch(self, epoch: int) -> None:
-        """Of the sampler, and of a dataset that knows epochs."""
+        """Set the epoch of the sampler, and of a dataset with epochs."""
         if isinstance(self.batch_sampler, OwnPart):
             self.batch_sampler.set_epoch(epoch)
         if hasattr(self.whole, "set_epoch"):
             self.whole.set_epoch(epoch)
 
     def after(self, skipped: int) -> Iterator[Any]:
-        """Batches, but for some at the beginning, which are not read if they need not be."""
+        """Iterate over batches after the first `skipped`, which are not read if possible."""
         part = self.batch_sampler
         if isinstance(part, OwnPart):
             part.skipped = skipped
@@ -307,13 +307,13 @@ def own_loader(  # a DataLoader has as many settings
     kind: type[L] = OwnLoader,  # type: ignore[assignment]
     **settings: Any,
 ) -> L:
-    """This rank's part of a dataset's batches.
+    """Make a loader of this rank's part of a dataset's batches.
 
     Args:
         dataset: map-style, or a stream.
         batch_size: samples of all ranks together.
-        sampler: of a map-style dataset's indices, the same on all ranks.
-        most: samples that are computed at once; larger batches come in parts.
+        sampler: of a map-style dataset's indices, equal on all ranks.
+        most: samples computed at once; larger batches come in parts.
         kind: of the loader.
         settings: of torch's `DataLoader`.
     """
@@ -347,13 +347,13 @@ def _in_parts(batch: list[Any], most: int) -> Iterator[list[Any]]:
 
 
 def collated(collate: Callable[[list[Any]], Any], samples: list[Any]) -> dict[str, Any]:
-    """What a collator makes of samples, for programs that know the parts of a batch by name.
+    """Collate samples for programs that know the parts of a batch by name.
 
-    Rows of a tensor that are more or fewer than the samples are told apart by collating each sample
+    Rows of a tensor with more or fewer rows than samples are assigned by collating each sample
     alone.
 
     Raises:
-        InputError: it is no dictionary whose tensors have rows of each sample.
+        InputError: the result is no dictionary of tensors with rows of each sample.
     """
     batch = collate(samples)
     if isinstance(batch, Mapping):
@@ -376,21 +376,21 @@ def collated(collate: Callable[[list[Any]], Any], samples: list[Any]) -> dict[st
 
 
 def collated_tree(collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
-    """What a collator makes of samples, which may be any tree of tensors.
+    """Collate samples into any tree of tensors.
 
     Raises:
-        InputError: it has no tensors, or one of them has not one row for each sample.
+        InputError: the result has no tensors, or a tensor without a row per sample.
     """
     return _checked(collate(samples), len(samples))
 
 
 def _checked(batch: Any, samples: int) -> Any:
-    """A batch whose tensors have one row for each sample, with dictionaries for classes like them.
+    """Check a batch's tensors; return the batch, with a plain dictionary for another mapping.
 
     Raises:
-        InputError: it has no tensors, or other ones.
+        InputError: there are no tensors, or a tensor has not a row per sample.
     """
-    if isinstance(batch, Mapping):  # trees are made of dictionaries, not of classes like them
+    if isinstance(batch, Mapping):  # pytrees know dictionaries, not all mappings
         batch = dict(batch)
     leaves = tree_flatten_with_path(batch, is_leaf=has_rows)[0]
     if not any(has_rows(leaf) for _, leaf in leaves):
@@ -412,7 +412,7 @@ def _checked(batch: Any, samples: int) -> Any:
 
 
 def _is_per_sample(value: Any, samples: int) -> bool:
-    """Whether it is a list with a dictionary, or a tensor, for each sample."""
+    """Return True for a list with a dictionary, or a tensor, for each sample."""
     listed = isinstance(value, list) and len(value) == samples > 0
     return listed and all(isinstance(entry, Mapping | Tensor) for entry in value)
 
@@ -424,12 +424,12 @@ def _entries(values: Sequence[Any]) -> PerSample:
 def _ragged(
     collate: Callable[[list[Any]], Any], samples: list[Any], batch: dict[str, Any]
 ) -> dict[str, Any]:
-    """A batch whose tensors with another number of rows than samples, and those beside them, know
-    how many of them each sample has; the batch as it is, where that cannot be told."""
+    """Mark tensors with another number of rows than samples, and tensors accompanying them, with
+    the rows of each sample; leave the batch unchanged if rows cannot be assigned."""
     tensors = {n: t for n, t in batch.items() if isinstance(t, Tensor) and t.dim()}
     if not samples or all(len(tensor) == len(samples) for tensor in tensors.values()):
         return batch
-    with program_untouched(torch.device("cpu")):  # in a process that a loader has forked
+    with program_untouched(torch.device("cpu")):  # in a process forked by a loader
         alone = [dict(collate([sample])) for sample in samples]
     found = dict(batch)
     for name, tensor in tensors.items():
@@ -448,7 +448,7 @@ def _named(path: tuple[Any, ...]) -> str:
 
 
 def fresh(sample: Any) -> Any:
-    """A sample for a collator, which may change what it is given."""
+    """Return a copy of a sample for a collator, which may change it."""
     if not isinstance(sample, Mapping):
         return sample
     return {

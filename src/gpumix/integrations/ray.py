@@ -1,13 +1,13 @@
-"""Jobs and training functions on a Ray cluster: one worker for each device, whatever their kinds.
+"""Jobs and training functions on a Ray cluster: a worker per device, of any mix of GPU types.
 
     from gpumix.integrations.ray import train
 
     train("job.yaml", workers={"A100": 2, "T4": 4})
 
-Workers are actors in one placement group, not those of Ray Train's `TorchTrainer`: that keeps the
-same resources for all of them, makes their process group itself, and calls the training function in
-a thread, where signals and ranks that begin anew have no place. Called inside of Ray Train or Tune,
-this reports metrics to them (`ray.train.report`).
+Workers are actors in a placement group. Ray Train's `TorchTrainer` does not serve: it gives all
+workers equal resources, makes the process group itself, and calls the training function in a
+thread, unfit for signals and for ranks that restart. Called inside Ray Train or Tune, `train`
+reports metrics by `ray.train.report`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gpumix.integrations.missing import need
 
 need(__name__, "ray", extra="ray")
 
-import ray  # noqa: E402 - what is missing is told first
+import ray  # noqa: E402 - a missing package is reported first
 from ray.exceptions import RayActorError, RayTaskError  # noqa: E402
 from ray.util.placement_group import (  # noqa: E402
     PlacementGroup,
@@ -57,7 +57,7 @@ from gpumix.train import run_files  # noqa: E402
 __all__ = ["Workers", "run", "train"]
 
 LOOK_S = 0.5
-GRACE_S = 20.0  # that ranks have to say what they failed with, once one of them has
+GRACE_S = 20.0  # for ranks to report their errors after the first failure
 OWN_RESOURCES = ("CPU", "GPU", "memory")
 
 
@@ -72,16 +72,16 @@ def train(
     on_metrics: Callable[[dict[str, Any]], None] | None = None,
     timeout_s: float = 120.0,
 ) -> dict[str, Any]:
-    """What `gpumix train JOB` does, with a rank on each worker.
+    """Run `gpumix train JOB` with a rank on each worker.
 
     Args:
-        job: its file, and what it names, are where all nodes see them.
-        workers: how many of each kind: by type of accelerator, each with one GPU of it; or with
-            whatever labels and resources `Workers` say, under any name.
+        job: its file, and all files it names, are visible to all nodes.
+        workers: numbers of workers by accelerator type, with a GPU each; or `Workers`, with any
+            labels and resources, under any name.
         overrides: as of `--set`.
         plan, resume, allow: as of `--plan`, `--resume` and `--allow`.
-        on_metrics: is told each line of the run's metrics; by default Ray Train or Tune are, of its
-            numbers, if this is called by them.
+        on_metrics: receives each line of the run's metrics; by default Ray Train or Tune receives
+            its numbers, if calling.
         timeout_s: how long Ray may look for places.
 
     Returns:
@@ -89,7 +89,7 @@ def train(
 
     Raises:
         MachineError: Ray has no such places.
-        GpumixError: the error that the run failed with.
+        GpumixError: the error of the failed run.
     """
     folder, tell = Path.cwd(), on_metrics or _reporter()
     metrics = read_job(Path(job), list(overrides)).output / run_files.METRICS
@@ -125,22 +125,20 @@ def run(
     args: Sequence[Any] = (),
     timeout_s: float = 120.0,
 ) -> list[Any]:
-    """Call a training function on each worker, as torchrun would call a script: it finds RANK,
-    WORLD_SIZE and the others in its environment, so whatever of gpumix it uses meets the other
-    ranks.
+    """Call a training function on each worker, as torchrun calls a script. RANK, WORLD_SIZE and the
+    rest are set in the environment, so gpumix in the function finds the other ranks.
 
     Args:
-        function: a loop with `gpumix.prepare`, or one with `Trainer` of
-            `gpumix.integrations.transformers`, say.
+        function: a loop with `gpumix.prepare`, for example, or with `Trainer` of
+            `gpumix.integrations.transformers`.
         workers, timeout_s: as of `train`.
 
     Returns:
-        What it returned, in the order of ranks.
+        The results of the function, in the order of ranks.
 
     Raises:
         MachineError: Ray has no such places.
-        GpumixError: the error of the rank that failed first; the error of the function's own is
-            its cause.
+        GpumixError: the error of the rank that failed first; its cause is the function's own error.
     """
     with _ranks(FunctionRank, wanted(workers), timeout_s) as ranks:
         calls = {place.rank: actor.call.remote(place, function, args) for actor, place in ranks}
@@ -152,7 +150,7 @@ def run(
 def _ranks(
     kind: type[Any], asked: Sequence[Wanted], timeout_s: float
 ) -> Iterator[list[tuple[Any, Place]]]:
-    """An actor for each rank, in their order, and its place; they are gone afterwards."""
+    """Yield an actor and a place for each rank, in order; kill the actors on exit."""
     if not ray.is_initialized():
         ray.init()
     group = placement_group(
@@ -194,10 +192,11 @@ def _actor(kind: type[Any], group: PlacementGroup, number: int, one: Wanted) -> 
 
 
 def _results(calls: Mapping[int, Any], grace_s: float) -> dict[int, Any]:
-    """Of calls by rank. Once one has failed the others have a while to fail too.
+    """Wait for results of calls by rank. After the first failure other calls have `grace_s` to
+    fail.
 
     Raises:
-        GpumixError: the one that tells most.
+        GpumixError: the most informative error of the failed calls.
     """
     waiting = {call: rank for rank, call in calls.items()}
     found: dict[int, Any] = {}
@@ -224,7 +223,8 @@ def _results(calls: Mapping[int, Any], grace_s: float) -> dict[int, Any]:
 
 
 def _watched(actors: Sequence[Any], tell: Callable[[dict[str, Any]], None]) -> dict[int, Look]:
-    """How each rank ended. Once one has failed the others have a while to end too."""
+    """Return the final look at each rank. After the first failure other ranks have a while to
+    end."""
     looks: dict[int, Look] = {}
     deadline: float | None = None
     while len(looks) < len(actors) and (deadline is None or time.monotonic() < deadline):
@@ -246,7 +246,7 @@ def _watched(actors: Sequence[Any], tell: Callable[[dict[str, Any]], None]) -> d
 
 
 def _interrupted(actors: Sequence[Any]) -> GpumixError:
-    """Let the ranks save and end; what the first one says of that."""
+    """Ask the ranks to save and end; return the first rank's report."""
     for actor in actors:
         actor.interrupt.remote()
     deadline = time.monotonic() + ENDS_S
@@ -284,9 +284,9 @@ def _options(overrides: Sequence[str], allow: Sequence[str]) -> list[str]:
 
 
 def _reporter() -> Callable[[dict[str, Any]], None]:
-    """Tells the numbers of a step to Ray Train or Tune, if it is they that call."""
+    """Return a reporter of a step's numbers to Ray Train or Tune, if called inside either."""
     for name in ("ray.train", "ray.tune"):
-        # Train's says DeprecationWarning where it is Tune that calls.
+        # Train's raises DeprecationWarning inside Tune.
         with suppress(ImportError, RuntimeError, DeprecationWarning):
             library = import_module(name)
             library.get_context()

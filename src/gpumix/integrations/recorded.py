@@ -1,5 +1,5 @@
-"""What another library's loop leaves of a run for `gpumix top` and `gpumix report`: the same files
-as a run of `gpumix train`, with the script in place of the job."""
+"""Run files of another library's loop for `gpumix top` and `gpumix report`: the files of a run of
+`gpumix train`, with the script in place of the job."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from gpumix.train.metrics import Part, RankRecord, RunLog, StepRecord, by_class,
 from gpumix.train.run_record import RunRecord
 from gpumix.train.watch import Ticks, Watch
 
-CLASSES_STEPS = 10  # after so many it is told how ranks and classes did
+CLASSES_STEPS = 10  # steps between reports of ranks and classes
 
 T = TypeVar("T")
 
 
 @dataclass
 class _Given:
-    """A step that the device was given, and whose numbers are on their way.
+    """A step given to the device, with its numbers not read yet.
 
     Attributes:
-        numbers: loss, gradient norm, and what the loss of each batch is a mean over.
-        host_s: what it took by the host's clock.
+        numbers: loss, gradient norm, and the denominator of each batch's loss.
+        host_s: duration by the host's clock.
     """
 
     number: int
@@ -50,27 +50,29 @@ class _Given:
 
 
 class Recorded:
-    """The record of one run, on each of its ranks; the first one writes. A step is `next_of` the
-    loader and `computes`, once for each batch that it is made of, then `step`. On GPUs what a step
-    came to is read when the next one was given, so that none waits for the record.
+    """Record of a run, on each of its ranks; the first rank writes.
+
+    A step is a call of `next_of` and `computes` for each of its batches, then `step`. On GPUs the
+    numbers of a step are read after the next step was given, so the device never waits for the
+    record.
 
     Args:
         folder: of the run's files.
-        plans: the class that takes the plan in the program.
-        steps: how many there will be, None where nobody knows; `done` of them are.
+        plans: the class taking the plan in the program.
+        steps: the number of steps, `done` included; None if unknown.
 
     Made on all ranks together.
     """
 
-    _spent: Account  # since it was told how ranks did, as is what was sent
+    _spent: Account  # since the last report of ranks, as is `_sent_bytes`
     _sent_bytes: float
-    _computes: bool  # the device has got work of the step under way
+    _computes: bool  # the device has work of the current step
 
     def __init__(
         self, engine: Engine, folder: Path, *, plans: str, steps: int | None, done: int
     ) -> None:
         self._engine = engine
-        self._counted: list[Tensor] = []  # of the batches of the step under way
+        self._counted: list[Tensor] = []  # of the current step's batches
         self._computed: list[tuple[int, int | None]] = []
         self._ticks: list[Ticks] = []
         self._all_tokens = 0
@@ -78,7 +80,7 @@ class Recorded:
         self._watch = Watch(stamps_of(engine.device), engine.comm.clock, engine.copies)
         self._pending: deque[_Given] = deque()
         late = "late" if is_gpu(engine.device) else ""
-        # All ranks, or none: they tell each other how they did.
+        # All ranks or none: reports of ranks are collective.
         self._late = all(all_texts(late, engine.comm, "reading of results"))
         self._stack = ExitStack()
         self._log: RunLog | None = None
@@ -90,9 +92,8 @@ class Recorded:
         self.rest()
 
     def next_of(self, batches: Iterator[T]) -> T | None:
-        """The next batch of the loader, None behind the last; what is computed next waits for
-        it."""
-        if self._computes:  # the step is not done: it is made of several batches
+        """Return the loader's next batch, None at the end; the next computation waits for it."""
+        if self._computes:  # the step continues: it has several batches
             self._ticks.append(self._watch.given())
             self._begin_to_wait()
         try:
@@ -101,22 +102,21 @@ class Recorded:
             return None
 
     def computes(self) -> None:
-        """The device is about to get the work of a batch."""
+        """Note that the device is about to get a batch's work."""
         if not self._computes:
             self._computes = True
             self._watch.computes()
 
     def batch(self) -> None:
-        """One of several that a step is made of was computed."""
+        """Note the computation of a batch, of several in the step."""
         self._counted.append(self._engine.losses_counted)
         self._computed += self._engine.computed
 
     def step(
         self, number: int, *, loss: Tensor, learning_rate: float, norm: Tensor | float | None
     ) -> None:
-        """One that is done, as far as the host is concerned. Collective after every
-        `CLASSES_STEPS`."""
-        self.computes()  # it rested in the middle of the step
+        """Note the end of a step on the host. Collective after every `CLASSES_STEPS`."""
+        self.computes()  # the record rested within the step
         ticks, self._ticks = [*self._ticks, self._watch.given()], []
         counted, self._counted = self._counted or [self._engine.losses_counted], []
         norm = norm if isinstance(norm, Tensor) else loss.new_full((), norm or 0.0)
@@ -135,7 +135,7 @@ class Recorded:
             self._read()
 
     def _read(self) -> None:
-        """The oldest step that was not read yet; waits until the device is done with it."""
+        """Read the oldest unread step, waiting until the device has finished it."""
         given = self._pending.popleft()
         loss, norm, *counted = given.numbers.numbers()
         device_s = 0.0
@@ -174,7 +174,7 @@ class Recorded:
             self._read()
 
     def _classes(self, step: int) -> None:
-        """How ranks and classes did since it was told last. Collective."""
+        """Report on ranks and classes since the last report. Collective."""
         told = all_texts(self._own().to_json(), self._engine.comm, "gathering of records")
         self._begin_anew()
         if self._log is not None:
@@ -184,7 +184,7 @@ class Recorded:
             self._log.starved(step, records)
 
     def _begin_anew(self) -> None:
-        """With what steps came to since it was told how ranks did."""
+        """Start collecting for the next report of ranks."""
         self._times: list[float] = []
         self._tokens: list[float] = []
         self._parts: list[Part] = []
@@ -192,7 +192,7 @@ class Recorded:
         self._sent_bytes = 0.0
 
     def rest(self) -> None:
-        """What was done since the last step is no part of the next one."""
+        """Exclude the time since the last step from the next step."""
         self._last = time.perf_counter()
         self._sent_before = self._engine.comm.sent.total()
         self._begin_to_wait()
@@ -208,7 +208,7 @@ class Recorded:
         self.rest()
 
     def checkpoint(self, step: int, path: Path) -> None:
-        """One that was written since the last step."""
+        """Note a checkpoint written since the last step."""
         seconds = time.perf_counter() - self._last
         self._read_all()
         if self._log is not None:
@@ -216,25 +216,25 @@ class Recorded:
         self.rest()
 
     def finish(self, step: int) -> None:
-        """All steps are done. Collective."""
+        """End the record after all steps. Collective."""
         self._read_all()
         if self._times:
             self._classes(step)
         self.close()
 
     def close(self) -> None:
-        """The program ends, and other ranks may be gone."""
+        """End the record with the program; other ranks may be gone."""
         self._tell_of_what_is_there()
         self._stack.close()
 
     def fail(self, error: BaseException) -> None:
-        """The run ends by an error, or because it was asked to."""
+        """End the record by an error or an interrupt."""
         self._tell_of_what_is_there()
         told = Interrupted("interrupted") if isinstance(error, KeyboardInterrupt) else error
         self._stack.__exit__(type(told), told, told.__traceback__)
 
     def _tell_of_what_is_there(self) -> None:
-        """Of steps that the device is done with, without a wait and without other ranks."""
+        """Read steps finished by the device, without waiting and without other ranks."""
         with suppress(Exception):
             while self._pending and self._pending[0].numbers.is_there:
                 if len(self._times) == CLASSES_STEPS - 1:
@@ -266,29 +266,30 @@ class Recorded:
         )
 
     def _part(self) -> Part:
-        """What the step computed of the plan's batch, which may be one of several."""
+        """Return the computed part of the plan's batch in a step, which may have several
+        batches."""
         plan = self._engine.plan
         computed, self._computed = self._computed or self._engine.computed, []
         samples = plan.workers[self._engine.comm.rank].samples
         return Part.of(computed, samples, plan.sequence_length)
 
     def _tokens_of(self, counted: int) -> int:
-        """Those of a batch that have labels, `counted` of them; of samples with one label each all.
-        The last batch of an epoch may be small."""
+        """Return the tokens of a batch: the `counted` labels, or all tokens if each sample has a
+        single label. The last batch of an epoch may be small."""
         plan = self._engine.plan
         self._label_a_token = self._label_a_token or counted > plan.global_batch
         return counted if self._label_a_token else plan.global_batch * plan.sequence_length
 
 
 class Record:
-    """What a loop is recorded by, from when it is known to when it ends; until then, behind that,
-    and of a loop that is to leave no record, nothing is done."""
+    """Recorder of a loop, from its begin to its end; a no-op before, after, and without a
+    record."""
 
     def __init__(self) -> None:
         self._recorded: Recorded | None = None
 
     def next_of(self, batches: Iterator[T]) -> T | None:
-        """The next batch, None behind the last."""
+        """Return the next batch, None at the end."""
         if self._recorded is None:
             return next(batches, None)
         return self._recorded.next_of(batches)
@@ -306,12 +307,12 @@ class Record:
             self._recorded.checkpoint(step, path)
 
     def finish(self, step: int) -> None:
-        """All steps are done. Collective."""
+        """End the record after all steps. Collective."""
         if (recorded := self._taken()) is not None:
             recorded.finish(step)
 
     def close(self) -> None:
-        """The program ends."""
+        """End the record with the program."""
         if (recorded := self._taken()) is not None:
             recorded.close()
 

@@ -1,4 +1,4 @@
-"""Which rows of a batch are this rank's: by the plan, once there is one."""
+"""Rows of a batch belonging to this rank: by the plan, once a plan exists."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Plan
 from gpumix.spec.shares import rows_of, share_of
 
-if TYPE_CHECKING:  # workers of loaders import this module, and have no engine
+if TYPE_CHECKING:  # workers of loaders import this module, without an engine
     from gpumix.engine.engine import Engine
 
 Rows = Callable[[int], Sequence[range]]
-"""Of a global batch of so many samples those of this rank, micro-batch by micro-batch."""
+"""Rows of this rank in a global batch of a given size, micro-batch by micro-batch."""
 
 
 class PlannedRows:
-    """By the plan of an engine that is made before the first batch is read; as many for each rank,
-    where none is made. A worker of a loader gets what the plan says, and nothing of the program.
+    """Rows by the plan of an engine made before the first batch is read; equal shares if no engine
+    is made. A loader's worker receives the plan, and no other state of the program.
 
     Args:
-        engine: gives it, or None.
+        engine: returns the engine, or None.
         rows: of a plan, a rank and a number of samples.
         rank, world: of this process.
     """
@@ -53,20 +53,20 @@ class PlannedRows:
 
 
 def equal_rows(world: int, rank: int, samples: int) -> Sequence[range]:
-    """Without a plan."""
+    """Return the rows of a rank without a plan, in equal shares."""
     return (range(samples * rank // world, samples * (rank + 1) // world),)
 
 
 def evaluated_rows(plan: Plan, rank: int, samples: int) -> Sequence[range]:
-    """Of a batch that is not trained on."""
+    """Return a rank's rows of an evaluated batch."""
     return share_of(plan, rank).rows(samples)
 
 
 def looped_rows(plan: Plan, rank: int, samples: int) -> Sequence[range]:
-    """Of a batch of a loop, which may train on it.
+    """Return a rank's rows of a loop's batch, which may be trained on.
 
     Raises:
-        InputError: it is larger than those that the plan is for.
+        InputError: the batch is larger than the plan's.
     """
     if samples > plan.global_batch:
         raise InputError(

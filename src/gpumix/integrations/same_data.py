@@ -1,6 +1,5 @@
-"""Ranks read the same data: a program may have shared it out among them already, or have shuffled
-or split it on each by chance. Samples would then be trained on twice, or not at all.
-"""
+"""Check for equal datasets on all ranks: a program may have sharded its data by rank, or shuffled
+or split without a seed. Ranks would train on samples twice, or never."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ def check_same_data(dataset: Any) -> None:
     """Compare lengths and some samples of a dataset over all ranks. Collective.
 
     Raises:
-        InputError: they differ.
+        InputError: datasets of ranks differ.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -56,14 +55,15 @@ def _differ(why: str) -> InputError:
 
 
 def _digests(dataset: Any, length: int) -> list[int]:
-    """Of some samples, `UNKNOWN` where a sample is another one each time that it is read."""
+    """Return digests of some samples; `UNKNOWN` if two reads of a sample differ."""
     first, again = (list(_read(dataset, length)) for _ in range(2))
     found = [one if one == other else UNKNOWN for one, other in zip(first, again)]
     return found + [UNKNOWN] * (COMPARED - len(found))
 
 
 def _read(dataset: Any, length: int) -> Iterator[int]:
-    """Digests of the first samples of a stream, else of the first, the middle and the last one."""
+    """Yield digests of a stream's first samples, or of a dataset's first, middle and last
+    sample."""
     with _seeded(), host_memory():
         if isinstance(dataset, IterableDataset):
             yield from map(_digest, islice(dataset, COMPARED))
@@ -91,14 +91,13 @@ def _add(digest: Any, value: Any) -> None:
         digest.update(f"{value.shape}".encode() + np.ascontiguousarray(value).tobytes())
     elif isinstance(value, str | int | float | bool | bytes | None):
         digest.update(repr(value).encode())
-    else:  # such as a picture
+    else:  # an image, for example
         digest.update(type(value).__name__.encode())
 
 
 @contextmanager
 def _seeded() -> Iterator[None]:
-    """Inside, what datasets draw from the global generators is the same each time; afterwards these
-    go on as before."""
+    """Seed the global generators for datasets inside the context; restore them afterwards."""
     with program_untouched():
         random.seed(0)
         np.random.seed(0)

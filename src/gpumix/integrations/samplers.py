@@ -1,4 +1,4 @@
-"""Random orders that are the same on all ranks, and those of a single process."""
+"""Samplers with equal random orders on all ranks, equal to the orders of a single process."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from gpumix.integrations.hosted import rank, world
 
 
 class Alike(Sampler[Any]):
-    """A sampler that draws from its process's numbers, on all ranks from the first one's. There it
-    draws what it would alone; the numbers of others are as if it had not been read.
+    """Sampler drawing from the process's random numbers, on all ranks from the first rank's.
+
+    The first rank draws as it would alone; generators of other ranks are left unchanged.
 
     Args:
-        sampler: draws when its first index is asked for.
+        sampler: draws when its first index is requested.
     """
 
     def __init__(self, sampler: Any) -> None:
@@ -40,10 +41,10 @@ class Alike(Sampler[Any]):
 
 
 class Whole(Sampler[Any]):
-    """A sampler's indices, but for those at the end that fill no whole batch.
+    """A sampler's indices without a partial batch at the end.
 
     Args:
-        batch: how many are one.
+        batch: samples of a batch.
     """
 
     def __init__(self, sampler: Any, batch: int) -> None:
@@ -62,16 +63,16 @@ class Whole(Sampler[Any]):
 
 
 def alike(sampler: Any) -> Any:
-    """The same sampler, and if it has neither a generator nor epochs that tell its order, the same
-    order on all ranks."""
+    """Return a sampler with one order on all ranks: wrapped, if neither a generator nor epochs
+    determine its order."""
     draws = hasattr(sampler, "generator") and sampler.generator is None
     draws = draws and not hasattr(sampler, "set_epoch")
     return Alike(sampler) if draws else sampler
 
 
 def grouped(sampler: Any) -> Any:
-    """The same sampler; one of transformers that puts samples of like lengths together, made for
-    the batches of one process, does so for those of all."""
+    """Return the sampler; adapt transformers' grouping by length from the batches of a process to
+    global batches."""
     from transformers.trainer_pt_utils import LengthGroupedSampler
 
     if isinstance(sampler, LengthGroupedSampler):
@@ -80,8 +81,9 @@ def grouped(sampler: Any) -> Any:
 
 
 def prepared(sampler: Any, *, seedable: bool, seed: int | None) -> Any:
-    """As Accelerate prepares it: a random one by a seed, another order for each epoch, if it is to
-    be so. Without a seed by the one that this process was given, which is then that of all."""
+    """Prepare a sampler as Accelerate does: a random sampler becomes seeded, with a new order for
+    each epoch, if `seedable`. Without a seed the initial seed of the process applies, assumed equal
+    on all ranks."""
     from accelerate.data_loader import SeedableRandomSampler
 
     if not seedable or type(sampler) is not RandomSampler:
@@ -96,12 +98,12 @@ def prepared(sampler: Any, *, seedable: bool, seed: int | None) -> Any:
 
 
 def seed_of_all() -> int:
-    """What the first rank was seeded with. Collective."""
+    """Return the seed of the first rank's generator. Collective."""
     return int(_first_ranks(torch.tensor(torch.initial_seed() % 2**63)))
 
 
 def _first_ranks(own: Tensor) -> Tensor:
-    """What the first rank has, on the host. Collective."""
+    """Return the first rank's value, on the host. Collective."""
     if world() == 1:
         return own
     there = own.to(device_of_group(), copy=True)

@@ -1,7 +1,7 @@
-"""What a trainer saves: the model as transformers does, and the sharded state beside it.
+"""Checkpoints of a trainer: the model in transformers' format, with the sharded state.
 
-A checkpoint folder is one of transformers', so that `from_pretrained` and every tool reads it; in
-its folder `gpumix` lies what any plan on any devices can go on from.
+A checkpoint folder has transformers' layout, for `from_pretrained` and other tools; its folder
+`gpumix` has the state for a resume by any plan on any devices.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ TOGETHER = (
     "is_main_process=accelerator.is_main_process), accelerator.save_model(model, folder) or "
     "accelerator.get_state_dict(model) on all ranks"
 )
-GROUPS = "groups"  # the settings of the optimizer's, in what a checkpoint says beside the state
+GROUPS = "groups"  # settings of the optimizer's groups, in the checkpoint's cursor
 _LOG = logging.getLogger(__name__)
 
 
 class Saver:
-    """Saves and loads the state of an engine in folders of transformers' checkpoints.
+    """Saver and loader of an engine's state in folders of transformers' checkpoints.
 
     Args:
-        dtypes: of the parameters as they were given.
-        ranks_here: how many ranks share this host.
-        name: of the folder of the state in that of a checkpoint; empty if it is that one.
+        dtypes: of the parameters as given.
+        ranks_here: number of ranks on this host.
+        name: of the state's folder in a checkpoint; empty for the checkpoint's folder itself.
     """
 
     def __init__(
@@ -62,16 +62,16 @@ class Saver:
         self._group = None if alone else dist.new_group(backend="gloo", timeout=group_timeout())
 
     def model_state(self) -> dict[str, Tensor]:
-        """The whole model's, on the first rank, in the dtypes that it was given in. Collective."""
+        """Return the full state dict in its given dtypes, on the first rank. Collective."""
         with host_memory():
             state = self._engine.state_dict(rank0_only=True)
             return {n: t.to(self._dtypes.get(n, t.dtype)) for n, t in state.items()}
 
     def asked_for(self) -> dict[str, Tensor]:
-        """As `model_state`, of a program that may ask the first rank alone.
+        """Return `model_state` for a program that may call on the first rank alone.
 
         Raises:
-            InputError: it does, and that has not all of the model.
+            InputError: only some ranks call, and the first rank has no full state.
         """
         if not self._engine.has_whole_state:
             self._meeting.come("the whole model", TOGETHER)
@@ -83,12 +83,12 @@ class Saver:
         self._in(folder).save(step, self._engine, optimizer, cursor=cursor)
 
     def load(self, folder: Path, optimizer: Optimizer | None) -> int:
-        """Go on from a checkpoint, or with its weights alone: after so many steps, where it says.
+        """Resume from a checkpoint, or load weights alone; return the step, 0 if unknown.
         Collective.
 
         Raises:
-            InputError: it is not there, of another model, or holds neither weights of the whole
-                model nor its adapters.
+            InputError: the checkpoint does not exist, is of another model, or has neither full
+                weights nor the model's adapters.
         """
         if not folder.is_dir():
             raise InputError(
@@ -125,7 +125,7 @@ class Saver:
         return 0
 
     def load_weights(self, values: Mapping[str, Tensor]) -> None:
-        """Those of the whole model."""
+        """Load full weights of the model."""
         with host_memory():
             self._engine.load_state_dict(values)
 
@@ -136,14 +136,14 @@ class Saver:
 
 
 def newest_state(project: str | None, named: bool) -> Path:
-    """The newest state that an Accelerator has saved, by the names that it gives.
+    """Return the newest state saved by an Accelerator under automatic names.
 
     Args:
         project: its folder.
-        named: whether it names states.
+        named: it names states automatically.
 
     Raises:
-        InputError: there is none.
+        InputError: there is no state.
     """
     folder = Path(project or ".") / "checkpoints"
     found = folder.glob("checkpoint_*") if named else ()
@@ -158,13 +158,14 @@ def newest_state(project: str | None, named: bool) -> Path:
 
 
 def _settings(group: Mapping[str, Any]) -> list[list[Any]]:
-    """Of a group of parameters: rates and the like, which may have changed since it was made."""
+    """Return a parameter group's settings, such as learning rates, which may have changed since it
+    was made."""
 
     def plain(value: Any) -> bool:
         if isinstance(value, tuple | list):
             return all(plain(one) for one in value)
         if isinstance(value, float):
-            return math.isfinite(value)  # JSON knows no other
+            return math.isfinite(value)  # JSON has finite numbers only
         return value is None or isinstance(value, int | str)
 
     found = [[k, v] for k, v in group.items() if k != "params" and plain(v)]
@@ -172,5 +173,5 @@ def _settings(group: Mapping[str, Any]) -> list[list[Any]]:
 
 
 def dtypes_of(model: nn.Module) -> dict[str, Any]:
-    """Of the parameters, by all of their names."""
+    """Return the dtypes of the parameters, by all names of each."""
     return {name: p.dtype for name, p in model.named_parameters(remove_duplicate=False)}

@@ -1,7 +1,7 @@
-"""Batches to measure with: as large as any that a program's dataset gives.
+"""Batches for measurements: as large as any batch of a program's dataset.
 
-Of samples of unlike length the longest one that is found stands for all. The first sample is kept
-too: padded to the longest one's length, it shows whether padding counts for a model.
+The longest sample found represents all samples. The shortest is kept too: padded to the longest, it
+shows whether padding affects a model.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from gpumix.integrations.same_data import check_same_data
 from gpumix.spec.errors import InputError
 
 Make = Callable[[Callable[[list[Any]], Any], list[Any]], Any]
-LOOKED_AT = 4096  # samples, in order; those of a stream would be read again
+LOOKED_AT = 4096  # samples, in order; samples of a stream would be read again
 OF_STREAM = 256
-LOOKS_S = 2.0  # and no longer than this
+LOOKS_S = 2.0  # maximum time
 COLLATED = 16  # samples, each alone
 TOKENS = "input_ids"
 
 
 @dataclass(frozen=True)
 class Specimen:
-    """Makes batches of one sample.
+    """Maker of batches that repeat a sample.
 
     Attributes:
-        sequence_length: its tokens; 1 where it has none.
-        shortest: the shortest sample that was found.
-        make: makes a batch of a collator and samples.
+        sequence_length: tokens of the sample; 1 without tokens.
+        shortest: the shortest sample found.
+        make: makes a batch from a collator and samples.
     """
 
     sample: Any
@@ -57,8 +57,8 @@ class Specimen:
             return self.make(self.collate, [fresh(self.sample) for _ in range(samples)])
 
     def padded(self) -> tuple[Any, Any] | None:
-        """Batches of the shortest sample, alone and padded as beside the longest one; None if that
-        is the same, or the collator pads nothing: then no batch has samples of unlike length."""
+        """Return batches of the shortest sample, alone and padded to the longest; None if both are
+        equal, or the samples do not collate: no batch then mixes lengths."""
         with host_memory():
             alone = self.make(self.collate, [fresh(self.shortest)])
             try:
@@ -67,7 +67,7 @@ class Specimen:
                 return None
         beside = take(both, slice(1))
         if isinstance(beside, dict) and (width := padded_from(beside, [range(1)])[0]):
-            # What a collator draws is the same then.
+            # Cut from the padded batch: random values of the collator stay equal.
             alone = {key: value[:, :width].contiguous() for key, value in beside.items()}
         if _shapes(alone) == _shapes(beside):
             return None
@@ -79,14 +79,13 @@ def specimen_of(
     collate: Callable[[list[Any]], Any],
     check: Make = collated,
 ) -> Specimen:
-    """The longest sample of a dataset, or of as much of it as can be looked at; the same on all
-    ranks. Collective.
+    """Return the longest sample of the inspected part of a dataset, equal on all ranks. Collective.
 
     Args:
-        check: collates two samples, if batches are as they should be.
+        check: collates two samples and checks the batch.
 
     Raises:
-        InputError: there is none, ranks have unlike datasets, or batches mix samples.
+        InputError: there is no sample, ranks have different datasets, or batches mix samples.
     """
     check_same_data(dataset)
     with host_memory():
@@ -99,13 +98,13 @@ def specimen_of(
     tokens = batch.get(TOKENS) if isinstance(batch, Mapping) else None
     known = isinstance(tokens, Tensor) and tokens.dim() == 2
     own = tokens.shape[1] if known else 1  # type: ignore[union-attr]
-    # A collator may draw how long it makes a batch, and the plan must be the same on all ranks.
+    # A collator may draw the length of a batch; the plan must be equal on all ranks.
     every = all_numbers([own], "comparison of lengths of samples")
     return Specimen(longest, collate, max(length for (length,) in every), shortest, check)
 
 
 def are_padded(dataset: Any, collate: Callable[[list[Any]], Any]) -> bool:
-    """Whether samples of a dataset are of unlike shape when they are collated. Collective."""
+    """Return True if samples of a dataset differ in shape after collating. Collective."""
     specimen = specimen_of(dataset, collate)
     differ = specimen.padded() is not None
     if not differ:
@@ -121,9 +120,9 @@ def _shapes(batch: Any) -> list[torch.Size]:
 
 
 def _extremes(dataset: Any) -> tuple[Any, Any]:
-    """The shortest and the longest of what any rank found while it looked: the others' time may not
-    have sufficed for it. Collective. None of an empty dataset."""
-    found: dict[int, tuple[int, int, Any]] = {}  # by sign: its length times that, place, sample
+    """Return the shortest and the longest sample found by any rank in its time; None for an empty
+    dataset. Collective."""
+    found: dict[int, tuple[int, int, Any]] = {}  # by sign: sign * length, place, sample
     begun, samples = time.monotonic(), _samples(dataset)
     for place, sample in samples:
         length = _length(sample)
@@ -138,7 +137,7 @@ def _extremes(dataset: Any) -> tuple[Any, Any]:
 def _agreed(
     dataset: Any, samples: Iterator[tuple[int, Any]], found: tuple[int, int, Any] | None
 ) -> Any:
-    """The sample of the rank that found the most extreme one. Collective."""
+    """Return the sample of the rank with the most extreme sample. Collective."""
     length, own, sample = found or (-(2**40), 0, None)
     place = -max(all_numbers([length, -own], "comparison of samples"))[1]
     if place == own:
@@ -149,7 +148,7 @@ def _agreed(
 
 
 def _samples(dataset: Any) -> Iterator[tuple[int, Any]]:
-    """With their places: the extreme ones, where these are known, else in order."""
+    """Yield places and samples: the extremes, if known, or in order."""
     places = () if isinstance(dataset, IterableDataset) else _extreme_places(dataset)
     if places:
         yield from ((place, dataset[place]) for place in places)
@@ -165,8 +164,8 @@ def _in_order(dataset: Any) -> Iterator[tuple[int, Any]]:
 
 
 def _extreme_places(dataset: Any) -> tuple[int, ...]:
-    """Where the longest and the shortest sample are, of a `datasets.Dataset` that keeps lists of
-    tokens."""
+    """Return the places of the longest and the shortest sample in a `datasets.Dataset` with lists
+    of tokens."""
     table = getattr(dataset, "data", None)
     columns = getattr(dataset, "column_names", None) or ()
     if TOKENS not in columns or table is None or not len(dataset):
@@ -178,14 +177,14 @@ def _extreme_places(dataset: Any) -> tuple[int, ...]:
     if not pa.types.is_integer(column.type.value_type):
         return ()  # several rows in a sample
     lengths = pc.list_value_length(column)
-    if (shown := getattr(dataset, "_indices", None)) is not None:  # of its table, in another order
+    if (shown := getattr(dataset, "_indices", None)) is not None:  # reorders the table
         lengths = lengths.take(shown.column(0))
     numbers = lengths.to_numpy()
     return int(numbers.argmax()), int(numbers.argmin())
 
 
 def _length(sample: Any) -> int:
-    """In tokens, where it has any, else in elements; of text alone, in characters."""
+    """Return a sample's length in tokens, in elements without tokens, or in characters for text."""
     if isinstance(sample, Mapping) and hasattr(sample.get(TOKENS), "__len__"):
         return _tokens(sample[TOKENS])
     values = list(sample.values()) if isinstance(sample, Mapping) else sample
@@ -195,7 +194,7 @@ def _length(sample: Any) -> int:
 
 
 def _tokens(value: Any) -> int:
-    """Of the longest row, where a sample has several, as those of multiple choice have."""
+    """Return the tokens of the longest row: a sample of multiple choice has several."""
     if isinstance(value, Tensor | np.ndarray):
         return int(value.shape[-1])
     rows = [len(row) for row in value if hasattr(row, "__len__") and not isinstance(row, str)]

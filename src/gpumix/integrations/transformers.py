@@ -1,9 +1,9 @@
-"""`Trainer` of transformers, on devices that are not alike: the same arguments, the same results.
+"""transformers' `Trainer` for devices of unlike types, with equal arguments and results.
 
     from gpumix.integrations.transformers import Trainer      # instead of: from transformers
 
-Start the script with one process per device: `gpumix launch SCRIPT`, or torchrun. A step's samples
-are those of all devices together, and who computes how many of them is planned.
+Start the script with a process per device: `gpumix launch SCRIPT`, or torchrun. A step's samples
+are those of all devices together; a plan decides how many each device computes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from gpumix.integrations.missing import need, need_names
 
 need(__name__, "transformers", "accelerate", extra="trainer")
 
-import transformers  # noqa: E402 - what is missing is told first
+import transformers  # noqa: E402 - a missing package is reported first
 
 from gpumix.integrations.trainer.arguments import SEQ2SEQ, tell_of_cpus  # noqa: E402
 from gpumix.integrations.trainer.planned import ARGUMENTS, STANDS_IN_FOR, Planned  # noqa: E402
@@ -27,10 +27,10 @@ __all__ = ["Seq2SeqTrainer", "Trainer"]
 
 
 class Trainer(Planned, transformers.Trainer):
-    """`transformers.Trainer`, run by a plan; see `Planned` for what it takes beside."""
+    """`transformers.Trainer` training by a plan; see `Planned` for additional arguments."""
 
 
 class Seq2SeqTrainer(Planned, transformers.Seq2SeqTrainer):
-    """`transformers.Seq2SeqTrainer`, run by a plan."""
+    """`transformers.Seq2SeqTrainer` training by a plan."""
 
     _arguments = (transformers.Seq2SeqTrainingArguments, SEQ2SEQ)

@@ -1,4 +1,4 @@
-"""`SFTTrainer` of TRL, on devices that are not alike: the same arguments, the same results.
+"""TRL's `SFTTrainer` for devices of unlike types, with equal arguments and results.
 
 from gpumix.integrations.trl import SFTTrainer      # instead of: from trl
 """
@@ -18,7 +18,7 @@ from gpumix.integrations.missing import need
 
 need(__name__, "trl", "transformers", "accelerate", extra="trl")
 
-import torch  # noqa: E402 - what is missing is told first
+import torch  # noqa: E402 - a missing package is reported first
 import trl  # noqa: E402
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling  # noqa: E402
 
@@ -46,7 +46,7 @@ ARGUMENTS = Fields.of(
         dataset_text_field dataset_kwargs dataset_num_proc eos_token pad_token max_length
         truncation_mode shuffle_dataset pad_to_multiple_of eval_packing completion_only_loss
         assistant_only_loss loss_type ddp_find_unused_parameters
-    """,  # the last one is set by TRL itself for models that look at pictures
+    """,  # TRL itself sets the last for models with image inputs
     refused={
         "activation_offloading": PLANNED,
         "padding_free": "leave it out: a batch is cut between its rows; SFTConfig(packing=True) "
@@ -57,11 +57,11 @@ ARGUMENTS = Fields.of(
 
 @dataclass(frozen=True)
 class PacksInRows:
-    """Collates as TRL does, but for one row to each pack: a batch is cut between packs. Positions
-    begin anew with each document, and there is no mask.
+    """Collator like TRL's, with a row per pack, so a batch is cut between packs. Positions restart
+    at each document, and there is no mask.
 
     Attributes:
-        flat: TRL's own, which lays all packs of a batch into one row.
+        flat: TRL's collator, which puts all packs of a batch into a single row.
     """
 
     flat: DataCollatorForLanguageModeling
@@ -74,8 +74,8 @@ class PacksInRows:
 
 
 class OneForward:
-    """What TRL's loss calls for logits, and for what TRL's fused head computes of them: both come
-    of one forward of the model, for a micro-batch goes through the units once."""
+    """Model for TRL's loss, giving logits and the results of TRL's fused head from a single
+    forward: a micro-batch runs through the units once."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -103,11 +103,11 @@ class OneForward:
 
 
 class SFTTrainer(Planned, trl.SFTTrainer):
-    """`trl.SFTTrainer`, run by a plan. Its metrics are means over the micro-batches of all devices.
+    """`trl.SFTTrainer` training by a plan. Metrics are means over the micro-batches of all devices.
 
     Args:
-        plan: trains by this one, or that of a file; by default the devices are measured and one is
-            made, when it is first needed.
+        plan: a plan, or the file of a plan; by default the devices are measured and a plan is made
+            when first needed.
     """
 
     _arguments = (trl.SFTConfig, ARGUMENTS)
@@ -115,7 +115,7 @@ class SFTTrainer(Planned, trl.SFTTrainer):
     def __init__(self, *args: Any, plan: Plan | Path | str | None = None, **kwargs: Any) -> None:
         self._tokens = 0  # trained on, of packs
         super().__init__(*args, plan=plan, **kwargs)
-        if self.padding_free:  # which TRL makes packing, unless it is "wrapped"
+        if self.padding_free:  # set by TRL for packing, except "wrapped"
             assert isinstance(self.data_collator, DataCollatorForLanguageModeling)
             self.data_collator = PacksInRows(self.data_collator)
 
@@ -134,7 +134,7 @@ class SFTTrainer(Planned, trl.SFTTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """Of packs too, whose documents do not see each other."""
+        """Compute the loss, also of packs, without attention between documents."""
         if return_outputs or self.compute_loss_func is not None or self.label_smoother is not None:
             model = OneForward(model)
         args = return_outputs, num_items_in_batch
@@ -145,7 +145,7 @@ class SFTTrainer(Planned, trl.SFTTrainer):
         given = inputs | mask_of_documents(whole, inputs)
         made = super().compute_loss(model, given, *args)
         if self.model.training:
-            # TRL counts one row, and other micro-batches go on in between.
+            # TRL counts a single row, and other micro-batches run in between.
             self._tokens += int(tokens.sum())
             self._total_train_tokens = self._tokens
         return made
@@ -175,9 +175,10 @@ class SFTTrainer(Planned, trl.SFTTrainer):
 
 
 def _told_of_documents(engine: Engine, strategy: str) -> str:
-    """
+    """Check packed documents; return a message.
+
     Raises:
-        InputError: documents that are packed together see each other.
+        InputError: packed documents attend to each other.
     """
     try:
         warning = check_documents(engine)

@@ -1,7 +1,7 @@
-"""Whether what a model returns in evaluation is a row for each sample, whatever is beside it.
+"""Check of evaluation outputs: a model's rows must not depend on other samples of the batch.
 
-A batch is evaluated in micro-batches, and each rank has a part of it. So a few samples are computed
-at once and in two parts, before what a model returns is told as that of the whole batch.
+A batch is evaluated in micro-batches, and each rank has a part. So before outputs are used, a few
+samples are computed at once and in two parts.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ def refuse_unlike_rows(
     batch: Any,
     samples: int | None = None,
 ) -> None:
-    """Compare a few samples of a batch with parts of them. Collective. Nothing is said of a model
-    that draws random numbers in evaluation, nor where coupling is accepted.
+    """Compare outputs of a few samples with outputs of parts. Collective. A model drawing random
+    numbers in evaluation passes, as any model does if coupling is accepted.
 
     Args:
-        function: is called with the model and a micro-batch, and gives a tree of tensors with a row
-            for each sample.
-        batch, samples: as `Engine.evaluate` takes them.
+        function: is called with the model and a micro-batch; returns a tree of tensors with a row
+            per sample.
+        batch, samples: as in `Engine.evaluate`.
 
     Raises:
-        ModelError: what the model returns for a sample depends on others.
+        ModelError: outputs of a sample depend on other samples.
     """
 
     def made(*, start: int = 0) -> list[Any]:
@@ -63,7 +63,7 @@ def refuse_unlike_rows(
 
 
 def is_of_rows(whole: Any, parts: Sequence[Any], tolerance: float) -> bool:
-    """Whether a model returns for some samples at once what it returns for parts of them.
+    """Return True if outputs for some samples at once equal outputs for their parts.
 
     Args:
         tolerance: relative to the largest value of a tensor.
@@ -71,14 +71,14 @@ def is_of_rows(whole: Any, parts: Sequence[Any], tolerance: float) -> bool:
     try:
         pairs = zip(differentiable(whole), differentiable(joined(parts)), strict=True)
         return all(_are_near(own, one, tolerance) for own, one in pairs)
-    except (InputError, ValueError):  # of parts that do not fit together, or are more, or fewer
+    except (InputError, ValueError):  # parts do not fit together, or differ in number
         return False
 
 
 def _are_near(own: Tensor, one: Tensor, tolerance: float) -> bool:
     if own.shape != one.shape:
         return False
-    own, one = (torch.nan_to_num(each.double()).asinh() for each in (own, one))  # beside masks
+    own, one = (torch.nan_to_num(each.double()).asinh() for each in (own, one))  # next to masks
     return not own.numel() or bool((own - one).abs().max() <= tolerance * own.abs().max())
 
 

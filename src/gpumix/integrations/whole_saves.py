@@ -1,4 +1,4 @@
-"""`save_pretrained` of a model that is sharded: it saves the whole one, as ever."""
+"""`save_pretrained` of a sharded model, saving full weights."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from gpumix.integrations.saving import Saver
 
 
 def saves_whole(model: nn.Module, saver: Saver) -> None:
-    """Let `model.save_pretrained`, where there is one that takes a state, save that of the whole
-    model. The first rank writes."""
+    """Make `model.save_pretrained`, if it takes a state dict, save full weights. The first rank
+    writes."""
     save = getattr(type(model), "save_pretrained", None)
     if save is None:
         return
@@ -24,7 +24,7 @@ def saves_whole(model: nn.Module, saver: Saver) -> None:
     taken = known.parameters.values()
     if not any(p.name == "state_dict" or p.kind is p.VAR_KEYWORD for p in taken):
         return
-    # Nobody's memory is kept by what the model itself has.
+    # Weak: the model's attributes must keep neither the model nor the saver alive.
     of_model, of_saver = weakref.ref(model), weakref.ref(saver)
 
     def save_pretrained(*args: Any, **kwargs: Any) -> Any:

@@ -1,1 +1,1 @@
-"""What runs on workers of a Ray cluster is made of; see `gpumix.integrations.ray`."""
+"""Parts of the workers on a Ray cluster; see `gpumix.integrations.ray`."""

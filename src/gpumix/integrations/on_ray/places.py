@@ -1,6 +1,6 @@
-"""Who is which rank among workers that Ray started, and what is said of those that it did not.
+"""Assignment of ranks to workers started by Ray, and messages for workers that did not start.
 
-Pure: what Ray says comes in as values, and nothing here imports it.
+Pure: Ray's answers come in as values, and nothing here imports Ray.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from gpumix.spec.errors import (
     in_a_line,
 )
 
-ACCELERATOR = "ray.io/accelerator-type"  # the label that Ray gives nodes with GPUs by itself
+ACCELERATOR = "ray.io/accelerator-type"  # the label that Ray itself gives nodes with GPUs
 LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
 class Workers:
-    """So many workers of one kind, each of which is one device.
+    """A number of workers of a kind, a device each.
 
     Attributes:
-        labels: of their nodes, as Ray's label selectors are written.
-        resources: that Ray keeps for each of them.
+        labels: of their nodes, in the syntax of Ray's label selectors.
+        resources: that Ray reserves for each worker.
     """
 
     count: int
@@ -38,7 +38,7 @@ class Workers:
 
 @dataclass(frozen=True)
 class Wanted:
-    """One worker, and the name of its kind."""
+    """A wanted worker, with the name of its kind."""
 
     name: str
     workers: Workers
@@ -50,10 +50,10 @@ class Wanted:
 
 
 def wanted(workers: Mapping[str, int | Workers]) -> list[Wanted]:
-    """Each worker of all kinds, in their order.
+    """Return each worker of all kinds, in order.
 
     Raises:
-        InputError: there are none, or not a whole number of them.
+        InputError: there are no workers, or a count is no positive integer.
     """
     found = []
     for name, given in workers.items():
@@ -68,7 +68,7 @@ def wanted(workers: Mapping[str, int | Workers]) -> list[Wanted]:
 
 @dataclass(frozen=True)
 class Arrived:
-    """What a worker says when it is there: its node, and the GPUs that Ray gave it."""
+    """Report of an arrived worker: node, addresses, and GPUs from Ray."""
 
     node: str
     host: str
@@ -78,8 +78,8 @@ class Arrived:
 
 @dataclass(frozen=True)
 class Place:
-    """A rank's place, as torchrun would say it; `gpus` are those of all ranks of its host, of which
-    its own is the `local_rank`-th."""
+    """Place of a rank in the terms of torchrun; `gpus` are of all ranks of the host, the rank's own
+    GPU is the `local_rank`-th."""
 
     rank: int
     world: int
@@ -91,8 +91,9 @@ class Place:
 
 
 def places(arrived: Sequence[Arrived]) -> list[tuple[int, Place]]:
-    """In the order of ranks, the number of the worker and its place, whose port is not known yet.
-    Ranks of a node follow each other, in the order of their GPUs or, without any, as they came.
+    """Return worker numbers and places in the order of ranks, with the port still open.
+
+    Ranks of a node are adjacent, in the order of GPUs or, without GPUs, of arrival.
 
     Raises:
         InputError: a worker has several GPUs.
@@ -134,10 +135,10 @@ def _in_order(gpus: Sequence[str]) -> tuple[int, str]:
 def no_place(
     asked: Sequence[Wanted], nodes: Sequence[Mapping[str, Any]], waited_s: float
 ) -> MachineError:
-    """Ray has no place for all of the workers.
+    """Return the error for workers that Ray could not place.
 
     Args:
-        nodes: as `ray.nodes()` tells of them.
+        nodes: as reported by `ray.nodes()`.
     """
     alive = [node for node in nodes if node.get("Alive")]
     lines = []
@@ -153,7 +154,7 @@ def no_place(
 
 
 def _room(node: Mapping[str, Any], workers: Workers) -> int:
-    """How many such workers a node could have if it had no others."""
+    """Return the number of workers of a kind that fit on an otherwise empty node."""
     labels, there = node.get("Labels") or {}, node.get("Resources") or {}
     plain = {k: v for k, v in workers.labels.items() if not v.startswith(("!", "in(", "in ("))}
     if any(labels.get(name) != value for name, value in plain.items()):
@@ -165,8 +166,8 @@ def _room(node: Mapping[str, Any], workers: Workers) -> int:
 
 
 def the_error(errors: Mapping[int, BaseException]) -> GpumixError:
-    """Of what ranks failed with the one that is to be told: that a rank lost its peers is what
-    follows from another one's error.
+    """Return the error to report among the errors of ranks: a rank that lost its peers follows from
+    another rank's error.
 
     Args:
         errors: by rank.

@@ -1,7 +1,7 @@
-"""A worker of a Ray cluster that is a rank: it runs `gpumix train` in a process of its own, or a
-function in its own one.
+"""A worker of a Ray cluster as a rank: runs `gpumix train` in a subprocess, or a function in its
+own process.
 
-A job has its process, for it deals with signals, and begins anew by itself after some failures.
+A job has a subprocess because it handles signals, and restarts itself after some failures.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from gpumix.spec.errors import InputError
 from gpumix.spec.files import opened
 
 SAID_LINES = 8
-ENDS_S = 30.0  # that a rank has for its last checkpoint, once it was asked to end
+ENDS_S = 30.0  # for a rank's last checkpoint, after the request to end
 
 
 @dataclass(frozen=True)
 class Look:
-    """How a rank's process is.
+    """State of a rank's process.
 
     Attributes:
-        code: it ended with; None while it runs.
-        told: the JSON document that it printed; None if it printed none.
-        said: the last it said to people.
-        metrics: what the run has noted since the last look.
+        code: its exit code; None while it runs.
+        told: the JSON document that it printed; None without any.
+        said: its last lines to people.
+        metrics: events noted by the run since the last look.
     """
 
     code: int | None
@@ -46,7 +46,7 @@ class Look:
 
 
 class Rank:
-    """What both kinds do first: say where they are."""
+    """Base of both kinds of workers: reports its place."""
 
     def arrived(self) -> Arrived:
         import ray
@@ -60,14 +60,14 @@ class Rank:
         )
 
     def free_port(self, address: str) -> int:
-        """One that nobody has on this host, for the ranks to meet at."""
+        """Return a free port of this host, for the rendezvous of ranks."""
         with socket.socket() as free:
             free.bind((address, 0))
             return int(free.getsockname()[1])
 
 
 class FunctionRank(Rank):
-    """Calls a function, as a rank."""
+    """Rank calling a function."""
 
     def call(self, place: Place, function: Callable[..., Any], args: Sequence[Any]) -> Any:
         use_settings(place_settings(**asdict(place)))
@@ -75,7 +75,7 @@ class FunctionRank(Rank):
 
 
 class JobRank(Rank):
-    """Runs `gpumix` with some arguments, as a rank."""
+    """Rank running `gpumix` with given arguments."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -88,10 +88,11 @@ class JobRank(Rank):
     def begin(
         self, place: Place, arguments: Sequence[str], folder: str, metrics: str | None
     ) -> None:
-        """
+        """Start the process.
+
         Args:
-            folder: where relative names start from.
-            metrics: the file that the run writes, if this rank is the one that tells of it.
+            folder: base of relative paths.
+            metrics: the file that the run writes, if this rank reports it.
 
         Raises:
             InputError: this host does not have the folder.
@@ -135,16 +136,16 @@ class JobRank(Rank):
     def interrupt(self) -> None:
         """Ask the rank to save and to end."""
         if self._process is not None and self._process.poll() is None:
-            self._process.terminate()  # not by SIGINT: Ray has that blocked in all it starts
+            self._process.terminate()  # not by SIGINT: Ray blocks it in all its processes
 
     def end(self) -> None:
-        """End it now."""
+        """Kill the process."""
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.wait()
 
     def _listen(self) -> None:
-        """Pass on what the process says, to Ray's logs."""
+        """Forward the process's output to Ray's logs."""
         assert self._process is not None and self._process.stderr is not None
         for line in self._process.stderr:
             text = line.decode(errors="replace")
@@ -152,10 +153,10 @@ class JobRank(Rank):
             sys.stderr.write(text)
 
     def _news(self) -> list[dict[str, Any]]:
-        """Lines of the metrics that are whole, and were not read yet."""
+        """Return complete lines of the metrics not read yet."""
         if self._metrics is None:
             return []
-        if _size(self._metrics) < self._read:  # another run has begun it anew
+        if _size(self._metrics) < self._read:  # another run has begun the file again
             self._read = 0
         with suppress(FileNotFoundError), opened(self._metrics) as file:
             file.seek(self._read)
@@ -172,7 +173,7 @@ def _size(path: Path) -> int:
 
 
 def numbers_of(event: Mapping[str, Any]) -> dict[str, float]:
-    """Of a line of the metrics what is a number."""
+    """Return the numbers in a line of metrics."""
     return {
         name: value
         for name, value in event.items()

@@ -1,1 +1,1 @@
-"""What the strategy for Lightning is made of; see `gpumix.integrations.lightning`."""
+"""Parts of the strategy for Lightning; see `gpumix.integrations.lightning`."""

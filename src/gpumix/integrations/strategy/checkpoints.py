@@ -1,8 +1,8 @@
-"""Checkpoints of a strategy: a file as Lightning's, with the whole weights, and beside it a folder
-with the sharded state, which any plan on any devices goes on from.
+"""Checkpoints of a strategy: a file in Lightning's format with full weights, and next to the file a
+folder with the sharded state, for a resume by any plan on any devices.
 
-A trainer with another strategy goes on from the file too, and this one from a file of another
-strategy: the optimizer then starts with an empty state.
+Another strategy can resume from the file, and this strategy from another's file: the optimizer then
+starts with an empty state.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from gpumix.spec.files import remove_quietly
 
 _log = logging.getLogger(__name__)
 SUFFIX = ".gpumix"
-OURS = "gpumix"  # in a checkpoint: where loaders are, which other strategies' do not know
+OURS = "gpumix"  # key of the loaders' state in a checkpoint, hidden from other strategies
 LOADERS = "combined_loader"
 
 
 class Checkpoints(ParallelStrategy):
-    """A strategy whose model is saved by `saver`, once it is sharded."""
+    """Strategy whose model is saved by `saver`, once sharded."""
 
     saver: Saver | None = None
-    group_sizes: Sequence[int] = ()  # parameters in each of the optimizer's groups
+    group_sizes: Sequence[int] = ()  # parameters per optimizer group
     _loaded_from: Path | None = None
 
     @property
@@ -39,13 +39,13 @@ class Checkpoints(ParallelStrategy):
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole model's, on the first rank."""
+        """Return the full state dict, on the first rank."""
         if self.saver is None:
             return super().lightning_module_state_dict()
         return self.saver.model_state()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Its settings; what it keeps of the parameters is in the folder."""
+        """Return the optimizer's settings; its state by parameter is in the folder."""
         ends = list(accumulate(self.group_sizes))
         groups = [
             _settings(group) | {"params": list(range(end - size, end))}
@@ -60,7 +60,7 @@ class Checkpoints(ParallelStrategy):
         if "optimizer_states" in checkpoint and self.optimizers and self.saver is not None:
             self.saver.save(folder, checkpoint["global_step"], self.optimizers[0])
         elif self.is_global_zero:
-            remove_quietly(folder)  # another file of this name had it
+            remove_quietly(folder)  # left by an earlier file of this name
         loop = _loop_of(checkpoint)
         if LOADERS in loop:
             checkpoint[OURS] = loop.pop(LOADERS)
@@ -83,7 +83,7 @@ class Checkpoints(ParallelStrategy):
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """The whole weights; those of a run that goes on come with its state."""
+        """Load full weights; on a resume weights come with the sharded state instead."""
         assert self.lightning_module is not None and self._loaded_from is not None
         if self.lightning_module.trainer.training and self._loaded_from.is_dir():
             return
@@ -105,15 +105,15 @@ class Checkpoints(ParallelStrategy):
         for saved in list(checkpoint["optimizer_states"])[:1]:
             for group, settings in zip(optimizer.param_groups, saved["param_groups"], strict=True):
                 group.update(_settings(settings))
-        # Lightning looks for what loaders said when it makes them, which is done.
+        # Lightning reads loaders' states when making loaders, which has already happened.
         self.lightning_module.trainer.fit_loop._load_combined_loader_states()
 
 
 def state_of(checkpoint: Any) -> Path:
-    """The folder of the state beside a checkpoint, or beside that which it links to.
+    """Return the state's folder next to a checkpoint, or next to the target of a link.
 
     Raises:
-        InputError: it is not in a file system.
+        InputError: the checkpoint is not in a file system.
     """
     if "://" in str(checkpoint):
         raise InputError(
@@ -125,7 +125,7 @@ def state_of(checkpoint: Any) -> Path:
 
 
 def _loop_of(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """What the loop of training saves beside the progress of its parts."""
+    """Return the state of the training loop itself, without the progress of its parts."""
     state: dict[str, Any] = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
     return state
 

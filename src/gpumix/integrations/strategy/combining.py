@@ -1,8 +1,8 @@
-"""How a value of a batch comes from values of its parts, found by a comparison.
+"""Combination of a batch's logged values from values of its parts, found by comparison.
 
-A module logs what it likes of a batch: a mean, a count, the largest of something. A step computes
-the batch in micro-batches, and the module logs each. As with losses, a few samples are computed at
-once and in two unlike parts; the way that gives the value of the whole is the one that is taken.
+A module may log anything: a mean, a count, a maximum. A step computes the batch in micro-batches,
+and the module logs each. As with losses, a few samples are computed at once and in two unequal
+parts; the rule reproducing the full value is used.
 """
 
 from __future__ import annotations
@@ -12,20 +12,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 MEAN, SAMPLES, SUM, MAX, MIN = "mean", "samples", "sum", "max", "min"
-DIVIDED = "divided"  # a mean over what the value's own graph says that it is divided by
+DIVIDED = "divided"  # a mean weighted by the denominators in the values' graphs
 MEANS = (MEAN, SAMPLES, DIVIDED)
-TRIES = 8  # batches, until the first of several ways that fit is taken
+TRIES = 8  # batches, until the first of several fitting rules is taken
 RELATIVE, ABSOLUTE = 1e-4, 1e-7
 
 
 @dataclass(frozen=True)
 class Part:
-    """What was logged of some samples.
+    """Values logged for some samples.
 
     Attributes:
-        values: by name, with the weight of each in a mean, and what its graph says that it is
-            divided by; NaN if it says nothing.
-        samples: how many there are.
+        values: by name, each with its weight in a mean and its graph's denominator; NaN if unknown.
+        samples: number of samples.
     """
 
     values: Mapping[str, tuple[float, float, float]]
@@ -33,33 +32,34 @@ class Part:
 
 
 class Ways:
-    """By name, the way in which values of parts are combined."""
+    """Rules combining values of parts, by name."""
 
     def __init__(self) -> None:
-        self._ways: dict[str, list[str]] = {}  # those that fitted all batches that were compared
-        self._left: dict[str, int] = {}  # how many more may be
+        self._ways: dict[str, list[str]] = {}  # rules that fitted all compared batches
+        self._left: dict[str, int] = {}  # further batches to compare
         self._compared = False
 
     @property
     def is_open(self) -> bool:
-        """Whether another batch should be compared."""
+        """True if another batch should be compared."""
         return not self._compared or any(self._left.values())
 
     @property
     def found(self) -> set[str]:
-        """The ways that values are combined in."""
+        """Rules in use."""
         return {ways[0] for ways in self._ways.values() if ways}
 
     def of(self, name: str, reduced: str) -> str:
-        """
+        """Return the rule for a name.
+
         Args:
-            reduced: what the module says, for values that no way gives.
+            reduced: the module's own choice, for values that no rule fits.
         """
         ways = self._ways.get(name)
         return ways[0] if ways else reduced
 
     def take(self, fitting: Mapping[str, list[str]]) -> list[str]:
-        """Learn the ways that fit, by name, of a batch; the names for which none is left."""
+        """Narrow the rules by those fitting a batch; return names without any rule left."""
         self._compared, lost = True, []
         for name, ways in fitting.items():
             left = self._left.get(name, TRIES)
@@ -74,10 +74,10 @@ class Ways:
 def fitting_ways(
     whole: Part, parts: tuple[Part, Part], reduced: Mapping[str, str]
 ) -> dict[str, list[str]]:
-    """By name, the ways that give the value of the whole, the likeliest first.
+    """Return rules that reproduce the full value, by name, the likeliest first.
 
     Args:
-        reduced: what the module says of each name.
+        reduced: the module's choice for each name.
     """
     found = {}
     for name, (value, *_) in whole.values.items():

@@ -1,4 +1,4 @@
-"""Where this process stands among those that a launcher started, as Lightning asks for it."""
+"""Place of this process among launched processes, in Lightning's interface."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gpumix.hardware.environment import TorchrunPlace, torchrun_place
 
 
 class Launched(ClusterEnvironment):
-    """By the process group, or by what torchrun, or whoever speaks like it, said; else alone."""
+    """Place by the process group, or by torchrun's variables; otherwise a single process."""
 
     @property
     def _place(self) -> TorchrunPlace | None:
@@ -45,7 +45,7 @@ class Launched(ClusterEnvironment):
         return self._place.local_rank if self._place else 0
 
     def node_rank(self) -> int:
-        """Only whether it is the first one is ever asked."""
+        """Return 0 or 1: Lightning only asks if the node is the first."""
         return int(self.global_rank() != self.local_rank())
 
     def set_world_size(self, size: int) -> None:

@@ -1,7 +1,7 @@
-"""A user's loader as Lightning reads it: this rank's part of batches of all ranks.
+"""A user's loader in Lightning's interface: this rank's part of global batches.
 
-It knows where it is, so that a run that was stopped in the middle of an epoch goes on there, with
-the order of samples that the epoch began with.
+The loader knows its position: a run stopped within an epoch resumes there, in the epoch's order of
+samples.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ BATCHES, NUMBERS = "batches", "random_numbers"
 
 
 class PlannedLoader:
-    """Begins to read when its first batch is asked for.
+    """Loader opened at its first batch.
 
     Args:
-        record: is told how long batches are waited for.
+        record: measures the wait for batches.
     """
 
     def __init__(self, loader: OwnLoader, record: Record) -> None:
@@ -41,7 +41,7 @@ class PlannedLoader:
 
     @property
     def batch_sampler(self) -> Any:
-        """For Lightning, which tells its sampler of epochs."""
+        """Batch sampler for Lightning to set epochs on."""
         part = self._loader.batch_sampler
         return part.batch_sampler if isinstance(part, OwnPart) else None
 
@@ -61,7 +61,7 @@ class PlannedLoader:
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it is: in an epoch the random numbers are those that it began with."""
+        """Return the position; within an epoch with the random state of its begin."""
         over = self._begun_with is None or self._batches == _length(self._loader)
         return {
             BATCHES: 0 if over else self._batches,
@@ -75,7 +75,7 @@ class PlannedLoader:
 def planned_loader(
     given: Batching, batch_size: int, rows: Rows, record: Record, width: Width
 ) -> PlannedLoader:
-    """This rank's part of a loader's batches, of which each is one of `batch_size` samples."""
+    """Return this rank's part of a loader's global batches of `batch_size` samples."""
     collate = CollatedTree(given.loader.collate_fn, width)
     return PlannedLoader(given.own_part(batch_size, rows, collate, OwnLoader), record)
 

@@ -1,9 +1,9 @@
-"""What a module logs of its micro-batches: one value for the whole batch, the same on all ranks.
+"""Values logged for micro-batches, combined to one value per batch, equal on all ranks.
 
-Ranks have unlike numbers of micro-batches, one of them perhaps none. So a value of one of them is
-nobody's: values are put together as a comparison showed (`strategy.combining`); means are over all
-that the loss is a mean over, of all ranks, and with `batch_size=` over as many as that says.
-Lightning is told once, after the step.
+Ranks have different numbers of micro-batches, possibly none, so a rank's value means nothing alone.
+Values combine by a rule found by comparison (`strategy.combining`). Means run over the items of the
+loss's mean on all ranks, or over `batch_size=` if given. Lightning receives values once, after the
+step.
 """
 
 from __future__ import annotations
@@ -48,10 +48,11 @@ PASSED_ON = ("prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx", 
 
 
 class Value(NamedTuple):
-    """
+    """A logged value.
+
     Attributes:
-        size: `batch_size` of it, where the module says one.
-        divided: by what, as its graph says; None where it was not asked, or does not say.
+        size: `batch_size`, if the module gives it.
+        divided: the denominator in its graph; None if not read or unknown.
     """
 
     name: str
@@ -63,23 +64,23 @@ class Value(NamedTuple):
 
 @dataclass
 class Logged:
-    """What was logged of one, how much it counts, and how many samples it has."""
+    """Values logged for a micro-batch, with its weight and number of samples."""
 
     weight: Tensor
     samples: int
     values: list[Value] = field(default_factory=list)
 
 
-# A micro-batch's forward is a coroutine, which may stop inside of the module's step.
+# A micro-batch's forward is a coroutine, which may pause inside the module's step.
 _current: ContextVar[Logged | None] = ContextVar("gpumix_logged_micro_batch", default=None)
 
 
 class Logs:
-    """Of one of a module's steps: training, validation or test.
+    """Logged values of a module's step: training, validation or test.
 
     Args:
-        tells: whether this rank's values count: of ranks that have the same samples one's do.
-        by_step: whether values are of single steps where the module says nothing.
+        tells: this rank's values count: of ranks with equal samples only one rank's do.
+        by_step: by default values are of single steps.
     """
 
     def __init__(
@@ -89,24 +90,24 @@ class Logs:
         self._comm = comm
         self._tells = tells
         self._by_step = by_step
-        self._known: dict[str, dict[str, Any]] = {}  # settings by name, the same on all ranks
+        self._known: dict[str, dict[str, Any]] = {}  # settings by name, equal on all ranks
         self._own: dict[str, dict[str, Any]] = {}
         self._seen: list[Logged] = []
         self._ways = Ways()
 
     @property
     def reads_graphs(self) -> bool:
-        """Whether values are to be logged with their graphs."""
+        """True if values should be logged with their graphs."""
         return self._ways.is_open or DIVIDED in self._ways.found
 
     @property
     def compares(self) -> bool:
-        """Whether another batch should be told in parts, to `compare`."""
+        """True if another batch should be logged in parts, for `compare`."""
         return self._ways.is_open
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """What the module logs inside comes here."""
+        """Receive the module's logging calls inside the context."""
         self._seen = []
         self._module.log = self._note  # type: ignore[assignment, method-assign]
         try:
@@ -116,7 +117,7 @@ class Logs:
 
     @contextmanager
     def micro_batch(self, weight: Tensor, samples: int) -> Iterator[Logged]:
-        """What is logged inside is of one micro-batch; of one that does not end, nothing."""
+        """Receive values of a micro-batch inside the context; drop the values of a failed one."""
         with self._noted(weight, samples) as noted:
             yield noted
         if self._tells:
@@ -124,7 +125,7 @@ class Logs:
 
     @contextmanager
     def part(self, weight: Tensor, samples: int, told: list[Part]) -> Iterator[Logged]:
-        """What is logged inside is of samples that are compared; `told` has it afterwards."""
+        """Receive values of compared samples inside the context; append them to `told`."""
         with self._noted(weight, samples) as noted:
             yield noted
         values = {}
@@ -146,11 +147,11 @@ class Logs:
             _current.reset(token)
 
     def compare(self, parts: Sequence[Part]) -> None:
-        """Find how values of micro-batches are combined. Collective.
+        """Find the rules combining values of micro-batches. Collective.
 
         Args:
-            parts: what was logged of some samples, of the first and of the others; none on ranks
-                that did not compute them.
+            parts: values of some samples, of the first and of the rest; empty on ranks that did not
+                compute them.
         """
         found: dict[str, list[str]] = {}
         if parts:
@@ -188,19 +189,19 @@ class Logs:
         step = own["on_step"] if own["on_step"] is not None else self._by_step
         epoch = own["on_epoch"] if own["on_epoch"] is not None else not self._by_step
         both = step and epoch
-        if step and value._forward_cache is not None:  # there is none where it was only updated
+        if step and value._forward_cache is not None:  # missing if the metric was only updated
             of_step = own | {"on_step": True, "on_epoch": False}
             told = (f"{name}_step" if both else name, detached(value._forward_cache))
             noted.values.append(Value(*told, of_step, weight))
         if epoch:
             of_epoch = own | {"on_step": False, "on_epoch": True, OBJECT: path}
             noted.values.append(Value(f"{name}_epoch" if both else name, 0.0, of_epoch, weight))
-        if both:  # callbacks find that of the epoch by the name alone
+        if both:  # callbacks find the epoch's value by the bare name
             of_callbacks = of_epoch | {"logger": False, "prog_bar": False}
             noted.values.append(Value(name, 0.0, of_callbacks, weight))
 
     def _divided(self, value: Any) -> Tensor | None:
-        """What a value's graph says that it is divided by, where that may be asked."""
+        """Return the denominator in a value's graph, or None."""
         if not (isinstance(value, Tensor) and value.requires_grad and value.numel() == 1):
             return None
         if not self.reads_graphs:
@@ -226,7 +227,7 @@ class Logs:
     # -- together ----------------------------------------------------------------------------------
 
     def publish(self, samples: int) -> None:
-        """Tell Lightning what was logged of a batch of `samples`. Collective."""
+        """Pass values logged for a batch of `samples` to Lightning. Collective."""
         own = self._summed()
         table = self._exchanged(own)
         if table[:, 0].any():
@@ -241,8 +242,8 @@ class Logs:
                 self._tell(name, settings, values[there], weights[there], size)
 
     def _exchanged(self, own: dict[str, tuple[Tensor, ...]]) -> Tensor:
-        """By rank: whether it has names that are not known to all; then by name value, weight and
-        size."""
+        """Return a table by rank: 1 if the rank has names not known to all; then value, weight and
+        size of each name."""
         new = float(any(name not in self._known for name in own))
         nothing = (torch.zeros(()),) * 3
         pairs = [part for name in self._known for part in own.get(name, nothing)]
@@ -253,7 +254,7 @@ class Logs:
         return table.cpu()
 
     def _summed(self) -> dict[str, tuple[Tensor, ...]]:
-        """Of this rank's micro-batches, value, weight and size by name."""
+        """Return value, weight and size of this rank's micro-batches, by name."""
         by_name: dict[str, list[tuple[Tensor, ...]]] = {}
         for noted in self._seen:
             for one in noted.values:
@@ -267,10 +268,10 @@ class Logs:
         return {name: self._reduced(name, rows) for name, rows in by_name.items()}
 
     def _weight(self, one: Value, noted: Logged) -> Any:
-        """What a value of a micro-batch counts for in a mean.
+        """Return the weight of a micro-batch's value in a mean.
 
         Raises:
-            InputError: its graph is to say so, and does not.
+            InputError: the rule needs the graph's denominator, and the graph has none.
         """
         way = self._way(one.name, one.settings)
         if way == DIVIDED and one.divided is None:
@@ -293,7 +294,7 @@ class Logs:
         values, weights, sizes = (torch.stack([n.to(device) for n in each]) for each in zip(*rows))
         way = self._way(name, self._own[name])
         if way in MEANS:
-            # What has no weight has no value: a mean of no labels is none.
+            # A mean of no labels is NaN, with weight 0.
             value = torch.where(weights > 0, values * weights, 0.0).sum()
             return value, weights.sum(), sizes.sum()
         return _by(way, values), torch.ones(()), sizes.sum()
@@ -320,7 +321,7 @@ def _by(way: str, values: Tensor) -> Tensor:
 
 
 def silent(name: str, value: Any, **settings: Any) -> None:
-    """Takes the place of `log` where devices are measured."""
+    """Log nothing; replaces `log` while devices are measured."""
     return
 
 

@@ -1,6 +1,6 @@
-"""What Lightning asks its precision plugin for: the engine computes, so little is left of that.
+"""Lightning's precision plugin with the engine computing: little is left to do.
 
-It is told every batch before the step of it, and does what belongs to one step of the optimizer.
+The plugin receives every batch before its step, and does the work around an optimizer step.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ DTYPES: dict[str, Dtype] = {
 
 
 class PlannedPrecision(Precision):
-    """Stands in for the plugin that the trainer made.
+    """Plugin replacing the trainer's own.
 
     Attributes:
-        samples: of the whole batch whose part was given last.
-        norm: of the gradients of the last step, before they were clipped; 0 if they were not.
+        samples: of the global batch given last.
+        norm: of the last step's gradients before clipping; 0 without clipping.
     """
 
     def __init__(self) -> None:
@@ -44,10 +44,10 @@ class PlannedPrecision(Precision):
         self._gradients: list[tuple[nn.Parameter, torch.Tensor | None]] = []
 
     def told(self, plugin: Precision) -> None:
-        """What the trainer's plugin says.
+        """Take over the precision of the trainer's plugin.
 
         Raises:
-            InputError: it computes in a way that the engine does not.
+            InputError: the engine has no such precision.
         """
         known = type(plugin) in (Precision, MixedPrecision, HalfPrecision)
         if not known or plugin.precision not in DTYPES:
@@ -60,14 +60,14 @@ class PlannedPrecision(Precision):
 
     @property
     def dtype(self) -> Dtype:
-        """What is computed in."""
+        """The compute dtype."""
         return DTYPES[self.precision]
 
     def serve(self, engine: Engine) -> None:
         self._engine = engine
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Weights are as they were given; only `-true` says what dtype they are to have."""
+        """Convert the weights for `-true` precisions; otherwise keep the given dtypes."""
         halves = {"bf16-true": torch.bfloat16, "16-true": torch.float16}
         return module.to(halves[self.precision]) if self.precision in halves else module
 
@@ -84,7 +84,7 @@ class PlannedPrecision(Precision):
     # -- a step of the optimizer -------------------------------------------------------------------
 
     def lay_aside(self) -> None:
-        """The step went forward and backward at once, and Lightning sets gradients to nothing in
+        """Put gradients aside: forward and backward ran at once, and Lightning clears gradients in
         between."""
         assert self._engine is not None
         self._gradients = [(p, p.grad) for p in self._engine.parameters()]
@@ -99,10 +99,10 @@ class PlannedPrecision(Precision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """The gradients are there before the optimizer is called: it may look at them first."""
+        """Run the closure before the optimizer, which may look at the gradients first."""
         result = closure()
         self._after_closure(model, optimizer)
-        optimizer.step(closure=lambda: result, **kwargs)  # some cannot do without one
+        optimizer.step(closure=lambda: result, **kwargs)  # some optimizers require a closure
         return result
 
     def clip_gradients(
@@ -111,7 +111,7 @@ class PlannedPrecision(Precision):
         clip_val: int | float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        """By the norm of all gradients of the model."""
+        """Clip by the norm over all gradients of the model, or by value."""
         assert self._engine is not None
         if clip_val <= 0:
             return

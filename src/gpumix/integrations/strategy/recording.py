@@ -1,4 +1,4 @@
-"""What a strategy leaves for `gpumix top` and `gpumix report`, beside the trainer's log."""
+"""A strategy's record for `gpumix top` and `gpumix report`, in addition to the trainer's log."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from gpumix.integrations.recorded import Record, Recorded
 
 
 class Recording(Record):
-    """The record of one fit; of a trainer without a logger there is none."""
+    """Record of a fit; a trainer without a logger has none."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._loss: Tensor | None = None  # of a step that is not recorded yet
+        self._loss: Tensor | None = None  # of a step not recorded yet
 
     def begin(self, trainer: Any, engine: Engine, folder: Path | None) -> None:
         steps = trainer.estimated_stepping_batches

@@ -1,4 +1,4 @@
-"""What has no meaning with a plan, said before anything is computed."""
+"""Refusals of trainer settings without a meaning under a plan, before any computation."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ CALLBACKS = {
 
 
 def refuse_without_meaning(trainer: Trainer, module: LightningModule) -> None:
-    """
+    """Check a trainer and a module.
+
     Raises:
-        InputError: the trainer or the module asks for something that has no meaning here.
+        InputError: a setting has no meaning here.
     """
     for what, why, fix in _found(trainer, module):
         raise InputError(f"{what} has no meaning with gpumix", where="Trainer", why=why, fix=fix)
 
 
 def _found(trainer: Trainer, module: LightningModule) -> Any:
-    """What, why, fix."""
+    """Yield (what, why, fix) of each refused setting."""
     if not module.automatic_optimization:
         yield (
             "manual optimization",
@@ -78,7 +79,7 @@ def _found(trainer: Trainer, module: LightningModule) -> Any:
 
 
 def _takes_iterator(step: Any) -> bool:
-    """Whether a step reads batches itself; one that tells no arguments, as of a test, does not."""
+    """Return True if a step reads batches itself; False for an unknown signature (a mock)."""
     try:
         return bool(is_param_in_hook_signature(step, "dataloader_iter", explicit=True))
     except TypeError:

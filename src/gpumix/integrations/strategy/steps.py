@@ -1,5 +1,4 @@
-"""The steps of a module, of a whole batch each: the engine calls the module's own micro-batch by
-micro-batch."""
+"""Steps of a module on global batches: the engine calls the module micro-batch by micro-batch."""
 
 from __future__ import annotations
 
@@ -30,15 +29,16 @@ from gpumix.spec.errors import InputError
 
 LABELS = "labels"
 TRAINING = "training_step"
-COUNTS = ("forward", "update")  # methods of a metric, which torchmetrics wraps for each
-NOTHING = (0,)  # the shape of a row of what `predict_step` does not return
+COUNTS = ("forward", "update")  # methods of a metric, which torchmetrics wraps per instance
+NOTHING = (0,)  # the row shape for a `predict_step` returning nothing
 
 
 class Steps:
-    """Training, validation, test and prediction of one module.
+    """Training, validation, test and prediction of a module.
 
     Args:
-        count: of a batch, what its mean loss is a mean over; default: labels, else samples.
+        count: returns the number of items in the mean loss of a batch; by default labels, or
+            samples.
     """
 
     def __init__(self, count: Callable[[Any], Tensor | int] | None) -> None:
@@ -46,7 +46,7 @@ class Steps:
         self._models: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
         self._others: tuple[Any, ...] = ()
         self._logs: dict[str, Logs] = {}
-        self._now: tuple[Logs, int] | None = None  # of the last step, and its samples
+        self._now: tuple[Logs, int] | None = None  # of the last step, with its samples
         self._is_first_prediction = True
         self._engine: Engine | None = None
         self.loss: Reduces = (
@@ -56,13 +56,13 @@ class Steps:
         )
 
     def begin(self, trainer: Any, module: LightningModule) -> None:
-        """Before the engine is there, copies of the module are measured."""
+        """Begin without an engine: copies of the module are measured first."""
         self._trainer, self._module = trainer, module
         takes_place = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         self._others = (0,) if takes_place else ()
 
     def told(self, optimizers: Sequence[str]) -> str:
-        """What tells the steps of this module from those of others like it, to be measured."""
+        """Return text identifying this module's steps, for reuse of measurements."""
         config = getattr(self._inner(self._module), "config", None)
         return f"Lightning {list(optimizers)} {config}"
 
@@ -71,7 +71,7 @@ class Steps:
         self._logs, self._now = {}, None
 
     def depend_on_padding(self, narrow: Any, wide: Any) -> bool:
-        """Whether a sample's loss depends on how far it is padded; see `padding_counts`."""
+        """Return True if a sample's loss depends on its padding; see `padding_counts`."""
         assert self._engine is not None
         self._noted(TRAINING, 1)
         with self._silently():
@@ -80,7 +80,7 @@ class Steps:
     # -- steps -------------------------------------------------------------------------------------
 
     def train(self, values: Any, others: tuple[Any, ...], samples: int) -> Tensor:
-        """The loss of a batch of so many samples, of which these are this rank's. Collective."""
+        """Compute the loss of a batch of `samples`, given this rank's part. Collective."""
         assert self._engine is not None
         self._others = others
         logs = self._noted(TRAINING, samples)
@@ -93,7 +93,7 @@ class Steps:
             return self._engine.step(values, samples=samples)
 
     def look_back(self) -> None:
-        """Training is over; see the engine's."""
+        """Check, after training, that losses of the last steps added up."""
         assert self._engine is not None
         with self._silently():
             self._engine.look_back()
@@ -107,7 +107,7 @@ class Steps:
         *,
         in_step: bool = False,
     ) -> None:
-        """Let the logs see how values of a batch come from values of its parts. Collective."""
+        """Let `logs` compare values of a batch with values of its parts. Collective."""
         assert self._engine is not None
 
         def part(model: nn.Module, batch: Any) -> Part:
@@ -122,8 +122,8 @@ class Steps:
         logs.compare(parts)
 
     def evaluate(self, hook: str, values: Any, others: tuple[Any, ...], samples: int) -> Any:
-        """What the module's step returns of this rank's samples, by places in the whole batch;
-        nothing of steps whose result nobody asks for. Collective."""
+        """Run the module's step on this rank's samples; return predictions by places in the global
+        batch, nothing for other steps. Collective."""
         assert self._engine is not None
         logs = self._noted(hook, samples)
         step = getattr(self._module, hook)
@@ -152,13 +152,13 @@ class Steps:
             return by_places(self._engine, made, values, samples)
 
     def publish(self) -> None:
-        """Tell Lightning what was logged in the last step. Collective."""
+        """Pass values logged in the last step to Lightning. Collective."""
         if self._now is not None:
             logs, samples = self._now
             logs.publish(samples)
 
     def _summed(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """(summed loss, count) of a micro-batch, by the count that the user gives."""
+        """Return (summed loss, count) of a micro-batch, by the user's count."""
         assert self._count is not None
         count = torch.as_tensor(self._count(batch))
         with expected_gradient(count) as expected:
@@ -169,13 +169,13 @@ class Steps:
     def _computed(
         self, model: Any, batch: Any, labels: Mapping[str, Tensor], count: Tensor | None
     ) -> Tensor:
-        """The loss of a micro-batch."""
+        """Return the loss of a micro-batch."""
         if labels:
             batch = {**batch, **labels}
         if model is not self._module:
             self._attach(model)
             return self._returned(model, batch)
-        if self._now is None:  # the order of its blocks is looked for
+        if self._now is None:  # probing the order of its blocks
             with self._silently():
                 return self._returned(model, batch)
         weight = _samples(batch) if count is None else count
@@ -183,7 +183,8 @@ class Steps:
             return self._counted(model, batch, noted)
 
     def _counted(self, model: Any, batch: Any, noted: Logged) -> Tensor:
-        """The loss of a micro-batch; what is logged of it counts for what the loss divides by."""
+        """Return the loss of a micro-batch; its logged values get the loss's denominator as
+        weight."""
         if not (isinstance(self.loss, ReducedLoss) and self.loss.reads_graph):
             return self._returned(model, batch)
         with torch.enable_grad():
@@ -215,7 +216,7 @@ class Steps:
         return self._logs[hook]
 
     def _weight(self, batch: Any) -> Tensor:
-        """What values that are logged of a micro-batch count for."""
+        """Return the weight of values logged for a micro-batch."""
         if self._count is not None:
             return torch.as_tensor(self._count(batch))
         assert isinstance(self.loss, ReducedLoss)
@@ -223,7 +224,7 @@ class Steps:
 
     @contextmanager
     def _silently(self) -> Iterator[None]:
-        """Inside, steps of the module tell nobody of what they compute."""
+        """Silence logging and metrics of the module inside the context."""
         kept = _silence(self._module)
         try:
             yield
@@ -236,14 +237,14 @@ class Steps:
                         vars(module)[name] = value
 
     def _inner(self, model: nn.Module) -> nn.Module:
-        """The model of transformers in the module; the module, if there is none."""
+        """Return transformers' model inside the module; without any, the module."""
         if model not in self._models:
             inside = (one for one in model.modules() if hasattr(one, "loss_function"))
             self._models[model] = next(inside, model)
         return self._models[model]
 
     def _attach(self, model: Any) -> None:
-        """Let a copy that is measured find its trainer, and tell nobody of it."""
+        """Attach the trainer to a measured copy, and silence the copy."""
         if model._trainer is not None:
             return
         model.trainer = self._trainer
@@ -257,7 +258,7 @@ def _samples(batch: Any) -> Tensor:
 
 
 def _silence(module: nn.Module) -> list[tuple[nn.Module, dict[str, Any]]]:
-    """Let a module log nothing, and its metrics count nothing; what each had of its own before."""
+    """Silence logging and metrics of a module; return the replaced attributes."""
     before: list[tuple[nn.Module, dict[str, Any]]] = []
     for metric in module.modules():
         if isinstance(metric, Metric):
@@ -278,9 +279,10 @@ def _on_host(value: Any) -> Any:
 
 
 def _refuse_without_rows(told: Any, samples: int) -> None:
-    """
+    """Check the shape of a prediction.
+
     Raises:
-        InputError: a prediction of so many samples is not cut as they are.
+        InputError: a prediction of `samples` has not a row per sample.
     """
     for leaf in tree_leaves(told):
         returned = f"an object of class {type(leaf).__name__}"

@@ -1,4 +1,4 @@
-"""What ranks tell each other on Lightning's behalf, in numbers and text, never in a pickle."""
+"""Collectives of ranks for Lightning, in numbers and text, never in a pickle."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ _log = logging.getLogger(__name__)
 
 
 def tells(plan: Plan, rank: int) -> bool:
-    """Whether a rank computes samples to their end, and no rank before it does so too."""
+    """Return True for a team's first rank in the last stage: outputs of other ranks do not
+    count."""
     stage = len(plan.stages) - 1
     return stage in plan.stages_of(rank) and plan.team_of(rank, stage)[0] == rank
 
 
 class Together:
-    """The collectives of a strategy.
+    """Collectives of a strategy.
 
     Attributes:
-        is_distributed: so that Lightning asks for the collectives.
+        is_distributed: makes Lightning call the collectives.
     """
 
     is_distributed = True
@@ -48,22 +49,23 @@ class Together:
 
     def __init__(self, **more: Any) -> None:
         super().__init__(**more)
-        self._broadcast: dict[tuple[int, str], str] = {}  # by rank and what this one has of it
+        self._broadcast: dict[tuple[int, str], str] = {}  # by rank, and its own text
 
     @property
     def plan(self) -> Plan | None:
-        """What is trained by, once it is made."""
+        """The plan of the training, once made."""
         return None if self._engine is None else self._engine.plan
 
     def meet(self) -> None:
-        """All ranks are there. Collective."""
+        """Join the other ranks. Collective."""
         if self._comm is None:
             self._device = join()
             self._comm = all_ranks(self._device)
 
     @contextmanager
     def inside_a_step(self) -> Iterator[None]:
-        """Inside ranks compute unlike numbers of micro-batches, and none may wait for others."""
+        """Forbid collectives inside the context: ranks compute different numbers of micro-batches,
+        and none may wait for another."""
         self._in_step = True
         try:
             yield
@@ -100,10 +102,10 @@ class Together:
         return reduced[kind](table, 0)
 
     def _differs_by_rank(self, table: Tensor) -> None:
-        """A mean over ranks is asked for, of a value which they do not have in common.
+        """Report a mean over ranks of a value differing by rank.
 
         Raises:
-            InputError: it is of an evaluation, and so of each rank's samples.
+            InputError: the value is from an evaluation, so of each rank's own samples.
         """
         module = self.lightning_module
         trainer: Any = None if module is None else module.trainer
@@ -123,17 +125,18 @@ class Together:
         return bool(found.all() if all else found.any())
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """[ranks, ...], of the ranks whose samples count, without gradients."""
+        """Return [ranks, ...] of the ranks whose samples count, without gradients."""
         return self._counted(tensor)
 
     def _counted(self, tensor: Tensor) -> Tensor:
-        """[ranks, ...], of those alone that count what they compute: of ranks that compute the same
-        samples one does."""
+        """Return [ranks, ...] of counting ranks: of ranks computing equal samples only one
+        counts."""
         table, plan = self._table(tensor), self.plan
         return table if plan is None else table[[r for r in range(len(table)) if tells(plan, r)]]
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """What a rank has; inside of a step only what was broadcast before, as trainer.log_dir."""
+        """Return the value of rank `src`. Inside a step only earlier broadcasts are available, such
+        as trainer.log_dir."""
         try:
             own = json.dumps(obj, default=str)
         except (TypeError, ValueError) as error:

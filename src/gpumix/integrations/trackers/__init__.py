@@ -1,5 +1,5 @@
-"""Experiment trackers of runs, one file each, behind one small protocol (`tracker.py`).
+"""Experiment trackers of runs, a file each, behind a small protocol (`tracker.py`).
 
-Each tracker has a process of its own (`__main__.py`), which follows the files that the run writes;
-`train/tracking.py` starts it. docs/trackers.md has what is told, and by which names.
+Each tracker has its own process (`__main__.py`), which follows the run's files; `train/tracking.py`
+starts it. docs/trackers.md lists reported values and their names.
 """

@@ -1,8 +1,9 @@
-"""One tracker's process: `python -m gpumix.integrations.trackers NAME`, as `train/tracking.py`
-starts it.
+"""Process of a tracker: `python -m gpumix.integrations.trackers NAME`, started by
+`train/tracking.py`.
 
-Hears on stdin what the run is, in a line, and at last how it ended; says on stdout that it is
-ready, or why not. Its own edge: what fails in here is told once, and the run goes on without it.
+Reads the run's description from stdin, in a line, and finally how the run ended; answers on stdout
+that it is ready, or why not. A failure here is reported once, and the run continues without the
+tracker.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from gpumix.spec.plan import Plan
 from gpumix.train import run_files
 
 LOOK_S = 0.5
-GONE = "interrupted"  # what is told of a run whose process is gone without a word
+GONE = "interrupted"  # the end reported for a run whose process vanished
 
 # A tracker's file here has a function `of(settings, folder)`, which makes it.
 OF = "gpumix.integrations.trackers"
@@ -36,7 +37,7 @@ OF = "gpumix.integrations.trackers"
 
 def main() -> None:
     name = sys.argv[1]
-    # Ctrl-C reaches the whole group; this ends when the run has.
+    # Ctrl-C reaches the process group; this process ends after the run.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     step_aside()
@@ -58,11 +59,11 @@ def main() -> None:
         except Exception as error:
             say(name, f"left out after step {marks.done}, the run goes on: {in_a_line(error)}")
             sys.stderr.flush()
-            os._exit(0)  # what its library has in threads may be stuck
+            os._exit(0)  # threads of the tracker's library may be stuck
 
 
 def answers_alone() -> IO[str]:
-    """A way to the stdout that this process was given, which then is nobody else's: libraries print
+    """Return a handle of the original stdout, and redirect stdout itself to null: libraries print
     there."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     nothing = os.open(os.devnull, os.O_WRONLY)
@@ -93,7 +94,7 @@ def _not_ready(name: str, error: Exception) -> dict[str, Any]:
 
 
 def how_it_goes() -> Iterator[str]:
-    """Nothing, as long as the run goes on, and at last how it ended."""
+    """Yield "" while the run continues, and finally how it ended."""
     parent = os.getppid()
     while True:
         heard, _, _ = select.select([sys.stdin], [], [], LOOK_S)
@@ -104,7 +105,7 @@ def how_it_goes() -> Iterator[str]:
 
 
 class Telling:
-    """Tells a tracker what is new, from the first step on."""
+    """Forwarder of new lines to a tracker, from the first step on."""
 
     def __init__(self, name: str, tracker: Tracker, job: Job, marks: Marks, path: Path) -> None:
         self._name, self._tracker, self._job = name, tracker, job
@@ -113,13 +114,13 @@ class Telling:
         self._begun = False
 
     def tell(self, state: str) -> None:
-        """What the run wrote since; and how it ended, if it did."""
+        """Forward lines written since the last call, and the end of the run, if any."""
         done = self._marks.done
         lines = [line for line in self._follower.lines() if self._marks.passes(line)]
         if lines:
             if not self._begun:
                 self._begin(done)
-            # Before they are told, not after: what is told twice cannot be taken back.
+            # Before sending: a value sent twice cannot be taken back.
             self._marks.save(self._path)
             for line in lines:
                 self._tell_of(line)

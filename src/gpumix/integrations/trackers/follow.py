@@ -1,7 +1,7 @@
-"""Follows a run's `metrics.jsonl`, and remembers how far, so that no line is told twice.
+"""Follower of a run's `metrics.jsonl` with a saved position: no line is sent twice.
 
-A run that starts again drops what it did not save and does those steps anew: the file is replaced
-by a shorter one. What a tracker has it keeps; of steps that are done again it is told nothing.
+A resumed run drops unsaved steps and repeats them: a shorter file replaces the file. A tracker
+keeps its values; repeated steps are not sent.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ NEEDED = {"event", "step", "time"}
 
 @dataclass
 class Marks:
-    """How far one tracker was told of a run.
+    """Position of a tracker in a run.
 
     Attributes:
-        run: the tracker's own id of it; None before it has begun there.
-        since: when the run began (`time.time()`): what is older is of another one in its folder.
-        steps: the last one that was told, by the kind of line.
+        run: the tracker's own id of the run; None before the run began there.
+        since: when the run began (`time.time()`): older lines are of an earlier run in the folder.
+        steps: the last step sent, by kind of line.
         time_s: of the last event.
     """
 
@@ -43,8 +43,8 @@ class Marks:
         return max(self.steps.values(), default=0)
 
     def passes(self, line: dict[str, Any]) -> bool:
-        """Whether this line is new; then it counts as told. Events, which steps that are done anew
-        do not bring again, go by their time."""
+        """Return True if a line is new, and mark it as sent. Events go by time: repeated steps do
+        not repeat events."""
         kind, step, time_s = line["event"], line["step"], line["time"]
         if time_s < self.since:
             return False
@@ -61,7 +61,7 @@ class Marks:
 
     @classmethod
     def load(cls, path: Path) -> Marks | None:
-        """None where there are none, or none that can be read."""
+        """Return the saved marks, or None if missing or unreadable."""
         with suppress(OSError, ValueError, TypeError):
             return cls(**json.loads(read_text(path)))
         return None
@@ -69,22 +69,22 @@ class Marks:
 
 @contextmanager
 def marks_of(output: Path, tracker: str, since: float) -> Iterator[tuple[Marks, Path]]:
-    """The marks of a tracker, and their file, which is this process's alone as long.
+    """Yield the marks of a tracker and the marks' file, locked for this process.
 
     Args:
-        since: when the run began; 0 if it goes on.
+        since: when the run began; 0 if it resumes.
     """
     folder = output / run_files.TRACKERS
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{tracker}.json"
     with os.fdopen(opened_lock(folder / f"{tracker}.lock"), "r+b") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # of a process that is just about to end
+        fcntl.flock(lock, fcntl.LOCK_EX)  # waits for a process about to end
         found = None if since else Marks.load(path)
         yield found or Marks(since=since), path
 
 
 class Follower:
-    """Reads a file that grows, and may be replaced."""
+    """Reader of a file that grows, and may be replaced."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -96,14 +96,14 @@ class Follower:
         self._file = None
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """Whole lines that were written since; of a new file all."""
+        """Yield complete lines written since the last call; of a new file all lines."""
         if self._file is None or self._replaced():
             self.close()
             with suppress(FileNotFoundError):
                 self._file = self._open.enter_context(opened(self._path))
         while self._file is not None:
             begin, line = self._file.tell(), self._file.readline()
-            if not line.endswith(b"\n"):  # the rest of it will come
+            if not line.endswith(b"\n"):  # the rest of the line will follow
                 self._file.seek(begin)
                 return
             with suppress(ValueError):
@@ -114,6 +114,6 @@ class Follower:
     def _replaced(self) -> bool:
         assert self._file is not None
         with suppress(FileNotFoundError):
-            # The old one is open still, so no other has its number.
+            # The old file is still open, so its inode number is not reused.
             return not os.path.samestat(self._path.stat(), os.fstat(self._file.fileno()))
         return False

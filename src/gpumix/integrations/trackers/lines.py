@@ -1,6 +1,6 @@
-"""A line of a run's `metrics.jsonl` as numbers and events, by the names that trackers show.
+"""Conversion of a line of `metrics.jsonl` to numbers and events, by the names in trackers.
 
-Pure, and the only place that knows both; docs/trackers.md lists the names.
+Pure, and the only place that knows both formats; docs/trackers.md lists the names.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from gpumix.integrations.trackers.tracker import Event, Numbers, Series
 from gpumix.spec.units import show_seconds
 from gpumix.train.plan_change import in_words as plan_in_words
 
-# Of more devices than these only classes are told: there would be too many curves for any tracker.
+# With more devices only classes are reported: trackers cannot show as many curves.
 MOST_DEVICES = 64
 
-# The key of a line, and what it is called.
+# A line's key, and the reported name.
 OF_STEP = {
     "loss": "loss",
     "learning_rate": "learning_rate",
@@ -47,11 +47,11 @@ OF_DEVICE = {
 }
 OF_CHECKPOINT = {"seconds": "seconds", "stalled_s": "stalled_s"}
 MEASURED = ("step", "classes", "ranks", "evaluation")
-"""Lines that are all numbers; the others are events."""
+"""Kinds of lines with numbers only; all others are events."""
 
 
 def told(line: Mapping[str, Any]) -> Iterator[Numbers | Event]:
-    """What a line says; nothing, if it has no number that is known."""
+    """Yield the numbers and the event of a line; nothing without known numbers."""
     kind, step, time_s = str(line["event"]), int(line["step"]), float(line["time"])
     values = dict(_values(kind, line))
     if values:
@@ -78,7 +78,7 @@ def _values(kind: str, line: Mapping[str, Any]) -> Iterator[tuple[Series, float]
 def _named(
     holder: Mapping[str, Any], group: str, names: Mapping[str, str], *, of: str = ""
 ) -> Iterator[tuple[Series, float]]:
-    """The numbers that are known, and what steps were spent on."""
+    """Yield the known numbers, and the shares of a step's time."""
     for key, what in names.items():
         if holder.get(key) is not None:
             yield Series(group, what, of), float(holder[key])
@@ -87,7 +87,7 @@ def _named(
 
 
 def in_words(line: Mapping[str, Any]) -> str:
-    """An event as one line."""
+    """Return an event as a line of text."""
     kind = line["event"]
     if kind == "checkpoint":
         return f"saved in {show_seconds(line['seconds'])}: {line['path']}"

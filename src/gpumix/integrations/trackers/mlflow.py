@@ -1,7 +1,6 @@
-"""MLflow: by its client, which has no state of a process, into a database of the run's own or to a
-server.
+"""MLflow tracker using the stateless client, into the run's own database or to a server.
 
-Names there have fewer characters, and long texts are cut: what is whole is in a file beside them.
+MLflow restricts characters in names and cuts long texts: a file has the full settings.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from gpumix.spec.trackers import MlflowSpec
 DATABASE = "mlflow.db"
 ARTIFACTS = "mlflow-artifacts"
 STATES = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
-MOST_METRICS, MOST_PARAMETERS = 1000, 100  # at once
-LONGEST = 500  # in characters: of a parameter in older stores; of a tag it is more
+MOST_METRICS, MOST_PARAMETERS = 1000, 100  # per call
+LONGEST = 500  # characters of a parameter in older stores; a tag may be longer
 UNFIT = re.compile(r"[^\w\-. /]")
 
 
@@ -27,7 +26,7 @@ def of(settings: MlflowSpec, job: Job) -> Mlflow:
 
 
 class Mlflow:
-    """Tells an MLflow store; see `Tracker`."""
+    """Tracker writing to an MLflow store; see `Tracker`."""
 
     def __init__(self, settings: MlflowSpec, folder: Path) -> None:
         self._settings, self._folder = settings, folder
@@ -41,7 +40,7 @@ class Mlflow:
 
         import mlflow
 
-        logging.getLogger("alembic").setLevel(logging.WARNING)  # of the tables that it makes
+        logging.getLogger("alembic").setLevel(logging.WARNING)  # its creation of tables
         self._client = mlflow.MlflowClient(tracking_uri=self._uri)
         if self._settings.uri is None:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -92,12 +91,12 @@ class Mlflow:
         found = self._client.get_experiment_by_name(name)
         if found is not None:
             return str(found.experiment_id)
-        # Else it would be below the folder in which the command was started.
+        # By default artifacts would go below the command's working folder.
         local = (self._folder / ARTIFACTS).as_uri() if self._settings.uri is None else None
         return str(self._client.create_experiment(name, artifact_location=local))
 
     def _describe(self, run: Run) -> None:
-        """The settings as parameters, and whole, as they are, in a file."""
+        """Log the settings as parameters, and in full in a file."""
         from mlflow.entities import Param
 
         flat = run.flat_config().items()
@@ -108,5 +107,5 @@ class Mlflow:
 
 
 def fit(name: str) -> str:
-    """A name that every store takes."""
+    """Return a name valid in every store."""
     return UNFIT.sub("_", name)

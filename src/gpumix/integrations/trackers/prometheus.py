@@ -1,6 +1,6 @@
 """Prometheus: an endpoint on loopback, or a file for the textfile collector of the node exporter.
 
-Metrics have its own names and base units: seconds, bytes, ratios; counters end in `_total`.
+Metrics follow Prometheus in names and base units: seconds, bytes, ratios; counters end in `_total`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gpumix.spec.trackers import PrometheusSpec
 
 PREFIX = "gpumix"
 SHARE = "share/"
-# What is called otherwise there; and what a scrape says of each.
+# Names differing in Prometheus, and the help texts of a scrape.
 NAMES = {
     "grad_norm": "gradient_norm",
     "step_s": "step_seconds",
@@ -57,7 +57,7 @@ def of(settings: PrometheusSpec, job: Job) -> Prometheus:
 
 
 class Prometheus:
-    """Shows the newest value of everything; see `Tracker`.
+    """Tracker showing the newest value of each metric; see `Tracker`.
 
     Args:
         name: of the run, a label of all metrics.
@@ -134,7 +134,7 @@ TOKENS = Series("train", "tokens")
 
 
 def metric_of(series: Series) -> str:
-    """Without the prefix that all have."""
+    """Return a metric's name without the common prefix."""
     group = "" if series.group == "train" else f"{series.group}_"
     if series.what.startswith(SHARE):
         return f"{group or 'step_'}share_ratio"
@@ -142,7 +142,7 @@ def metric_of(series: Series) -> str:
 
 
 def labels_of(series: Series) -> dict[str, str]:
-    """Whose it is, and what kind of share."""
+    """Return the labels of a series: its class or device, and the kind of share."""
     labels = {series.group: series.of} if series.of else {}
     if series.what.startswith(SHARE):
         labels["kind"] = series.what.removeprefix(SHARE)
@@ -153,7 +153,7 @@ Labels = tuple[tuple[str, str], ...]
 
 
 class Board:
-    """What a scrape finds: written by one thread, read by those of the endpoint."""
+    """Values for a scrape: written by one thread, read by threads of the endpoint."""
 
     def __init__(self, run: str) -> None:
         self._run = run
@@ -166,14 +166,14 @@ class Board:
             self._gauges.setdefault(name, {})[tuple(sorted(labels.items()))] = value
 
     def count(self, name: str, total: float | None = None, **labels: str) -> None:
-        """One more, or as many as are told."""
+        """Increment a counter, or set it to `total`."""
         with self._lock:
             values = self._counters.setdefault(name, {})
             key = tuple(sorted(labels.items()))
             values[key] = values.get(key, 0.0) + 1.0 if total is None else total
 
     def collect(self) -> Iterator[Any]:
-        """As prometheus_client asks for it."""
+        """Collect metrics for prometheus_client."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         with self._lock:

@@ -1,6 +1,6 @@
-"""TensorBoard: event files, by tensorboard's own writer, which needs neither TensorFlow nor torch.
+"""TensorBoard event files by tensorboard's own writer, without TensorFlow or torch.
 
-A run that goes on writes one more file into its folder; TensorBoard shows all as one.
+A resumed run adds a file to its folder; TensorBoard shows all files as a run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def of(settings: TensorBoardSpec, job: Job) -> TensorBoard:
 
 
 class TensorBoard:
-    """Writes into `folder`; see `Tracker`."""
+    """Tracker writing event files into `folder`; see `Tracker`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -45,7 +45,7 @@ class TensorBoard:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._writer = EventFileWriter(str(self._folder))
-        # What an earlier run in this folder has of these steps is shown no more.
+        # Hides values of an earlier run in this folder from this step on.
         started = SessionLog(status=SessionLog.START)
         self._writer.add_event(Record(step=run.done + 1, session_log=started))
         config = run.config()

@@ -1,6 +1,6 @@
-"""What a tracker is, and what it is told of: the run, numbers and events.
+"""Protocol of trackers, and the values reported: the run, numbers and events.
 
-The protocol that all of this package meet at; nothing here knows a tracker's library, or torch.
+Common to this package; nothing here imports a tracker's library, or torch.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ PACKAGES = ("gpumix", "torch", "transformers", "numpy")
 
 @dataclass(frozen=True)
 class Series:
-    """One curve: `what` is measured, of `of` where there are several, in one of the groups that
-    docs/trackers.md lists."""
+    """A curve of `what`, measured of `of` (empty for a single one), in a group listed in
+    docs/trackers.md."""
 
     group: str
     what: str
@@ -35,7 +35,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Numbers:
-    """What was measured up to the end of a step, at a time (`time.time()`)."""
+    """Measurements up to the end of a step, at a time (`time.time()`)."""
 
     step: int
     time_s: float
@@ -47,7 +47,7 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened after a step: its kind, and what is to be said of it."""
+    """An event after a step, with its kind and a text."""
 
     step: int
     time_s: float
@@ -56,16 +56,16 @@ class Event:
 
     @property
     def series(self) -> Series:
-        """A curve that has a point, a 1, wherever this happened: it shows beside others."""
+        """A curve with a point of 1 at each event of this kind, to show next to other curves."""
         return Series("event", self.kind)
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run, as it is told to a tracker.
+    """A run as reported to a tracker.
 
-    `id` is that of the tracker's own, where the run goes on in it; None where it begins there.
-    `done` is the last step that the tracker was told of.
+    `id` is the tracker's own id of a run to resume; None for a new run. `done` is the last step
+    reported to the tracker.
     """
 
     job: Job
@@ -79,12 +79,12 @@ class Run:
 
     @property
     def name(self) -> str:
-        """What it is called where the job does not say: its folder."""
+        """The run's default name: its folder's."""
         return self.folder.name or "run"
 
     def config(self) -> dict[str, Any]:
-        """The resolved job, what the plan is, and what it runs with. Not where trackers are: their
-        addresses may hold a password."""
+        """Return the resolved job, a summary of the plan, and versions; without settings of
+        trackers, with addresses that may contain a password."""
         return {
             "job": self.job.model_dump(mode="json", exclude={"trackers"}),
             "plan": plan_in_short(self.plan),
@@ -92,48 +92,48 @@ class Run:
         }
 
     def flat_config(self) -> dict[str, Any]:
-        """The same by dotted keys, for trackers that know no mappings."""
+        """Return the config by dotted keys, for trackers without nested mappings."""
         return dict(_flat(self.config()))
 
 
 class Tracker(Protocol):
-    """One tracker. All is called by one thread, `prepare` first, and what it raises leaves the
-    tracker out; the run goes on."""
+    """Interface of a tracker. A single thread makes all calls, `prepare` first; after an error the
+    run continues without the tracker."""
 
     def prepare(self) -> None:
-        """Before anything is measured or planned: import the library, take what it needs.
+        """Import the library and get resources, before measuring and planning.
 
         Raises:
-            GpumixError: it is clear already that the tracker cannot be told.
+            GpumixError: the tracker certainly cannot work.
         """
         ...
 
     def begin(self, run: Run) -> str:
-        """The first step is done. Returns the id by which the tracker goes on with this run."""
+        """Begin after the first step. Return the tracker's id for resuming this run."""
         ...
 
     def numbers(self, numbers: Numbers) -> None:
-        """Of later steps than before, or more of the same step."""
+        """Report numbers of a later step, or more of the current step."""
         ...
 
     def event(self, event: Event) -> None: ...
 
     def flush(self) -> None:
-        """All that is there for now was told."""
+        """Flush the values reported so far."""
         ...
 
     def end(self, state: str) -> None:
-        """The run has "finished", "failed", or was "interrupted"."""
+        """End the run: it has "finished", "failed", or was "interrupted"."""
         ...
 
     @property
     def where(self) -> str:
-        """Where it can be seen, as a command or an address; after `begin`."""
+        """Command or address to view the run; after `begin`."""
         ...
 
 
 def plan_in_short(plan: Plan) -> dict[str, Any]:
-    """Who computes and stores what, and what was promised of it."""
+    """Summarize a plan: work and storage of each worker, and the predictions."""
     expected = plan.prediction
     return {
         "strategy": plan.strategy,
@@ -159,12 +159,12 @@ def plan_in_short(plan: Plan) -> dict[str, Any]:
 
 
 def without_secrets(address: str) -> str:
-    """An address as it may be shown: without user, password and query."""
+    """Return an address fit to show: without user, password and query."""
     return re.sub(r"//[^/@]*@", "//", address.partition("?")[0])
 
 
 def versions() -> dict[str, str]:
-    """Of Python, and of those packages that are here; none is imported."""
+    """Return versions of Python and of installed packages, without importing any."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:

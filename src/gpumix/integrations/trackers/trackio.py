@@ -1,6 +1,6 @@
-"""Trackio: into its databases on this machine, or to a Space or a server that the job names.
+"""Trackio tracker: into databases on this machine, or to the job's Space or server.
 
-It knows runs by their names, so each gets digits of its own behind it.
+Trackio identifies runs by name, so each name gets unique digits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def of(settings: TrackioSpec, job: Job) -> Trackio:
 
 
 class Trackio:
-    """Tells `trackio`, which writes from threads; see `Tracker`."""
+    """Tracker calling `trackio`, which writes from threads; see `Tracker`."""
 
     def __init__(self, settings: TrackioSpec) -> None:
         self._settings = settings
@@ -65,7 +65,7 @@ class Trackio:
         self._run.log({name: 1.0, f"{name}/text": event.text}, step=event.step)
 
     def flush(self) -> None:
-        return  # its threads have it already
+        return  # its threads have the values already
 
     def end(self, state: str) -> None:
         self._run.log({"run/state": state}, step=self._step)

@@ -1,6 +1,6 @@
-"""Weights & Biases. Offline by default: a folder that `wandb sync` sends when its owner wants it.
+"""Weights & Biases tracker. Offline by default: a folder, sent by the user with `wandb sync`.
 
-What the run prints is not captured, nor is code saved: this is a process beside the run.
+Neither output nor code is captured: the tracker's process is separate from the run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def of(settings: WandbSpec, job: Job) -> Wandb:
 
 
 class Wandb:
-    """Tells `wandb`, which has its own process for what is sent; see `Tracker`."""
+    """Tracker calling `wandb`, which sends from its own process; see `Tracker`."""
 
     def __init__(self, settings: WandbSpec, folder: Path) -> None:
         self._settings, self._folder = settings, folder
@@ -47,7 +47,7 @@ class Wandb:
             dir=self._folder,
             mode=settings.mode,
             id=run.id or secrets.token_hex(4),
-            resume="allow" if online else None,  # offline `id` alone says so
+            resume="allow" if online else None,  # offline, `id` suffices
             config=run.config(),
             settings=wandb.Settings(console="off", silent=True, save_code=False),
         )
@@ -61,7 +61,7 @@ class Wandb:
         self._log(values, event.step)
 
     def flush(self) -> None:
-        return  # its own process has it already
+        return  # its own process has the values already
 
     def end(self, state: str) -> None:
         self._run.finish(exit_code=EXIT_CODES[state])
@@ -73,6 +73,7 @@ class Wandb:
         return f"offline; `wandb sync {Path(self._run.dir).parent}` sends it"
 
     def _log(self, values: dict[str, Any], step: int) -> None:
-        """Its steps never go back, so what is of an earlier one is told with the newest."""
+        """Log values; wandb's steps never decrease, so earlier steps are logged at the newest
+        step."""
         self._step = max(self._step, step)
         self._run.log(values, step=self._step)

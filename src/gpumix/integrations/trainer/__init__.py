@@ -1,1 +1,1 @@
-"""What makes a `Trainer` of transformers, and what derives from it, train by a plan."""
+"""Parts making transformers' `Trainer`, and derived classes, train by a plan."""

@@ -1,8 +1,8 @@
-"""What `TrainingArguments` mean here: those that have no meaning are refused, none is ignored.
+"""Check of `TrainingArguments`: arguments without a meaning are refused, none is ignored.
 
-The samples of a step are those of all devices together: per_device_train_batch_size times
-gradient_accumulation_steps times processes. Who computes how many of them, in micro-batches of what
-size, is the plan's affair.
+A step has the samples of all devices together: per_device_train_batch_size times
+gradient_accumulation_steps times processes. The plan decides how many samples each device computes,
+and the size of micro-batches.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ SEQ2SEQ = Fields.of(
     refused={},
 ).and_of(TRAINING)
 ACCELERATOR = Fields.of(
-    # No sample is read twice, so batches are as uneven as they are.
+    # No sample is read twice: the last batch stays uneven whatever `even_batches` says.
     heard="use_seedable_sampler even_batches",
     theirs="use_configured_state",
     refused={
@@ -101,19 +101,20 @@ ARGUMENTS = "TrainingArguments"
 
 
 def tell_of_cpus() -> None:
-    """Before arguments are made: on CPUs transformers and Accelerate take each process for the only
-    one, which prints and writes everything, unless they hear that it is to compute there."""
+    """Announce computing on CPUs, before arguments are made. Otherwise transformers and Accelerate
+    treat each process on CPUs as the only one, which prints and writes everything."""
     if world_size() > 1 and not on_gpus():
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
 
 
 def refuse_without_meaning(args: Any, kind: type, fields: Fields) -> None:
-    """
+    """Check the arguments of a trainer.
+
     Args:
-        kind: the class that says what arguments there are; `fields` are its.
+        kind: the class of arguments with `fields`.
 
     Raises:
-        InputError: an argument is set that has no meaning here, or a batch has no samples.
+        InputError: an argument without a meaning here is set, or a batch has no samples.
     """
     for name in COUNTS:
         if getattr(args, name) < 1:
@@ -128,7 +129,7 @@ def refuse_without_meaning(args: Any, kind: type, fields: Fields) -> None:
             where=ARGUMENTS,
             fix="make them after the import of gpumix, or with use_cpu=True",
         )
-    # Who has arguments of a plainer kind has not all of these.
+    # Arguments of a base class lack some fields.
     fields.check_all(args, kind if isinstance(args, kind) else transformers.TrainingArguments)
     ACCELERATOR.check_all(args.accelerator_config, AcceleratorConfig)
     for name in CHECKPOINTING:
@@ -149,18 +150,18 @@ def refuse_without_meaning(args: Any, kind: type, fields: Fields) -> None:
 
 
 def _check_kwargs(name: str, given: dict[str, Any] | None) -> None:
-    """How torch computes again makes no difference; what it computes again would."""
+    """Check checkpointing settings: torch's method does not matter, the recomputed parts do."""
     for key, value in (given or {}).items():
         if value and key != "use_reentrant":
             raise no_meaning(f"{name}={{{key!r}: {value!r}}}", BLOCKS, where=ARGUMENTS)
 
 
 def folded(args: Any) -> Any:
-    """A copy by which one batch is one step: the plan cuts it into micro-batches."""
+    """Return a copy with one batch per step: the plan cuts the batch into micro-batches."""
     own = copy.copy(args)
     own.per_device_train_batch_size *= own.gradient_accumulation_steps
     own.gradient_accumulation_steps = 1
-    own.average_tokens_across_devices = False  # a loss of one micro-batch is nobody else's affair
+    own.average_tokens_across_devices = False  # the loss of a micro-batch is local
     for name in CHECKPOINTING:
         if getattr(own, name, None):
             setattr(own, name, False)
@@ -168,14 +169,14 @@ def folded(args: Any) -> Any:
 
 
 def space_of(args: Any) -> Space:
-    """What plans may use: who asks for checkpointing of activations has them computed again."""
+    """Return the search space of plans; with activation checkpointing if it is asked for."""
     if any(getattr(args, name, None) for name in CHECKPOINTING):
         return EVERYTHING.model_copy(update={"recompute": (True,)})
     return EVERYTHING
 
 
 def precision_of(args: Any, model: Any) -> Precision:
-    """What is computed in: as the arguments say, else as the model's parameters are."""
+    """Return the precision of the arguments, or of the model's parameters."""
     if args.bf16 or args.fp16:
         return "bf16" if args.bf16 else "fp16"
     return precision_of_weights(model)

@@ -1,4 +1,4 @@
-"""What a trainer saves and loads: folders of transformers, with the sharded state in them."""
+"""Checkpoints of a trainer: transformers' folders containing the sharded state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpumix.integrations.trainer.given_arguments import GivenArguments
 
 
 class PlannedCheckpoints(GivenArguments):
-    """The part of a trainer that saves."""
+    """Saving and loading part of a trainer."""
 
     state: Any
     optimizer: Any
@@ -24,7 +24,7 @@ class PlannedCheckpoints(GivenArguments):
     _saver: Saver
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As transformers does; all ranks call it."""
+        """Save as transformers does; all ranks call it."""
         if self._engine is None:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
@@ -35,7 +35,7 @@ class PlannedCheckpoints(GivenArguments):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
 
     def _end(self) -> None:
-        """Training is over."""
+        """End the training."""
         if self._engine is not None:
             self._engine.look_back()
         if self._recorded is not None:
@@ -57,14 +57,15 @@ class PlannedCheckpoints(GivenArguments):
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """By the arguments that were given, which it compares with those of a checkpoint; of an
-        epoch so many batches are done, each of which is a step here."""
+        """Initialize with the given arguments, to compare with a checkpoint's; return the epochs
+        and the steps done in the current epoch."""
         with self._unfolded():
             epochs, batches = super()._init_training_state(*args, **kwargs)  # type: ignore[misc]
         return epochs, batches // self._accumulates
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Before the model is sharded, its weights; afterwards all comes with the state."""
+        """Load weights if the model is not sharded; otherwise only without a sharded state, which
+        brings the weights later."""
         if self._engine is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
         elif not (Path(resume_from_checkpoint) / STATE).is_dir():

@@ -1,5 +1,5 @@
-"""What a trainer does after a step, the same on all ranks: a callback may ask for it on one alone,
-and ranks that stop, save or evaluate by themselves would wait for the others in vain."""
+"""Actions of a trainer after a step, equal on all ranks: a callback may request an action on a
+single rank, which would then wait for the rest in vain when stopping, saving or evaluating."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ FLAGS = (
 
 
 class AgreedControl:
-    """Flags of transformers' `TrainerControl`: set on all ranks as soon as one sets them."""
+    """Flags of transformers' `TrainerControl`, set on all ranks once any rank sets them."""
 
     def agree(self, control: Any) -> None:
-        """Set what any rank has set. Collective; no GPU is waited for."""
+        """Set flags set on any rank. Collective; does not wait for GPUs."""
         if self._comm.world == 1:
             return
         flags = torch.tensor([getattr(control, name) for name in FLAGS], dtype=torch.uint8)
@@ -32,7 +32,7 @@ class AgreedControl:
 
     @cached_property
     def _comm(self) -> Communicator:
-        """Of all ranks' hosts. Collective, the first time."""
+        """Communicator between hosts of all ranks. Collective, the first time."""
         if not is_gpu(device_of_group()):
             return all_ranks(torch.device("cpu"))
         group, rank, world = dist.new_group(backend="gloo"), dist.get_rank(), dist.get_world_size()

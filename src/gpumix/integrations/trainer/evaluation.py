@@ -1,7 +1,7 @@
-"""Evaluation and prediction of a trainer: each rank computes its part, all know all.
+"""Evaluation and prediction of a trainer: each rank computes its part, all get the results.
 
-The loss is the mean over samples of the mean loss of their batches, as transformers has it,
-whatever the devices.
+The loss is the mean over samples of the mean loss of their batches, as in transformers, on any
+devices.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ SUM, COUNT, LOGITS, INPUTS, LOSSES = "sum", "count", "logits", "inputs", "losses
 
 
 class Seen:
-    """What an evaluation has seen so far, on the host.
+    """Results of an evaluation so far, on the host.
 
     Args:
         batch: samples of a batch, which may come in several parts.
-        fills: whether the losses of the last batch count as those of a whole one.
-        concatenates: whether arrays of all batches are put together.
+        fills: losses of the last batch count as losses of a full batch.
+        concatenates: concatenate the arrays of all batches.
     """
 
     def __init__(self, batch: int, *, fills: bool, concatenates: bool) -> None:
         self.samples = 0
         self._batch = batch
         self._fills = fills
-        self._begun = (0.0, 0.0, 0)  # of a batch whose end is to come: loss, count, samples
+        self._begun = (0.0, 0.0, 0)  # loss, count, samples of an incomplete batch
         self._kept = {
             name: EvalLoopContainer(concatenates, padding_index=PADDING)
             for name in (LOGITS, LABELS, INPUTS, LOSSES)
@@ -73,9 +73,10 @@ class Seen:
         return self._kept[name].get_arrays()
 
     def loss(self, *, finite_only: bool) -> float | None:
-        """
+        """Return the mean loss, or None without losses.
+
         Args:
-            finite_only: leaves out batches whose losses are not, but where none is.
+            finite_only: leave out batches with losses that are not finite, unless none is finite.
         """
         found = self.arrays(LOSSES)
         if found is None:
@@ -97,12 +98,12 @@ def evaluate(
     ignore_keys: Sequence[str] | None,
     prefix: str,
 ) -> EvalLoopOutput:
-    """What `Trainer.evaluation_loop` returns. Collective."""
+    """Run `Trainer.evaluation_loop` by the plan. Collective."""
     args, metrics = trainer.args, None
     keep = not args.batch_eval_metrics or description == "Prediction"
     seen = Seen(
         loader.total_batch_size,
-        fills=isinstance(trainer, Seq2SeqTrainer),  # it drops nothing of what is gathered
+        fills=isinstance(trainer, Seq2SeqTrainer),  # drops nothing gathered
         concatenates=args.eval_do_concat_batches,
     )
     trainer.callback_handler.eval_dataloader = loader
@@ -137,7 +138,7 @@ def _batches(
     loss_only: bool,
     ignore_keys: Sequence[str] | None,
 ) -> Iterator[tuple[dict[str, Any], int, bool]]:
-    """What was made of each batch, its samples, and whether it is the last one."""
+    """Yield the results of each batch, its samples, and True for the last batch."""
     ignored = _ignored(trainer.model, ignore_keys)
 
     def made(model: nn.Module, batch: Any) -> dict[str, Any]:
@@ -166,7 +167,7 @@ def _batches(
 def _made(
     trainer: Any, model: nn.Module, batch: Any, *, loss_only: bool, ignored: Sequence[str]
 ) -> dict[str, Any]:
-    """Of a micro-batch, each a tensor on the host with a row for each sample."""
+    """Compute the results of a micro-batch: tensors on the host, with a row per sample."""
     names = trainer.label_names
     rows = samples_in(batch)
     told: dict[str, Any] = {}
@@ -205,14 +206,14 @@ def _is_labelled(trainer: Any, batch: Mapping[str, Any]) -> bool:
 
 
 def has_loss(trainer: Any, batch: Mapping[str, Any]) -> bool:
-    """Whether transformers computes a loss of the batch."""
+    """Return True if transformers computes a loss of the batch."""
     if trainer.label_names:
         return _is_labelled(trainer, batch)
     return bool(batch.get("return_loss", trainer.can_return_loss))
 
 
 def _inputs(trainer: Any, batch: Any) -> Any:
-    """What transformers gives of them: metrics that are told of each batch get all of it."""
+    """Return inputs for metrics as transformers does: all of the batch for metrics by batch."""
     if trainer.args.batch_eval_metrics:
         return {name: value for name, value in batch.items() if isinstance(value, Tensor)}
     return batch[getattr(trainer.model, "main_input_name", "input_ids")]
@@ -240,7 +241,7 @@ def _one_or_all(values: tuple[Any, ...]) -> Any:
 
 
 def _spread(value: Tensor, rows: int) -> Tensor:
-    """A sum as equal parts of so many rows."""
+    """Spread a sum evenly over `rows` rows."""
     return (value.double() / rows).expand(rows).cpu()
 
 
@@ -249,12 +250,12 @@ def _on_host(value: Any) -> Any:
 
 
 def _repeated(loss: Any, count: Any, samples: int) -> Tensor:
-    """The mean loss of a batch for each of its samples."""
+    """Return the mean loss of a batch, repeated for each of its samples."""
     return (loss / count).float().repeat(samples)
 
 
 def _prediction(args: Any, logits: Any, labels: Any, inputs: Any, losses: Any) -> EvalPrediction:
-    """For `compute_metrics`, what it asked for: arrays, or of a batch tensors."""
+    """Return the values requested by `compute_metrics`: arrays, or tensors of a batch."""
     wanted = args.include_for_metrics
     return EvalPrediction(
         predictions=logits,

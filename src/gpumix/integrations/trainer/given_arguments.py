@@ -1,7 +1,7 @@
-"""The arguments of a trainer as they were given, though its loop runs by others.
+"""The arguments given to a trainer, while transformers' loop runs with other arguments.
 
-A plan cuts a batch into micro-batches by itself, so for the loop of transformers one batch is one
-step. Callbacks, trackers and saved files see the arguments that the program gave.
+The plan cuts a batch into micro-batches, so for transformers' loop a batch is a step. Callbacks,
+trackers and saved files see the given arguments.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from gpumix.integrations.trainer.arguments import folded
 
 
 class GivenArguments:
-    """The part of a trainer that knows both."""
+    """Part of a trainer with both sets of arguments."""
 
     args: Any
-    _given_args: Any = None  # while the loop runs by others
+    _given_args: Any = None  # set while the loop runs with folded arguments
 
     @property
     def _as_given(self) -> Any:
@@ -25,8 +25,8 @@ class GivenArguments:
 
     @contextmanager
     def _folded(self) -> Iterator[None]:
-        """Inside, the arguments are those by which one batch is one step; callbacks and files get
-        those that were given."""
+        """Use arguments with one batch per step, inside the context; callbacks and files still get
+        the given arguments."""
         if self._given_args is not None:
             yield
             return
@@ -39,7 +39,7 @@ class GivenArguments:
 
     @contextmanager
     def _unfolded(self) -> Iterator[None]:
-        """Inside, the arguments are those that were given."""
+        """Use the given arguments inside the context."""
         now = self.args
         self.args = self._as_given
         try:

@@ -1,6 +1,6 @@
-"""The loss that a trainer computes of a micro-batch, as a sum and a count.
+"""Loss of a trainer's micro-batch, as a sum and a count.
 
-It comes from `compute_loss`, so from whatever a subclass or the user makes of it.
+`compute_loss` makes the loss, including any override by a subclass or user.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ COLLECTIVES = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
 
 @dataclass(frozen=True)
 class Computed:
-    """Of a micro-batch: the sum of its losses, the number that the sum of all is divided by, what
-    the model returned."""
+    """Sum of losses of a micro-batch, its count for the denominator of the total, and the model's
+    outputs."""
 
     loss: Tensor
     count: Tensor
@@ -35,25 +35,25 @@ class Computed:
 
 
 class TrainerLoss(ReducedLoss):
-    """What `compute_loss` makes of a micro-batch.
+    """Loss of a micro-batch by `compute_loss`.
 
     Args:
         trainer: of transformers.
-        steps: how many of its batches one batch stands for.
+        steps: number of the trainer's batches in a batch.
     """
 
     def __init__(self, trainer: Any, steps: int) -> None:
         names = (LABELS, *(name for name in trainer.label_names or () if name != LABELS))
         super().__init__(self._computed, partial(integer_labels, names=names), steps=steps)
         self._trainer = trainer
-        self._takes_items = False  # the model's own loss does, as the last one showed
+        self._takes_items = False  # the model's own loss does, as seen in the last call
 
     def __call__(self, model: nn.Module, batch: Any, *args: Any) -> tuple[Tensor, Tensor]:
         loss, count = super().__call__(model, batch, *args)
         return loss, self._told(batch, count)
 
     def with_outputs(self, model: nn.Module, batch: Any) -> Computed:
-        """The same, with what the model returned."""
+        """Compute the loss, keeping the model's outputs."""
         outputs: list[Any] = []
         loss, count = self(model, batch, partial(self._computed, outputs=outputs))
         return Computed(loss, count, outputs[0])
@@ -70,7 +70,7 @@ class TrainerLoss(ReducedLoss):
         items = self._items(batch) if self._wants_items(batch) else None
         if items is not None:
             items = items.clamp(min=1)
-        # Terms that a batch of several parts divides by their number: here it is one by itself.
+        # Some losses divide terms by the accumulation steps: here there is a single step.
         self._trainer.current_gradient_accumulation_steps = 1
         with noted(samples_in(batch)), self._noting_items(model, batch) as more:
             made = self._trainer.compute_loss(
@@ -85,8 +85,8 @@ class TrainerLoss(ReducedLoss):
         return made[0]  # type: ignore[no-any-return]
 
     def _wants_items(self, batch: Any) -> bool:
-        """Whether a function of the user's is told how many labels there are, as by transformers. A
-        model that takes the number gives the same mean without."""
+        """Return True if a user's loss function receives the number of labels, as in transformers.
+        A model taking the number gives an equal mean without it."""
         trainer = self._trainer
         own = type(trainer).compute_loss is not transformers.Trainer.compute_loss
         told = trainer.compute_loss_func or (own and trainer.model_accepts_loss_kwargs)
@@ -94,9 +94,9 @@ class TrainerLoss(ReducedLoss):
 
     @contextmanager
     def _noting_items(self, model: nn.Module, batch: Any) -> Iterator[dict[str, None]]:
-        """Inside, notes whether a model that is given the number of labels hands it to its loss
-        function; those that compute a loss of their own take their own mean. Gives what forward is
-        to be given beside: no number, which is passed on as one is."""
+        """Note if a model taking the number of labels passes it to its loss function, inside the
+        context; a model with its own loss takes its own mean. Yields extra arguments of forward:
+        the number as None, passed on like a number."""
         base: Any = model
         base = base.get_base_model() if hasattr(base, "get_base_model") else base
         own = type(self._trainer).compute_loss is not transformers.Trainer.compute_loss
@@ -118,8 +118,8 @@ class TrainerLoss(ReducedLoss):
             base.loss_function = function
 
     def _items(self, batch: Any) -> Tensor | None:
-        """The number of labels as transformers counts it for a loss, by the model's class: a loss
-        may count one more of each sample, or one fewer. None if it counts none."""
+        """Return the number of labels as counted by transformers for the model's class: per sample
+        possibly one more or fewer than in the loss. None without a count."""
         trainer, own = self._trainer, batch.get(LABELS)
         if not isinstance(own, Tensor):
             return None
@@ -129,7 +129,7 @@ class TrainerLoss(ReducedLoss):
         return (labels != IGNORED_LABEL).sum()
 
     def _told(self, batch: Any, count: Tensor) -> Tensor:
-        """What transformers divides by."""
+        """Return transformers' denominator."""
         if self._takes_items and self.rule is not None and self.rule.kind == "labels":
             items = self._items(batch)
             return count if items is None else items
@@ -138,12 +138,12 @@ class TrainerLoss(ReducedLoss):
 
 @contextmanager
 def by_itself(accelerator: Any) -> Iterator[None]:
-    """Inside, what would be gathered from all ranks is this one's: ranks compute unlike numbers of
-    micro-batches, so what each computes of one must not wait for the others. Losses of transformers
-    ask Accelerate's state whether there are others, as for how many boxes they have."""
+    """Replace gathering from all ranks by local values, inside the context: ranks compute different
+    numbers of micro-batches, and none may wait for another. Some losses of transformers ask
+    Accelerate's state for other processes, for example to count boxes."""
     before = {name: vars(accelerator).get(name) for name in COLLECTIVES}
     vars(accelerator).update(dict.fromkeys(COLLECTIVES, _same))
-    of_all = vars(PartialState)["_shared_state"]  # a descriptor
+    of_all = vars(PartialState)["_shared_state"]  # by `vars`: it is a descriptor
     PartialState._shared_state = {}
     try:
         yield

@@ -1,8 +1,7 @@
-"""What is put before a trainer class of transformers, so that it trains by a plan.
+"""Mixin for trainer classes of transformers, to train by a plan.
 
-The loop, its callbacks, its logs and its folders stay those of transformers. What changes is who
-computes: a batch is a step of all devices, `training_step` is one step of the engine, and what is
-saved comes out of its shards.
+The loop, callbacks, logs and folders stay transformers' own. Computation changes: a batch is a step
+of all devices, `training_step` is a step of the engine, and saved states come from its shards.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ from gpumix.spec.plan import Plan
 from gpumix.spec.shares import rows_of
 from gpumix.train import run_files
 
-# Of transformers' own trainer, without a promise that they stay.
+# Private parts of transformers' trainer, subject to change.
 STANDS_IN_FOR = (
     "_move_model_to_device",
     "_get_dataloader",
@@ -84,11 +83,11 @@ STANDS_IN_FOR = (
     "_load_optimizer_and_scheduler",
     "_load_best_model",
 )
-ARGUMENTS = ("dataloader_multiprocessing_context", "train_sampling_strategy")  # the newest ones
+ARGUMENTS = ("dataloader_multiprocessing_context", "train_sampling_strategy")  # the newest
 
 
 class Handle:
-    """What the loop of transformers takes for the wrapped model."""
+    """Stand-in for the wrapped model in transformers' loop."""
 
     def __init__(self, trainer: Any, engine: Engine, looks: Sequence[nn.Parameter]) -> None:
         self._trainer = trainer
@@ -106,19 +105,18 @@ class Handle:
             parameter.grad = None
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Of the whole model, without values: for whoever counts them."""
+        """Return the full model's parameters without values, for counting."""
         return iter(self._looks)
 
 
 class Planned(LogsOfSteps, PlannedCheckpoints):
-    """Put before `transformers.Trainer` or a class that derives from it.
+    """Mixin for `transformers.Trainer` or a derived class.
 
     Args:
-        plan: trains by this one, or that of a file; by default the devices are measured and one is
-            made, when it is first needed.
-        couples: of a loss that couples samples of a batch: "batch" has one device compute each
-            batch at once, "micro-batch" lets each micro-batch have a loss of its own; refused
-            otherwise.
+        plan: a plan, or the file of a plan; by default the devices are measured and a plan is made
+            when first needed.
+        couples: for a loss coupling samples of a batch: "batch" has a single device compute each
+            batch, "micro-batch" accepts a separate loss per micro-batch; by default refused.
     """
 
     _arguments: tuple[type, Fields] = (TrainingArguments, TRAINING)
@@ -146,8 +144,8 @@ class Planned(LogsOfSteps, PlannedCheckpoints):
         self._goes_on: Path | None = None
         self._engine: Engine | None = None
         self._recorded: Recorded | None = None
-        self._stepped: Tensor | None = None  # the loss of a step that is not recorded yet
-        self._filters_itself = False  # bad losses are taken out of what is logged
+        self._stepped: Tensor | None = None  # the loss of a step not recorded yet
+        self._filters_itself = False  # filters bad losses in the log itself
         refuse_not_called(self, Planned)
         super().__init__(*args, **kwargs)
         always = overrides(self, "prediction_step", Planned)
@@ -163,10 +161,10 @@ class Planned(LogsOfSteps, PlannedCheckpoints):
             step = partial(self._checked_step, step)
         self.training_step = partial(self._filtered_step, step)  # type: ignore[method-assign]
 
-    # -- taken from transformers as they are set up ------------------------------------------------
+    # -- setup -------------------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
-        """The first thing that is made, by arguments that are looked at before."""
+        """Make the accelerator, before anything else, after a check of the arguments."""
         self._check_arguments()
         self._space = space_of(self.args)
         with self._folded():
@@ -175,36 +173,37 @@ class Planned(LogsOfSteps, PlannedCheckpoints):
         self.accelerator.prepare_data_loader = lambda loader, *args, **kwargs: loader
 
     def _check_arguments(self) -> None:
-        """
+        """Check the arguments.
+
         Raises:
-            InputError: one has no meaning here.
+            InputError: an argument has no meaning here.
         """
         refuse_without_meaning(self.args, *self._arguments)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """It goes there in shards."""
+        """Do nothing: the engine moves shards."""
 
     @property
     def _folder(self) -> Path:
-        """Of plan, profile and the record of the run."""
+        """Folder of plan, profile and record of the run."""
         return Path(self.args.output_dir) / run_files.OF_SCRIPT
 
     @property
     def plan(self) -> Plan | None:
-        """What is trained by, once it is made."""
+        """The plan of the training, once made."""
         return None if self._engine is None else self._engine.plan
 
     @property
     def has_engine(self) -> bool:
-        """Whether the model is sharded, by this trainer."""
+        """True if this trainer has sharded the model."""
         engine = self._engine
         return engine is not None and engine.model is self.model and not engine.ended
 
     def _hosted(self, dataset: Any, collate: Any) -> Engine:
-        """The engine of the model, made when it is first needed. Collective.
+        """Return the model's engine, made when first needed. Collective.
 
         Args:
-            dataset, collate: what says what batches look like.
+            dataset, collate: show the shapes of batches.
         """
         if self.has_engine:
             assert self._engine is not None
@@ -225,7 +224,7 @@ class Planned(LogsOfSteps, PlannedCheckpoints):
         self._names = {id(p): name for name, p in model.named_parameters()}
         dtypes = dtypes_of(model)
         if self.optimizer is None and overrides(self, "create_optimizer", Planned):
-            self.create_optimizer()  # by the program, which knows the whole model
+            self.create_optimizer()  # by the program, for full parameters
         specimen = specimen_of(dataset, collate)
         self._loss = TrainerLoss(self, self._accumulates)
         training = Training(
@@ -252,7 +251,7 @@ class Planned(LogsOfSteps, PlannedCheckpoints):
         return self._engine
 
     def _measured(self) -> AbstractContextManager[None]:
-        """Inside, losses are computed that are not the program's; see `trl.SFTTrainer`."""
+        """Mark losses inside the context as not the program's; see `trl.SFTTrainer`."""
         return nullcontext()
 
     # -- data --------------------------------------------------------------------------------------
@@ -270,7 +269,8 @@ class Planned(LogsOfSteps, PlannedCheckpoints):
         is_training: bool = False,
         dataloader_key: str | None = None,
     ) -> Any:
-        """This rank's part of global batches, in the order of transformers' own sampler."""
+        """Return a loader of this rank's part of global batches, in the order of transformers'
+        sampler."""
         args, given = self.args, dataset
         collate: Any = self.data_collator  # type: ignore[attr-defined]
         of_stock = partial(
@@ -322,12 +322,12 @@ class Planned(LogsOfSteps, PlannedCheckpoints):
         return loader
 
     def _sampler(self, sampler: Any) -> Any:
-        """Of transformers' own, as Accelerate makes it."""
+        """Prepare transformers' sampler as Accelerate does."""
         seedable = self.args.accelerator_config.use_seedable_sampler
         return prepared(grouped(sampler), seedable=seedable, seed=self.args.data_seed)
 
     def _loaded(self, load: Any, name: str, *args: Any) -> OwnLoader:
-        """This rank's part of the batches of a loader that the program makes."""
+        """Return a loader of this rank's part of batches from a program's own loader."""
         loader, is_training = load(*args), name == LOADERS[0]
         if isinstance(loader, OwnLoader):
             return loader
@@ -354,14 +354,14 @@ class Planned(LogsOfSteps, PlannedCheckpoints):
         return planned()
 
     def _rows(self, is_training: bool, dataset: Any, collate: Any) -> PlannedRows:
-        """Of a loader, whose reader may come before the training."""
+        """Return a loader's rows by the plan, which may be needed before training."""
         made = partial(self._hosted, dataset, collate)
         return PlannedRows(made, rows_of if is_training else evaluated_rows)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], None]:
-        """One batch: it is a whole step, whose labels the engine counts."""
+        """Return one batch: a full step, with labels counted by the engine."""
         recorded = self._recorded
         batch = next(epoch_iterator, None) if recorded is None else recorded.next_of(epoch_iterator)
         return ([] if batch is None else [batch]), None
@@ -401,7 +401,7 @@ class Planned(LogsOfSteps, PlannedCheckpoints):
             return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers does, with a record for `gpumix top` and `gpumix report`."""
+        """Train as transformers does, with a record for `gpumix top` and `gpumix report`."""
         try:
             result = super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
         except BaseException as error:
@@ -416,7 +416,8 @@ class Planned(LogsOfSteps, PlannedCheckpoints):
             self._recorded = None
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kw: Any) -> None:
-        """Comes after each step, and once more at an epoch's end."""
+        """Record the step, then log, save and evaluate. Called after each step and at an epoch's
+        end."""
         if self._recorded is not None and self._stepped is not None:
             loss, self._stepped = self._stepped, None
             self._recorded.step(
@@ -433,7 +434,7 @@ class Planned(LogsOfSteps, PlannedCheckpoints):
             self._agreed.agree(self.control)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """As transformers does, of the pieces that this rank has."""
+        """Create an optimizer as transformers does, of this rank's shards."""
         if self._engine is None:
             return super().create_optimizer(model)  # type: ignore[misc,no-any-return]
         if self.optimizer is not None:
@@ -444,7 +445,7 @@ class Planned(LogsOfSteps, PlannedCheckpoints):
         return super().get_decay_parameter_names(self.model)  # type: ignore[misc,no-any-return]
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Forward, backward and reduction of one global batch; the loss of all of it."""
+        """Run forward, backward and reduction of a global batch; return the global loss."""
         assert self._engine is not None
         self.model.train()
         if callable(getattr(self.optimizer, "train", None)):
@@ -458,7 +459,7 @@ class Planned(LogsOfSteps, PlannedCheckpoints):
         return loss.float()
 
     def _settle(self, inputs: Any, *, in_step: bool = False) -> None:
-        """See by the first batch how losses of its parts add up. Collective."""
+        """Find by the first batch how losses of its parts add up. Collective."""
         assert self._engine is not None
         if not self._engine.is_settled(in_step=in_step):
             with by_itself(self.accelerator), self._measured():
@@ -466,7 +467,7 @@ class Planned(LogsOfSteps, PlannedCheckpoints):
         self._loss.whole = inputs.samples
 
     def _checked_step(self, step: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """A step by the program's own method, which has to come to ours."""
+        """Run the program's own step, which must call ours."""
         self._stepped = None
         loss: Tensor = step(*args, **kwargs)
         if self._stepped is None:
@@ -474,9 +475,9 @@ class Planned(LogsOfSteps, PlannedCheckpoints):
         return loss
 
     def _filtered_step(self, step: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """A step's loss, as `logging_nan_inf_filter` has it logged. The loop's own filter would
-        hold up the host, and so a GPU, in every step: there it is made on the device, and the
-        loop's is set aside until `floating_point_ops`, which is called next."""
+        """Run a step and filter its loss as by `logging_nan_inf_filter`. The loop's own filter
+        would make the host wait for a GPU in every step. So on GPUs the device filters, and the
+        loop's filter is off until `floating_point_ops`, called next."""
         self._leave_filter()
         loss: Tensor = step(*args, **kwargs)
         if self.is_in_train and self.args.logging_nan_inf_filter and is_gpu(loss.device):
@@ -502,7 +503,7 @@ class Planned(LogsOfSteps, PlannedCheckpoints):
         return told_norm(self._engine.gradient_norm(), overflowed=self._engine.overflowed)
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """By the number of parameters that the whole model has."""
+        """Return the operations by the parameter count of the full model."""
         self._leave_filter()
         tokens = self._counted(inputs).get(getattr(self.model, "main_input_name", "input_ids"))
         return self._flops_per_token * (tokens.numel() if tokens is not None else 0)
@@ -511,8 +512,8 @@ class Planned(LogsOfSteps, PlannedCheckpoints):
         super()._track_num_input_tokens(self._counted(inputs))  # type: ignore[misc]
 
     def _counted(self, inputs: Any) -> dict[str, Any]:
-        """This rank's samples, none if another one counts them: all stages, and all of a team, have
-        the same."""
+        """Return this rank's samples, or none if another rank counts them: all stages, and all
+        ranks of a team, have equal samples."""
         assert self._engine is not None
         plan, rank = self._engine.plan, self._engine.comm.rank
         stage = plan.stages_of(rank)[0]
@@ -541,7 +542,7 @@ class Planned(LogsOfSteps, PlannedCheckpoints):
             with self._stock.under_way(super()._move_model_to_device):  # type: ignore[misc]
                 told = super().evaluation_loop(dataloader, *rest)  # type: ignore[misc]
             name = f"{metric_key_prefix}_loss"
-            if planned is not None and name in told.metrics:  # there it is a mean of ranks' means
+            if planned is not None and name in told.metrics:  # otherwise a mean of ranks' means
                 told.metrics[name] = self.evaluation_loop(
                     planned, description, True, None, metric_key_prefix
                 ).metrics[name]
@@ -552,7 +553,7 @@ class Planned(LogsOfSteps, PlannedCheckpoints):
         if callable(getattr(self.optimizer, "eval", None)):
             self.optimizer.eval()
         self.model.eval()
-        with self._folded(), by_itself(self.accelerator):  # else losses count for all processes
+        with self._folded(), by_itself(self.accelerator):  # losses would count for all processes
             found = evaluate(
                 self,
                 engine,
@@ -576,22 +577,22 @@ class Planned(LogsOfSteps, PlannedCheckpoints):
 
 
 def _finite(norm: Tensor | float | None) -> Tensor | float:
-    """What is not finite is told as 0; nothing is waited for."""
+    """Return the norm, or 0 if not finite, without waiting for the device."""
     if isinstance(norm, Tensor):
         return torch.where(torch.isfinite(norm), norm, torch.zeros_like(norm))
     return norm if norm is not None and math.isfinite(norm) else 0.0
 
 
 def _flops_per_token(model: Any) -> int:
-    """As transformers counts them: 6 for each parameter that is no embedding."""
+    """Return transformers' count: 6 for each parameter outside embeddings."""
     if not hasattr(model, "num_parameters"):
         return 0
     return 6 * int(model.num_parameters(exclude_embeddings=True))
 
 
 def _in_columns(dataset: Any) -> bool:
-    """Whether it knows its columns, of which those that no model takes can be left out; a stream of
-    `datasets` may not know them."""
+    """Return True if a dataset knows its columns, so unused columns can be removed; a stream of
+    `datasets` may not know any."""
     if not is_datasets_available():
         return False
     from datasets import Dataset

@@ -1,7 +1,8 @@
-"""Values that a program's `compute_loss` logs itself.
+"""Values logged by a program's `compute_loss`.
 
-It is called for each micro-batch, and in rehearsals, where stock calls it once for a batch: what is
-logged in a step is told once, as the mean over this rank's samples, and nothing of evaluations.
+Rehearsals and each micro-batch call `compute_loss`; stock transformers calls it once per batch.
+Values logged in a step are reported once, as the mean over this rank's samples; in evaluations not
+at all.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from typing import Any
 
 import torch
 
-# Of the micro-batch whose loss is computed. Each of several that take turns has a context.
+# Samples of the micro-batch being computed; interleaved micro-batches have a context each.
 _samples: ContextVar[int] = ContextVar("samples", default=0)
 Noted = Sequence[tuple[int, Mapping[str, Any]]]
 
 
 @contextmanager
 def noted(samples: int) -> Iterator[None]:
-    """Inside, where a loss is computed of so many samples, what is logged is kept for the step."""
+    """Keep logged values for the step, inside the computation of a loss of `samples`."""
     before = _samples.get()
     _samples.set(samples)
     try:
@@ -30,7 +31,7 @@ def noted(samples: int) -> Iterator[None]:
 
 
 class LogsOfSteps:
-    """A trainer that keeps what is logged while losses are computed."""
+    """Trainer part keeping values logged during the computation of losses."""
 
     _noted: Noted = ()
 
@@ -42,7 +43,7 @@ class LogsOfSteps:
 
     @contextmanager
     def _logs_of_step(self) -> Iterator[None]:
-        """Afterwards, what was kept inside is logged; nothing that was kept before is."""
+        """Log the kept values on exit; drop values kept before."""
         self._noted = ()
         yield
         kept, self._noted = self._noted, ()
@@ -51,7 +52,7 @@ class LogsOfSteps:
 
 
 def _mean(name: str, kept: Noted) -> Any:
-    """Over samples; the last value of what is no number."""
+    """Return the mean over samples; the last value if not a number."""
     own = [(samples, logs[name]) for samples, logs in kept if name in logs]
     last = own[-1][1]
     is_number = isinstance(last, int | float | torch.Tensor)

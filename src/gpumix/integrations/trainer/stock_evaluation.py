@@ -1,9 +1,9 @@
-"""Evaluations by transformers' own loop, on the model as a user has it between steps.
+"""Evaluation by transformers' own loop, on the model in its state between steps.
 
-Such are: a model that trains nothing, in one process; predictions of samples without labels before
-any training; text that is generated; a program's own `prediction_step`. There is nothing to plan by
-for the first two; the others call the model in ways that only they know, and their losses are those
-of another evaluation, by the plan. Each rank evaluates an equal part.
+Cases: a model without anything to train, in a single process; predictions without labels before any
+training; generated text; a program's own `prediction_step`. The first two leave nothing to plan by.
+The rest call the model in unknown ways; their losses come from a second evaluation, by the plan.
+Each rank evaluates an equal part.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from gpumix.integrations.trainer.evaluation import has_loss
 
 
 class StockEvaluation:
-    """What a trainer evaluates so.
+    """Evaluations of a trainer by transformers' loop.
 
     Args:
-        always: whatever the data are like: the program has its own `prediction_step`, or generates.
+        always: for any data: the program has its own `prediction_step`, or generates.
     """
 
     def __init__(self, trainer: Any, *, always: bool) -> None:
         self._trainer: Any = weakref.proxy(trainer)
         self._always = always
-        # Of each of these loaders, the one that gives ranks of a plan the same batches.
+        # For each of these loaders a loader of the same batches by the plan.
         self._loaders: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
     def wanted(self, dataset: Any, collate: Any) -> bool:
-        """Whether batches of a dataset are evaluated so. Collective."""
+        """Return True if batches of a dataset are evaluated by transformers' loop. Collective."""
         trainer = self._trainer
         if self._always:
             return True
@@ -48,10 +48,10 @@ class StockEvaluation:
         return not has_loss(trainer, specimen_of(dataset, collate).batch(1))
 
     def loader(self, make: Callable[[], Any], planned: Callable[[], OwnLoader]) -> Any:
-        """The loader that transformers makes, which gives each rank an equal part. Collective.
+        """Return transformers' loader, with an equal part for each rank. Collective.
 
         Args:
-            planned: makes the one that gives each rank what the plan says.
+            planned: makes the loader of a rank's part by the plan.
         """
         accelerator = self._trainer.accelerator
         ours = vars(accelerator).pop("prepare_data_loader")
@@ -63,13 +63,13 @@ class StockEvaluation:
         return made
 
     def prepared(self, loader: Any, planned: Callable[[], OwnLoader]) -> Any:
-        """The same of a loader that the program makes. Collective."""
+        """Return a program's own loader, prepared as by `loader`. Collective."""
         prepare = self._trainer.accelerator.prepare_data_loader
         return self.loader(partial(prepare, loader), planned)
 
     def planned(self, loader: Any) -> OwnLoader | None:
-        """The loader of the same batches by the plan, which there is then, of several ranks that
-        have a loss of them; else None. Collective."""
+        """Return the loader of equal batches by the plan, with the plan made; None for a single
+        rank or batches without a loss. Collective."""
         planned: OwnLoader | None = self._loaders[loader]
         if planned is None:
             return None
@@ -84,19 +84,19 @@ class StockEvaluation:
 
     @contextmanager
     def under_way(self, move: Callable[[Any, Any], None]) -> Iterator[None]:
-        """Inside, the model is one that transformers' loop can call. Collective.
+        """Make the model callable by transformers' loop inside the context. Collective.
 
         Args:
             move: takes an ordinary model to a device, as transformers does.
         """
         trainer, accelerator = self._trainer, self._trainer.accelerator
-        # No sample counts twice, whatever is predicted of it.
+        # No sample counts twice in any prediction.
         trainer.gather_function = accelerator.gather_for_metrics
         if not trainer.has_engine:
             move(trainer.model, trainer.args.device)
             try:
                 yield
-            finally:  # which may have wrapped its forward
+            finally:  # the loop may have wrapped forward
                 accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
                 accelerator._models.clear()
             return
@@ -104,7 +104,7 @@ class StockEvaluation:
             outside = outside_of(trainer.model)
             if outside is not None and not outside.can_be_called:
                 stack.enter_context(whole_model(trainer.model))
-            # The model is where it is, and computes in its own dtype.
+            # The model stays in place, and computes in its own dtype.
             accelerator.prepare_model = lambda model, **kwargs: model
             stack.callback(lambda: vars(accelerator).pop("prepare_model"))
             yield

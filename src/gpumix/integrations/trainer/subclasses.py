@@ -1,7 +1,7 @@
-"""What a program's own subclass of a trainer changes: most of it works as ever, some cannot.
+"""Check of a program's subclass of a trainer: most overrides work, some cannot.
 
-What cannot is refused when the trainer is made: a method that nobody calls would leave out what it
-was written for without a word.
+Impossible overrides are refused when the trainer is made: a method never called would be lost
+silently.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ LOADERS = ("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader")
 
 
 def overrides(trainer: Any, name: str, base: type) -> bool:
-    """Whether a class of the program, before `base`, has its own method of that name."""
+    """Return True if a class of the program, before `base`, overrides a method."""
     kinds = type(trainer).__mro__
     own = kinds[: kinds.index(base)]
     return any(name in vars(one) for one in own if not one.__module__.startswith("gpumix."))
 
 
 def refuse_not_called(trainer: Any, base: type) -> None:
-    """
+    """Check the overrides of a subclass.
+
     Raises:
-        InputError: the program overrides what is not called with gpumix.
+        InputError: the program overrides a method not called with gpumix.
     """
     for name, fix in NOT_CALLED.items():
         if overrides(trainer, name, base):
@@ -42,7 +43,7 @@ def refuse_not_called(trainer: Any, base: type) -> None:
 
 
 def computes_by_itself(trainer: Any) -> InputError:
-    """A `training_step` calls the model."""
+    """Return the error for a `training_step` that calls the model."""
     return InputError(
         f"training_step of {type(trainer).__name__} computes the step by itself",
         why="no device has the whole model: a step is what all devices compute together",

@@ -1,4 +1,4 @@
-"""How far a trainer's batches are padded on each rank."""
+"""Padded widths of a trainer's batches on each rank."""
 
 from __future__ import annotations
 
@@ -10,24 +10,21 @@ from gpumix.integrations.specimens import are_padded
 
 
 class Widths:
-    """
-    Attributes:
-        trained: of batches that are trained on, or whose losses are evaluated.
-    """
+    """Widths of a trainer's batches; `trained` is for training, and for evaluation of losses."""
 
     def __init__(self, trainer: Any) -> None:
         self.trained = Width()
         self._trainer: Any = weakref.proxy(trainer)
-        # The last dataset that was evaluated or predicted, and the width of its batches.
+        # The last dataset evaluated or predicted, and the width of its batches.
         self._known: dict[str, tuple[Any, Width]] = {}
 
     def evaluated(self, description: str, dataset: Any, collate: Any, given: Any = None) -> Width:
-        """Predictions have values for padding too: samples are padded as in the whole batch where
-        their lengths differ. Collective.
+        """Return an evaluation's width. Predictions cover padding: with samples of different
+        lengths each rank pads as in the global batch. Collective.
 
         Args:
             description: "Evaluation" or "Prediction".
-            given: the dataset as the program has it, where `dataset` is made of it.
+            given: the program's dataset, if `dataset` is made of it.
         """
         trainer, given = self._trainer, dataset if given is None else given
         needs_losses_alone = description == "Evaluation" and trainer.compute_metrics is None
