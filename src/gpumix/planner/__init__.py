@@ -1,1 +1,1 @@
-"""Which plan is best: one file per strategy. Pure: no torch."""
+"""Search for the best plan: one file per strategy. Pure Python and NumPy, no torch."""

@@ -1,9 +1,9 @@
-"""How devices may stand in a row of groups, one group for each stage.
+"""Rows of device groups, one group per pipeline stage.
 
-Devices of one class on one host are interchangeable, of one island where it has some. Of few
-devices all rows are tried. Of many those that keep fast links inside groups: racks, hosts, classes,
-what a host has of a class, islands, equal parts of these, and the n-th devices of all hosts; in
-several orders.
+Devices of one class on one host (and island, if any) are interchangeable. With few devices, all
+rows are tried. With many, only rows keeping fast links inside groups: grouped by rack, host,
+island or class, by class within a host, in equal parts of hosts, or by the n-th devices of all
+hosts; in several orders.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from gpumix.spec.cluster import Device
 Group = tuple[Device, ...]
 Row = tuple[Group, ...]
 Counts = tuple[int, ...]
-"""Devices of each cell."""
+"""Number of devices of each cell."""
 
 
 class Cell(NamedTuple):
-    """Where devices are interchangeable."""
+    """A place whose devices are interchangeable."""
 
     rack: str
     host: str
@@ -32,29 +32,29 @@ class Cell(NamedTuple):
     device_class: str
 
 
-# By rack, by host, by island, by class.
+# By rack, host, island and class.
 KEYS: tuple[Callable[[Cell], object], ...] = (
     lambda cell: cell.rack,
     lambda cell: cell.host,
     lambda cell: (cell.host, cell.island),
     lambda cell: cell.device_class,
 )
-MOST_ROWS = 600  # up to so many all are tried
-FEW_GROUPS = 4  # of which all orders are tried
+MOST_ROWS = 600  # up to this many, all are tried
+FEW_GROUPS = 4  # up to this many, all orders are tried
 MOST_GROUPS = 16
 
 
 def cell_of(device: Device) -> Cell:
-    """That of a device."""
+    """Return a device's cell."""
     return Cell(device.rack, device.host, device.island, device.device_class)
 
 
 def rows(devices: Sequence[Device], most_stages: int) -> tuple[list[Row], bool]:
-    """Rows of two groups or more that have all devices, and whether these are all that there are.
+    """Return rows of two or more groups using all devices, and True if no further rows exist.
 
     Args:
         devices: in rank order.
-        most_stages: as many groups at most.
+        most_stages: the most groups of a row.
     """
     cells: dict[Cell, list[Device]] = {}
     for device in _neighbours(devices):
@@ -74,8 +74,7 @@ def rows(devices: Sequence[Device], most_stages: int) -> tuple[list[Row], bool]:
 
 
 def _neighbours(devices: Sequence[Device]) -> list[Device]:
-    """In the same order, but that those of a rack, of a host there and of an island there follow
-    one another."""
+    """Sort devices to make racks, hosts and islands contiguous, in order of first appearance."""
     racks = {rack: n for n, rack in enumerate(dict.fromkeys(d.rack for d in devices))}
     hosts = {host: n for n, host in enumerate(dict.fromkeys(d.host for d in devices))}
     islands = {
@@ -85,8 +84,7 @@ def _neighbours(devices: Sequence[Device]) -> list[Device]:
 
 
 def _look(cells: Sequence[Cell], counts: Counts, row: Sequence[Counts]) -> object:
-    """The same for rows that differ in which of several hosts of a rack with the same devices is
-    where."""
+    """Return a key shared by rows differing only in the places of like hosts of a rack."""
     hosts: dict[tuple[str, str], list[tuple[str, str, int, tuple[int, ...]]]] = {}
     for place, (rack, host, island, name) in enumerate(cells):
         had = island, name, counts[place], tuple(g[place] for g in row)
@@ -95,7 +93,7 @@ def _look(cells: Sequence[Cell], counts: Counts, row: Sequence[Counts]) -> objec
 
 
 def _of(cells: list[list[Device]], row: Sequence[Counts]) -> Row:
-    """The devices of each group; those with low numbers in a cell are in the first groups."""
+    """Return the devices of each group; the first groups get the low numbers of each cell."""
     taken = [0] * len(cells)
     groups = []
     for counts in row:
@@ -109,7 +107,7 @@ def _of(cells: list[list[Device]], row: Sequence[Counts]) -> Row:
 
 @lru_cache(maxsize=4096)
 def _ways(counts: Counts, most: int) -> int:
-    """In how many rows of at most `most` groups they may stand."""
+    """Count the rows of at most `most` groups."""
     if not any(counts):
         return 1
     if most == 0:
@@ -129,7 +127,7 @@ def _all(counts: Counts, most: int) -> Iterator[tuple[Counts, ...]]:
 
 
 def _groups(counts: Counts) -> Iterator[Counts]:
-    """All that a group may have of them."""
+    """Yield every possible non-empty group."""
     every = product(*(range(count + 1) for count in counts))
     return (group for group in every if any(group))
 
@@ -147,7 +145,7 @@ def _some(cells: Sequence[Cell], counts: Counts, most: int) -> list[tuple[Counts
 
 
 def _groupings(cells: Sequence[Cell], counts: Counts, most: int) -> Iterator[tuple[Counts, ...]]:
-    """Groups, in no order that matters."""
+    """Yield groupings; the order of groups does not matter here."""
     places = range(len(cells))
     for key in KEYS:
         whole = _by(key, cells, counts)
@@ -165,7 +163,7 @@ def _groupings(cells: Sequence[Cell], counts: Counts, most: int) -> Iterator[tup
 
 
 def _by(key: Callable[[Cell], object], cells: Sequence[Cell], counts: Counts) -> list[Counts]:
-    """A group for each value of `key`."""
+    """Group the devices by the value of `key`."""
     return [
         tuple(count if key(cell) == name else 0 for cell, count in zip(cells, counts))
         for name in dict.fromkeys(map(key, cells))
@@ -173,7 +171,7 @@ def _by(key: Callable[[Cell], object], cells: Sequence[Cell], counts: Counts) ->
 
 
 def _merged(groups: Sequence[Counts], most: int) -> Iterator[tuple[Counts, ...]]:
-    """Fewer groups, each of some that follow one another, as large as each other."""
+    """Merge runs of neighboring groups into fewer groups of about equal size."""
     total = sum(map(sum, groups))
     for wanted in range(2, min(most, len(groups) - 1) + 1):
         merged: list[Counts] = [tuple(0 for _ in groups[0])] * wanted
@@ -187,8 +185,8 @@ def _merged(groups: Sequence[Counts], most: int) -> Iterator[tuple[Counts, ...]]
 
 
 def _split(group: Counts, parts: int) -> list[Counts]:
-    """A group in so many parts of as many devices, each of some that follow one another; whole if
-    it has not as many devices."""
+    """Split a group into `parts` equal runs of devices; keep the group if its size is not
+    divisible."""
     size = sum(group)
     if size % parts:
         return [group]
@@ -204,7 +202,7 @@ def _split(group: Counts, parts: int) -> list[Counts]:
 
 
 def _orders(groups: tuple[Counts, ...]) -> Iterator[tuple[Counts, ...]]:
-    """Of few all; of many as they are and the other way round."""
+    """Yield all orders of few groups; of many, some orders and their reverse."""
     if len(groups) <= FEW_GROUPS:
         yield from dict.fromkeys(permutations(groups))
         return

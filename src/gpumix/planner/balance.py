@@ -1,10 +1,9 @@
-"""From the limits of the fastest choice to the part of each device.
+"""The part of each device, from the limits of the fastest choice.
 
-The limits usually allow more samples than the batch has. The surplus is taken where it balances
-best: the work of the busiest device is made as small as possible. The state
-is then spread as evenly as room and the update's limit allow, and each device runs the micro-batch
-and mode that keep it least busy. Devices of a class are alike: the first by id gets the most
-samples. Ties go by class name, then device id.
+The limits usually allow more samples than the batch has. The surplus is removed where the busiest
+device becomes least busy. The state is then spread as evenly as room and the update's limit allow.
+Each device runs the micro-batch and mode keeping it least busy. Devices of a class are alike: the
+first by id gets the most samples. Ties go by class name, then device id.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from gpumix.planner.setting import Setting
 
 @dataclass(frozen=True)
 class _Row:
-    """The devices of one class in all pools that are alike.
+    """The devices of one class in all like pools.
 
-    `most` and `samples` have shape [pools, devices].
+    `most` has shape [pools, devices]; `work_s` has one entry per row of the class's options.
     """
 
     member: Member
@@ -36,7 +35,7 @@ class _Row:
 def parts(
     setting: Setting, pools: Sequence[PoolOptions], choice: Choice, batch: int
 ) -> dict[str, Part]:
-    """The part of each device by id."""
+    """Return the part of each device by id."""
     rows = [
         _Row(member, _spread(runs, pool.alike), _least_work(member, choice.limits))
         for pool, chosen in zip(pools, choice.samples)
@@ -60,13 +59,14 @@ def parts(
 
 
 def _spread(runs: Sequence[tuple[int, int]], alike: int) -> IntArray:
-    """The most samples of each device, the largest first, the same in all pools."""
+    """Return the most samples of each device, largest first, repeated for all like pools."""
     each = np.repeat([n for n, _ in runs], [count for _, count in runs])
     return np.tile(np.sort(each)[::-1], (alike, 1))
 
 
 def _balanced(rows: Sequence[_Row], batch: int) -> list[IntArray]:
-    """Samples that add up to `batch`, none more than the choice, the busiest device least busy."""
+    """Choose samples adding up to `batch`, within the choice, with the busiest device least
+    busy."""
     levels = np.unique(np.concatenate([row.work_s for row in rows]))
     low, high = 0, len(levels) - 1
     while low < high:
@@ -81,7 +81,7 @@ def _balanced(rows: Sequence[_Row], batch: int) -> list[IntArray]:
 
 
 def _least_work(member: Member, limits: Limits) -> FloatArray:
-    """Seconds of work for each row of samples, never falling as samples grow."""
+    """Return the least seconds of work for each row of samples, never falling with more samples."""
     options = member.options
     allowed = np.where(options.allowed(limits), options.work_s, np.inf)
     least: FloatArray = np.minimum.reduceat(allowed, options.starts)
@@ -90,14 +90,15 @@ def _least_work(member: Member, limits: Limits) -> FloatArray:
 
 
 def _within(row: _Row, seconds: float) -> IntArray:
-    """The most samples that each device does in `seconds` without exceeding its choice."""
+    """Return the most samples each device does in `seconds` without exceeding the choice."""
     place = int(np.searchsorted(row.work_s, seconds, side="right")) - 1
     reach = int(row.member.options.rows[place]) if place >= 0 else 0
     return np.minimum(row.most, reach)
 
 
 def _trimmed(counts: list[IntArray], floor: list[IntArray], batch: int) -> list[IntArray]:
-    """Take the surplus one sample a round from each device above its floor, the last first."""
+    """Remove the surplus: in each round a sample of every device above its floor, the last
+    first."""
     taken = np.concatenate([c.ravel() for c in counts])
     least = np.concatenate([f.ravel() for f in floor])
     surplus = int(taken.sum()) - batch
@@ -114,7 +115,7 @@ def _trimmed(counts: list[IntArray], floor: list[IntArray], batch: int) -> list[
 def _shares(
     setting: Setting, pool: PoolOptions, counts: Sequence[IntArray], limits: Limits
 ) -> Iterator[FloatArray]:
-    """State shares, as even as the room beside the samples and the update's limit allow."""
+    """Return state shares, as even as the room next to the samples and the update's limit allow."""
     width = [c.shape[1] for c in counts]
     if setting.zero_stage == 0:
         whole = sum(c.size for c in counts)
@@ -122,7 +123,7 @@ def _shares(
     room = np.concatenate([m.room_of(c, limits) for m, c in zip(pool.members, counts)], axis=1)
     speed = np.repeat([m.options.update_speed for m in pool.members], width)
     filled: dict[bytes, FloatArray] = {}
-    for most in room:  # of pools that are alike, and mostly the same
+    for most in room:  # of like pools, and mostly equal
         if most.tobytes() not in filled:
             filled[most.tobytes()] = _filled(most, speed, pool, width)
     shares = np.stack([filled[most.tobytes()] for most in room])

@@ -1,7 +1,7 @@
-"""What a strategy is: a function from a profile and a request to a plan.
+"""Strategies: functions from a profile and a request to a plan.
 
-Every device that takes part appears in the plan, in rank order: by host, by ordinal, by id. So the
-order in which a cluster lists its devices never matters.
+Every device taking part appears in the plan, in rank order: by host, by ordinal, by id. The order
+of devices in a cluster file never matters.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gpumix.spec.units import LARGEST_BATCH
 
 
 class PlanRequest(Value):
-    """What is to be planned: a global batch over `devices` (ids; all of the cluster if empty), with
+    """A planning request: a global batch over `devices` (ids; all of the cluster if empty), with
     the techniques of `space`."""
 
     global_batch: int = Field(
@@ -34,14 +34,14 @@ class PlanRequest(Value):
     space: Space = EVERYTHING
 
 
-WORTHWHILE = 1e-3  # a plan that asks for more (stages, teams) must be faster by this part
+WORTHWHILE = 1e-3  # a plan needing more (stages, teams) must be faster by this fraction
 
 Strategy = Callable[[Profile, PlanRequest], Plan]
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one device is given."""
+    """The work and state of one device."""
 
     samples: int
     micro_batch: int
@@ -50,7 +50,7 @@ class Part:
 
 
 def ranked_devices(profile: Profile, request: PlanRequest) -> tuple[Device, ...]:
-    """The devices of the request in rank order.
+    """Return the devices of the request in rank order.
 
     Raises:
         InputError: a device is not in the cluster.
@@ -75,10 +75,10 @@ def assemble(
     parts: Mapping[str, Part],
     bound_s: float | None = None,
 ) -> Plan:
-    """The plan that gives each device (by id) its part, with what the cost model expects of it."""
+    """Build the plan giving each device (by id) its part, with the cost model's prediction."""
     profile = setting.profile
     workers = tuple(
-        Worker.model_construct(  # for it may be one of very many
+        Worker.model_construct(  # unvalidated: workers may be very many
             device=device.id,
             device_class=device.device_class,
             host=device.host,
@@ -121,18 +121,18 @@ def _stage(setting: Setting, workers: tuple[Worker, ...]) -> Stage:
 
 
 def predicted(plan: Plan) -> Prediction:
-    """The prediction that `assemble` gave the plan."""
+    """Return the prediction that `assemble` gave the plan."""
     assert plan.prediction is not None
     return plan.prediction
 
 
 def worth_leaving(plan: Plan) -> float:
-    """Seconds: a plan that asks for more than this one must take less."""
+    """Return the seconds that a plan needing more stages or teams must beat."""
     return predicted(plan).step_s * (1.0 - WORTHWHILE)
 
 
 def bounded(plan: Plan, bound_s: float | None) -> Plan:
-    """The plan with seconds that were proven of all plans, as far as it is no faster itself."""
+    """Attach the proven lower bound of all plans, in seconds, at most the plan's own step time."""
     expected = predicted(plan)
     if bound_s is not None:
         bound_s = min(bound_s, expected.step_s)
@@ -140,12 +140,12 @@ def bounded(plan: Plan, bound_s: float | None) -> Plan:
 
 
 def fit(workers: Iterable[WorkerPrediction]) -> bool:
-    """Whether each has room for what it holds at the most."""
+    """Return True if each worker's peak is within the worker's memory limit."""
     return all(worker.peak_bytes <= worker.memory_limit_bytes for worker in workers)
 
 
 def with_classes_of(cluster: Cluster, plan: Plan) -> Plan:
-    """The plan with the classes that its devices have in a cluster."""
+    """Return the plan with device classes taken from a cluster."""
     own = {device.id: device.device_class for device in cluster.devices}
     stages = tuple(
         stage.model_copy(

@@ -1,4 +1,4 @@
-"""The fastest plan that mixes nothing: only the devices of one class."""
+"""Strategy `best-subset`: the fastest plan on the devices of one class."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from gpumix.spec.profile import Profile
 
 
 def best_subset(profile: Profile, request: PlanRequest) -> Plan:
-    """The fastest of the optimal plans on each class alone; on ties the class that comes first by
-    name.
+    """Return the fastest of the optimal plans on each class alone; ties go by class name.
 
     Raises:
         InputError: the profile lacks a device.
-        NoFeasiblePlanError: no class has room for it alone.
+        NoFeasiblePlanError: no class alone has room.
     """
     plans, reasons = [], []
     for name, alone in single_classes(profile, request):
@@ -36,7 +35,7 @@ def best_subset(profile: Profile, request: PlanRequest) -> Plan:
 
 
 def single_classes(profile: Profile, request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
-    """Each class by name, with the request for its devices alone."""
+    """Yield each class by name, with the request for its devices alone."""
     devices = ranked_devices(profile, request)
     for name in sorted({d.device_class for d in devices}):
         alone = tuple(d.id for d in devices if d.device_class == name)

@@ -1,9 +1,9 @@
-"""Naive model parallelism: layers in the order of devices, as many each as its memory bears.
+"""Naive model parallelism: layers in the order of devices, as many on each as memory allows.
 
-For those who want a model to fit and nothing else: one device a stage, nothing divided, the batch
-as one micro-batch, or as few as find room. With one micro-batch one device computes at a time;
-where it takes more of them, their passes overlap as in any pipeline. Other strategies take none
-that are larger than were measured; of these, times and bytes are taken to grow in proportion.
+For jobs that only need the model to fit: one device per stage, nothing sharded, the batch as one
+micro-batch, or as few as fit. With one micro-batch, one device computes at a time; with more,
+passes overlap as in any pipeline. Unlike in other strategies, micro-batches may be larger than
+measured: times and bytes are extrapolated in proportion.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ from gpumix.spec.profile import Profile
 
 
 def by_memory(profile: Profile, request: PlanRequest) -> Plan:
-    """One stage a device, filled alike: of micro-batches the largest that fits, without recompute
-    if there is room. Of more devices than the model has units, those with the most memory.
+    """Plan one stage per device, filled alike, with the largest micro-batch that fits, without
+    recompute if possible. With more devices than possible stages, use the devices with the most
+    memory.
 
     Raises:
-        InputError: the request names devices that the profile does not know, there is one device
-            or one unit alone, there are more devices than unit calls or stages and none may be left
-            out, the techniques leave out what such a plan has, or the profile does not say what
-            units need of each other.
-        NoFeasiblePlanError: the devices cannot hold the model and one sample, or what the
-            techniques ask for was not measured on them.
+        InputError: the request names devices unknown to the profile, there is only one device or
+            one unit, there are more devices than unit calls or stages and none may be left out, the
+            techniques exclude such a plan, or the profile does not say what units need of each
+            other.
+        NoFeasiblePlanError: the devices cannot hold the model and one sample, or the techniques
+            asked for were not measured on them.
     """
     devices = ranked_devices(profile, request)
     refuse_one_stage(profile, devices)
@@ -61,7 +62,7 @@ def by_memory(profile: Profile, request: PlanRequest) -> Plan:
 def _with_most_memory(
     profile: Profile, request: PlanRequest, devices: tuple[Device, ...]
 ) -> tuple[Device, ...]:
-    """As many as there may be stages, in rank order."""
+    """Return at most as many devices as possible stages, in rank order."""
     most = min(profile.model.most_stages, request.space.most_stages or len(devices))
     if len(devices) <= most:
         return devices
@@ -77,7 +78,7 @@ def _with_most_memory(
 
 
 def _ways(manners: Manners, batch: int, devices: tuple[Device, ...]) -> Iterator[Way]:
-    """Those without recompute first, if all devices can."""
+    """Yield ways by falling micro-batch size, each first without recompute if all devices can."""
     row = tuple((device,) for device in devices)
     every = [manners.of(kind_of(group), "1f1b", last=group is row[-1]) for group in row]
     size = batch
@@ -97,7 +98,7 @@ def _plan(profile: Profile, batch: int, way: Way) -> Plan:
 
 
 def _filled_alike(profile: Profile, way: Way, count: int) -> Cut:
-    """The cut at which the fullest device is least full."""
+    """Return the cut that fills the fullest device least."""
     edges = np.array([0, *profile.model.cuts, len(profile.model.calls)])
     room = StageRoom(profile)
 
@@ -113,7 +114,7 @@ def _filled_alike(profile: Profile, way: Way, count: int) -> Cut:
 
 
 def _left_before(profile: Profile, way: Way, stage: int) -> FloatArray:
-    """Bytes that a micro-batch leaves at all calls before each, on a stage's device."""
+    """Return the bytes left by a micro-batch at all calls before each, on a stage's device."""
     model, mode = profile.model_of(way.row[stage][0].device_class), way.manners[stage].mode
     kinds = map(model.kind, model.kind_of_call)
     left = (kind.kept if mode.recompute else kind.saved or kind.kept for kind in kinds)
@@ -123,11 +124,11 @@ def _left_before(profile: Profile, way: Way, stage: int) -> FloatArray:
 def _least_most(
     edges: IntArray, stages: int, cost: Callable[[int, IntArray, IntArray], FloatArray]
 ) -> list[int]:
-    """The ends of all stages, where the costliest costs least: by dynamic programme.
+    """Return the ends of all stages minimizing the costliest stage, by dynamic programming.
 
     Args:
         edges: numbers of the calls that a stage may begin with or end before.
-        cost: of a stage that has calls [begin, end), for many of these at once.
+        cost: of a stage with calls [begin, end), vectorized.
     """
     begin, end = np.triu_indices(len(edges), k=1)
     best = np.full(len(edges), np.inf)

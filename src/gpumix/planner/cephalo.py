@@ -1,14 +1,14 @@
-"""The plan of Cephalo (ICS 2025): a dynamic programme over devices, batch and micro-batches.
+"""Cephalo's plan (ICS 2025): a dynamic program over devices, batch and micro-batches.
 
-After i devices, j samples, and micro-batches whose sizes add up to s, DP[i][j][s] is the least time
-of the slowest device, where each takes l equal micro-batches of m samples, at least one. The sum s
-stands for the memory of activations: of all s, the fastest solution counts beside which all devices
-together have room for the state. It is then spread as evenly as their room allows. ZeRO-3 with
-recompute, inputs kept on the host where that is possible. A device whose micro-batch leaves no room
-for an equal share moves its state by the slower unequal collectives.
+DP[i][j][s] is the least time of the slowest of i devices, for j samples in all and micro-batch
+sizes that add up to s. Each device runs l >= 1 equal micro-batches of m samples. The sum s stands
+for activation memory: over all s, the fastest solution counts that leaves the devices together
+enough room for the state. The state is then spread as evenly as room allows. ZeRO-3 with recompute,
+inputs kept on the host where possible. A device whose micro-batch leaves no room for an equal share
+moves its state by the slower unequal collectives.
 
-The work grows with devices x batch^3 x log(batch). So a large batch is divided by a factor: samples
-come in groups of so many micro-batches, and what the last group has too many is taken off the
+The work grows with devices x batch^3 x log(batch). A large batch is therefore divided by a factor:
+samples come in groups of `factor` micro-batches, and the excess of the last group is taken off the
 device that is busy longest.
 """
 
@@ -37,14 +37,14 @@ from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 from gpumix.spec.stage import Mode
 
-# What one plan may take, in cells of the table that are looked at, some tenths of a second; and
-# what looking at any number of cells costs beside, in cells.
+# Limit on the work of one plan, in table cells visited (some tenths of a second); and the fixed
+# cost of visiting any number of cells, in cells.
 MOST_WORK = 400_000_000
 WORK_OF_A_LOOK = 5_000
 
 
 def cephalo(profile: Profile, request: PlanRequest) -> Plan:
-    """Their plan, at the smallest factor whose work is not too much.
+    """Plan by Cephalo's rules, at the smallest factor with affordable work.
 
     Raises:
         InputError: there are fewer samples than devices, too many of both, or the space or the
@@ -56,7 +56,7 @@ def cephalo(profile: Profile, request: PlanRequest) -> Plan:
 
 
 def solve(profile: Profile, request: PlanRequest, *, factor: int = 1) -> Plan:
-    """Their plan at a stated factor, however long it takes; 1 is exact.
+    """Plan by Cephalo's rules at a given factor, regardless of run time; factor 1 is exact.
 
     Raises:
         InputError: as `cephalo`, or the factor leaves a device without samples.
@@ -67,10 +67,11 @@ def solve(profile: Profile, request: PlanRequest, *, factor: int = 1) -> Plan:
 
 @dataclass(frozen=True)
 class _Options:
-    """What a device of one class may run: `number` micro-batches of `size`, times the factor.
+    """Options of a device of one class: `number` micro-batches of `size`, times the factor.
 
-    `even` says which leave room for an equal share. `room` is the largest share beside each if
-    shares are not equal, -1 where there is none. By growing size, then number.
+    `even` marks options leaving room for an equal share. `room` is the largest share next to each
+    if
+    shares are unequal, -1 without room. Sorted by size, then number.
     """
 
     size: IntArray
@@ -82,7 +83,7 @@ class _Options:
 
 @dataclass(frozen=True)
 class _Task:
-    """What is planned: the state in equal shares, or in any; how each class keeps its inputs."""
+    """A planning task: settings with equal and with unequal shares, and the mode of each class."""
 
     equal: Setting
     unequal: Setting
@@ -113,11 +114,11 @@ class _Task:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The class of each device, in the order of the programme."""
+        """Class of each device, in the order of the dynamic program."""
         return tuple(name for name, devices in self.equal.classes.items() for _ in devices)
 
     def factor(self) -> int:
-        """The smallest factor whose work is not too much."""
+        """Return the smallest factor with affordable work."""
         ranks = len(self.names)
         low, high = 1, (self.batch - 1) // (ranks - 1) if ranks > 1 else self.batch
         if self._work(high) > MOST_WORK:
@@ -134,7 +135,7 @@ class _Task:
         return low
 
     def plan(self, factor: int) -> Plan:
-        """The best solution at this factor, as a plan."""
+        """Return the plan of the best solution at `factor`."""
         solution = self._solution(factor)
         if solution is None:
             samples = -(-self.batch // len(self.names))
@@ -152,11 +153,11 @@ class _Task:
         return work
 
     def _width(self, factor: int) -> int:
-        """Groups of samples beside the one that each device has."""
+        """Return the number of sample groups beyond the first group of each device."""
         return -(-self.batch // factor) - len(self.names)
 
     def _solution(self, factor: int) -> tuple[tuple[_Options, int], ...] | None:
-        """The option of each device; None if no solution leaves room for the state."""
+        """Return the option of each device; None if no solution leaves room for the state."""
         width = self._width(factor)
         if width < 0:
             raise InputError(
@@ -198,7 +199,7 @@ class _Task:
 
 
 def _modes(profile: Profile, request: PlanRequest, devices: tuple[Device, ...]) -> tuple[Mode, ...]:
-    """How inputs may be kept, on the host first."""
+    """Return the recompute modes of the space, inputs kept on the host first."""
     space = request.space
     modes = [
         mode
@@ -214,7 +215,7 @@ def _modes(profile: Profile, request: PlanRequest, devices: tuple[Device, ...]) 
 
 
 def _cuts(most: int, largest: int) -> tuple[IntArray, IntArray]:
-    """Sizes and numbers of equal micro-batches of at most `most` samples in all."""
+    """Return sizes and numbers of equal micro-batches with at most `most` samples in all."""
     sizes = np.arange(1, largest + 1)
     each = most // sizes
     size = np.repeat(sizes, each)
@@ -231,21 +232,21 @@ def _room_for_state(solution: Sequence[tuple[_Options, int]]) -> bool:
 
 
 def _shares(solution: Sequence[tuple[_Options, int]]) -> list[float]:
-    """As even as the room allows."""
+    """Return shares as even as the room allows."""
     if _all_even(solution):
         return [1.0 / len(solution)] * len(solution)
     room = np.asarray([options.room[k] for options, k in solution])
     return [float(share) for share in room.clip(max=level(room, np.ones(len(room))))]
 
 
-# -- the programme ---------------------------------------------------------------------------------
+# -- the dynamic program ---------------------------------------------------------------------------
 
 
 def solutions(devices: Sequence[_Options], width: int) -> Iterator[tuple[int, ...]]:
-    """For each sum of sizes the solution that is fastest, as the option of each device; the fastest
-    sum first, and the smallest of those that are equally fast.
+    """Yield the fastest solution of each sum of sizes, as the option of each device; the fastest
+    sum first, on ties the smallest.
 
-    Of options that are equally good the one with the smaller, then the fewer, micro-batches counts.
+    Ties between options go to the smaller, then the fewer, micro-batches.
     """
     tables = _tables(devices, width)
     totals = tables[-1][width]
@@ -255,10 +256,9 @@ def solutions(devices: Sequence[_Options], width: int) -> Iterator[tuple[int, ..
 
 
 def _tables(devices: Sequence[_Options], width: int) -> list[FloatArray]:
-    """After each device: the least time of the slowest one, by samples and by sum of sizes.
+    """Return, after each device, the least time of the slowest, by samples and by sum of sizes.
 
-    Both are counted beyond the one sample that every device has, and sizes add up to no more than
-    samples.
+    Both count beyond the first sample of each device; sizes add up to no more than samples.
     """
     tables = [np.full((width + 1, width + 1), np.inf)]
     tables[0][0, 0] = 0.0
@@ -280,7 +280,7 @@ def _tables(devices: Sequence[_Options], width: int) -> list[FloatArray]:
 def _traced(
     devices: Sequence[_Options], tables: Sequence[FloatArray], samples: int, sizes: int
 ) -> tuple[int, ...]:
-    """The option of each device that leads to these samples and sizes."""
+    """Trace back the option of each device leading to the given samples and sizes."""
     chosen = []
     for options, before in zip(reversed(devices), reversed(tables[:-1])):
         n, m = samples - (options.size * options.number - 1), sizes - (options.size - 1)

@@ -1,4 +1,4 @@
-"""What changes to a cluster are worth: the fastest plan of each, beside that of today."""
+"""The worth of changes to a cluster: the fastest plan of each, compared with today's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BILLION = 1e9
 
 
 class Outlook(Value):
-    """What one cluster would do."""
+    """The forecast of one cluster."""
 
     change: str
     devices: dict[str, int] = Field(description="by class, those that take part in the plan")
@@ -42,12 +42,11 @@ def outlooks(
     request: PlanRequest,
     prices: Mapping[str, float] | None = None,
 ) -> list[Outlook]:
-    """The fastest plan of each variant, of one stage or several; the first is what the others are
-    compared with.
+    """Find the fastest plan of each variant, of any number of stages, and compare with the first.
 
     Args:
-        prices: what one device of each class costs an hour, in any currency; all devices of a
-            cluster are paid for, also those that get nothing to do.
+        prices: price of one device of each class per hour, in any currency; all devices of a
+            cluster are paid for, also idle ones.
 
     Raises:
         InputError: a class has no price.
@@ -92,7 +91,7 @@ def _outlook(
 
 
 def _worth(speed: float, before: float | None) -> float | None:
-    """The part that is gained; None where nothing is known, or a step took no time before."""
+    """Return the fraction gained; None if the speed before is unknown or a step took no time."""
     return None if before is None or before == float("inf") else speed / before - 1.0
 
 
@@ -108,7 +107,7 @@ def _hourly(there: Mapping[str, int], prices: Mapping[str, float]) -> float:
 
 
 def _idle(there: Mapping[str, int], plan: Plan) -> str:
-    """Devices that get no samples: money that computes nothing."""
+    """Describe the devices without samples: paid for, but computing nothing."""
     busy = Counter(w.device_class for w in plan.workers if w.samples)
     idle = [
         f"{there[name] - busy[name]} of {there[name]} {name}"

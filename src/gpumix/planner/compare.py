@@ -1,4 +1,4 @@
-"""All strategies side by side, judged by the same cost model, and why each lost."""
+"""Comparison of all strategies by one cost model, each with the reason for losing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpumix.spec.profile import Profile
 
 
 class HeadRoom(Value):
-    """The least memory that a device of one class has left at its peak."""
+    """The least free memory at peak among the devices of one class."""
 
     device_class: str
     free_bytes: int
@@ -21,7 +21,7 @@ class HeadRoom(Value):
 
 
 class Row(Value):
-    """One strategy's plan in figures; without them where it has none, and `why` says why."""
+    """Figures of a strategy's plan; without a plan, only `why`."""
 
     strategy: str
     step_s: float | None = None

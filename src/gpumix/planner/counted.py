@@ -1,6 +1,6 @@
-"""Plans of several stages counted exactly: who gets which micro-batches, and whether all fits.
+"""Exact counts of plans of several stages: the deal of micro-batches, and the room for all.
 
-Inside a group micro-batches go to workers as they are fast, and state to where there is room.
+Inside a group, micro-batches go to workers by speed, and state to free memory.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from gpumix.planner.pace import PaceOf
 from gpumix.planner.way import Counts, Cut, Deal, Way, assemble_stages, leaders
 from gpumix.spec.plan import Plan, WorkerPrediction, ZeroStage
 
-FEW_DEALS = 200  # ways to deal micro-batches, of which all are looked at
-FEW_WAVES = 8  # of which all are tried
+FEW_DEALS = 200  # up to this many ways to deal micro-batches, all are tried
+FEW_WAVES = 8  # up to this many, all are tried
 ENOUGH = 1e-9
 ROUNDING_BYTES = 4096  # set aside for the rounding of cuts
-BESIDE_ACTIONS = 40  # a count does as much beside replaying them
+BESIDE_ACTIONS = 40  # work of a count next to replaying, in actions
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan but for where its state lies.
+    """A plan without a placement of state.
 
     Attributes:
-        deal: micro-batches of each worker; None: each group's workers get them as they are fast.
-        waves: None: some numbers of them are tried.
+        deal: micro-batches of each worker; None: dealt inside each group by speed.
+        waves: None: some numbers are tried.
     """
 
     way: Way
@@ -47,7 +47,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Found:
-    """A candidate, with its deal, as a plan that fits, and the seconds of its step."""
+    """A dealt candidate as a fitting plan, and the seconds of its step."""
 
     seconds: float
     candidate: Candidate
@@ -55,10 +55,10 @@ class Found:
 
 
 class Counting:
-    """Counts candidates to train `batch` samples a step.
+    """Exact counting of candidates to train `batch` samples a step.
 
     Attributes:
-        work: actions that were replayed, and what is done beside.
+        work: actions replayed, plus the work next to replaying.
         misses: plans that do not fit.
     """
 
@@ -70,7 +70,7 @@ class Counting:
         self.misses = Misses("a plan of several stages")
 
     def best(self, candidate: Candidate, below_s: float) -> Found | None:
-        """The fastest plan of a candidate; None if none fits, or is faster than `below_s`."""
+        """Return the fastest plan of a candidate; None if none fits or is faster than `below_s`."""
         dealt, best = self._dealt(candidate), None
         for waves in _waves(dealt):
             found = self._counted(replace(dealt, waves=waves), below_s)
@@ -79,14 +79,14 @@ class Counting:
         return best
 
     def best_deal(self, candidate: Candidate, below_s: float) -> tuple[Found | None, bool]:
-        """The same by any deal, if there are few; and whether all plans were looked at."""
+        """Return the fastest plan of all deals, if few, and True if all plans were tried."""
         count, seconds = self._count(candidate.way), self._seconds(candidate)
         deals: Iterable[Counts] = [self._dealt(candidate).deal or ()]
         complete = prod(comb(count + len(one) - 1, len(one) - 1) for one in seconds) <= FEW_DEALS
         if complete:
             whole = self._batch // candidate.way.micro_batch
             every = product(*(_deals_within(count, one, below_s, count - whole) for one in seconds))
-            deals = dict.fromkeys(chain(deals, every))  # the best ones come first
+            deals = dict.fromkeys(chain(deals, every))  # the best come first
         best: Found | None = None
         for deal in deals:
             dealt = replace(candidate, deal=deal)
@@ -138,11 +138,11 @@ class Counting:
         return step
 
     def _count(self, way: Way) -> int:
-        """Micro-batches of a step."""
+        """Return the micro-batches of a step."""
         return ceil(self._batch / way.micro_batch)
 
     def _seconds(self, candidate: Candidate) -> list[list[float]]:
-        """Of one micro-batch on each worker of each group, in all of its stages."""
+        """Return each worker's seconds per micro-batch, by group, in all stages of the group."""
         way, cut = candidate.way, candidate.cut
         sizes, ends = (min(way.micro_batch, self._batch),), list(pairwise((0, *cut)))
         found = []
@@ -159,7 +159,7 @@ class Counting:
         return found
 
     def _workers(self, plan: Plan, step: StagedStep) -> list[WorkerPrediction]:
-        """What is expected of the first worker of each team."""
+        """Return the predictions of the first worker of each team."""
         found = list(step.workers())
         if plan.in_teams:
             told = {
@@ -178,7 +178,7 @@ class Counting:
 
 
 def _moved(plan: Plan, step: StagedStep, expected: Sequence[WorkerPrediction]) -> Plan | None:
-    """The plan with as much state on each worker as it has room for, as equal as that allows."""
+    """Move state to workers with room, as evenly as possible; None if room is missing."""
     free = {w.device: w.memory_limit_bytes - w.peak_bytes for w in expected}
     stages = []
     for number, stage in enumerate(plan.stages):
@@ -200,7 +200,7 @@ def _moved(plan: Plan, step: StagedStep, expected: Sequence[WorkerPrediction]) -
 
 
 def deals_near(candidate: Candidate) -> Iterator[Candidate]:
-    """The same with one micro-batch moved, between workers of two classes of a group."""
+    """Yield candidates with a micro-batch moved between workers of two classes of a group."""
     way, deals = candidate.way, candidate.deal or ()
     for place, deal in enumerate(deals):
         of_class: dict[str, list[int]] = {}
@@ -217,15 +217,14 @@ def deals_near(candidate: Candidate) -> Iterator[Candidate]:
 
 
 def _most_waves(candidate: Candidate) -> int:
-    """Into how many waves its micro-batches can be divided: each stage has a worker that has one in
-    each."""
+    """Return the most waves: each stage needs a worker with a micro-batch in every wave."""
     if candidate.zero_stage < 2:
         return 1
     return min(map(max, candidate.deal or ()))
 
 
 def _waves(candidate: Candidate) -> list[int]:
-    """Those that are looked at."""
+    """Return the numbers of waves to try."""
     most, groups = _most_waves(candidate), len(candidate.way.row)
     if candidate.waves is not None:
         return [min(most, candidate.waves)]
@@ -235,8 +234,8 @@ def _waves(candidate: Candidate) -> list[int]:
 def _deals_within(
     count: int, seconds: Sequence[float], below_s: float, smaller: int = 0
 ) -> Iterator[Deal]:
-    """All ways to deal so many micro-batches to workers, none of whom is busy for `below_s`; not
-    even if `smaller` of its own took no time."""
+    """Yield deals keeping every worker below `below_s`, counting up to `smaller` micro-batches of
+    each worker as free."""
     if len(seconds) == 1:
         if (count - smaller) * seconds[0] < below_s:
             yield (count,)
@@ -249,8 +248,8 @@ def _deals_within(
 
 
 def spread(count: int, seconds: Sequence[float]) -> Deal:
-    """So many micro-batches over workers that take `seconds` for each: the busiest as little busy
-    as may be, and of two that would be as busy the first one."""
+    """Deal micro-batches to workers taking `seconds` for each, with the busiest worker least busy;
+    ties go to the first."""
     given = [0] * len(seconds)
     heap = [(each, place) for place, each in enumerate(seconds)]
     heapq.heapify(heap)
@@ -262,7 +261,7 @@ def spread(count: int, seconds: Sequence[float]) -> Deal:
 
 
 def _filled(most: Sequence[float]) -> list[float]:
-    """Shares that add up to 1, as equal as `most` of each allows."""
+    """Return shares adding up to 1, as equal as `most` of each allows."""
     shares, left = [0.0] * len(most), 1.0
     order = sorted(range(len(most)), key=lambda place: most[place])
     for done, place in enumerate(order):

@@ -1,5 +1,4 @@
-"""Where a model may be cut into stages, with the least time that a step of each cut takes, and the
-least memory."""
+"""Cuts of a model into stages, with the least step time and the least memory of each cut."""
 
 from __future__ import annotations
 
@@ -20,15 +19,15 @@ from gpumix.planner.pace import Pace, PaceOf
 from gpumix.planner.way import Cut, Way
 from gpumix.spec.plan import ZeroStage
 
-FEW_CUTS = 2048  # of which all are looked at
+FEW_CUTS = 2048  # up to this many, all are tried
 TINY_S = 1e-12
 HALVINGS = 10
 
 
 @dataclass(frozen=True)
 class Cuts:
-    """Cuts of one way: the calls that each stage begins with, and those that it ends before, as
-    [cuts, stages] numbers; and seconds that no step of them is shorter than."""
+    """Cuts of one way: the first call of each stage and the call after the last, as [cuts, stages]
+    numbers, and a lower bound of each step in seconds."""
 
     begins: IntArray
     ends: IntArray
@@ -39,7 +38,7 @@ class Cuts:
 
 
 class Cutter:
-    """Cuts a model for ways to train `batch` samples a step."""
+    """Cuts of a model, and lower bounds, for ways to train `batch` samples a step."""
 
     def __init__(self, pace_of: PaceOf, batch: int) -> None:
         self._pace_of = pace_of
@@ -49,7 +48,7 @@ class Cutter:
         self._known_jobs: dict[tuple[str, Manner, tuple[int, ...]], FloatArray] = {}
 
     def cuts(self, way: Way) -> Cuts:
-        """Those of a way."""
+        """Return all cuts of a way."""
         stages, calls = len(way.stages), len(self._profile.model.calls)
         allowed = self._profile.model.cuts
         inner = np.array(list(combinations(allowed, stages - 1)), dtype=np.int64)
@@ -59,14 +58,14 @@ class Cutter:
         return Cuts(begins, ends, self._least_s(way, begins, ends))
 
     def least_of_cut(self, way: Way, cut: Cut, zero_stage: ZeroStage) -> float:
-        """No step of this cut of a way takes less; see `least_s`."""
+        """Return a lower bound of the step of a single cut of a way; see `least_s`."""
         begins, ends = np.array([(0, *cut[:-1])]), np.array([cut])
         cuts = Cuts(begins, ends, self._least_s(way, begins, ends))
         return float(self.least_s(way, cuts, zero_stage)[0])
 
     def least_of(self, classes: Iterable[tuple[str, int]], manners: Manners) -> float:
-        """No plan of stages takes less on these devices, of classes and their numbers: not even if
-        each computed all the time, in the best of all manners and sizes, what it is best at."""
+        """Return a lower bound of staged plans on devices, given as classes with counts: each
+        device always computes its best work, in the best of all manners and sizes."""
         each, speed = [], 0.0
         for name, count in classes:
             of_class = [self._least_per_sample(name, manner) for manner in manners.of_class(name)]
@@ -77,22 +76,22 @@ class Cutter:
     def least_of_ways(
         self, row: Row, manners: Sequence[Manner], sizes: Sequence[int]
     ) -> FloatArray:
-        """No step of a row of groups takes less, by micro-batches of these sizes, wherever the
-        model is cut: not even if each device computed all the time what it is best at."""
+        """Return lower bounds of a row's step by micro-batch size, wherever the model is cut: each
+        device always computes its best work."""
         workers: list[tuple[FloatArray, int]] = []
         for place, group in enumerate(row):
             of_group = manners[place :: len(row)]
             for name, count in teams_of(kind_of(group), of_group[0].team.degree):
                 every = (self._jobs(name, manner, tuple(sizes)) for manner in of_group)
                 workers.append((reduce(np.minimum, every), count))
-        # Of no job, as where no smaller micro-batch is left, no device does anything.
+        # Jobs without work, as without a smaller last micro-batch, occupy no device.
         first = np.where(workers[0][0] > TINY_S, workers[0][0], 0.0)
         speed = sum(count * (first / jobs).max(axis=1) for jobs, count in workers)
         return np.asarray(first.sum(axis=1) / speed + self._profile.step_overhead_s)
 
     def _jobs(self, name: str, manner: Manner, sizes: tuple[int, ...]) -> FloatArray:
-        """Seconds of all that is to be computed, on one device of a class: of each call all whole
-        micro-batches, and what is left, as [sizes, jobs]."""
+        """Return seconds of all work on a device of a class, as [sizes, jobs]: of each call all
+        full micro-batches, and the rest."""
         key = (name, manner, sizes)
         if key not in self._known_jobs:
             counts, rests = np.divmod(self._batch, np.array(sizes))
@@ -105,8 +104,7 @@ class Cutter:
         return self._known_jobs[key]
 
     def _least_per_sample(self, name: str, manner: Manner) -> FloatArray:
-        """Seconds of each call, of one device: no micro-batch takes less for each of its samples,
-        of those that were measured."""
+        """Return each call's least device seconds per sample, over all measured micro-batches."""
         profile = self._pace_of.profiles[manner.team]
         limit = min(self._batch, profile.of_class(name).largest_micro_batch or self._batch)
         sizes = np.array(corners(profile, name, limit))
@@ -115,10 +113,10 @@ class Cutter:
         return np.asarray((seconds / sizes[:, None]).min(axis=0))
 
     def _least_s(self, way: Way, begins: IntArray, ends: IntArray) -> FloatArray:
-        """No step of these cuts takes less: some worker computes so long, and before it
-        micro-batches come through earlier stages, after it their gradients go back."""
+        """Return a lower bound of each cut's step: a worker's computing, plus the way of a
+        micro-batch through earlier stages, and of gradients back."""
         least, passed = np.zeros(len(begins)), np.zeros(len(begins))
-        # Gradients of weights may be put off to the end; then only the forward pass comes before.
+        # Zero-bubble may defer weight gradients to the end: only the forward pass comes before.
         whole = way.schedule != "zero-bubble"
         for place, classes in enumerate(way.teams):
             of_classes, left_s = [], np.zeros(len(begins))
@@ -133,8 +131,8 @@ class Cutter:
                     left = self._left(way, stage, name)
                     if left is not None:
                         left_s += left.stage_s(begin, end)[0]
-                    # One micro-batch is the first that comes, another the last that goes back; each
-                    # on one of the workers, and either may be the smaller one.
+                    # A micro-batch comes first and another goes back last, each on any worker;
+                    # either may be the smaller one.
                     for one in (pace, left) if stage == place else ():
                         if one is not None:
                             passed_s = one.passed_s(begin, end)[0]
@@ -151,16 +149,16 @@ class Cutter:
         return least + self._profile.step_overhead_s
 
     def _samples_left(self, way: Way) -> int:
-        """Samples of a smaller micro-batch, if there is one."""
+        """Return the samples of a smaller last micro-batch; 0 if none."""
         return self._batch % way.micro_batch if self._batch > way.micro_batch else 0
 
     def _left(self, way: Way, stage: int, name: str) -> Pace | None:
-        """Of a smaller micro-batch, if there is one."""
+        """Return the pace of a smaller last micro-batch, if any."""
         left, manner = self._samples_left(way), way.manners[stage]
         return self._pace_of(name, manner.team, manner.mode, (left,)) if left else None
 
     def _sent_s(self, way: Way, place: int) -> float:
-        """No message of one micro-batch takes less from a group to the next, whatever the cut."""
+        """Return a lower bound of a micro-batch's message to the next group, for any cut."""
         if place + 1 == len(way.row):
             return 0.0
         samples = self._samples_left(way) or way.micro_batch
@@ -170,7 +168,7 @@ class Cutter:
             ]
             curves = [curve for kind in kinds for curve in kind.outputs.values()]
             sizes = [float(bytes_at(curve, samples)) for curve in curves]
-            self._sizes[samples] = min(sizes, default=0.0) / 2  # they may be sent narrower
+            self._sizes[samples] = min(sizes, default=0.0) / 2  # messages may be narrower
         size = self._sizes[samples]
         here, there = (
             {cell_of(d): d for d in group}.values() for group in way.row[place : place + 2]
@@ -178,7 +176,7 @@ class Cutter:
         return min(self._pace_of.sent_s(a, b, size) for a, b in product(here, there))
 
     def _count(self, way: Way) -> int:
-        """Micro-batches; what is left for a smaller one may take next to no time."""
+        """Count full micro-batches; a smaller last micro-batch may take next to no time."""
         return max(1, self._batch // way.micro_batch)
 
     def _pace(self, way: Way, stage: int, name: str) -> Pace:
@@ -188,9 +186,8 @@ class Cutter:
     # -- memory --------------------------------------------------------------------------------
 
     def least_s(self, way: Way, cuts: Cuts, zero_stage: ZeroStage) -> FloatArray:
-        """No step of these cuts takes less at this ZeRO stage: gradients of units are summed over a
-        group, below stage 2 after its last but one pass. Infinite where their state finds no room.
-        """
+        """Return lower bounds of the step at a ZeRO stage; infinite where the state has no room.
+        Gradients of units are summed over a group, below stage 2 not before its last pass."""
         least = cuts.least_s
         for place, classes in enumerate(way.teams):
             summed = self._least_elements(way, cuts, place) * GRADIENT_BYTES
@@ -206,7 +203,7 @@ class Cutter:
         return np.where(self._may_fit(way, cuts, zero_stage), least, np.inf)
 
     def _busy_s(self, way: Way, cuts: Cuts, place: int) -> FloatArray:
-        """What the busiest device of a group computes at the least, however finely it is dealt."""
+        """Return the least work of a group's busiest device, for any deal of micro-batches."""
         speed = np.zeros(len(cuts.least_s))
         for name, count in way.teams[place]:
             seconds = np.zeros(len(speed))
@@ -217,7 +214,7 @@ class Cutter:
         return np.asarray(self._count(way) / speed)
 
     def _may_fit(self, way: Way, cuts: Cuts, zero_stage: ZeroStage) -> npt.NDArray[np.bool_]:
-        """Whether the units' state alone, without what micro-batches hold, finds room."""
+        """Return True where the state of units has room, without any micro-batch."""
         fits = np.ones(len(cuts.begins), dtype=bool)
         for place, workers in enumerate(way.teams):
             room = self._pace_of.rooms[way.manners[place].team]
@@ -225,7 +222,7 @@ class Cutter:
         return fits
 
     def _least_elements(self, way: Way, cuts: Cuts, place: int) -> FloatArray:
-        """Trained elements of a group, in all of its stages, that nobody else has a part of."""
+        """Return the trained elements belonging to a group alone, in all stages of the group."""
         room = self._pace_of.rooms[way.manners[place].team]
         stages = range(place, len(way.stages), len(way.row))
         every = (room.least_elements(cuts.begins[:, n], cuts.ends[:, n]) for n in stages)
@@ -233,8 +230,8 @@ class Cutter:
 
 
 def _least_busy(count: int, seconds: Sequence[FloatArray], devices: Sequence[int]) -> FloatArray:
-    """The least that the busiest device computes if so many micro-batches are dealt, each whole:
-    from below, to a part in a thousand.
+    """Return a lower bound, to a part in a thousand, of the busiest device's seconds with `count`
+    micro-batches dealt whole.
 
     Args:
         seconds: of one micro-batch on a device of each class.

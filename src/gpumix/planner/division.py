@@ -1,6 +1,6 @@
-"""What a policy gives to the devices of each class, counted; and the plan that it makes.
+"""The counted loads of a policy for the devices of each class, and the resulting plan.
 
-Devices of a class are alike, so a policy says how many of them get which load. Within a class the
+Devices of a class are alike, so a policy says how many of them get which load. Within a class, the
 first devices by id get the most samples.
 """
 
@@ -17,24 +17,24 @@ from gpumix.planner.weigh import Load, step_seconds
 from gpumix.spec.plan import Plan
 from gpumix.spec.stage import Mode
 
-# So many samples for each of so many devices of one class.
+# Pairs of samples and the number of devices with as many, for one class.
 Runs = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class Division:
-    """Loads, each with the number of devices of its class that get it: all devices of `setting`."""
+    """Loads with the number of devices getting each: all devices of `setting`."""
 
     setting: Setting
     loads: tuple[tuple[Load, int], ...]
 
     @cached_property
     def step_s(self) -> float:
-        """Seconds of a step, by the cost model that judges all policies."""
+        """Seconds of a step, by the cost model common to all policies."""
         return step_seconds(self.setting, (load for load, _ in self.loads))
 
     def plan(self, strategy: str) -> Plan:
-        """The plan in which the devices of each class, by id, get its loads, the largest first."""
+        """Build the plan giving its loads to the devices of each class by id, the largest first."""
         order = sorted(self.loads, key=lambda pair: (-pair[0].samples, -pair[0].share))
         parts: dict[str, Part] = {}
         for name, devices in self.setting.classes.items():
@@ -52,7 +52,7 @@ def _part(load: Load) -> Part:
 def evenly_stored(
     setting: Setting, mode: Mode, runs: Sequence[Runs], micro_batches: Sequence[int]
 ) -> Division:
-    """The samples of each class's devices, in micro-batches of one size a class, all storing alike.
+    """Build a division with given samples and micro-batch sizes by class, and equal state shares.
 
     The sequences follow `setting.classes`.
     """
@@ -70,11 +70,11 @@ def evenly_stored(
 def apportion(
     total: int, weights: Sequence[float], most: Sequence[int], counts: Sequence[int]
 ) -> tuple[Runs, ...] | None:
-    """`total` samples over devices by weight, none more than `most`; None if they take fewer.
+    """Apportion `total` samples by weight, at most `most` a device; None if devices take fewer.
 
-    One entry per class of `counts` devices. What its share of the rest exceeds a class's `most` by
-    goes to the others. Shares are rounded down, and what that leaves goes by the largest remainder,
-    one sample a device; ties go to the class that comes first.
+    Each entry is for a class of `counts` devices. The excess of a class over its `most` goes to the
+    other classes. Shares are rounded down, and the rest goes by largest remainder, one sample a
+    device; ties go to the first class.
     """
     if sum(m * n for m, n in zip(most, counts)) < total:
         return None
@@ -84,7 +84,7 @@ def apportion(
         left = total - sum(most[c] * counts[c] for c in full)
         rest = [c for c in range(len(counts)) if c not in full]
         weight = sum(weights[c] * counts[c] for c in rest)
-        if weight == 0 and left > 0:  # those that have no weight take the rest alike
+        if weight == 0 and left > 0:  # classes without weight share the rest evenly
             weights = [1.0 if c in rest else w for c, w in enumerate(weights)]
             continue
         shares = {c: left * weights[c] / weight if weight else 0.0 for c in rest}
@@ -116,7 +116,7 @@ def _runs(pairs: Iterable[tuple[int, int]]) -> Runs:
 
 
 def _finite(weights: Sequence[float]) -> list[float]:
-    """Beside a class that takes no time at all no other one counts."""
+    """Return finite weights: next to an infinite weight, finite weights become 0."""
     if float("inf") not in weights:
         return list(weights)
     return [1.0 if w == float("inf") else 0.0 for w in weights]

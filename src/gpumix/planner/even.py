@@ -1,8 +1,7 @@
-"""The plan that ignores differences: equal batches, equal shares, one micro-batch for all.
+"""The plan ignoring differences: equal batches, equal shares, one micro-batch size for all.
 
-This is what DDP, FSDP and DeepSpeed do. The micro-batch is the largest that fits on the device with
-the least room; of the ZeRO stages and modes that are allowed the fastest is taken, the same for all
-devices.
+DDP, FSDP and DeepSpeed divide work this way. The micro-batch is the largest that fits on the device
+with the least room; of the allowed ZeRO stages and modes, the fastest is used for all devices.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from gpumix.spec.stage import Mode
 
 
 def even(profile: Profile, request: PlanRequest) -> Plan:
-    """Equal batches and shares; a remainder of the batch goes to the first ranks, one sample each.
+    """Plan equal batches and shares; the first ranks get one sample more for a remainder.
 
     Raises:
         InputError: there are fewer samples than devices, or the profile lacks a device.
@@ -37,7 +36,7 @@ def even(profile: Profile, request: PlanRequest) -> Plan:
 
 
 def even_plans(profile: Profile, request: PlanRequest) -> Iterator[Plan]:
-    """The even plan in each ZeRO stage and mode that fits, the fastest one first by prediction.
+    """Yield the even plan of each ZeRO stage and mode that fits, the fastest first by prediction.
 
     Raises:
         InputError, NoFeasiblePlanError: as `even`.
@@ -72,8 +71,8 @@ def even_plans(profile: Profile, request: PlanRequest) -> Iterator[Plan]:
 
 @dataclass(frozen=True)
 class _Even:
-    """Equal parts in one setting and mode: the largest micro-batch that fits all, if there is one,
-    and by how many bytes the best one of each class exceeds its memory."""
+    """Equal parts in one setting and mode: the largest micro-batch fitting all devices, if any, and
+    the bytes each class exceeds its memory by at best."""
 
     setting: Setting
     mode: Mode
@@ -102,7 +101,7 @@ class _Even:
 
 @dataclass(frozen=True)
 class _Kind:
-    """Devices of one class that get as many samples and own as many elements."""
+    """Devices of one class with equal numbers of samples and of owned elements."""
 
     name: str
     samples: int
@@ -110,7 +109,7 @@ class _Kind:
 
 
 def _kinds(buckets: Buckets, devices: Sequence[Device], samples: Sequence[int]) -> list[_Kind]:
-    """What devices hold if all own as much, to the element: each kind once."""
+    """Return the distinct kinds of devices if all own equally much, to the element."""
     owned = owned_by_rank(buckets, (1.0 / len(devices),) * len(devices))
     every = (_Kind(d.device_class, n, own) for d, n, own in zip(devices, samples, owned))
     return list(dict.fromkeys(every))
@@ -119,8 +118,7 @@ def _kinds(buckets: Buckets, devices: Sequence[Device], samples: Sequence[int]) 
 def _excess(
     setting: Setting, mode: Mode, kind: _Kind, sizes: IntArray
 ) -> tuple[IntArray, IntArray]:
-    """Bytes by which a device exceeds its memory, and what its host has for it, for each
-    micro-batch size."""
+    """Return the bytes over device memory, and over the host's memory, by micro-batch size."""
     micro = MicroBatches.of(np.full(len(sizes), kind.samples), sizes)
     held = Activations(setting.profile.model_of(kind.name), micro, mode)
     peaks = setting.memory.peaks(held, [kind.owned] * len(sizes))

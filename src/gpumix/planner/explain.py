@@ -1,4 +1,4 @@
-"""A plan with its reasons: what it was weighed against, whether mixing pays, what binds."""
+"""Plans with reasons: the alternatives, the gain from mixing, and the bottlenecks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from gpumix.spec.units import LARGEST_BATCH
 
 
 def _with_no_choice(strategy: Strategy) -> Strategy:
-    """A strategy that does not choose how many stages there are."""
+    """Wrap a strategy with a fixed number of stages, to refuse `least_stages`."""
 
     def planned(profile: Profile, request: PlanRequest) -> Plan:
         refuse_least_stages(request.space)
@@ -55,22 +55,22 @@ STRATEGIES: dict[str, Strategy] = {
     "cephalo": _with_no_choice(cephalo),
     "best-subset": _with_no_choice(best_subset),
 }
-WEIGHED = ("optimal", "even")  # against every plan; `planner.compare` weighs all
-SINGLE = "only "  # the strategy of an alternative on one class, before the name of the class
+WEIGHED = ("optimal", "even")  # compared with every plan; `planner.compare` has all
+SINGLE = "only "  # prefix to the class name, as strategy of an alternative on one class
 
 Where = Literal["inside", "between"]
 PLACES: dict[Where, str] = {"inside": "inside hosts", "between": "between hosts"}
 FREE = Link(times=Curve(sizes=(1.0,), values=(0.0,)))
 
-ALIKE = 1e-9  # times that differ by no more are the same
-ALMOST = 0.97  # from here on a device counts as fully used
+ALIKE = 1e-9  # times within this fraction are the same
+ALMOST = 0.97  # fraction from which a device counts as fully used
 
 
 def check_strategy(name: str) -> None:
-    """Refuse a strategy that there is not.
+    """Refuse an unknown strategy.
 
     Raises:
-        InputError: there is no such strategy.
+        InputError: the strategy is unknown.
     """
     if name not in STRATEGIES:
         raise InputError(
@@ -81,11 +81,11 @@ def check_strategy(name: str) -> None:
 def plan(
     profile: Profile, global_batch: int, *, strategy: str = "optimal", space: Space = EVERYTHING
 ) -> Plan:
-    """Plan with `strategy` among what `space` has, and say why (`Plan.reasons`).
+    """Plan with `strategy` within `space`, and add the reasons (`Plan.reasons`).
 
-    It is weighed against the optimal and the even plan on all devices, and the optimal plan on the
-    devices of each single class, which says whether mixing pays. Where links were measured, those
-    between all devices are taken to be those of any. `compare` weighs all strategies.
+    The plan is compared with the optimal and the even plan on all devices, and with the optimal
+    plan on each single class, to say if mixing pays. Where links were measured, the measurements
+    between all devices are used for any of them. `compare` has all strategies.
 
     Raises:
         InputError: there is no such strategy, or the profile does not fit the request.
@@ -130,7 +130,7 @@ def plan(
 
 
 def _within(space: Space, plan: Plan) -> Plan:
-    """The plan, if it uses nothing that the space leaves out."""
+    """Return the plan; raise an InputError if techniques outside the space are used."""
     if missing := space.missing(plan):
         raise InputError(
             f"strategy '{plan.strategy}' makes a plan that the techniques leave out: {missing}",
@@ -140,7 +140,7 @@ def _within(space: Space, plan: Plan) -> Plan:
 
 
 def _single_classes(searched: Fastest, chosen: Plan) -> list[Alternative]:
-    """The fastest plan on each class alone; none if there is only one class."""
+    """Return the fastest plan on each class alone; empty for a single class."""
     profile, paces = searched.profile, searched.paces
     if len(searched.of_classes) == 1:
         return []
@@ -156,7 +156,7 @@ def _single_classes(searched: Fastest, chosen: Plan) -> list[Alternative]:
 
 
 def _has_more(profile: Profile, request: PlanRequest) -> bool:
-    """Whether there may be other plans than those of one stage without teams."""
+    """Return True if plans of several stages or with teams may exist."""
     stages = profile.model.needs and request.space.most_stages != 1
     return bool(stages or measured_teams(profile).intersection(teams_of_space(request.space)))
 
@@ -170,14 +170,14 @@ def _alternative(name: str, planned: Callable[[], Plan], chosen: Plan) -> Altern
 
 
 def verdict(other: Plan, chosen: Plan) -> str:
-    """How its step compares, and which device makes it so long."""
+    """Compare a plan's step with the chosen plan's; if slower, name the cause."""
     step_s, own_s = predicted(other).step_s, predicted(chosen).step_s
     compared = against(step_s, own_s)
     return f"{compared}: {_slowest(other)}" if step_s > own_s * (1 + ALIKE) else compared
 
 
 def against(step_s: float, own_s: float) -> str:
-    """How one step compares with that of the chosen plan."""
+    """Compare a step time with the chosen plan's, in words."""
     if step_s <= own_s * (1 - ALIKE):
         return f"faster than the chosen plan: its step takes {step_s / own_s:.0%} of the time"
     if step_s <= own_s * (1 + ALIKE):
@@ -189,7 +189,7 @@ def against(step_s: float, own_s: float) -> str:
 
 
 def _slowest(plan: Plan) -> str:
-    """The device that computes longest, or the network where it takes more than computing."""
+    """Describe the busiest device, or the network if waiting takes over half of the step."""
     prediction = predicted(plan)
     if prediction.exposed_communication_s > prediction.step_s / 2:
         return "more than half of it waits for the network"
@@ -202,8 +202,7 @@ def _slowest(plan: Plan) -> str:
 
 
 def _in_no_team(profile: Profile, request: PlanRequest, plan: Plan) -> tuple[str, ...]:
-    """Devices that get nothing because those of their class that are left on their host are too few
-    for a team, where no device may compute alone."""
+    """Return unused devices, too few on a host for a team of a class, if none may compute alone."""
     used = {w.device for w in plan.workers}
     left: dict[tuple[str, str], list[str]] = {}
     for device in profile.cluster.devices:
@@ -214,7 +213,7 @@ def _in_no_team(profile: Profile, request: PlanRequest, plan: Plan) -> tuple[str
 
 
 def _mixing(able: Sequence[Device], plan: Plan, single: list[Alternative]) -> Mixing | None:
-    """The plan against the best single class; None if only one could train.
+    """Compare the plan with the best single class; None if only one class could train.
 
     Args:
         able: devices that could take part.
@@ -235,21 +234,21 @@ def _mixing(able: Sequence[Device], plan: Plan, single: list[Alternative]) -> Mi
 
 
 def _hosts_left_out(able: Sequence[Device], plan: Plan) -> tuple[str, ...]:
-    """Hosts that get nothing, although others with their classes do."""
+    """Return unused hosts with devices of used classes."""
     used = {w.device_class for w in plan.workers}
     with_used = {d.host for d in able if d.device_class in used}
     return tuple(sorted(with_used - {w.host for w in plan.workers}))
 
 
 def _devices_left_out(able: Sequence[Device], plan: Plan) -> tuple[str, ...]:
-    """Devices that get nothing, although others of their class do, and others on their host."""
+    """Return unused devices of used classes on used hosts."""
     classes, hosts = {w.device_class for w in plan.workers}, {w.host for w in plan.workers}
     there = {d.id for d in able if d.device_class in classes and d.host in hosts}
     return tuple(sorted(there - {w.device for w in plan.workers}))
 
 
 def _dtypes(profile: Profile, plan: Plan) -> tuple[Dtype, ...]:
-    """What classes compute in, where they differ or one does not do it well."""
+    """Return the compute dtype of each class, if classes differ or a class is slow in its dtype."""
     computed = {w.device_class: w.compute_dtype for w in plan.workers}
     classes = {name: profile.cluster.class_named(name) for name in sorted(computed)}
     badly = any(computed[name] in support_of(c).slow for name, c in classes.items())
@@ -262,7 +261,7 @@ def _dtypes(profile: Profile, plan: Plan) -> tuple[Dtype, ...]:
 
 
 def binding(profile: Profile, plan: Plan) -> Binding:
-    """What a faster step would need more of."""
+    """Return the bottlenecks: the compute, memory and link limiting the step."""
     prediction = predicted(plan)
     step_s, workers = prediction.step_s, prediction.workers
     busiest = max(w.busy_s for w in workers)
@@ -279,7 +278,7 @@ def binding(profile: Profile, plan: Plan) -> Binding:
 
 
 def _slow_link(profile: Profile, plan: Plan) -> str:
-    """The links whose collectives the step waits for: without them it would be shortest."""
+    """Return the links making the step wait longest: freeing these shortens the step most."""
     if len({w.host for w in plan.workers}) == 1:
         return _named(profile, plan, "inside")
     without = {
@@ -291,7 +290,7 @@ def _slow_link(profile: Profile, plan: Plan) -> str:
 
 
 def _with_free_links(profile: Profile) -> dict[Where, Profile]:
-    """The profile with links of one kind that take no time, where links are stated."""
+    """Return profiles with free links of each kind, if links are stated."""
     network = profile.cluster.network
     if network is None or profile.network:
         return {}
@@ -305,7 +304,7 @@ def _with_free_links(profile: Profile) -> dict[Where, Profile]:
 
 
 def _named(profile: Profile, plan: Plan, where: Where) -> str:
-    """A place with the name of its slowest link, as it was stated."""
+    """Return a place with the stated name of its slowest link."""
     network = profile.cluster.network
     if network is None or profile.network:
         return f"{PLACES[where]}, as measured"

@@ -1,5 +1,5 @@
-"""The fastest plan: of one stage, or of several where that is faster, or alone fits; with devices
-that compute alone, or in teams."""
+"""The fastest plan: of one stage, or of several if faster or alone feasible; of single devices or
+of teams."""
 
 from __future__ import annotations
 
@@ -18,27 +18,26 @@ from gpumix.spec.errors import GpumixError, InputError, NoFeasiblePlanError
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 
-FEW_DEVICES = 64  # beyond, the last touches to each plan take long
-# Times as long a step takes at most that the last touches make faster than others.
+FEW_DEVICES = 64  # beyond, finishing each plan takes long
+# Most that the last touches may gain: a plan slower by this factor may still win.
 MOST_GAINED, MANY_MOST_GAINED = 1.1, 1.02
 
 
 def fastest(profile: Profile, request: PlanRequest) -> Plan:
-    """The plan with the shortest step of all that the request's space allows.
+    """Return the plan with the shortest step within the request's space.
 
     Raises:
-        InputError: the request names devices that the profile does not know.
+        InputError: the request names devices unknown to the profile.
         NoFeasiblePlanError: the devices cannot hold the state and the batch.
     """
     return Fastest(profile, request).plan()
 
 
 class Fastest:
-    """The fastest plans of a request, of all its devices and of each class alone; each is searched
-    for when it is first asked for.
+    """The fastest plans of a request, on all devices and on each class alone, found on first use.
 
     Args:
-        paces: of these classes and this batch; other searches of them may share them.
+        paces: of these classes and this batch; may be shared between searches.
     """
 
     def __init__(self, profile: Profile, request: PlanRequest, paces: Paces | None = None) -> None:
@@ -47,27 +46,27 @@ class Fastest:
         self.paces = paces or Paces(profile, request.global_batch)
 
     def plan(self) -> Plan:
-        """See `fastest`."""
+        """Return the fastest plan; see `fastest`."""
         if isinstance(self._found, GpumixError):
             raise self._found
         return self._found
 
     @cached_property
     def of_classes(self) -> dict[str, Fastest]:
-        """By class, those of its devices alone."""
+        """Searches by class, on the devices of the class alone."""
         every = single_classes(self.profile, self.request)
         return {name: Fastest(self.profile, alone, self.paces) for name, alone in every}
 
     @cached_property
     def alone(self) -> Plan | None:
-        """The optimal plan of one stage, of devices that compute alone; None if none fits."""
+        """The optimal plan of one stage on single devices; None if none fits."""
         return optimal_below(self.profile, self.request, self.paces, float("inf"))
 
     @cached_property
     def _found(self) -> Plan | InputError | NoFeasiblePlanError:
         best, space = _Best(), self.request.space
         if space.least_stages == 1:
-            _ = self.alone  # an error of the request is one of all searches
+            _ = self.alone  # an invalid request raises here already
             best.weigh(self._of_one_stage)
         if space.most_stages != 1:
             best.weigh(self._of_stages)
@@ -95,8 +94,7 @@ class Fastest:
         return plan, bound_s
 
     def _in_one_stage(self, profile: Profile, request: PlanRequest, below_s: float) -> Searched:
-        """The optimal plan with the last touches, or one on one class alone, that takes less than
-        `below_s`."""
+        """Return the finished optimal plan, or a plan on one class alone, faster than `below_s`."""
         if profile is self.profile:
             paces, found = self.paces, self.alone
         else:
@@ -105,7 +103,7 @@ class Fastest:
             gained = MOST_GAINED if few else MANY_MOST_GAINED
             found = optimal_below(profile, request, paces, below_s * gained)
             if found is None and 1 not in self.request.space.tensor:
-                raise _no_room(profile, request)  # of devices alone it is told what they lack
+                raise _no_room(profile, request)  # else reported for single devices
         bound_s: float | None = below_s
         if found is not None:
             found = finished(profile, request, found, paces, below_s)
@@ -115,8 +113,7 @@ class Fastest:
 
 
 class _Best:
-    """The fastest plan so far, seconds that none of those that were weighed takes less than, and
-    why there are none."""
+    """The fastest plan so far, a lower bound of all plans weighed, and the errors of searches."""
 
     def __init__(self) -> None:
         self.plan: Plan | None = None
@@ -125,11 +122,11 @@ class _Best:
 
     @property
     def below_s(self) -> float:
-        """Another plan must take less to be worth while."""
+        """Seconds that a worthwhile plan must beat."""
         return float("inf") if self.plan is None else worth_leaving(self.plan)
 
     def weigh(self, search: Callable[[float], Searched]) -> None:
-        """Takes what a search for faster plans finds."""
+        """Run a search for faster plans, and keep the result if better."""
         try:
             found, bound_s = search(self.below_s)
         except (InputError, NoFeasiblePlanError) as error:
@@ -148,8 +145,8 @@ def _no_room(profile: Profile, request: PlanRequest) -> NoFeasiblePlanError:
 def _of_one_class(
     profile: Profile, request: PlanRequest, below_s: float, paces: Paces
 ) -> Plan | None:
-    """A plan on one class alone. Where links were measured the optimal plan leaves nobody out, for
-    they are known of all devices only: fewer devices take no longer over them."""
+    """Return a plan on one class alone, if links were measured: links are then known only for all
+    devices together, so the optimal plan leaves no device out, and fewer devices take no longer."""
     if not (profile.network and request.space.leave_out):
         return None
     try:

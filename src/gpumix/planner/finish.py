@@ -1,11 +1,11 @@
-"""The last touches on the fastest plan: what a search over all of it would be too much for.
+"""Last touches on the fastest plan, too costly for a search over all plans.
 
-Each is judged by the cost model and taken only where it fits and does not make the step longer:
+The cost model judges each touch, and only a touch that fits and does not lengthen the step is kept:
 
-1. Of plans that are as fast to one part in a thousand the lowest ZeRO stage wins: fewer
-   collectives, which no model of time has to be right about.
-2. Units are joined: fewer and larger collectives, against more memory for each.
-3. Where workers recompute and have memory left, they keep as many graphs as fit in it.
+1. Of plans within one part in a thousand of the fastest, the lowest ZeRO stage wins: it has fewer
+   collectives, so less depends on the model of their time.
+2. Units are joined: fewer and larger collectives, at more memory for each.
+3. Workers that recompute keep as many graphs as fit into the memory left.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from gpumix.spec.stage import Mode, Stage, Worker
 
 AS_FAST = 1e-3
 JOINED = (2, 3, 4, 6, 8)
-FASTER = 1e-9  # what is shorter by less is no gain
-MANY_GRAPHS = 512  # beyond, so many numbers of them are looked at
+FASTER = 1e-9  # a smaller relative gain is none
+MANY_GRAPHS = 512  # beyond, only so many numbers are tried
 
 
 def finished(
@@ -36,8 +36,8 @@ def finished(
     paces: Paces,
     below_s: float = float("inf"),
 ) -> Plan:
-    """The plan with these touches. Its bound stays that of plans without them. The first one, which
-    makes no step shorter, is left out where the others do not make it shorter than `below_s`."""
+    """Apply the last touches, keeping the bound. A lower ZeRO stage, which shortens no step, is
+    tried only if the rest gets below `below_s`."""
     touched = _faster(profile, request, plan)
     if predicted(touched).step_s >= below_s:
         return touched
@@ -66,7 +66,7 @@ def _of_lowest_stage(profile: Profile, request: PlanRequest, plan: Plan, paces: 
 
 
 def _joined(profile: Profile, plan: Plan) -> Plan:
-    """The number of units in a row that makes the step shortest."""
+    """Join as many units in a row as make the step shortest."""
     if len(plan.workers) == 1:
         return plan
     stage, units = plan.stages[0], len(set(plan.stages[0].units))
@@ -86,7 +86,7 @@ def _joined(profile: Profile, plan: Plan) -> Plan:
 
 
 def _with_graphs(profile: Profile, plan: Plan) -> Plan:
-    """As many graphs on each worker as its memory bears, as far as they make it faster."""
+    """Keep as many graphs on each worker as fit and make the worker faster."""
     alike: dict[tuple[str, int, int, Mode], list[int]] = {}
     for rank, w in enumerate(plan.workers):
         if _may_keep(profile, w):
@@ -106,14 +106,14 @@ def _with_graphs(profile: Profile, plan: Plan) -> Plan:
 
 
 def _may_keep(profile: Profile, worker: Worker) -> bool:
-    mode = worker.mode  # one micro-batch at a time has its own mode that keeps all of its graphs
+    mode = worker.mode  # running one micro-batch at a time has a mode keeping all graphs
     if not worker.samples or mode != Mode(head=mode.head):
         return False
     return can(profile, worker.device_class, mode.model_copy(update={"recompute": False}))
 
 
 def _most_graphs(profile: Profile, plan: Plan, worker: Worker, room: int) -> int:
-    """How many graphs make a worker fastest that has `room` bytes left; the fewest of those."""
+    """Return the fastest number of kept graphs within `room` bytes; on ties the fewest."""
     pairs = len(profile.model.calls) * len(worker.micro_batches)
     kept: IntArray = np.unique(np.linspace(0, pairs, min(pairs, MANY_GRAPHS) + 1).astype(np.int64))
     micro = MicroBatches.of(np.full(len(kept), worker.samples), worker.micro_batch)

@@ -1,4 +1,4 @@
-"""The devices that a plan may use: counted by class and host, so that leaving some out is cheap."""
+"""The devices of a plan, counted by class and host, so that leaving some out is cheap."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from gpumix.spec.dtypes import communication_dtype
 from gpumix.spec.profile import Profile
 from gpumix.spec.stage import ComputeDtype, Mode
 
-FEW_CLASSES = 4  # of which all subsets are tried
-FEW_HOSTS = 8  # of a kind: one more or less may matter
-MOST_FLEETS = 64  # ways to leave devices out: up to so many all are tried
+FEW_CLASSES = 4  # up to this many, all subsets are tried
+FEW_HOSTS = 8  # of a kind: up to this many, a single host may matter
+MOST_FLEETS = 64  # ways to leave devices out: up to this many, all are tried
 
 
 @dataclass(frozen=True)
 class Pool:
-    """Devices that divide one copy of the state between them, and others that are just like them.
+    """Devices dividing one copy of the state, together with all like pools.
 
-    `classes` has the devices of each class, one tuple for each of the like pools, by id.
+    `classes` has the devices of each class by id, one tuple for each of the like pools.
     """
 
     classes: tuple[tuple[str, tuple[tuple[Device, ...], ...]], ...]
 
     @property
     def alike(self) -> int:
-        """How many such pools there are."""
+        """The number of like pools."""
         return len(self.classes[0][1])
 
     @property
     def size(self) -> int:
-        """Devices in one of them."""
+        """The number of devices in each pool."""
         return sum(len(devices[0]) for _, devices in self.classes)
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """Chosen devices of a profile, and the links between them: what all settings of a search share.
+    """Chosen devices of a profile, and links between them, shared by all settings of a search.
 
-    `everyone` are all devices in rank order; those take part that are in `classes`, which has them
-    by id, the classes by name. `on_host` counts them.
+    `everyone` has all devices in rank order. `classes` has the devices taking part by id, the
+    classes by name; `on_host` counts them.
     """
 
     profile: Profile
@@ -58,7 +58,7 @@ class Fleet:
 
     @classmethod
     def of(cls, profile: Profile, devices: tuple[Device, ...]) -> Fleet:
-        """All of these devices, which are in rank order."""
+        """Build a fleet of all `devices`, given in rank order."""
         found: dict[str, list[Device]] = {}
         for device in sorted(devices, key=lambda d: d.id):
             found.setdefault(device.device_class, []).append(device)
@@ -66,7 +66,7 @@ class Fleet:
         return cls(profile, devices, classes, on_hosts((d.host, d.device_class) for d in devices))
 
     def only(self, on_host: OnHosts) -> Fleet:
-        """So many devices of some classes on some hosts, the first by id."""
+        """Keep as many devices of each class on each host as `on_host` says, the first by id."""
         kept: dict[str, tuple[Device, ...]] = {}
         for name, devices in self.classes.items():
             left = {host: counts[name] for host, counts in on_host.items() if counts.get(name)}
@@ -77,7 +77,7 @@ class Fleet:
         return Fleet(self.profile, self.everyone, kept, on_host, self._measured)
 
     def measured(self, modes: tuple[Mode, ...]) -> dict[str, tuple[Mode, ...]]:
-        """Those of `modes` that were measured of each class, less those that another one beats."""
+        """Return the measured `modes` of each class, without modes beaten by another."""
         if modes not in self._measured:
             self._measured[modes] = {
                 c.device_class: tuple(self._worthwhile(modes, c.device_class))
@@ -94,19 +94,19 @@ class Fleet:
 
     @cached_property
     def communication_dtype(self) -> ComputeDtype:
-        """In which parameters are gathered between those that take part."""
+        """The dtype for gathering parameters between devices taking part."""
         return communication_dtype(
             self.profile.of_class(name).compute_dtype for name in self.classes
         )
 
     @cached_property
     def size(self) -> int:
-        """How many devices take part."""
+        """The number of devices taking part."""
         return sum(map(len, self.classes.values()))
 
     @cached_property
     def devices(self) -> tuple[Device, ...]:
-        """Those that take part, in rank order."""
+        """The devices taking part, in rank order."""
         if self.size == len(self.everyone):
             return self.everyone
         there = {device.id for devices in self.classes.values() for device in devices}
@@ -114,7 +114,7 @@ class Fleet:
 
     @cached_property
     def per_host(self) -> tuple[int, ...]:
-        """How many devices each host has."""
+        """The number of devices on each host."""
         return tuple(sum(counts.values()) for counts in self.on_host.values())
 
     @cached_property
@@ -128,8 +128,8 @@ class Fleet:
 
     @cached_property
     def by_host(self) -> tuple[Pool, ...]:
-        """A pool for each host, the kinds by the names of their classes; hosts with as many devices
-        of each class are alike."""
+        """A pool for each host, the kinds sorted by class names; hosts with equally many devices of
+        each class are alike."""
         there: dict[tuple[str, str], list[Device]] = {}
         for name, devices in self.classes.items():
             for device in devices:
@@ -141,7 +141,7 @@ class Fleet:
 
 
 def _first(devices: Iterable[Device], wanted: Mapping[str, int]) -> Iterator[Device]:
-    """The first so many of each host."""
+    """Yield the first devices of each host, as many as wanted."""
     left = dict(wanted)
     for device in devices:
         if left.get(device.host, 0) > 0:
@@ -150,8 +150,8 @@ def _first(devices: Iterable[Device], wanted: Mapping[str, int]) -> Iterator[Dev
 
 
 def fewer(fleet: Fleet) -> tuple[Iterator[Fleet], bool]:
-    """Fleets with some devices left out, and whether these are all that there are. None where links
-    were measured, for they are known of all devices only."""
+    """Return fleets with some devices left out, and True if no further fleets exist. Empty where
+    links were measured, since measurements are of all devices only."""
     on_host = fleet.on_host
     if fleet.profile.cluster.network is None or fleet.profile.network:
         return iter(()), True
@@ -161,7 +161,7 @@ def fewer(fleet: Fleet) -> tuple[Iterator[Fleet], bool]:
 
 
 def _ways(on_host: OnHosts) -> int:
-    """In how many ways devices may be left out; hosts that are alike count once."""
+    """Count the ways to leave devices out; like hosts count once."""
     ways = 1
     for kind, hosts in like_hosts(on_host).items():
         of_one = prod(count + 1 for _, count in kind)
@@ -170,7 +170,7 @@ def _ways(on_host: OnHosts) -> int:
 
 
 def _any_fewer(on_host: OnHosts) -> list[OnHosts]:
-    """All ways to leave devices out, those with many devices first."""
+    """Return all ways to leave devices out, the largest fleets first."""
     of_kinds = []
     for kind, hosts in like_hosts(on_host).items():
         of_one = [
@@ -184,8 +184,8 @@ def _any_fewer(on_host: OnHosts) -> list[OnHosts]:
 
 
 def _much_fewer(on_host: OnHosts) -> Iterator[OnHosts]:
-    """Without some classes; then 1, 2, 4, ... hosts of a kind alone, for one needs no links between
-    hosts; then without half of the hosts of a kind, of few without one."""
+    """Yield fleets without some classes; then 1, 2, 4, ... hosts of a kind alone (a single host
+    needs no links between hosts); then without half the hosts of a kind, or 1 of few."""
     names = sorted({name for counts in on_host.values() for name in counts})
     for size in _sizes(names):
         for some in combinations(names, size):
@@ -202,7 +202,7 @@ def _much_fewer(on_host: OnHosts) -> Iterator[OnHosts]:
 
 
 def _of_classes(on_host: OnHosts, classes: frozenset[str]) -> OnHosts:
-    """The devices of these classes."""
+    """Keep only the devices of `classes`."""
     counts = {
         host: {name: n for name, n in of_host.items() if name in classes}
         for host, of_host in on_host.items()
@@ -211,6 +211,6 @@ def _of_classes(on_host: OnHosts, classes: frozenset[str]) -> OnHosts:
 
 
 def _sizes(names: Sequence[str]) -> Iterable[int]:
-    """How many classes are kept: any number of few, else all but one, and one."""
+    """Return the numbers of classes to keep: any number of few classes, else all but 1, and 1."""
     every = range(len(names) - 1, 0, -1)
     return every if len(names) <= FEW_CLASSES else (len(names) - 1, 1)

@@ -1,8 +1,8 @@
-"""Plans where hosts read samples more slowly than their devices could compute them.
+"""Plans where hosts read samples more slowly than devices could compute them.
 
-The search knows devices, not hosts' cores. So it is run a second time, on a profile in which a
-device takes at least as long for a sample as its part of its host's cores, or as the readers that
-it is given, take to read it; of both plans the one counts that is faster with the data.
+The search knows devices, not host cores. It is therefore run again on a profile in which a device
+takes at least as long for a sample as its part of the host's cores, or its given readers, take to
+read it. Of both plans, the faster one with the data counts.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ from gpumix.spec.errors import InputError, NoFeasiblePlanError
 from gpumix.spec.plan import Plan
 from gpumix.spec.profile import ROOT, ClassProfile, Profile
 
-CORNERS = 24  # sizes of micro-batches, that lengthened curves have at most
-ALIKE = 1.1  # times what reading a sample takes, up to which hosts count as alike
-MOST_KINDS = 4  # of hosts, by what reading takes there, that a class's devices are told apart by
+CORNERS = 24  # powers of two added to the sizes of lengthened curves
+ALIKE = 1.1  # hosts within this factor in seconds to read a sample count as alike
+MOST_KINDS = 4  # of hosts, by seconds to read a sample, that a class is divided into
 
 
 def held_back(profile: Profile) -> Profile | None:
-    """The profile with devices that are no faster than what their hosts can read; None if all hosts
-    can. Devices of one class on hosts that read at unlike speeds are of classes of their own there,
-    of hosts that count as alike as slow as on the slowest of them.
-    """
+    """Return the profile with devices slowed to the read speed of hosts; None if all hosts keep up.
+    Devices of a class on hosts of unlike speed get separate classes; hosts counted as alike are as
+    slow as the slowest of them."""
     least_s = _least_seconds(profile)
     found: dict[str, ClassProfile] = {}
     renamed: dict[tuple[str, str], str] = {}  # by class and host
@@ -49,7 +48,7 @@ def held_back(profile: Profile) -> Profile | None:
 
 
 def _alike(seconds: dict[str, float]) -> Iterator[tuple[str, ...]]:
-    """Hosts whose seconds are nearly the same, the quickest first; the last are the rest."""
+    """Yield groups of hosts with nearly equal seconds, the quickest first; the last is the rest."""
     left, kinds = sorted(seconds, key=lambda host: (seconds[host], host)), 1
     while left:
         most_s = inf if kinds == MOST_KINDS else ALIKE * seconds[left[0]]
@@ -68,7 +67,7 @@ def _with_classes(cluster: Cluster, renamed: Mapping[tuple[str, str], str]) -> C
 
 
 def _with_own_classes(profile: Profile, plan: Plan) -> Plan:
-    """A plan for such a profile, with the classes of `profile` again."""
+    """Restore the classes of `profile` in a plan for the slowed-down profile."""
     plan = with_classes_of(profile.cluster, plan)
     used = {worker.device_class for worker in plan.workers}
     estimated = tuple(name for name in profile.estimated if name in used)
@@ -76,7 +75,7 @@ def _with_own_classes(profile: Profile, plan: Plan) -> Plan:
 
 
 def least_step_s(profile: Profile, batch: int) -> float:
-    """No plan takes less, however the samples are divided over the hosts."""
+    """Return a lower bound of the step in seconds, for any division of samples over hosts."""
     rates = rates_of(profile)
     if not rates or any(device.host not in rates for device in profile.cluster.devices):
         return 0.0
@@ -84,7 +83,7 @@ def least_step_s(profile: Profile, batch: int) -> float:
 
 
 def _least_seconds(profile: Profile) -> dict[tuple[str, str], float]:
-    """By class and host: for a sample; 0 where the host reads as fast as its devices compute."""
+    """Return the least seconds per sample by class and host; 0 where the host keeps up."""
     rates, of_ranks = rates_of(profile), rates_of_ranks(profile)
     speeds = {one.device_class: _speed(profile, one) for one in profile.classes}
     there: dict[str, Counter[str]] = defaultdict(Counter)
@@ -102,13 +101,13 @@ def _least_seconds(profile: Profile) -> dict[tuple[str, str], float]:
 
 
 def _speed(profile: Profile, of_class: ClassProfile) -> float:
-    """Samples a second that a device computes at its best."""
+    """Return the samples per second of a device at its best."""
     size = of_class.largest_micro_batch or max(of_class.units[ROOT].forward.sizes)
     return size / max(_seconds(profile, of_class, float(size)), 1e-12)
 
 
 def _seconds(profile: Profile, of_class: ClassProfile, size: float) -> float:
-    """For both passes of a micro-batch through the model."""
+    """Return the seconds of both passes of a micro-batch through the model."""
     calls = Counter(profile.model.kind_of_call) | Counter([ROOT])
     return sum(
         n * float(seconds_at(curve, size))
@@ -118,7 +117,7 @@ def _seconds(profile: Profile, of_class: ClassProfile, size: float) -> float:
 
 
 def _lengthened(profile: Profile, of_class: ClassProfile, least_s: float) -> ClassProfile:
-    """A device that takes at least so long for each sample: the rest is added before the first
+    """Return a class taking at least `least_s` per sample; the extra time comes before the first
     unit, where nothing else happens."""
     root = of_class.units[ROOT]
     sizes = sorted({*root.forward.sizes, *(float(2**k) for k in range(CORNERS))})
@@ -133,7 +132,7 @@ def _lengthened(profile: Profile, of_class: ClassProfile, least_s: float) -> Cla
 
 
 def minding_data(strategy: Strategy) -> Strategy:
-    """A strategy that chooses samples, with what hosts can read in mind."""
+    """Wrap a strategy to account for the read speed of hosts."""
 
     def planned(profile: Profile, request: PlanRequest) -> Plan:
         free = profile.model_copy(update={"inputs": ()})
@@ -154,8 +153,8 @@ def minding_data(strategy: Strategy) -> Strategy:
 
 
 def _ways(request: PlanRequest) -> list[PlanRequest]:
-    """As it is, and in one stage, if there may be several: what reading is found to take lies on
-    the first stage alone, while all read, so that stages look better than they are."""
+    """Return the request, and a single-stage variant if several stages are allowed: only the first
+    stage is charged for reading, though all read, so stages look better than they are."""
     space = request.space
     if space.least_stages > 1 or space.most_stages == 1:
         return [request]

@@ -1,10 +1,10 @@
-"""Can the devices hold the whole state and still compute the whole batch?
+"""Feasibility of a plan: can the devices hold all of the state and compute all of the batch?
 
-Under limits on time a class has a *staircase*: the more samples a device takes, the less of the
-state it has room for. Each device gets one step; fewer samples than its step allows are always
-possible. The question is a knapsack in each pool: shares that add up to 1, samples that add up to
-the batch over all pools. A linear relaxation answers it nearly always, at once, by counting the
-devices of a class; a dynamic programme decides the rest exactly where it is small enough.
+Under limits on time, a class has a *staircase*: the more samples a device takes, the smaller the
+state share it has room for. Each device gets one step; fewer samples than the step allows are
+always possible. The question is a knapsack in each pool: shares adding up to 1, and samples adding
+up to the batch over all pools. A linear relaxation, counting the devices of a class, nearly always
+answers at once; a dynamic program decides the rest exactly where small enough.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ import numpy as np
 from gpumix.cost.curves import FloatArray, IntArray
 from gpumix.planner.options import TOLERANCE, Member, PoolOptions
 
-WHOLE = 1.0 - TOLERANCE  # shares that add up to this hold the whole state
+WHOLE = 1.0 - TOLERANCE  # shares adding up to this hold all of the state
 
-MOST_CELLS = 4_000_000  # of the dynamic programme: devices x samples x steps
+MOST_CELLS = 4_000_000  # of the dynamic program: devices x samples x steps
 
-# The step of so many devices of a class; and such runs for each class.
+# A step and the number of devices on it; the runs of a class; the runs of all classes.
 Run = tuple[int, int]
 Runs = tuple[Run, ...]
 Selection = tuple[Runs, ...]
 
 
 class Undecided(Exception):
-    """The relaxation allows it, and the exact answer would take too long."""
+    """The relaxation allows a selection, but the exact answer would take too long."""
 
 
 @dataclass(frozen=True)
 class Staircase:
-    """What one of `devices` like devices can do: growing `samples`, falling `share`."""
+    """Steps of each of `devices` like devices: growing `samples`, falling `share`."""
 
     devices: int
     samples: IntArray
@@ -42,7 +42,7 @@ class Staircase:
 
     @classmethod
     def of(cls, devices: int, samples: IntArray, capacity: FloatArray) -> Staircase:
-        """Keep the steps that no other one with as many samples and as much room covers."""
+        """Keep the steps not covered by a step of at least as many samples and as much room."""
         most = np.maximum.accumulate(capacity[::-1])[::-1]
         corner = most >= 0
         corner[:-1] &= most[1:] < most[:-1]
@@ -51,7 +51,7 @@ class Staircase:
 
 @dataclass(frozen=True)
 class Move:
-    """Devices of class `index` go from one step of the concave hull to the next."""
+    """A move of devices of class `index` to the next step of the concave hull."""
 
     price: float
     index: int
@@ -60,8 +60,8 @@ class Move:
 
 
 def staircase(member: Member, room: FloatArray, optimizer_s: float) -> Staircase:
-    """The staircase of a class in a pool with so much `room` beside each row of samples, and so
-    long for the update; no steps where nothing is allowed."""
+    """Return the staircase of a class in a pool, with `room` next to each row of samples and a
+    limit on the update; no steps if nothing is allowed."""
     share = np.minimum(room, member.options.most_share(optimizer_s))
     return Staircase.of(member.devices, member.options.rows, share)
 
@@ -69,11 +69,11 @@ def staircase(member: Member, room: FloatArray, optimizer_s: float) -> Staircase
 def select_in_pools(
     pools: Sequence[PoolOptions], stairs: Sequence[Sequence[Staircase]], batch: int
 ) -> tuple[Selection, ...] | None:
-    """A step for every device of every kind of pool, so that samples reach `batch` over all pools
-    and shares reach 1 in each; None if there is none.
+    """Return a step for every device of every kind of pool, such that samples reach `batch` over
+    all pools and shares reach 1 in each; None if impossible.
 
     Raises:
-        Undecided: it would take too long to tell.
+        Undecided: the answer would take too long.
     """
     if len(pools) == 1 and pools[0].alike == 1:
         selection = select(stairs[0], batch)
@@ -94,8 +94,7 @@ def select_in_pools(
 
 
 def _most_samples(stairs: Sequence[Staircase]) -> tuple[Selection, bool]:
-    """The steps of the devices of one pool that together take the most samples, and whether it is
-    certain that no others take more. There are some that hold the state."""
+    """Return a pool's steps with the most samples, and True if certain. The state must fit."""
     best = select(stairs, 0)
     assert best is not None
     low, high, certain = 0, sum(s.devices * int(s.samples[-1]) for s in stairs), True
@@ -113,10 +112,10 @@ def _most_samples(stairs: Sequence[Staircase]) -> tuple[Selection, bool]:
 
 
 def select(stairs: Sequence[Staircase], batch: int) -> Selection | None:
-    """A step for every device such that samples reach `batch` and shares reach 1; None if none.
+    """Return a step for every device, with samples reaching `batch` and shares 1, or None.
 
     Raises:
-        Undecided: it would take too long to tell.
+        Undecided: the answer would take too long.
     """
     if any(not len(s.samples) for s in stairs):
         return None
@@ -150,11 +149,11 @@ def _samples_of(stairs: Sequence[Staircase], chosen: Selection) -> int:
 
 
 def _relaxed(stairs: Sequence[Staircase], batch: int) -> tuple[float, Selection]:
-    """An upper bound of the sum of shares, and a selection that comes near it.
+    """Return an upper bound of the sum of shares, and a selection near the bound.
 
-    Devices begin at their roomiest step and move along the concave hull of their staircase, the
-    cheapest move (least share lost per sample gained) first. The bound cuts the last move short;
-    the selection makes it whole.
+    Devices begin at the roomiest step and move along the concave hull of the staircase, the
+    cheapest move (least share lost per sample gained) first. The bound makes the last move in part,
+    the selection in full.
     """
     chosen: list[list[Run]] = [[(0, s.devices)] for s in stairs]
     missing = batch - sum(s.devices * int(s.samples[0]) for s in stairs)
@@ -183,7 +182,7 @@ def _relaxed(stairs: Sequence[Staircase], batch: int) -> tuple[float, Selection]
 
 
 def _hull(index: int, stair: Staircase) -> Iterator[Move]:
-    """The moves along the upper concave hull of a staircase, cheapest first."""
+    """Yield the moves along the upper concave hull of a staircase, cheapest first."""
     x, y = stair.samples.tolist(), stair.share.tolist()
     corners: list[int] = []
     for point in range(len(x)):
@@ -195,13 +194,13 @@ def _hull(index: int, stair: Staircase) -> Iterator[Move]:
         corners.append(point)
     price = 0.0
     for a, b in pairwise(corners):
-        # Along a straight line rounding alone would tell which move comes first.
+        # On a straight line, rounding alone would decide which move comes first.
         price = max(price, (y[a] - y[b]) / (x[b] - x[a]))
         yield Move(price, index, a, b)
 
 
 def _tables(stairs: Sequence[Staircase], batch: int) -> list[FloatArray]:
-    """After each device: the largest sum of shares so far that allows at least j samples."""
+    """Return, after each device, the largest sum of shares so far for at least j samples."""
     tables = [np.concatenate(([0.0], np.full(batch, -np.inf)))]
     for stair in stairs:
         for _ in range(stair.devices):
@@ -215,7 +214,7 @@ def _tables(stairs: Sequence[Staircase], batch: int) -> list[FloatArray]:
 
 
 def _exact(stairs: Sequence[Staircase], batch: int) -> Selection | None:
-    """The selection with the largest sum of shares, by dynamic programming; None if below 1."""
+    """Return the selection with the largest sum of shares, by dynamic programming, or None."""
     tables = _tables(stairs, batch)
     if tables[-1][batch] < WHOLE:
         return None

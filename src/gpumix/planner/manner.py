@@ -1,4 +1,4 @@
-"""In which manners a group may run its stage: in teams of how many, and in which mode."""
+"""Manners of running a stage: the team size and the mode of a group."""
 
 from __future__ import annotations
 
@@ -20,19 +20,18 @@ from gpumix.spec.stage import Head, Mode
 
 
 class Kind(NamedTuple):
-    """What a group is made of: of each of its hosts, how many devices it has of each class, those
-    of each island apart; and how near they are to each other."""
+    """The makeup of a group: devices by host and class, each island apart; and their nearness."""
 
     hosts: tuple[tuple[tuple[str, int], ...], ...]
     near: Near = "all"
 
 
 Teams = tuple[tuple[str, int], ...]
-"""By class, how many workers of a stage are, or are led by, devices of it."""
+"""By class, the number of a stage's workers, or of teams led by a device of the class."""
 
 
 class Team(NamedTuple):
-    """How many devices compute units together, and whether they divide positions too."""
+    """The number of devices computing units together; `sequence` divides positions as well."""
 
     degree: int
     sequence: bool = False
@@ -43,27 +42,27 @@ MEASURE = "allow more `techniques`, or profile again: `gpumix profile JOB.yaml -
 
 
 def teams_of_space(space: Space) -> list[Team]:
-    """What teams a space has, small ones first."""
+    """Return the teams of a space, small ones first."""
     degrees, sequence = sorted(set(space.tensor)), sorted(set(space.sequence))
     of_several = product((degree for degree in degrees if degree > 1), sequence)
     return [*([ALONE] if 1 in degrees else []), *(Team(*team) for team in of_several)]
 
 
 def measured_teams(profile: Profile) -> set[Team]:
-    """Those of which it is known how fast they are, and what their calls need of each other."""
+    """Return the teams with known speed and known needs between calls."""
     return {Team(team.degree, team.sequence) for team in profile.teams if team.model.needs}
 
 
 @dataclass(frozen=True)
 class Manner:
-    """Devices compute in such teams, in this mode."""
+    """The team and the mode in which devices compute."""
 
     team: Team
     mode: Mode
 
 
 def kind_of(group: Sequence[Device]) -> Kind:
-    """Groups of one kind do the same in the same time, but for where the next one is."""
+    """Return the kind of a group. Groups of a kind do equal work in equal time, sends apart."""
     hosts: dict[str, Counter[tuple[str, str]]] = {}
     for device in group:
         hosts.setdefault(device.host, Counter())[device.device_class, device.island] += 1
@@ -72,7 +71,7 @@ def kind_of(group: Sequence[Device]) -> Kind:
 
 
 def teams_of(kind: Kind, degree: int) -> Teams:
-    """A group's teams of so many; all of its devices are in one."""
+    """Count the teams of `degree` by class; all devices of the group are in teams."""
     found: Counter[str] = Counter()
     for host in kind.hosts:
         for name, count in host:
@@ -81,10 +80,10 @@ def teams_of(kind: Kind, degree: int) -> Teams:
 
 
 class Manners:
-    """Those of a space, as far as they were measured.
+    """The measured manners of a space.
 
     Args:
-        profiles: of what ranks of a team compute.
+        profiles: by team, of the work of a rank.
     """
 
     def __init__(self, profiles: Mapping[Team, Profile], space: Space) -> None:
@@ -94,7 +93,7 @@ class Manners:
         self.of = lru_cache(maxsize=None)(self._of)
 
     def largest(self, kind: Kind, team: Team) -> float:
-        """The largest micro-batch that such teams of a group run; infinite if nothing limits it."""
+        """Return the largest micro-batch of a group's teams; infinite if unlimited."""
         classes = (self._profiles[team].of_class(name) for name in _classes(kind))
         limits = (of_class.largest_micro_batch for of_class in classes)
         return min((limit for limit in limits if limit is not None), default=float("inf"))
@@ -102,7 +101,7 @@ class Manners:
     def of_class(
         self, name: str, schedule: Schedule = "1f1b", *, last: bool = False
     ) -> list[Manner]:
-        """All that devices of a class may do in groups of their own."""
+        """Return all manners of a class in groups of a single class."""
         return [
             Manner(team, mode)
             for team in self._teams_of([name])
@@ -110,13 +109,13 @@ class Manners:
         ]
 
     def largest_of_class(self, name: str) -> float:
-        """The largest micro-batch that devices of a class run in any of them."""
+        """Return the largest micro-batch of a class in any manner."""
         return max(
             self.largest(Kind((((name, 1),),)), manner.team) for manner in self.of_class(name)
         )
 
     def lacking(self, names: Iterable[str], schedule: Schedule) -> Refusal | None:
-        """Why devices of these classes cannot have stages by this schedule; None if they can."""
+        """Return the reason why classes cannot have stages by a schedule; None if possible."""
         there = sorted(names)
         if schedule == "zero-bubble" and False not in self._space.recompute:
             return Refusal(
@@ -135,18 +134,18 @@ class Manners:
         return None
 
     def smallest_team(self) -> int:
-        """Of how many devices the smallest teams are."""
+        """Return the size of the smallest teams."""
         return min((team.degree for team in self._profiles), default=1)
 
     def can_team_up(self, kind: Kind) -> bool:
-        """Whether all devices of a group can be in teams of one size."""
+        """Return True if teams of a single size can take all devices of a group."""
         return any(
             all(count % team.degree == 0 for host in kind.hosts for _, count in host)
             for team in self._teams_of(_classes(kind))
         )
 
     def _of(self, kind: Kind, schedule: Schedule, *, last: bool) -> tuple[Manner, ...]:
-        """Of a group of this kind, of which the first ones ask for least."""
+        """Return the manners of a kind of group, the least demanding first."""
         found, names = [], _classes(kind)
         for team in self._teams_of(names):
             if any(count % team.degree for host in kind.hosts for _, count in host):
@@ -156,7 +155,7 @@ class Manners:
         return tuple(found)
 
     def _teams_of(self, names: Collection[str]) -> list[Team]:
-        """Teams that were measured of all these classes, small ones first."""
+        """Return the teams measured on all given classes, small ones first."""
         known = {
             team: {c.device_class for c in profile.classes}
             for team, profile in self._profiles.items()
@@ -194,7 +193,7 @@ def _classes(kind: Kind) -> list[str]:
 
 
 def _may_split(profile: Profile, names: Sequence[str]) -> bool:
-    """Whether both parts of a backward in two parts were measured."""
+    """Return True if both parts of a split backward were measured."""
     kinds = set(profile.model.kind_of_call)
     times = (profile.of_class(name).units[kind] for name in names for kind in kinds)
     return all(t.inputs and t.weights for t in times)

@@ -1,7 +1,7 @@
-"""Why the plan of a policy does not fit: which device class is short of how many bytes.
+"""Reasons why a policy's plan does not fit: the short device class and the missing bytes.
 
-`planner.shortage` says it of all plans there are; here it is said of one policy's plans, which have
-equal shares, and the way out is the policy that has no such rule.
+`planner.shortage` does so for all possible plans. Here only the plans of one policy count, with
+equal shares, and the way out is the policy without the rule.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from gpumix.spec.units import show_bytes, show_exact_bytes
 
 
 class Short(NamedTuple):
-    """The bytes that a device lacks: of its own memory, or of what its host has for it."""
+    """Bytes missing in a device's own memory, or in its part of host memory."""
 
     bytes: int = 0
     on_host: bool = False
 
     @classmethod
     def least(cls, over: IntArray, over_host: IntArray) -> Short:
-        """At the best of several sizes, by how much each exceeds both."""
+        """Return the shortage at the best of several sizes, given the excess over both."""
         best = int(np.maximum(over, over_host).argmin())
         short = max(0, int(over[best]), int(over_host[best]))
         return cls(short, short > 0 and bool(over_host[best] > over[best]))
 
 
-# What a way of planning lacks, by class.
+# A setting, and the shortage of each class.
 Lack = tuple[Setting, Mapping[str, Short]]
 
 
 def too_large(what: str, lacks: Iterable[Lack]) -> NoFeasiblePlanError:
-    """The error that names the class which is short of most, in the way that comes nearest."""
+    """Return the error naming the class with the largest shortage, in the nearest way."""
     tried = list(lacks)
     if not tried:
         return NoFeasiblePlanError(
@@ -81,10 +81,10 @@ def _each(profile: Profile, short: Mapping[str, Short]) -> str:
 
 
 class Misses:
-    """Plans of stages that do not fit, of which the one that comes nearest is told.
+    """Plans of stages that do not fit; the nearest plan is reported.
 
     Args:
-        what: does not fit.
+        what: subject of the error.
     """
 
     def __init__(self, what: str) -> None:
@@ -92,7 +92,7 @@ class Misses:
         self._nearest: dict[str, Short] = {}
 
     def note(self, plan: Plan, workers: Iterable[WorkerPrediction]) -> None:
-        """A plan, and what is expected of its workers."""
+        """Note a plan with the predictions of its workers."""
         short: dict[str, Short] = {}
         for worker, expected in zip(plan.workers, workers):
             over = expected.peak_bytes - expected.memory_limit_bytes
@@ -113,15 +113,15 @@ class Misses:
 
 
 def lacks(ways: Iterable[tuple[Setting, Mode]], batch: int) -> Iterator[Lack]:
-    """What each setting and mode lacks to give every device the same samples and the same share, a
-    class at its best micro-batch."""
+    """Yield the shortage of each setting and mode, with equal samples and shares on all devices,
+    each class at the best micro-batch."""
     for setting, mode in ways:
         samples = -(-batch // len(setting.devices))
         yield setting, {name: lack(setting, name, mode, samples) for name in setting.classes}
 
 
 def lack(setting: Setting, name: str, mode: Mode, samples: int) -> Short:
-    """What a device of class `name` lacks to hold so many samples and an equal share."""
+    """Return the shortage of a device of class `name` with `samples` samples and an equal share."""
     sizes = np.arange(1, setting.largest_micro_batch(name, samples) + 1)
     micro = MicroBatches.of(np.full(len(sizes), samples), sizes)
     held = peak_bytes(setting, name, micro, mode, 1.0 / len(setting.devices))

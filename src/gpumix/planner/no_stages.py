@@ -1,4 +1,4 @@
-"""When there can be no plan of several stages, whatever fits: said before anything is searched."""
+"""Cases without a plan of several stages, whatever fits: refused before any search."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from gpumix.spec.space import Space
 ONE_STAGE = "allow one stage: `strategy: optimal` without `least_stages`"
 
 NEEDED = {"boundaries": "device", "orders": "layered", "state_on": "device", "shardings": "all"}
-"""By field of a space, the value that all plans of several stages have."""
+"""By field of a space, the value common to all plans of several stages."""
 
 NEEDED_ALONE = {**NEEDED, "schedules": "1f1b", "zero_stages": 0, "tensor": 1}
-"""The same where each stage has one device."""
+"""The values if each stage has one device."""
 
 NEEDED_BY: Mapping[str, Mapping[str, object]] = {"staged": NEEDED, "model": NEEDED_ALONE}
-"""By strategy that makes no plan of one stage, what its plans have."""
+"""The values for each strategy without plans of one stage."""
 
 CHOOSING = ("optimal", "staged")
-"""Strategies that choose how many stages there are."""
+"""Strategies choosing the number of stages."""
 
 
 def wants_stages(strategy: str, space: Space) -> bool:
-    """Whether one stage alone is not enough."""
+    """Return True if one stage alone is not enough."""
     return strategy in NEEDED_BY or space.least_stages > 1
 
 
 def refuse_wanted(strategy: str, space: Space, devices: Sequence[Device]) -> None:
-    """Raise an InputError where several stages are wanted, and the strategy, the devices or the
-    space do not allow them, whatever the model."""
+    """Raise an InputError if several stages are wanted, but ruled out for any model by the
+    strategy, the devices or the space."""
     if not wants_stages(strategy, space):
         return
     if strategy not in CHOOSING:
@@ -43,8 +43,7 @@ def refuse_wanted(strategy: str, space: Space, devices: Sequence[Device]) -> Non
 
 
 def refuse_least_stages(space: Space) -> None:
-    """Raise an InputError where a space has them, for a strategy that does not choose how many
-    stages there are."""
+    """Raise an InputError if a space sets `least_stages` for a strategy unable to choose."""
     if space.least_stages > 1:
         raise InputError(
             "the strategy does not choose how many stages there are: 'least_stages' has no effect",
@@ -53,12 +52,12 @@ def refuse_least_stages(space: Space) -> None:
 
 
 def refuse_number(space: Space, *, most_groups: int, units: int, rounds: int, degree: int) -> None:
-    """Raise an InputError where there can be no plan of as many stages as a space wants.
+    """Raise an InputError if no plan can have as many stages as a space wants.
 
     Args:
         most_groups: of devices, or of teams of `degree`.
-        units: that the model can be cut between, and the one before them.
-        rounds: stages that a group may have.
+        units: the most stages that the model can be cut into.
+        rounds: the most stages of a group.
     """
     most = min(units, most_groups * rounds)
     if space.most_stages == 1:
@@ -67,7 +66,7 @@ def refuse_number(space: Space, *, most_groups: int, units: int, rounds: int, de
             where="techniques.most_stages",
             fix=f"set techniques.most_stages to 2 or more, or {ONE_STAGE}",
         )
-    if most_groups < 2:  # of one device alone `refuse_one_device` tells
+    if most_groups < 2:  # `refuse_one_device` covers a single device
         raise InputError(
             f"there is no plan of several stages: one team of {degree} alone has one stage",
             where="techniques.tensor",
@@ -85,14 +84,14 @@ def refuse_number(space: Space, *, most_groups: int, units: int, rounds: int, de
 
 
 class Refusal(NamedTuple):
-    """Why there are no stages by a schedule, and what to do."""
+    """The reason why a schedule has no stages, and a fix."""
 
     why: str
     fix: str
 
 
 def refuse_schedules(refusals: Mapping[Schedule, Refusal]) -> NoFeasiblePlanError:
-    """The error where none of the schedules has any stages."""
+    """Return the error for a job with no stages by any schedule."""
     every = dict.fromkeys(refusals.values())
     whose = {one: [name for name, why in refusals.items() if why == one] for one in every}
     return NoFeasiblePlanError(
@@ -105,7 +104,7 @@ def refuse_schedules(refusals: Mapping[Schedule, Refusal]) -> NoFeasiblePlanErro
 
 
 def refuse_one_device(devices: Sequence[Device]) -> None:
-    """Raise an InputError where there are no two."""
+    """Raise an InputError for fewer than two devices."""
     if len(devices) < 2:
         raise InputError(
             "there is no plan of several stages: one device alone has one stage", fix=ONE_STAGE
@@ -113,7 +112,7 @@ def refuse_one_device(devices: Sequence[Device]) -> None:
 
 
 def refuse_one_unit(units: int) -> None:
-    """Raise an InputError where a model has no two."""
+    """Raise an InputError for a model of fewer than two units."""
     if units < 2:
         raise InputError(
             "there is no plan of several stages: a model of one unit has one stage", fix=ONE_STAGE
@@ -121,7 +120,7 @@ def refuse_one_unit(units: int) -> None:
 
 
 def refuse_one_stage(profile: Profile, devices: Sequence[Device]) -> None:
-    """Raise an InputError where there can be no plan of several stages."""
+    """Raise an InputError if no plan can have several stages."""
     refuse_one_device(devices)
     refuse_one_unit(len(set(profile.model.calls)))
     what, fix = "", ONE_STAGE
@@ -137,10 +136,10 @@ def refuse_one_stage(profile: Profile, devices: Sequence[Device]) -> None:
 
 
 def refuse_without(space: Space, needed: Mapping[str, object] = NEEDED) -> None:
-    """Raise an InputError where a space leaves out what plans of several stages need.
+    """Raise an InputError if a space leaves out the needs of plans of several stages.
 
     Args:
-        needed: by field of the space, the value that it must have.
+        needed: by field of the space, the value required.
     """
     for name, value in needed.items():
         allowed = getattr(space, name)

@@ -1,11 +1,11 @@
-"""The fastest plan: samples, micro-batches, modes and state shares decided together.
+"""The fastest plan of one stage: samples, micro-batches, modes and state shares decided together.
 
-Devices of one class are interchangeable, so the unknowns are how many devices of a class take
-which option. Every setting (ZeRO stage, pools, form of the collectives) is searched, within the
-time of the best so far. The first is searched near the least time that there can be, which leaves
-few options; where there are many even so, first with few micro-batch sizes, whose answer bounds
-what is worth tabulating. The result is exact for the cost model in `gpumix.cost`, down to the
-rounding of a cut to whole elements, but for the gap that it states.
+Devices of one class are interchangeable, so the unknowns are how many devices of a class take which
+option. Every setting (ZeRO stage, pools, form of the collectives) is searched within the time of
+the best so far. The first is searched near the least possible time, which leaves few options. If
+many remain, a search with few micro-batch sizes comes first and bounds the options worth
+tabulating. The result is exact for the cost model in `gpumix.cost`, down to the rounding of a cut
+to whole elements, except for the stated gap.
 """
 
 from __future__ import annotations
@@ -38,20 +38,19 @@ from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 from gpumix.spec.space import Space
 
-FEW_CELLS = 96 * 96  # samples x micro-batches of a class: so many are tabulated at once
-FEW_SIZES = 24  # beyond, so many micro-batch sizes come first
-SMALL_SIZES = 96  # that are all tried where there is little room
-EXACT_SIZES, LARGE_SIZES = 512, 128  # all up to the first are tried, and so many beyond
+FEW_CELLS = 96 * 96  # samples x micro-batches of a class, up to which all are tabulated at once
+FEW_SIZES = 24  # beyond, this many micro-batch sizes come first
+SMALL_SIZES = 96  # all tried where memory is short
+EXACT_SIZES, LARGE_SIZES = 512, 128  # all sizes up to the first are tried, and this many beyond
 
-NEAR = (1.1, 2.0, 8.0)  # times the least that the passes can take
+NEAR = (1.1, 2.0, 8.0)  # times the least seconds of the passes
 FEW_DEVICES = 64  # up to this many the answer is exact
-LARGE_GAP = 5e-4  # beyond, no plan is faster by more than this part
+LARGE_GAP = 5e-4  # beyond, no plan is faster by more than this fraction
 
 
 @dataclass(frozen=True)
 class Solution:
-    """The fastest choice in one setting, the pools that it was chosen for, and what it adds to:
-    the seconds that no choice changes."""
+    """The fastest choice in a setting, with the pools searched, and seconds no choice changes."""
 
     setting: Setting
     pools: tuple[PoolOptions, ...]
@@ -68,17 +67,16 @@ class Solution:
 
 
 def optimal(profile: Profile, request: PlanRequest, paces: Paces | None = None) -> Plan:
-    """The plan with the shortest step of all that the request's space allows.
+    """Return the plan with the shortest step within the request's space.
 
-    Of plans that are equally fast the one wins that needs the least memory: the highest ZeRO stage.
-    Where links are stated devices may be left out, in large clusters whole classes and hosts: the
-    others may be linked better.
+    Ties go to the plan with the least memory: the highest ZeRO stage. Where links are stated,
+    devices may be left out, in large clusters classes and hosts: the rest may be linked better.
 
     Args:
-        paces: of these classes, this batch and space; other searches of them may share them.
+        paces: of these classes, this batch and space; may be shared between searches.
 
     Raises:
-        InputError: the request names devices that the profile does not know.
+        InputError: the request names devices unknown to the profile.
         NoFeasiblePlanError: the devices cannot hold the state and the batch.
     """
     batch = request.global_batch
@@ -91,10 +89,10 @@ def optimal(profile: Profile, request: PlanRequest, paces: Paces | None = None) 
 def optimal_below(
     profile: Profile, request: PlanRequest, paces: Paces, below_s: float
 ) -> Plan | None:
-    """The same; None if nothing fits, or all takes longer than `below_s`.
+    """Return the optimal plan; None if nothing fits, or everything takes longer than `below_s`.
 
     Raises:
-        InputError: the request names devices that the profile does not know.
+        InputError: the request names devices unknown to the profile.
     """
     best = _Best(paces, below_s)
     best.of(Fleet.of(profile, ranked_devices(profile, request)), request.space)
@@ -106,14 +104,13 @@ def optimal_below(
 def least_step_s(
     profile: Profile, request: PlanRequest, paces: Paces, below_s: float = float("inf")
 ) -> float | None:
-    """Seconds of the step of `optimal`, without the plan; None if nothing fits, or all takes longer
-    than `below_s`.
+    """Return the step seconds of `optimal`, without the plan; None if nothing fits in `below_s`.
 
     Args:
-        paces: of these classes, this batch and space; other searches of them may share them.
+        paces: of these classes, this batch and space; may be shared between searches.
 
     Raises:
-        InputError: the request names devices that the profile does not know.
+        InputError: the request names devices unknown to the profile.
     """
     best = _Best(paces, below_s)
     best.of(Fleet.of(profile, ranked_devices(profile, request)), request.space)
@@ -121,7 +118,7 @@ def least_step_s(
 
 
 class _Best:
-    """The fastest choice of all settings that were tried, and what bounds all of them."""
+    """The fastest choice of all settings tried, and the lower bound of all."""
 
     def __init__(self, paces: Paces, below_s: float) -> None:
         self.solution: Solution | None = None
@@ -130,11 +127,10 @@ class _Best:
         self._places = 0  # settings so far
         self._speeds: dict[str, float] = {}  # samples a second of a device, over any links
         self._paces = paces
-        self._below_s = below_s  # what takes longer is of no interest
+        self._below_s = below_s  # slower choices do not count
 
     def of(self, everything: Fleet, space: Space) -> None:
-        """Try all settings of all devices; then of fewer ones, of which those that are faster are
-        where to go on from."""
+        """Try all settings of all devices; then of fewer, going on from each faster fleet."""
         self._try(everything, space)
         base, complete = everything, space.leave_out is False
         while not complete:
@@ -148,13 +144,13 @@ class _Best:
             base = self.solution.setting.fleet
 
     def _too_slow(self, fleet: Fleet) -> bool:
-        """Whether these devices cannot compute the batch in time."""
-        unknown = float("inf")  # a class that could do nothing beside the others
+        """Return True if the devices cannot compute the batch in time."""
+        unknown = float("inf")  # a class of unknown speed is never too slow
         speed = sum(len(ds) * self._speeds.get(n, unknown) for n, ds in fleet.classes.items())
         return speed > 0 and self._paces.batch / speed > self._step_s
 
     def _try(self, fleet: Fleet, space: Space) -> None:
-        """All settings of one fleet, those first that promise most, until no other is faster."""
+        """Try the settings of a fleet, the most promising first, until none can be faster."""
         searches = [_Search(setting, self._paces) for setting in settings(fleet, space)]
         if not self._speeds.keys() >= fleet.classes.keys():
             self._speeds |= _speeds(searches)
@@ -174,7 +170,7 @@ class _Best:
         return self._below_s if self.solution is None else self.solution.step_s
 
     def _take(self, found: Solution, place: int) -> None:
-        """Keep it if it is faster, or as fast and of a setting that comes first."""
+        """Keep a solution if faster, or as fast and of an earlier setting."""
         limit = self._step_s * (1.0 - TOLERANCE)
         if found.step_s > limit and place < self._place:
             limit = self._step_s * (1.0 + TOLERANCE)
@@ -183,7 +179,7 @@ class _Best:
 
 
 class _Search:
-    """The search for the fastest choice in one setting."""
+    """The search for the fastest choice in a setting."""
 
     def __init__(self, setting: Setting, paces: Paces) -> None:
         self.setting = setting
@@ -193,14 +189,14 @@ class _Search:
 
     @cached_property
     def least_s(self) -> float:
-        """No choice of this setting takes less; infinite if a class can do nothing in it."""
+        """A lower bound of the step in this setting; infinite if a class can do nothing."""
         setting = self.setting
         if any(not setting.modes[name] for name in setting.classes):
             return float("inf")
         return self._fixed_s + self.paces.least_seconds(setting) + self._least_update_s()
 
     def solve(self, below_s: float) -> Solution | None:
-        """The fastest choice; None if none fits, or all take longer than `below_s`."""
+        """Return the fastest choice; None if none fits, or all take longer than `below_s`."""
         if not self.paces.enough(self.setting, below_s - self._fixed_s):
             return None
         found = self._nearest_first(below_s - self._fixed_s)
@@ -212,13 +208,13 @@ class _Search:
         return exposed_seconds(setting.profile, setting.links) + self._fixed_update_s()
 
     def _fixed_update_s(self) -> float:
-        """Where nothing is sharded every device updates everything."""
+        """Return the seconds of the update without sharding: every device updates everything."""
         if self.setting.zero_stage > 0:
             return 0.0
         return max(map(self.setting.update_s, self.setting.classes))
 
     def _least_update_s(self) -> float:
-        """All devices of a pool update at once; the pool that takes the longest decides."""
+        """Return the least update: a pool's devices update at once, and the slowest pool counts."""
         setting = self.setting
         if setting.zero_stage == 0:
             return 0.0
@@ -230,13 +226,12 @@ class _Search:
         return longest
 
     def _nearest_first(self, within_s: float) -> Found | None:
-        """The fastest choice of those whose passes take at most `within_s`.
+        """Return the fastest choice with passes of at most `within_s`.
 
-        Limits are tried that are not far from the least, for they leave few options; and few sizes
-        first where there are many options even so. A choice that takes no longer than the limit it
-        was looked for in, among all sizes, is the fastest of all: whatever is faster was in the
-        tables too. If none of few sizes fits, all small ones are tried too: what is wanted then is
-        room, and large ones take more of it.
+        Limits near the least time come first, since few options remain; and few sizes first if many
+        options remain even so. A choice among all sizes that takes no longer than the limit of its
+        search is the fastest of all: any faster choice was in the tables too. If none of few sizes
+        fits, all small sizes are tried too: memory is short, and large sizes take more.
         """
         largest = max(self._largest.values())
         every = self._every(largest)
@@ -266,8 +261,8 @@ class _Search:
         return found and self._among(every, found[1].limits.total_s * (1.0 + TOLERANCE))
 
     def _every(self, largest: int) -> IntArray:
-        """All sizes of a micro-batch; of large ones, where one sample more or less makes no
-        difference, those that are a little larger than the one before, and points of curves."""
+        """Return all micro-batch sizes; of large sizes only some, each a little larger than the
+        last (a sample more or less makes no difference), and the points of curves."""
         if largest <= EXACT_SIZES:
             return np.arange(1, largest + 1)
         steps = np.geomspace(EXACT_SIZES, largest, LARGE_SIZES).astype(np.int64)
@@ -278,33 +273,33 @@ class _Search:
 
     @cached_property
     def _largest(self) -> dict[str, int]:
-        """The largest micro-batch that each class has room for."""
+        """The largest micro-batch of each class with room."""
         return {n: self.paces.largest_micro_batch(self.setting, n) for n in self.setting.classes}
 
     def _cells(self, within_s: float) -> int:
-        """The options of a class within `within_s` are not more, in each mode."""
+        """Return an upper bound of the options of a class within `within_s`, in each mode."""
         most = self._most_samples(within_s)
         rows = {name: n + 1 - self._least_samples(most, name) for name, n in most.items()}
         return max(rows[name] * min(self._largest[name], n) for name, n in most.items())
 
     def _most_samples(self, within_s: float) -> dict[str, int]:
-        """More samples than this no device of a class can do in `within_s`."""
+        """Return an upper bound of a device's samples within `within_s`, by class."""
         classes = self.setting.classes
         return {name: self.paces.most_samples(self.setting, name, within_s) for name in classes}
 
     def _least_samples(self, most: Mapping[str, int], name: str) -> int:
-        """A device of class `name` does no fewer samples if no other does more than `most`."""
+        """Return the fewest samples of a device of class `name` if none does more than `most`."""
         reached = sum(len(ds) * most[n] for n, ds in self.setting.classes.items())
         return max(0, self.batch - reached + most[name])
 
     def _among(self, sizes: IntArray, within_s: float) -> Found | None:
-        """The fastest choice among micro-batches of `sizes`."""
+        """Return the fastest choice among micro-batches of `sizes`."""
         if within_s < 0:
             return None
         setting, classes = self.setting, self.setting.classes
         most = self._most_samples(within_s)
         options: dict[str, ClassOptions] = {}
-        # Those first that may prove with the fewest options that the batch is too large.
+        # Classes that may prove the batch too large with the fewest options come first.
         for name in sorted(classes, key=lambda n: (-len(classes[n]) * most[n], n)):
             largest = max(1, min(self._largest[name], most[name]))
             least = self._least_samples(most, name)
@@ -324,12 +319,12 @@ Found = tuple[tuple[PoolOptions, ...], Choice]
 
 
 def _few(largest: int) -> IntArray:
-    """Micro-batch sizes up to `largest`, evenly spread in their logarithm."""
+    """Return micro-batch sizes up to `largest`, evenly spaced in the logarithm."""
     return np.unique(np.geomspace(1, largest, FEW_SIZES).astype(np.int64))
 
 
 def _speeds(searches: Sequence[_Search]) -> dict[str, float]:
-    """The most samples a second that a device of each class computes in any of the settings."""
+    """Return the most samples a second of a device of each class, in any of the settings."""
     speeds: dict[str, float] = {}
     for search in searches:
         for name in search.setting.classes:
@@ -343,7 +338,7 @@ def _speeds(searches: Sequence[_Search]) -> dict[str, float]:
 
 
 def _plan(solution: Solution, batch: int, bound_s: float) -> Plan:
-    """The solution as a plan, counted again without shortcuts."""
+    """Build the plan of a solution, counted again without shortcuts."""
     plan = assemble(
         solution.setting,
         strategy="optimal",

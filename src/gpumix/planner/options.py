@@ -1,8 +1,8 @@
-"""What a device of a class can do: every number of samples with every micro-batch and mode.
+"""Options of a device of a class: every number of samples with every micro-batch and mode.
 
 An option is (samples, micro-batch, mode) with its forward and backward seconds and its *capacity*,
-the largest state share it leaves room for. Of many options those are dropped that another one beats
-in all of these.
+the largest state share that still has room. Of many options, those beaten by another option in all
+of these are dropped.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from gpumix.spec.plan import ZeroStage
 from gpumix.spec.profile import Profile
 from gpumix.spec.stage import Mode, Place
 
-FEW_ROWS = 48  # samples up to which all ways to cut them are looked at, to bound a setting
+FEW_ROWS = 48  # up to this many samples, all ways to cut them are tried to bound a setting
 
-FEW_SIZES = 96  # of a micro-batch that are looked at to see what finds room at all
+FEW_SIZES = 96  # micro-batch sizes tried to see which have room at all
 
-WORTH_THINNING = 4096  # options; to look through fewer takes less time than to drop any
+WORTH_THINNING = 4096  # options; dropping any of fewer takes longer than looking through all
 
-MOST_CELLS = 2_000_000  # of a grid; one takes half a kilobyte while it is looked through
+MOST_CELLS = 2_000_000  # of a grid; a cell takes half a kilobyte while in use
 
-ROWS_AT_ONCE = 16  # grids differ by so many rows
+ROWS_AT_ONCE = 16  # rows of grids are rounded to multiples of this
 
 # Sums in another order differ in the last digits; limits are compared with this much slack.
 TOLERANCE = 1e-12
@@ -44,7 +44,7 @@ EVERY = slice(None)
 
 @dataclass(frozen=True)
 class Limits:
-    """The longest that any device may take for each part of a step, in seconds."""
+    """The longest time of any device for each part of a step, in seconds."""
 
     forward_s: float = float("inf")
     backward_s: float = float("inf")
@@ -57,12 +57,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class ClassOptions:
-    """The options of one class by growing samples, one array entry each.
+    """The options of one class by growing samples, an array entry each.
 
-    Where the passes of all ranks do not meet half-way, `forward_s` is both passes and `backward_s`
-    nothing. `work_s` is what is computed and copied: it decides between options that are equally
-    good. `optimizer_s` is what one device would need for the whole state. `mode` indexes `modes`.
-    `starts` is where each of the distinct sample counts `rows` begins.
+    If ranks do not synchronize between the passes, `forward_s` has both passes and `backward_s` is
+    zero. `work_s` is computing and copying: it decides between equally good options. `optimizer_s`
+    is the time of one device to update the whole state. `mode` indexes `modes`. `starts` has the
+    first entry of each of the distinct sample counts `rows`.
     """
 
     name: str
@@ -89,34 +89,33 @@ class ClassOptions:
         return np.asarray(np.minimum.reduceat(self.backward_s, self.starts))
 
     def allowed(self, limits: Limits, span: slice = EVERY) -> npt.NDArray[np.bool_]:
-        """Which options of `span` keep to the limits of the two passes."""
+        """Return a mask of the options of `span` within the limits of both passes."""
         slack = 1.0 + TOLERANCE
         return (self.forward_s[span] <= limits.forward_s * slack) & (
             self.backward_s[span] <= limits.backward_s * slack
         )
 
     def capacity_by_row(self, limits: Limits) -> FloatArray:
-        """The largest capacity for each of `rows`; -1 where no option is allowed."""
+        """Return the largest capacity for each of `rows`; -1 where no option is allowed."""
         if not len(self.rows):
             return np.zeros(0)
         return np.maximum.reduceat(np.where(self.allowed(limits), self.capacity, -1.0), self.starts)
 
     def most_share(self, optimizer_s: float) -> float:
-        """The largest share that a device updates in so many seconds."""
+        """Return the largest share that a device updates in `optimizer_s`."""
         if self.optimizer_s == 0:
             return 1.0
         return min(1.0, optimizer_s * (1.0 + TOLERANCE) / self.optimizer_s)
 
     @property
     def update_speed(self) -> float:
-        """Shares per second that a device updates; infinite where the update takes no time."""
+        """Shares updated per second by a device; infinite if the update takes no time."""
         return 1.0 / self.optimizer_s if self.optimizer_s > 0 else float("inf")
 
     def pick(self, samples: int, share: float, limits: Limits) -> int:
-        """The allowed option of least work with so many samples and room for `share`.
+        """Return the allowed option of least work with `samples` samples and room for `share`.
 
-        Ties go to the smaller micro-batch, then to the plainer mode. The caller knows that there
-        is one.
+        Ties go to the smaller micro-batch, then to the plainer mode. An option must exist.
         """
         row = int(np.searchsorted(self.rows, samples))
         end = self.starts[row + 1] if row + 1 < len(self.starts) else len(self.samples)
@@ -127,8 +126,7 @@ class ClassOptions:
 
 @dataclass(frozen=True)
 class Member:
-    """The devices of one class in a pool: so many, each to store at most `cap` of the state, or
-    exactly that (`equal`)."""
+    """The devices of a class in a pool: each stores at most, or exactly (`equal`), `cap`."""
 
     options: ClassOptions
     devices: int
@@ -136,27 +134,27 @@ class Member:
     equal: bool
 
     def room_by_row(self, limits: Limits) -> FloatArray:
-        """The largest share that may be stored beside each row of samples; -1 where none may."""
+        """Return the largest share to store next to each row of samples; -1 if none is allowed."""
         capacity = self.options.capacity_by_row(limits)
         if self.equal:
             return np.where(capacity >= self.cap, self.cap, -1.0)
         return np.minimum(capacity, self.cap)
 
     def room_of(self, counts: npt.ArrayLike, limits: Limits) -> FloatArray:
-        """The same for these numbers of samples."""
+        """Return the largest share to store next to each of `counts` samples."""
         return self.room_by_row(limits)[np.searchsorted(self.options.rows, counts)]
 
 
 @dataclass(frozen=True)
 class PoolOptions:
-    """A pool, of which there are several `alike`."""
+    """A pool, standing for `alike` like pools."""
 
     members: tuple[Member, ...]
     alike: int
 
 
 def pool_options(setting: Setting, options: Mapping[str, ClassOptions]) -> tuple[PoolOptions, ...]:
-    """The pools of a setting with what their devices can do."""
+    """Return the pools of a setting with the options of each class."""
     return tuple(
         PoolOptions(
             tuple(
@@ -175,21 +173,21 @@ def pool_options(setting: Setting, options: Mapping[str, ClassOptions]) -> tuple
 
 
 class Grid:
-    """Every number of samples from `least` to `most` (rows) in micro-batches of every one of
-    `sizes` (columns), and what of a mode does not depend on the setting."""
+    """All numbers of samples from `least` to `most` (rows) in micro-batches of all `sizes`
+    (columns), and the parts of a mode that do not depend on the setting."""
 
     def __init__(self, profile: Profile, least: int, most: int, sizes: IntArray) -> None:
         self.sizes = sizes
         self.micro_batch, self.samples = np.meshgrid(sizes, np.arange(least, most + 1))
         self.micro = MicroBatches.of(self.samples, self.micro_batch)
-        # Of the sizes that take all samples at once only the first is an option of its own.
+        # Of sizes taking all samples at once, only the first is a separate option.
         self.distinct = np.concatenate(([-1], sizes[:-1])) < self.samples
         self._profile = profile
         self._held: dict[tuple[int, Mode], Activations] = {}
         self._work: dict[tuple[str, Mode], FloatArray] = {}
 
     def held(self, name: str, mode: Mode) -> Activations:
-        """What samples hold on a device of class `name`; all that have its model hold it."""
+        """Return the activations on a device of class `name`, shared by classes of equal models."""
         model = self._profile.model_of(name)
         key = (id(model), mode)
         if key not in self._held:
@@ -197,14 +195,14 @@ class Grid:
         return self._held[key]
 
     def work_s(self, name: str, mode: Mode) -> FloatArray:
-        """Seconds of all work of a device of class `name`."""
+        """Return seconds of all work of a device of class `name`."""
         if (name, mode) not in self._work:
             self._work[name, mode] = work_seconds(self._profile, name, self.micro, mode)
         return self._work[name, mode]
 
 
 class Grids:
-    """The grids that were asked for, for the next setting asks for them again."""
+    """A cache of grids for the next settings."""
 
     def __init__(self, profile: Profile, batch: int) -> None:
         self._profile = profile
@@ -212,10 +210,10 @@ class Grids:
         self._known: dict[tuple[int, int, bytes], Grid] = {}
 
     def of(self, least: int, most: int, sizes: IntArray) -> Grid:
-        """A grid with at least all samples from `least` to `most`.
+        """Return a grid with at least all samples from `least` to `most`.
 
         Raises:
-            InputError: that is more than can be looked through.
+            InputError: the grid is too large to look through.
         """
         if (most - least) * len(sizes) > MOST_CELLS:
             raise InputError(
@@ -244,8 +242,7 @@ class _Table:
 
 
 def tabulate(setting: Setting, name: str, grid: Grid, within_s: float) -> ClassOptions:
-    """The options of class `name` on a grid; those that take longer than `within_s` for both passes
-    are left out."""
+    """Tabulate the options of class `name` on a grid with both passes in at most `within_s`."""
     modes = setting.modes[name]
     tables = [_table(setting, name, grid, mode) for mode in modes]
     forward = np.concatenate([t.forward_s for t in tables], axis=1)
@@ -285,10 +282,10 @@ def _table(setting: Setting, name: str, grid: Grid, mode: Mode) -> _Table:
 
 @dataclass(frozen=True)
 class _Pace:
-    """What bounds the time of a device of one class, whatever its links and its share are.
+    """Bounds on the time of a device of one class, for any links and share.
 
-    `per_sample_s` is the least that a sample takes in any micro-batch of up to `largest` samples;
-    larger ones find no room.
+    `per_sample_s` is the least time of a sample in any micro-batch of up to `largest` samples;
+    larger micro-batches have no room.
     """
 
     largest: int
@@ -297,16 +294,16 @@ class _Pace:
 
 @dataclass(frozen=True)
 class _Least:
-    """The least seconds of so many samples, up to `FEW_ROWS`: of each pass alone and of both, among
-    the ways that find room without any state to store; infinite where none does."""
+    """The least seconds by number of samples, up to `FEW_ROWS`: of each pass alone and of both, if
+    there is room without storing state; else infinite."""
 
     forward_s: FloatArray
     backward_s: FloatArray
     both_s: FloatArray
 
     def most_samples(self, within_s: float, moved_s: tuple[float, float]) -> int | None:
-        """More samples than this one device cannot do in `within_s`, if its passes take no less
-        than `moved_s`; -1 if it cannot even take part, None if it does all that are tabulated."""
+        """Return an upper bound of a device's samples in `within_s`, if passes take at least
+        `moved_s`; -1 if the device cannot take part, None if all tabulated numbers are possible."""
         forward, backward = moved_s
         least = np.maximum(self.forward_s + backward, forward + self.backward_s)
         least = np.maximum(np.maximum(self.both_s, least), forward + backward)
@@ -316,8 +313,8 @@ class _Least:
 
 
 class Paces:
-    """What bounds the time of every setting, and the grids that settings share. Kept, for every
-    setting of a search asks again, and so do searches of the same classes, batch and space."""
+    """Time bounds of all settings and the grids they share, cached for all settings of a search,
+    and for searches of the same classes, batch and space."""
 
     def __init__(self, profile: Profile, batch: int) -> None:
         self.batch = batch
@@ -329,16 +326,17 @@ class Paces:
         self._least: dict[tuple[str, ZeroStage, Place], _Least] = {}
 
     def seconds_per_sample(self, setting: Setting, name: str) -> float:
-        """The least seconds of a sample on a device of class `name`, in any micro-batch."""
+        """Return the least seconds per sample on a device of class `name`, in any micro-batch."""
         return self._pace(setting, name).per_sample_s
 
     def largest_micro_batch(self, setting: Setting, name: str) -> int:
-        """No larger one finds room on a device of class `name`, or may be run there; at least 1."""
+        """Return an upper bound of the micro-batch on a device of class `name`, by room and by
+        measured sizes; at least 1."""
         return self._pace(setting, name).largest
 
     def most_samples(self, setting: Setting, name: str, within_s: float) -> int:
-        """More samples than this a device of class `name` cannot do in `within_s`; -1 if it cannot
-        even take part."""
+        """Return an upper bound of samples in `within_s` on class `name`; -1 if collectives alone
+        take longer."""
         per_sample_s = self.seconds_per_sample(setting, name)
         if sum(setting.moved_s) > within_s * (1.0 + TOLERANCE):
             return -1
@@ -347,7 +345,7 @@ class Paces:
         return int(within_s / per_sample_s * (1.0 + TOLERANCE))
 
     def enough(self, setting: Setting, within_s: float) -> bool:
-        """Whether all devices together may be able to do the batch in `within_s`."""
+        """Return False if all devices together cannot do the batch in `within_s`."""
         most = {name: self.most_samples(setting, name, within_s) for name in setting.classes}
         if min(most.values()) < 0:
             return False
@@ -363,7 +361,7 @@ class Paces:
         return True
 
     def least_seconds(self, setting: Setting) -> float:
-        """No passes of this setting take less: all devices at their best, or collectives alone."""
+        """Return a lower bound of the passes: all devices at their best, or collectives alone."""
         speed = 0.0
         for name, devices in setting.classes.items():
             per_sample = self.seconds_per_sample(setting, name)
@@ -402,9 +400,9 @@ class Paces:
         return _Least(*np.min(least, axis=0)[:, : rows + 1])
 
     def _largest(self, setting: Setting, name: str, mode: Mode) -> int:
-        """A larger micro-batch finds no room in this mode, whatever else is run: all others take
-        more than one that is run alone, and the more samples it has the more it takes. Not looked
-        for where there are few sizes anyway."""
+        """Return an upper bound of the micro-batch by room in a mode, however the rest is run: a
+        micro-batch run alone takes the least memory, and more with more samples. If sizes are few,
+        return the limit."""
         limit = setting.largest_micro_batch(name, self.batch)
         if limit <= FEW_SIZES:
             return limit
@@ -420,7 +418,7 @@ class Paces:
         return max(1, int(sizes[above]) - 1) if above < len(sizes) else limit
 
     def _fits(self, setting: Setting, name: str, held: Activations) -> npt.NDArray[np.bool_]:
-        """What finds room on a device of class `name` that stores no state."""
+        """Return a mask of activations with room on a device of class `name` storing no state."""
         zero_stage = setting.zero_stage
         if zero_stage not in self._stateless:
             self._stateless[zero_stage] = MemoryModel(setting.profile, self._free, 1, zero_stage)
@@ -429,16 +427,16 @@ class Paces:
 
 
 def _plain(mode: Mode) -> Mode:
-    """What takes no longer than `mode`: copies to the host only make it longer. The order decides
-    what counts as the forward pass."""
+    """Return a mode no slower than `mode`, as copies to the host only add time. The order stays,
+    since it decides where the forward pass ends."""
     return mode.model_copy(update={"boundary": "device"})
 
 
 def corners(profile: Profile, name: str, limit: int) -> list[int]:
-    """Sizes up to `limit` of which one takes the least time for a sample on class `name`.
+    """Return sizes up to `limit`, including the size of least time per sample on class `name`.
 
-    Between two points of its curves the time of a sample rises or falls all the way, and beyond the
-    last one it stays; so the whole sizes next to the points are enough, and the limit.
+    Between two points of a curve, the time of a sample rises or falls all the way; beyond the last
+    point, it is constant. So the whole sizes next to the points are enough, and the limit.
     """
     found, device = {1}, profile.of_class(name)
     of_units = (curve for unit in device.units.values() for _, curve in unit)
@@ -456,11 +454,11 @@ def _dominated(
     backward: FloatArray,
     work: FloatArray,
 ) -> npt.NDArray[np.bool_]:
-    """Which options another one with as many samples beats or equals in everything.
+    """Return a mask of options beaten or equaled in everything by an option of as many samples.
 
-    Each row is walked from the largest capacity down. An option is compared with the three before
-    it that have the least forward, the least backward and the least work: some dominated ones
-    are overlooked, which costs only time, but none is dropped wrongly.
+    Each row is walked from the largest capacity down. An option is compared with the three options
+    before it of least forward, least backward and least work: some dominated options are
+    overlooked, which costs only time, but none is dropped wrongly.
     """
     times = [np.where(valid, t, np.inf) for t in (forward, backward, work)]
     order = np.lexsort((times[2], times[0] + times[1], -np.where(valid, capacity, -1.0)), axis=1)
@@ -476,7 +474,7 @@ def _dominated(
 
 
 def _best_before(key: FloatArray) -> IntArray:
-    """For each entry of a row the place of the least key before it, -1 for the first."""
+    """Return, for each entry of a row, the place of the least key before; -1 for the first."""
     least = np.minimum.accumulate(key, axis=1)
     fresh = np.ones(key.shape, dtype=bool)
     fresh[:, 1:] = key[:, 1:] < least[:, :-1]

@@ -1,5 +1,5 @@
-"""How long calls take on device classes, added up over calls, and how long messages and sums over
-groups take: what a search over cuts asks for."""
+"""Seconds of calls on device classes, summed over calls, and of messages and sums over groups, for
+a search over cuts."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from gpumix.spec.stage import Mode
 
 @dataclass(frozen=True)
 class Pace:
-    """One micro-batch of each of some sizes on one device of a class.
+    """Times of one micro-batch, for each of some sizes, on a device of a class.
 
     Attributes:
-        forward_s, both_s: of all calls before each, and of all: [sizes, calls + 1] seconds; of the
-            forward pass, and of both.
-        first_forward_s, first_s: what the first stage computes beside its calls: [sizes] seconds;
+        forward_s, both_s: seconds of all calls before each, and of all, as [sizes, calls + 1]; of
+            the forward pass, and of both.
+        first_forward_s, first_s: seconds of the first stage in addition to its calls, as [sizes];
             in the forward pass, and in both.
-        last_s: the same of the last stage.
+        last_s: seconds of the last stage in addition to its calls, in both passes.
     """
 
     forward_s: FloatArray
@@ -41,7 +41,7 @@ class Pace:
 
     @classmethod
     def of(cls, profile: Profile, name: str, sizes: Sequence[int], mode: Mode) -> Pace:
-        """Of class `name`."""
+        """Build the pace of class `name`."""
         device = profile.of_class(name)
         micro = MicroBatches.of(sizes, sizes)
         computing = Computing(profile.model_of(name), device, micro, mode)
@@ -63,19 +63,19 @@ class Pace:
         return int(self.both_s.shape[1]) - 1
 
     def stage_s(self, begin: IntArray, end: IntArray) -> FloatArray:
-        """Both passes of stages of calls [begin, end): [sizes, *stages]."""
+        """Return seconds of both passes of stages of calls [begin, end), as [sizes, *stages]."""
         first = _where(begin == 0, self.first_s)
         last = _where(end == self.calls, self.last_s)
         return np.asarray(self.both_s[:, end] - self.both_s[:, begin] + first + last)
 
     def passed_s(self, begin: IntArray, end: IntArray) -> FloatArray:
-        """The forward pass alone."""
+        """Return seconds of the forward pass alone."""
         first = _where(begin == 0, self.first_forward_s)
         return np.asarray(self.forward_s[:, end] - self.forward_s[:, begin] + first)
 
 
 class PaceOf:
-    """The paces of a profile's classes, alone and in teams, and of its links, each counted once."""
+    """The paces of a profile's classes, alone and in teams, and of links, each computed once."""
 
     def __init__(self, profile: Profile, teams: Iterable[Team] = (ALONE,)) -> None:
         self.profiles = {
@@ -88,22 +88,21 @@ class PaceOf:
         self._sent: dict[tuple[Hashable, float], float] = {}
 
     def __call__(self, name: str, team: Team, mode: Mode, sizes: tuple[int, ...]) -> Pace:
-        """Of a class, or of teams of it."""
+        """Return the pace of a class, or of teams of the class."""
         key = (name, team, mode, sizes)
         if key not in self._known:
             self._known[key] = Pace.of(self.profiles[team], name, sizes, mode)
         return self._known[key]
 
     def sent_s(self, giver: Device, taker: Device, size: float) -> float:
-        """Seconds of a message of so many bytes."""
+        """Return seconds of a message of `size` bytes."""
         key = (self._messages.link(giver, taker), size)
         if key not in self._sent:
             self._sent[key] = self._messages.seconds(giver, taker, size)
         return self._sent[key]
 
     def s_per_byte(self, kind: Kind, team: Team) -> float:
-        """Seconds to sum a byte of the gradient over the workers of a group, where many are summed
-        at once."""
+        """Return seconds to sum a byte of gradients over the workers of a group, in large sums."""
         key = (kind, team)
         if key not in self._rates:
             places = [

@@ -1,11 +1,10 @@
-"""Estimated step times of plans of several stages: for one row of groups, at every size of a
-micro-batch at once.
+"""Estimated step times of plans of several stages: of a row of groups, at all micro-batch sizes.
 
-An estimate knows how long stages compute, what they send and sum, and whether there is room, but no
-order. A step takes as long as its busiest stage is busy, and until the last micro-batch has gone
-through the others (Narayanan et al. 2021: of p equal stages and m micro-batches m + p - 1 parts),
-where it does nothing else meanwhile. A dynamic programme divides the model so that this is least;
-in which manner each stage runs is decided with it.
+An estimate knows the times of stages, messages and sums, and the room, but no order. A step takes
+as long as the busiest stage is busy, plus the time the last micro-batch needs for the other stages
+(Narayanan et al. 2021: for p equal stages and m micro-batches, m + p - 1 parts), if the busiest
+stage is idle meanwhile. A dynamic program divides the model to minimize the step, and decides the
+manner of each stage.
 """
 
 from __future__ import annotations
@@ -31,25 +30,24 @@ from gpumix.spec.plan import Schedule, ZeroStage
 from gpumix.spec.profile import ModelProfile, Profile
 from gpumix.spec.stage import DTYPE_BYTES, Mode
 
-MOST_EDGES = 65  # calls between which the model may be cut; of more, so many; 128 at most
-MOST_PAIRS = 8  # of two groups' devices, of which messages are looked at
-WAVES_A_STAGE = (1, 2, 4, 8)  # times the stages, that there are waves
+MOST_EDGES = 65  # most places to cut a model; beyond, evenly chosen; 128 at most
+MOST_PAIRS = 8  # of devices of two groups, to time messages between
+WAVES_A_STAGE = (1, 2, 4, 8)  # numbers of waves, as multiples of the stages
 TINY_S = 1e-12
-# Of the way through the other stages, what a worker waits for that computes gradients of weights
-# meanwhile: forward and backward, less those gradients; each about as long (Qi et al. 2023).
+# Part of the way through the other stages for which a worker waits, if computing weight gradients
+# meanwhile: forward and backward, less weight gradients; each about as long (Qi et al. 2023).
 ZERO_BUBBLE_PART = 1 / 3
 
 Values = npt.NDArray[np.floating[Any]]
-"""In single precision: seconds, or bytes."""
+"""Seconds or bytes, in single precision."""
 
 
 class Place(NamedTuple):
-    """What an estimate of a stage depends on: its group, the schedule, and whether it is the last
-    stage.
+    """The inputs of a stage estimate: the group, the schedule, and the place among the stages.
 
     Attributes:
-        waiting: micro-batches that wait on a worker beside the one that it computes, for each part
-            of the group's work that it does; or whole waves.
+        waiting: micro-batches waiting at the group in addition to running ones, of which a worker
+            has its part; or whole waves.
         waves: in which all workers of the stage compute together; 0: each computes alone.
     """
 
@@ -62,8 +60,8 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class _Computing:
-    """A group that computes the calls of every range in each manner, as [manners, sizes, ranges]
-    arrays, and what micro-batches hold there of each class."""
+    """Times of a group for the calls of every range in each manner, as [manners, sizes, ranges]
+    arrays, and the bytes of micro-batches by class."""
 
     manners: tuple[Manner, ...]
     workers: tuple[tuple[str, FloatArray], ...]  # by class, the number in each manner
@@ -74,12 +72,12 @@ class _Computing:
 
 @dataclass(frozen=True)
 class _Stage:
-    """A group that has the calls of any range, as [sizes, ranges] arrays.
+    """A group with the calls of any range, as [sizes, ranges] arrays.
 
     Attributes:
-        busy_s: with the whole batch; infinite where there is no room.
+        busy_s: with the whole batch; infinite without room.
         one_s: with one micro-batch, or one wave.
-        manner: the number of the best one.
+        manner: the number of the best manner.
     """
 
     busy_s: Values
@@ -92,11 +90,10 @@ class Divided:
     """The best division of a model among the stages of a row.
 
     Attributes:
-        seconds: [sizes] of the step; infinite where there is no room, or no manner for the
-            schedule.
-        ideal_s: [sizes] the same by the best of schedules, if no gradients came back late.
-        waits: whether too few micro-batches are under way for none to wait.
-        begins: of each stage the edge that it begins at, [sizes, edge that it ends at].
+        seconds: of the step, as [sizes]; infinite without room or a manner for the schedule.
+        ideal_s: as [sizes], of the best schedule, without late gradients.
+        waits: whether too few micro-batches are under way to avoid waiting.
+        begins: by stage, the edge where the stage begins, as [sizes, edge where the stage ends].
     """
 
     seconds: FloatArray
@@ -107,7 +104,7 @@ class Divided:
 
     @property
     def fits(self) -> bool:
-        """Whether there is room for micro-batches of any size."""
+        """True if micro-batches of some size have room."""
         return bool(np.isfinite(self.seconds).any())
 
 
@@ -134,17 +131,17 @@ class PipelineEstimates:
         self._elements = lru_cache(maxsize=None)(self._elements_of)
 
     def of_sizes(self, sizes: Sequence[int]) -> PipelineEstimates:
-        """The same of other sizes of a micro-batch."""
+        """Return estimates for other sizes of a micro-batch."""
         return PipelineEstimates(self._pace_of, self.manners, self._batch, sizes)
 
     def of(self, row: Row) -> RowEstimates:
-        """Those of a row."""
+        """Return the estimates of a row."""
         return RowEstimates(self, row)
 
     def _ranges(self) -> tuple[IntArray, IntArray, IntArray]:
-        """Ranges of calls between two edges that differ in what is called there: where each begins
-        and ends; and by its last and its first edge, the number of each range. The last range
-        stands for all that are empty."""
+        """Return the distinct ranges of calls between two edges: begins, ends, and the number of
+        each range by last and first edge. Ranges of equal calls share a number; the last number is
+        for empty ranges."""
         model = self.profile.model
         kinds = list(dict.fromkeys(model.kind_of_call))
         called = np.array([[kind == one for one in kinds] for kind in model.kind_of_call])
@@ -164,7 +161,7 @@ class PipelineEstimates:
 
     @cached_property
     def message_bytes(self) -> list[float]:
-        """By size, what a unit returns, of those that return most."""
+        """Bytes returned by the unit returning most, by micro-batch size."""
         model = self.profile.model
         curves = [model.kind(name).outputs.values() for name in set(model.kind_of_call)]
         return [
@@ -175,10 +172,10 @@ class PipelineEstimates:
     # -- one stage -----------------------------------------------------------------------------
 
     def _stage(self, place: Place, zero_stage: ZeroStage) -> _Stage:
-        """The best manner for each range. From ZeRO stage 2 on gradients are summed, and parameters
-        gathered, in each wave, while it computes; without waves gradients in the whole step."""
+        """Return the best manner for each range. From ZeRO stage 2 on, each wave sums gradients and
+        gathers parameters while computing; without waves, the whole step sums gradients."""
         computing = self._computing(place)
-        shape = (len(self.sizes), len(self._begin) + 1)  # beside the ranges, the empty one
+        shape = (len(self.sizes), len(self._begin) + 1)  # with the empty range
         busy_s, one_s = np.full((2, *shape), np.inf, np.float32)
         manner = np.zeros(shape, np.int8)
         if computing.manners:
@@ -222,7 +219,7 @@ class PipelineEstimates:
             held[name] = here * each + working + buffers / rounds
         largest = _stacked([self.manners.largest(kind, manner.team) for manner in manners])
         measured = np.array(self.sizes)[:, None] <= largest
-        # Micro-batches are dealt whole, of each wave or of the step.
+        # Micro-batches are dealt undivided, in each wave or in the step.
         batches = counts / max(1, place.waves)
         whole_s = batches / speed
         for name, _ in workers:
@@ -232,7 +229,7 @@ class PipelineEstimates:
         return _Computing(manners, workers, busy_s, one_s, held)
 
     def _taken_s_of(self, name: str, manners: tuple[Manner, ...]) -> Values:
-        """Values of one micro-batch of each range, on one device or team of a class."""
+        """Return seconds of one micro-batch of each range, on one device or team of a class."""
         paces = (self._pace_of(name, one.team, one.mode, self.sizes) for one in manners)
         taken = np.stack([pace.stage_s(self._begin, self._end) for pace in paces])
         return np.maximum(taken, TINY_S).astype(np.float32)
@@ -240,7 +237,7 @@ class PipelineEstimates:
     def _held_bytes_of(
         self, name: str, manners: tuple[Manner, ...], last: bool
     ) -> tuple[Values, Values]:
-        """Bytes that each waiting micro-batch holds of each range, and the one that is computed."""
+        """Return bytes of each waiting micro-batch, by range, and of the running micro-batch."""
         each, working = [], []
         for manner in manners:
             model = self._pace_of.profiles[manner.team].model_of(name)
@@ -251,15 +248,15 @@ class PipelineEstimates:
         return np.stack(each).astype(np.float32), np.stack(working).astype(np.float32)
 
     def _elements_of(self, manners: tuple[Manner, ...]) -> FloatArray:
-        """Trained elements of each range: [manners, 1, ranges]."""
+        """Return the trained elements of each range, as [manners, 1, ranges]."""
         rooms = (self._pace_of.rooms[manner.team] for manner in manners)
         return np.stack([room.elements(self._begin, self._end) for room in rooms])[:, None]
 
     def _fits(
         self, computing: _Computing, zero_stage: ZeroStage, place: Place
     ) -> npt.NDArray[np.bool_]:
-        """Whether the workers of a group have room, each for what nobody divides, and all together
-        for the rest. Of several stages of a worker each has its part of the memory."""
+        """Return a mask of room: each worker for the undivided state, and all workers together for
+        the rest. Several stages of a worker divide the memory equally."""
         elements, rounds = self._elements(computing.manners), rounds_of(place.schedule)
         profiles = [self._pace_of.profiles[manner.team] for manner in computing.manners]
         least: FloatArray = np.full(1, np.inf)
@@ -278,11 +275,11 @@ class PipelineEstimates:
     def _moved_s(
         self, place: Place, manners: tuple[Manner, ...], zero_stage: ZeroStage
     ) -> FloatArray:
-        """Of sums of gradients, and of gathers of parameters, between the workers of a group: in a
+        """Return seconds of gradient sums and parameter gathers between a group's workers: in a
         step, from ZeRO stage 2 on in a wave."""
         rates = [self._pace_of.s_per_byte(place.kind, manner.team) for manner in manners]
         reduced = _stacked(rates) * GRADIENT_BYTES
-        gathered = reduced / 2  # in half as many bytes, or of what need not be added up
+        gathered = reduced / 2  # half as many bytes, or nothing to add up
         passes = 3 if place.schedule == "zero-bubble" else 2
         times = {
             0: 2 * reduced,
@@ -294,8 +291,8 @@ class PipelineEstimates:
 
 
 def _buffer_bytes(profile: Profile, name: str, zero_stage: ZeroStage) -> float:
-    """What collectives fill on a device of a class: two units' gradients, and at stage 3 their
-    parameters."""
+    """Return bytes of collective buffers on a device of a class: two units' gradients, and at stage
+    3 their parameters."""
     if zero_stage < 2:
         return 0.0
     largest = max(kind.trainable for kind in profile.model.kinds)
@@ -304,7 +301,7 @@ def _buffer_bytes(profile: Profile, name: str, zero_stage: ZeroStage) -> float:
 
 
 def _stacked(of_manners: Sequence[float]) -> FloatArray:
-    """A number of each manner: [manners, 1, 1]."""
+    """Stack a number of each manner, as [manners, 1, 1]."""
     return np.array(of_manners, float)[:, None, None]
 
 
@@ -318,7 +315,7 @@ class RowEstimates:
         self.divided = lru_cache(maxsize=None)(self._divided)
 
     def waves(self, zero_stage: ZeroStage) -> list[int]:
-        """Numbers of waves that are looked at; 0 where there are none."""
+        """Return the numbers of waves to try; 0 without waves."""
         if zero_stage < 2:
             return [0]
         stages, most = len(self.row), int(self._most_waves.max())
@@ -326,11 +323,11 @@ class RowEstimates:
 
     @cached_property
     def _most_waves(self) -> IntArray:
-        """By size: each group has a worker with a micro-batch in every wave."""
+        """The most waves by size: each group has a worker with a micro-batch in every wave."""
         return np.asarray(-(-self._estimates.counts // max(map(len, self.row))))
 
     def _divided(self, zero_stage: ZeroStage, schedule: Schedule, waves: int) -> Divided:
-        """The model among the row's stages; see `PipelineEstimates.stage`."""
+        """Divide the model among the row's stages; see `PipelineEstimates.stage`."""
         estimates, rounds = self._estimates, rounds_of(schedule)
         sizes, edges = len(estimates.sizes), len(estimates.edges)
         busy = np.full((sizes, edges), np.inf, np.float32)
@@ -355,7 +352,7 @@ class RowEstimates:
         sent_s, linked_s, queued_s = self._sent_s
         counts, first = estimates.counts, 1 if waves else len(self.row[0])
         batches = np.minimum(counts, waves) if waves else counts
-        # So many are under way at once, and come back only after they have gone through all stages.
+        # Micro-batches under way at once return only after passing all stages.
         under_way = first + self._waiting(0, schedule, waves)
         returned_s = batches * (through + 2 * rounds * queued_s) / under_way
         busiest = np.maximum(busy[:, -1], linked_s * counts) * rounds
@@ -372,7 +369,7 @@ class RowEstimates:
     def candidate(
         self, zero_stage: ZeroStage, schedule: Schedule, waves: int, number: int
     ) -> Candidate | None:
-        """That of size `number`; None if there is none."""
+        """Return the candidate of size `number`, or None."""
         estimates, found = self._estimates, self.divided(zero_stage, schedule, waves)
         if not np.isfinite(found.seconds[number]):
             return None
@@ -391,13 +388,13 @@ class RowEstimates:
         return Candidate(way, zero_stage, tuple(reversed(ends)), waves=max(1, waves))
 
     def _waiting(self, place: int, schedule: Schedule, waves: int) -> float:
-        """How many micro-batches wait at a group beside those that its workers compute, of which a
-        worker has its part; or how many waves (`Pipeline.in_flight`)."""
+        """Return the micro-batches waiting at a group in addition to the running ones, of which a
+        worker has a part; or the waves (`Pipeline.in_flight`)."""
         if schedule == "gpipe":
             return float("inf")
         groups = len(self.row)
         if schedule == "zero-bubble":
-            place = 0  # as many gradients of weights may be put off everywhere
+            place = 0  # weight gradients may be deferred equally everywhere
         if schedule == "interleaved":
             rounds = rounds_of(schedule)
             stages = 2 * (groups - place - 1) + (rounds - 1) * groups
@@ -408,9 +405,8 @@ class RowEstimates:
 
     @cached_property
     def _sent_s(self) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Of a micro-batch's messages from group to group, in one direction: of all, over the
-        busiest link between hosts, and of all if those that a link has for all workers come at
-        once."""
+        """Seconds of a micro-batch's messages from group to group, in one direction: of all, over
+        the busiest link between hosts, and of all if all workers' messages on a link queue."""
         sizes = self._estimates.message_bytes
         total, busiest, queued = (np.zeros(len(sizes)) for _ in range(3))
         for one, other in pairwise(self.row):
@@ -432,9 +428,9 @@ class RowEstimates:
 def held_bytes(
     model: ModelProfile, mode: Mode, sizes: Sequence[int], *, last: bool
 ) -> tuple[FloatArray, FloatArray]:
-    """Bytes that micro-batches hold on a device: each that waits for its backward, of all calls
-    before each, as [sizes, calls + 1]; and the one that is computed, by size, in the `last` stage
-    with head and loss."""
+    """Return bytes held by micro-batches on a device: of each waiting for its backward, by all
+    calls before each, as [sizes, calls + 1]; and of the running micro-batch by size, in the `last`
+    stage with head and loss."""
     kinds = {name: model.kind(name) for name in set(model.kind_of_call)}
     left, working = {}, np.zeros(len(sizes))
     for name, kind in kinds.items():

@@ -1,11 +1,11 @@
 """The plan of Poplar (AAAI 2025): each device by its own measured curve, at every ZeRO stage.
 
-Rebuilt from what is known of it. A device runs micro-batches as large as its memory bears beside an
-equal share of the state. At stages 0 and 1 ranks meet once a step: each device runs the micro-batch
-at which it is fastest, as often as its speed asks for. At stages 2 and 3 they meet in every
-micro-batch, so all run as many; the time of one is swept over all times that were measured. The
-stage is the one that is fastest in the end, by the common cost model; so is the mode, the same for
-all devices, of which theirs has one.
+Rebuilt from what is known of Poplar. A device runs micro-batches as large as memory allows next to
+an equal share of the state. At stages 0 and 1 ranks synchronize once a step: each device runs its
+fastest micro-batch, as often as its speed asks for. At stages 2 and 3 ranks synchronize in every
+micro-batch, so all run equally many; the time of a micro-batch is swept over all measured times.
+The fastest stage by the common cost model wins. So does the fastest mode, equal for all devices;
+Poplar itself has a single mode.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from gpumix.spec.stage import Mode
 
 
 def poplar(profile: Profile, request: PlanRequest) -> Plan:
-    """The fastest of their plans over all stages and modes; on ties the highest stage, the plainest
-    mode.
+    """Return the fastest of Poplar's plans over all stages and modes; on ties the highest stage,
+    then the plainest mode.
 
     Raises:
         InputError: the profile lacks a device.
@@ -49,8 +49,8 @@ def poplar(profile: Profile, request: PlanRequest) -> Plan:
 
 @dataclass(frozen=True)
 class _Speed:
-    """What a device of one class was measured to do: seconds of one micro-batch of 1, 2, ...
-    samples, forward and backward, as far as memory bears them; collectives apart."""
+    """Measured speed of a device of one class: seconds of both passes of a micro-batch of 1, 2, ...
+    samples, as far as memory allows, without collectives."""
 
     name: str
     devices: int
@@ -58,7 +58,7 @@ class _Speed:
 
     @property
     def best(self) -> int:
-        """The micro-batch with the most samples a second, the smallest one on ties."""
+        """The micro-batch with the most samples a second, on ties the smallest."""
         each = self.seconds / self._sizes
         return int(np.argmax(each <= each.min() * (1.0 + TOLERANCE))) + 1
 
@@ -72,12 +72,12 @@ class _Speed:
         return np.arange(1, len(self.seconds) + 1)
 
     def size_within(self, seconds: FloatArray) -> IntArray:
-        """The largest micro-batch that takes no longer."""
+        """Return the largest micro-batch taking at most `seconds`."""
         return np.searchsorted(self.seconds, seconds, side="right").astype(np.int64)
 
 
 def _division(setting: Setting, mode: Mode, batch: int) -> Division | None:
-    """Their division in one setting and mode; None if there is none."""
+    """Return Poplar's division in a setting and mode; None if impossible."""
     speeds = [_speed(setting, name, mode, batch) for name in setting.classes]
     if not all(len(speed.seconds) for speed in speeds):
         return None
@@ -95,7 +95,7 @@ def _speed(setting: Setting, name: str, mode: Mode, batch: int) -> _Speed:
 
 
 def _fits(setting: Setting, name: str, micro: MicroBatches, mode: Mode) -> npt.NDArray[np.bool_]:
-    """Which of `micro` leave room for an equal share."""
+    """Return a mask of `micro` leaving room for an equal share."""
     return capacities(setting, name, micro, mode) >= 1.0 / len(setting.devices)
 
 
@@ -103,7 +103,7 @@ def _fits(setting: Setting, name: str, micro: MicroBatches, mode: Mode) -> npt.N
 
 
 def _own_pace(setting: Setting, mode: Mode, batch: int, speeds: list[_Speed]) -> Division | None:
-    """Samples by speed, each device in micro-batches of its own best size."""
+    """Divide samples by speed, each device in micro-batches of its own best size."""
     most = []
     for speed in speeds:
         micro = MicroBatches.of(np.arange(batch + 1), speed.best)
@@ -119,11 +119,11 @@ def _own_pace(setting: Setting, mode: Mode, batch: int, speeds: list[_Speed]) ->
 
 
 def _common_pace(setting: Setting, mode: Mode, batch: int, speeds: list[_Speed]) -> Division | None:
-    """As many micro-batches on all devices, each as large as the common time of one allows.
+    """Run equally many micro-batches on all devices, each as large as a common time allows.
 
-    Of all numbers of them, each at the least time that is enough, the one whose micro-batches and
-    collectives take the least together; the fewest on ties. The last micro-batch is trimmed: its
-    samples go by the sizes of the others.
+    Of all numbers of micro-batches, each at the least sufficient time, the number counts at which
+    micro-batches and collectives take the least together; the fewest on ties. The last micro-batch
+    is trimmed: its samples go by the sizes of the others.
     """
     largest = [_largest_by_number(setting, mode, batch, speed) for speed in speeds]
     pace, enough = _least_times(speeds, largest, batch)
@@ -147,10 +147,10 @@ def _common_pace(setting: Setting, mode: Mode, batch: int, speeds: list[_Speed])
 
 
 def _largest_by_number(setting: Setting, mode: Mode, batch: int, speed: _Speed) -> IntArray:
-    """The largest micro-batch of which memory bears 1, 2, ... `batch`, for what waits for its
-    backward adds up."""
+    """Return the largest micro-batch of which 1, 2, ... `batch` fit, as activations waiting for the
+    backward add up."""
     sizes = np.arange(1, len(speed.seconds) + 1)
-    each = -(-batch // sizes)  # more of them are never needed
+    each = -(-batch // sizes)  # more are never needed
     size = np.repeat(sizes, each)
     number = np.arange(1, len(size) + 1) - np.repeat(np.cumsum(each) - each, each)
     micro = MicroBatches.of(np.minimum(size * number, batch), size)
@@ -163,8 +163,8 @@ def _largest_by_number(setting: Setting, mode: Mode, batch: int, speed: _Speed) 
 def _least_times(
     speeds: list[_Speed], largest: list[IntArray], batch: int
 ) -> tuple[FloatArray, npt.NDArray[np.bool_]]:
-    """For each number of micro-batches the least measured time of one with which the devices do the
-    whole batch, and whether there is one; by bisection."""
+    """Return, for each number of micro-batches, the least measured time of a micro-batch at which
+    the devices do the whole batch, and True if any is enough; by bisection."""
     times = np.unique(np.concatenate([speed.seconds for speed in speeds]))
     numbers = np.arange(1, batch + 1)
 
@@ -187,7 +187,7 @@ def _least_times(
 
 
 def _collective_seconds(setting: Setting) -> float:
-    """All collectives of one micro-batch in their engine, which gathers in each anew."""
+    """Return seconds of a micro-batch's collectives; Poplar's engine gathers in each again."""
     links, counts = setting.links, setting.links.buckets.counts()
     return sum(
         number * (links.gather_s[kind] + links.regather_s[kind] + links.reduce_s[kind])

@@ -1,10 +1,10 @@
-"""The plan of Whale (USENIX ATC 2022): load by peak FLOP/s, then shifted until memory holds.
+"""The plan of Whale (USENIX ATC 2022): load by peak FLOP/s, then shifted until memory suffices.
 
-Each device starts with samples in proportion to its peak. While some are overloaded, the one whose
-memory is filled most hands samples to the free one that is busiest least: as many as it has too
-many, or as the other has room for. Devices store equal shares and run the same number of
-micro-batches, which is tuned by doubling; so are the ZeRO stage and the mode. Devices of a class
-with as many samples are counted, not listed.
+Each device starts with samples in proportion to its peak. While some devices are overloaded, the
+device with the fullest memory hands samples to the least busy free device: as many as exceed its
+limit, or as fit on the receiver. Devices store equal shares and run equally many micro-batches, a
+number tuned by doubling; the ZeRO stage and the mode are tuned too. Devices of a class with equally
+many samples are counted, not listed.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from gpumix.spec.stage import Mode
 
 
 def proportional(profile: Profile, request: PlanRequest) -> Plan:
-    """Samples by peak FLOP/s, equal shares; of the stages, modes and numbers of micro-batches that
-    fit the fastest, the first one tried on ties: high ZeRO stages, plain modes, few micro-batches.
+    """Plan samples by peak FLOP/s and equal shares, with the fastest stage, mode and number of
+    micro-batches that fit. Ties go to high ZeRO stages, plain modes, few micro-batches.
 
     Raises:
         InputError: a peak is not known, or the profile lacks a device.
@@ -49,7 +49,7 @@ def proportional(profile: Profile, request: PlanRequest) -> Plan:
 
 
 def peak_flops(profile: Profile, devices: tuple[Device, ...]) -> dict[str, float]:
-    """FLOP/s of each class by its datasheet, or as it is emulated.
+    """Return the FLOP/s of each class by datasheet, or as emulated.
 
     Raises:
         InputError: neither is known of a class.
@@ -73,7 +73,7 @@ def peak_flops(profile: Profile, devices: tuple[Device, ...]) -> dict[str, float
 def _divisions(
     setting: Setting, mode: Mode, batch: int, peaks: Mapping[str, float]
 ) -> Iterator[Division]:
-    """What fits in a setting and mode, for 1, 2, 4, ... micro-batches."""
+    """Yield fitting divisions in a setting and mode, for 1, 2, 4, ... micro-batches."""
     start = apportion(
         batch,
         [peaks[name] for name in setting.classes],
@@ -88,7 +88,7 @@ def _divisions(
         runs = _Shift(held, list(peaks.values()), start).run()
         if runs is not None:
             yield _division(setting, mode, number, runs)
-        if number >= most:  # every sample by itself
+        if number >= most:  # a sample for each micro-batch
             return
         number *= 2
 
@@ -106,14 +106,14 @@ def _division(setting: Setting, mode: Mode, number: int, runs: tuple[Runs, ...])
 
 
 def _micro_batch(setting: Setting, name: str, samples: int, number: int) -> int:
-    """The size that cuts `samples` into so many micro-batches, or more if it was not measured."""
+    """Return the size of `number` micro-batches of `samples`, at most the largest measured."""
     return setting.largest_micro_batch(name, -(-samples // number))
 
 
 @dataclass(frozen=True)
 class _Held:
-    """Of a device of one class: the part of its memory that so many samples fill, never falling;
-    and the most samples that it has room for, -1 if it has none without samples."""
+    """Memory of a device of one class: the part filled by each number of samples, never falling;
+    and the most samples with room, -1 if not even 0."""
 
     part: FloatArray
     most: int
@@ -132,10 +132,9 @@ class _Held:
 
 
 class _Shift:
-    """Whale's algorithm 1, on the number of devices of each class that have so many samples.
+    """Whale's algorithm 1, on the number of devices by class and samples.
 
-    Of devices that are equally overloaded, or equally free, those of the class that comes first in
-    `peaks` come first.
+    Of devices equally overloaded, or equally free, the class first in `peaks` comes first.
     """
 
     def __init__(self, held: list[_Held], peaks: list[float], start: tuple[Runs, ...]) -> None:
@@ -144,7 +143,7 @@ class _Shift:
         self._count = Counter({(c, n): k for c, runs in enumerate(start) for n, k in runs})
 
     def run(self) -> tuple[Runs, ...] | None:
-        """Samples by class once memory holds; None if it never does."""
+        """Return samples by class once memory suffices; None if memory never does."""
         if any(held.most < 0 for held in self._held):
             return None
         while overloaded := [key for key, k in self._count.items() if k and self._room(key) < 0]:
@@ -170,7 +169,7 @@ class _Shift:
         return samples / self._peaks[which], float(self._held[which].part[samples]), which
 
     def _move(self, peak: tuple[int, int], valley: tuple[int, int]) -> None:
-        """From each device of `peak` to one of `valley`, as long as there are both."""
+        """Move samples from devices of `peak` to as many devices of `valley`, in pairs."""
         moved = min(-self._room(peak), self._room(valley))
         pairs = min(self._count[peak], self._count[valley])
         for which, change in ((peak, -moved), (valley, moved)):

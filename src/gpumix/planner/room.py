@@ -1,4 +1,4 @@
-"""Can a setting hold state and batch at all? Told at once for any batch, without any times."""
+"""A quick test of a setting's room for state and batch, for any batch, without times."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from gpumix.planner.options import ClassOptions, Limits, pool_options
 from gpumix.planner.setting import Setting
 from gpumix.spec.stage import Mode
 
-STEPS = 128  # numbers of samples that are looked at
+STEPS = 128  # numbers of samples tried
 
 
 def may_fit(setting: Setting, batch: int) -> bool:
-    """False only if no choice of samples, micro-batches and modes finds room.
+    """Return False only if no choice of samples, micro-batches and modes has room.
 
-    Samples are held in micro-batches of one, where nothing takes less, and counted in steps: what
-    there is room for beside the first number of a step is lent to the last one.
+    Samples run in micro-batches of one, which take the least memory, and are counted in steps: the
+    room next to the first number of a step is lent to the last number.
     """
     if not setting.memory.ones_are_least(batch):
         return True
@@ -41,7 +41,7 @@ def may_fit(setting: Setting, batch: int) -> bool:
 
 
 def _held(setting: Setting, ones: MicroBatches) -> dict[tuple[int, Mode], Activations]:
-    """What samples hold of each model, by its identity, and in each mode that there is."""
+    """Return the activations of each model, by identity, and of each mode."""
     models = {name: setting.profile.model_of(name) for name in setting.classes}
     ways = {
         (id(model), mode): model for name, model in models.items() for mode in setting.modes[name]
@@ -55,7 +55,7 @@ def _roomiest(
     samples: IntArray,
     held: Mapping[tuple[int, Mode], Activations],
 ) -> ClassOptions:
-    """The most room that a class has in any mode, as options that take no time."""
+    """Return the most room of a class in any mode, as options taking no time."""
     model = id(setting.profile.model_of(name))
     rooms = [setting.room(name, held[model, mode]) for mode in setting.modes[name]]
     nothing = np.zeros(len(samples))

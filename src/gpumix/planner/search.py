@@ -1,14 +1,14 @@
 """The fastest choice for all devices at once: branch and bound over two limits on time.
 
 The step is the sum of three maxima: the longest forward, the longest backward, the longest update.
-Once the limits of the two passes are fixed, `knapsack.select` tells whether batch and state find
-room within a limit on the update. So the search is over boxes of pairs of limits: the lower corner
-of a box bounds its steps from below, the upper corner is the most that its limits allow. A box is
-dropped when its upper corner cannot beat the best choice even at the price of its lower corner,
-and halved otherwise; a box of one pair is settled by bisection over the update.
+With the limits of the two passes fixed, `knapsack.select` decides if batch and state fit within a
+limit on the update. So the search is over boxes of pairs of limits: the lower corner of a box
+bounds its steps from below, the upper corner has the widest limits. A box is dropped when its upper
+corner cannot beat the best choice even at the price of its lower corner, and halved otherwise; a
+box of one pair is settled by bisection over the update.
 
-A choice that is not better by `gap` is not looked for, so the best one is within `gap` of the least
-that there is: one part in 10^10 for small problems.
+Choices better by less than `gap` are not searched for, so the best choice is within `gap` of the
+optimum: one part in 10^10 for small problems.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from gpumix.planner.options import TOLERANCE, ClassOptions, Limits, PoolOptions
 
 IMPROVEMENT = 1e-10
 
-# The sum at its lower corner; first and last forward limit, first and last backward limit.
+# The sum at the lower corner; first and last forward limit, first and last backward limit.
 Box = tuple[float, int, int, int, int]
 
-# For each kind of pool and each class in it: the most samples of so many devices.
+# For each kind of pool and each class of the pool: runs of most samples and number of devices.
 Samples = tuple[tuple[tuple[tuple[int, int], ...], ...], ...]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The most samples that each device may take, and limits that then hold.
+    """The most samples that each device may take, and the limits attained.
 
     No choice takes less than `bound_s`.
     """
@@ -45,15 +45,15 @@ class Choice:
 
 
 def fastest(pools: Sequence[PoolOptions], batch: int, gap: float = IMPROVEMENT) -> Choice | None:
-    """The choice with the least sum of limits, but for `gap`; None if memory allows no choice."""
+    """Return the choice with the least sum of limits, within `gap`; None if memory allows none."""
     return _Search(pools, batch, gap).run()
 
 
 def level(most: FloatArray, speed: FloatArray, count: FloatArray | None = None) -> float:
-    """The least x at which `count` times min(most, x * speed) adds up to 1; all must reach 1.
+    """Return the least x at which `count` times min(most, x * speed) adds up to 1, if all reach 1.
 
-    With `most` in shares and `speed` in shares per second this is the time of the update; with
-    speed 1 it is the height to which shares are filled.
+    With `most` in shares and `speed` in shares per second, x is the time of the update; with speed
+    1, x is the level to which shares are filled.
     """
     count = np.ones(len(most)) if count is None else count
     free = np.isinf(speed)
@@ -73,7 +73,7 @@ def level(most: FloatArray, speed: FloatArray, count: FloatArray | None = None) 
 
 
 class _Search:
-    """One search: the values that the two limits can take, and the best choice so far."""
+    """A search: the possible values of both limits, and the best choice so far."""
 
     def __init__(self, pools: Sequence[PoolOptions], batch: int, gap: float) -> None:
         self.pools = pools
@@ -83,7 +83,7 @@ class _Search:
         self.forward: FloatArray = np.unique(np.concatenate([o.forward_s for o in options]))
         self.backward: FloatArray = np.unique(np.concatenate([o.backward_s for o in options]))
         self.best = Choice((), Limits())
-        self.undecided_s = float("inf")  # the least that a choice which nobody tried may take
+        self.undecided_s = float("inf")  # least seconds of an undecided choice
 
     def run(self) -> Choice | None:
         if not self._ask(Limits()):
@@ -107,13 +107,12 @@ class _Search:
                 continue
             for half in self._halves(f0, f1, b0, b1):
                 heapq.heappush(boxes, half)
-        # Whatever was dropped could not beat the target, which only fell since.
+        # Dropped boxes could not beat the target, which only fell since.
         bound = min(self.undecided_s, self._target())
         return Choice(self.best.samples, self.best.limits, bound)
 
     def _ask(self, limits: Limits) -> bool | None:
-        """Whether there is a choice within `limits`, None if that would take too long to tell; if
-        it is the best so far it is remembered."""
+        """Return True if a choice exists within `limits`, None if undecided; keep the best."""
         rooms = [[m.room_by_row(limits) for m in pool.members] for pool in self.pools]
         stairs = [
             [staircase(m, room, limits.optimizer_s) for m, room in zip(pool.members, row)]
@@ -140,7 +139,7 @@ class _Search:
         return True
 
     def _at_least(self, samples: Samples) -> float:
-        """No less do the passes of these samples take, in any micro-batches and modes."""
+        """Return a lower bound of the passes with `samples`, in any micro-batches and modes."""
         forward = backward = 0.0
         for pool, row in zip(self.pools, samples):
             for member, runs in zip(pool.members, row):
@@ -154,7 +153,7 @@ class _Search:
     def _attained(
         self, samples: Samples, by_row: Sequence[Sequence[FloatArray]], limits: Limits
     ) -> Choice:
-        """What samples really take: their limits are often lower than those they were found in."""
+        """Return the choice with the limits attained, often lower than the limits of the search."""
         rooms = [
             np.concatenate(
                 [
@@ -180,7 +179,7 @@ class _Search:
         return Choice(samples, Limits(forward, backward, update))
 
     def _settle(self, forward_s: float, backward_s: float, low: float) -> None:
-        """Find the least update at one pair of limits, as far as it beats the best choice."""
+        """Find the least update at one pair of limits, if better than the best choice."""
         while (high := self._target() - forward_s - backward_s) > low:
             if not self._decided(Limits(forward_s, backward_s, high), low):
                 return
@@ -189,7 +188,7 @@ class _Search:
                 low = middle
 
     def _decided(self, limits: Limits, low: float) -> bool:
-        """Whether there is a choice; where nobody can tell, there may be one from `low` on."""
+        """Return True if a choice exists; if undecided, note a possible choice from `low` on."""
         answer = self._ask(limits)
         if answer is None:
             least = limits.forward_s + limits.backward_s + low
@@ -197,11 +196,11 @@ class _Search:
         return bool(answer)
 
     def _target(self) -> float:
-        """A choice must take no longer than this to count as better than the best."""
+        """Return the most seconds of a choice better than the best."""
         return self.best.limits.total_s * (1.0 - self.gap)
 
     def _least_update(self) -> float:
-        """No update is shorter: it has all the memory that is free without samples."""
+        """Return a lower bound of the update: all memory free without samples is for state."""
         return max(
             level(
                 np.asarray([min(m.cap, float(m.options.capacity.max())) for m in pool.members]),
@@ -212,8 +211,7 @@ class _Search:
         )
 
     def _within(self, values: FloatArray, least: Callable[[ClassOptions], FloatArray]) -> int:
-        """The place of the least of `values` within which the devices can do the batch, if they
-        find room."""
+        """Return the place of the least of `values` allowing the whole batch, memory aside."""
         reached = np.zeros(len(values))
         for pool in self.pools:
             for member in pool.members:
@@ -226,10 +224,10 @@ class _Search:
         return min(int(np.searchsorted(reached, self.batch)), len(values) - 1)
 
     def _least(self, values: FloatArray, low: int, limits: Callable[[float], Limits]) -> int:
-        """The place of the least of `values` from `low` on that may allow a choice if nothing else
-        is limited."""
+        """Return the place of the least of `values` from `low` on that may allow a choice, with
+        nothing else limited."""
         high = len(values) - 1
-        middle = low  # where there is room it is the one
+        middle = low  # the answer if there is room
         while low < high:
             if self._ask(limits(float(values[middle]))) is False:
                 low = middle + 1
@@ -242,7 +240,7 @@ class _Search:
         return (float(self.forward[f0] + self.backward[b0]), f0, f1, b0, b1)
 
     def _halves(self, f0: int, f1: int, b0: int, b1: int) -> tuple[Box, Box]:
-        """Two boxes, cut across the side that spans more seconds."""
+        """Split a box across the side of more seconds."""
         wide = self.forward[f1] - self.forward[f0]
         if wide >= self.backward[b1] - self.backward[b0]:
             middle = (f0 + f1) // 2
@@ -252,5 +250,5 @@ class _Search:
 
 
 def _speeds(pool: PoolOptions, row: tuple[tuple[tuple[int, int], ...], ...]) -> FloatArray:
-    """Shares per second of each run of like devices."""
+    """Return the shares per second of each run of like devices."""
     return np.asarray([m.options.update_speed for m, runs in zip(pool.members, row) for _ in runs])

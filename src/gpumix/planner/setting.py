@@ -1,7 +1,7 @@
-"""One way to divide the state and to move it: what a search runs in.
+"""Settings of a search: ways to divide and to move the state.
 
-In a setting all times of collectives are known, so devices are bound to each other only by the
-batch and the state. The state is divided within *pools*: all devices, or those of each host.
+In a setting all times of collectives are known, so only the batch and the state couple devices. The
+state is divided within *pools*: all devices, or the devices of each host.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from gpumix.spec.profile import Profile, RankGroup
 from gpumix.spec.space import Space
 from gpumix.spec.stage import PLAIN, Mode, Place
 
-# How long padded intervals may be, against equal ones. Per-owner collectives cost a quarter more
-# than native ones (`cost.wire`), so padding by more than that hardly ever pays.
+# Lengths of padded intervals, relative to equal intervals. Per-owner collectives cost a quarter
+# more than native collectives (`cost.wire`), so more padding hardly ever pays.
 OPERATIONS: tuple[Operation, ...] = ("gather", "reduce")
 PADDINGS = (1.0, 1.05, 1.1, 1.15, 1.2)
 
@@ -35,9 +35,9 @@ PADDINGS = (1.0, 1.05, 1.1, 1.15, 1.2)
 class Setting:
     """A fleet with a ZeRO stage, pools, and collectives.
 
-    `cap` is the largest share that a device may store, times the devices of its pool: 1 where all
-    store as much and native collectives serve, infinite where each owner sends its own. `modes` has
-    what was measured of each class. Classes in `on_host` keep their state there.
+    `cap` is the largest share of a device, times the devices of its pool: 1 for equal shares with
+    native collectives, infinite if each owner sends its own. `modes` has the measured modes of each
+    class. Classes in `on_host` keep their state on the host.
     """
 
     fleet: Fleet
@@ -71,7 +71,7 @@ class Setting:
 
     @cached_property
     def moved_s(self) -> tuple[float, float]:
-        """Seconds of the two passes of a device without samples; no other takes less."""
+        """Seconds of both passes of a device without samples; no device takes less."""
         return moved_seconds(self.links)
 
     @property
@@ -79,26 +79,26 @@ class Setting:
         return self.cap == 1.0
 
     def largest_micro_batch(self, name: str, samples: int) -> int:
-        """The largest micro-batch that class `name` may run of so many samples."""
+        """Return the largest micro-batch of class `name` for `samples` samples."""
         limit = self.profile.of_class(name).largest_micro_batch
         return samples if limit is None else min(samples, limit)
 
     def room(self, name: str, held: Activations) -> FloatArray:
-        """The largest share that a device of class `name` has room for beside each choice; -1 where
-        it or its host has no room at all."""
+        """Return the largest share with room on a device of class `name` next to each choice; -1 if
+        the device or its host has no room at all."""
         demands = self.memory.demands(held, state_on=self.state_on(name))
         host_bytes = self.profile.of_class(name).host_bytes
         capacity = demands.capacity(free_bytes(self.profile, name), host_bytes)
-        if self.zero_stage == 0:  # nothing is divided, so all that fits has room for everything
+        if self.zero_stage == 0:  # the state is undivided: any room is for all of it
             capacity = np.where(capacity >= 0, 1.0, -1.0)
         return capacity
 
     def state_on(self, name: str) -> Place:
-        """Where devices of class `name` keep their state."""
+        """Return the place where devices of class `name` keep state."""
         return "host" if name in self.on_host else "device"
 
     def update_s(self, name: str) -> float:
-        """Seconds in which a device of class `name` would update the whole model."""
+        """Return seconds for a device of class `name` to update the whole model."""
         gathered = self.links.communication_dtype or self.profile.model_of(name).compute_dtype
         return optimizer_seconds(
             self.profile, name, self.zero_stage, self.state_on(name), gathered=gathered
@@ -106,8 +106,7 @@ class Setting:
 
 
 def settings(fleet: Fleet, space: Space) -> Iterator[Setting]:
-    """All settings of a space: those first that keep the least on hosts, then those that need the
-    least memory."""
+    """Yield all settings of a space, first by least state on hosts, then by least memory."""
     on_devices = list(_of_stages(fleet, space))
     for on_host in places_of_state(fleet, space):
         yield from (replace(setting, on_host=on_host) for setting in on_devices)
@@ -121,8 +120,7 @@ def _of_stages(fleet: Fleet, space: Space) -> Iterator[Setting]:
 
 
 def places_of_state(fleet: Fleet, space: Space) -> Iterator[frozenset[str]]:
-    """Which classes keep their state on the host: none; then more and more of them, those first
-    that have the least memory."""
+    """Yield sets of classes with state on the host: none, then more, least memory first."""
     profile = fleet.profile
     able = [name for name in fleet.classes if can_keep_state_on_host(profile, name)]
     able.sort(key=lambda name: (free_bytes(profile, name), name))
@@ -132,8 +130,8 @@ def places_of_state(fleet: Fleet, space: Space) -> Iterator[frozenset[str]]:
 
 
 def _worth_a_pool(fleet: Fleet, zero_stage: ZeroStage) -> bool:
-    """Whether hosts may divide the state each for itself: there are several, some with several
-    devices, and their links are known."""
+    """Return True if each host may divide the state separately: several hosts, some with several
+    devices, and known links."""
     if zero_stage == 0 or len(fleet.per_host) == 1 or max(fleet.per_host) == 1:
         return False
     return fleet.wire.knows("reduce", "native", "across")
@@ -149,7 +147,7 @@ def _forms(
     if native:
         choices.append((1.0, named))
     if zero_stage == 0:
-        choices = [(1.0, named)]  # nothing is divided; what all need to know is cut evenly
+        choices = [(1.0, named)]  # nothing is divided; collectives cut evenly
     elif len(native) == len(OPERATIONS) and space.padded:
         choices += [
             (cap, Collectives(gather="padded", reduce="padded", padding=cap)) for cap in PADDINGS
@@ -174,7 +172,7 @@ def setting_of(
     cap: float = float("inf"),
     modes: tuple[Mode, ...] = (PLAIN,),
 ) -> Setting:
-    """One setting; without `collectives` by the forms that serve unequal intervals best."""
+    """Build a setting; without `collectives`, by the forms best for unequal intervals."""
     fleet = Fleet.of(profile, devices)
     collectives = collectives or forms_for(profile)
     layout = _layout(fleet, zero_stage, sharding, collectives, cap)
@@ -201,7 +199,7 @@ def _setting(
 def _layout(
     fleet: Fleet, zero_stage: ZeroStage, sharding: Sharding, collectives: Collectives, cap: float
 ) -> Layout:
-    """Hosts surely cut alike where all have as many devices with equal shares."""
+    """Build a layout; hosts surely cut alike with equally many devices and equal shares."""
     root = fleet.profile.model.root
     return Layout(
         zero_stage,
@@ -216,6 +214,6 @@ def _layout(
 
 
 def _cuts(fleet: Fleet, sharding: Sharding, cap: float) -> Cuts:
-    """Cuts that cost what all shares of a setting cost at most, in its largest pool."""
+    """Return cuts of the highest cost among all shares of a setting, in the largest pool."""
     ranks = max(fleet.per_host) if sharding == "host" else fleet.size
     return Cuts.alike(ranks) if cap == 1.0 else Cuts.unlike(ranks)

@@ -1,7 +1,7 @@
-"""Why no plan fits, in bytes: how much is missing, where, and what would help.
+"""Reasons why no plan fits, in bytes: the missing memory, the place, and the remedies.
 
-Counted at the micro-batches and modes that need the least, at the ZeRO stage that comes nearest.
-All amounts are per device unless they say otherwise.
+Counted at the micro-batches and modes of least memory, at the nearest ZeRO stage. All amounts are
+per device unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ U = TypeVar("U", UnitKind, RootUnit)
 
 UNREACHABLE = 2**62  # more memory than any device has
 
-# Parts of the sequence length that are tried when all of it is too much.
+# Divisors of the sequence length to try, if the batch does not fit at full length.
 SHORTER = (2, 4, 8, 16)
 
-# Up to so many micro-batch sizes and numbers of samples every one is looked at; beyond, so many.
+# Up to `SIZES` micro-batch sizes all are tried, beyond only `FEW_SIZES`; of numbers of samples at
+# most `SAMPLES`.
 SIZES, FEW_SIZES = 96, 24
 SAMPLES = 512
 
@@ -41,8 +42,8 @@ SAMPLES = 512
 def no_room(
     profile: Profile, devices: tuple[Device, ...], space: Space, batch: int
 ) -> NoFeasiblePlanError:
-    """The error that says by how much the devices fall short of the state and the batch; or, where
-    no state can be divided as the space says, or lie where it says, why."""
+    """Return the error stating the missing bytes for state and batch; or the reason why state
+    cannot be divided or placed as the space says."""
     fleet = Fleet.of(profile, devices)
     if next(settings(fleet, space), None) is None:
         return _no_setting(fleet, space)
@@ -67,7 +68,7 @@ def _no_setting(fleet: Fleet, space: Space) -> NoFeasiblePlanError:
 
 
 class _Shortage:
-    """What each class would need, tabulated once for all amounts of memory that are tried."""
+    """Memory needs of each class, tabulated once for all amounts of memory tried."""
 
     def __init__(
         self, profile: Profile, devices: tuple[Device, ...], space: Space, batch: int
@@ -100,16 +101,16 @@ class _Shortage:
         )
 
     def fits(self, batch: int, extra: Mapping[str, int], on_host: int = 0) -> bool:
-        """Whether state and batch find room if the classes had so many more bytes, and hosts so
-        many more for each device."""
+        """Return True if state and batch fit with `extra` more bytes by class and `on_host` more
+        bytes of host memory for each device."""
         return any(needs.fit(batch, extra, on_host) for needs in self.needs)
 
     def idle_fits(self, name: str, extra: int) -> bool:
-        """Whether a device of class `name` with so many more bytes may at least take part."""
+        """Return True if a device of class `name` with `extra` more bytes can take part at all."""
         return any(bool(needs.capacity(name, extra)[0] >= 0) for needs in self.needs)
 
     def _unmeasured(self) -> list[str]:
-        """Classes of which no mode was measured that is allowed."""
+        """Return classes without a measurement of any allowed mode."""
         settings = [needs.setting for needs in self.needs]
         return [name for name in self.counts if not any(s.modes[name] for s in settings)]
 
@@ -129,7 +130,7 @@ class _Shortage:
         return ", ".join(f"{number} x {name}" for name, number in self.counts.items())
 
     def _short(self) -> str:
-        """By how much, if all devices had as much more; or their hosts, or both."""
+        """Describe the shortage, spread equally over all devices, or their hosts, or both."""
         count, batch = sum(self.counts.values()), self.batch
 
         def more(extra: int) -> Mapping[str, int]:
@@ -150,7 +151,7 @@ class _Shortage:
         return f"devices, and hosts for each device, are short of up to {show_exact_bytes(short)}"
 
     def _of_class(self, name: str) -> str:
-        """What one class has and needs, and what it alone would have to have more."""
+        """Describe a class's memory and needs, and the extra memory needed on the class alone."""
         usable = usable_bytes(self.profile.cluster.class_named(name))
         text = f"{name} can use {show_bytes(usable)}"
         idle = _least(lambda extra: self.idle_fits(name, extra))
@@ -162,7 +163,7 @@ class _Shortage:
         return f"{text}; {show_exact_bytes(alone)} more on each {name} would do"
 
     def _fix(self) -> str:
-        """The ways out, those first that need no purchase."""
+        """Describe the remedies, first without a purchase."""
         if missing := self._technique():
             return f"allow {missing}: with it the batch fits"
         too_small = [name for name in self.counts if not self.idle_fits(name, 0)]
@@ -187,7 +188,7 @@ class _Shortage:
         )
 
     def _technique(self) -> str:
-        """A technique that saves memory and that this space leaves out, with which it fits."""
+        """Name a memory-saving technique outside the space with which the batch fits."""
         recompute: dict[str, object] = {"recompute": (True,)}
         sharded: dict[str, object] = {"zero_stages": (3,)}
         on_hosts: dict[str, object] = {"state_on": ("device", "host")}
@@ -206,8 +207,8 @@ class _Shortage:
         return ""
 
     def _shorter(self) -> int | None:
-        """A shorter sequence at which the batch fits, if what samples hold grows with its length
-        (attention that keeps its scores needs even less)."""
+        """Return a shorter sequence at which the batch fits, if activations grow with its length
+        (attention keeping its scores needs even less)."""
         for part in SHORTER:
             length = self.profile.sequence_length // part
             profile = _with_shorter_samples(self.profile, part)
@@ -217,8 +218,8 @@ class _Shortage:
 
 
 class _Needs:
-    """What each class would need in one setting: bytes that each number of samples (rows) and size
-    of micro-batch (columns) takes."""
+    """Memory needs of a setting: bytes by number of samples (rows) and micro-batch size (columns),
+    for each class and mode."""
 
     def __init__(self, setting: Setting, batch: int) -> None:
         self.setting = setting
@@ -243,8 +244,8 @@ class _Needs:
                 self._tables[name, mode] = alike[key]
 
     def fit(self, batch: int, extra: Mapping[str, int], on_host: int = 0) -> bool:
-        """Whether state and batch find room if the classes had so many more bytes, and hosts so
-        many more for each device."""
+        """Return True if state and batch fit with `extra` more bytes by class and `on_host` more
+        bytes of host memory for each device."""
         stairs = [
             Staircase.of(
                 len(devices), self._samples, self.capacity(name, extra.get(name, 0), on_host)
@@ -257,7 +258,7 @@ class _Needs:
             return False
 
     def capacity(self, name: str, extra: int, on_host: int = 0) -> FloatArray:
-        """The largest share by samples, if each device of class `name` had `extra` more bytes."""
+        """Return the largest share by samples, with `extra` more bytes on each device."""
         profile = self.setting.profile
         free = free_bytes(profile, name) + extra
         host_bytes = profile.of_class(name).host_bytes
@@ -272,7 +273,7 @@ class _Needs:
 
 
 def _settings(profile: Profile, devices: tuple[Device, ...], space: Space) -> Iterator[Setting]:
-    """Of each ZeRO stage, the settings that ask the least of memory, and of hosts."""
+    """Yield the settings of least memory, and of least host memory, of each ZeRO stage."""
     for zero_stage in sorted(set(space.zero_stages), reverse=True):
         modes = tuple(space.modes(zero_stage))
         setting = setting_of(profile, devices, zero_stage=zero_stage, modes=modes)
@@ -281,12 +282,12 @@ def _settings(profile: Profile, devices: tuple[Device, ...], space: Space) -> It
 
 
 def _fits(profile: Profile, devices: tuple[Device, ...], space: Space, batch: int) -> bool:
-    """Whether state and batch find room in some setting."""
+    """Return True if state and batch fit in some setting."""
     return any(_Needs(s, batch).fit(batch, {}) for s in _settings(profile, devices, space))
 
 
 def _with_shorter_samples(profile: Profile, part: int) -> Profile:
-    """The profile of samples that hold a `part`-th as much."""
+    """Return the profile with a `part`-th of the memory for each sample."""
 
     def less(unit: U) -> U:
         curves = {name: curve.scaled(1 / part) for name, curve in unit if isinstance(curve, Curve)}
@@ -301,7 +302,7 @@ def _with_shorter_samples(profile: Profile, part: int) -> Profile:
 
 
 def _least(enough: Callable[[int], bool]) -> int:
-    """The least number of bytes that is enough; `UNREACHABLE` if none is. 0 if nothing lacks."""
+    """Return the least sufficient number of bytes; `UNREACHABLE` if no number suffices."""
     if enough(0):
         return 0
     low, high = 0, 1

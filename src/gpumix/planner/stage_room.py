@@ -1,5 +1,4 @@
-"""Room for the state of stages of calls [begin, end): how many elements they train, and whether
-the workers of a group can hold them."""
+"""Room for the state of stages of calls [begin, end): trained elements, and the workers' memory."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from gpumix.spec.profile import Profile
 
 
 class StageRoom:
-    """For devices of a profile: those that compute alone, or the ranks of a team's."""
+    """Room on devices of a profile: on single devices, or on the ranks of teams."""
 
     def __init__(self, profile: Profile) -> None:
         model = profile.model
@@ -32,13 +31,13 @@ class StageRoom:
         )
 
     def elements(self, begin: IntArray, end: IntArray) -> FloatArray:
-        """Trained elements of stages: of units, where they are called first, and of the root, as
-        far as the first and the last call need it."""
+        """Return the trained elements of stages: of units first called there, and of the root's
+        parameters needed by the first and the last call."""
         of_root = (begin == 0) * self._first + (end == len(self._before) - 1) * self._last
         return np.asarray(self._before[end] - self._before[begin] + of_root)
 
     def least_elements(self, begin: IntArray, end: IntArray) -> FloatArray:
-        """Those that no other stage can hold a part of: of units that are called once."""
+        """Return the trained elements surely in a single stage only: of units called once."""
         return np.asarray(self._sure_before[end] - self._sure_before[begin])
 
     def fits(
@@ -49,11 +48,11 @@ class StageRoom:
         held: Mapping[str, FloatArray] | None = None,
         rounds: int = 1,
     ) -> npt.NDArray[np.bool_]:
-        """Whether they have room, each for what nobody divides, and all together for the rest.
+        """Return a mask of room: each worker for undivided state, all together for the rest.
 
         Args:
-            held: bytes of something else, by class.
-            rounds: stages of each worker, of which each has its part of the memory.
+            held: bytes of anything else, by class.
+            rounds: stages of each worker, dividing its memory equally.
         """
         fits = np.ones(1, dtype=bool)
         room, needed = np.zeros(1), np.zeros(1)

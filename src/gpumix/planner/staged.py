@@ -1,18 +1,18 @@
-"""The fastest plan of several stages: who stands where, which calls, which micro-batches.
+"""The fastest plan of several stages: the groups, the calls, the micro-batches.
 
 A *way* is a row of groups (`planner.arrange`), a manner for each stage (`planner.manner`), a
 schedule and a micro-batch size. All rows, with the best cut and manners of each, are estimated at
-once (`planner.pipeline_estimate`): every row as if gradients were summed in no time, then the rows
-that are fastest so, at all ZeRO stages and by all schedules. What is fastest by its estimate is
-counted exactly (`planner.counted`), and then what is like the best of them: other schedules, sizes,
-manners, and a call more or less in a stage.
+once (`planner.pipeline_estimate`): every row as if gradients were summed in no time, then the
+fastest rows at all ZeRO stages and by all schedules. The fastest estimates are counted exactly
+(`planner.counted`), then the neighbors of the best plan: other schedules, sizes, manners, and a
+call more or less in a stage.
 
-Where there are few ways, candidates are counted in the order of their least time, which is what the
-busiest worker computes and what comes before and after that (`planner.cuts`), until none can be
-shorter than the best one; a way is cut when the turn of its own least time comes. `bound_s` is the
-least time of all that was not counted: then that of the plan itself, unless there are too many
-candidates, cuts, micro-batch sizes or deals of micro-batches to workers. Devices of one stage run
-in one mode, and share its state as equally as they have room.
+With few ways, candidates are counted in the order of a lower bound, the computing of the busiest
+worker and the time before and after (`planner.cuts`), until none can be shorter than the best plan;
+a way is cut when the turn of its own bound comes. `bound_s` is the least bound of everything not
+counted: the time of the plan itself, unless candidates, cuts, micro-batch sizes or deals of
+micro-batches to workers are too many. Devices of one stage run in one mode, and share its state as
+equally as room allows.
 """
 
 from __future__ import annotations
@@ -58,38 +58,38 @@ from gpumix.spec.errors import NoFeasiblePlanError
 from gpumix.spec.plan import Plan, Schedule, ZeroStage
 from gpumix.spec.profile import Profile
 
-FEW_SIZES = 12  # micro-batch sizes, of which all are tried
-FEW_COUNTS = 4  # of micro-batches; beside other sizes, those that make so many
-FEW_WAYS = 500  # of which all are looked at
-SOME_WAYS = 1_200  # the same where sizes are not left out, for less long
-FEW_STAGES = 4  # whose manners are changed one by one
-# Of exact counts, in actions that are replayed: of what promises most, and of what is like it too.
+FEW_SIZES = 12  # up to this many micro-batch sizes, all are tried
+FEW_COUNTS = 4  # beyond, sizes making up to this many micro-batches are tried too
+FEW_WAYS = 500  # up to this many, all are tried
+SOME_WAYS = 1_200  # up to this many if all sizes are tried, with less work
+FEW_STAGES = 4  # up to this many, manners are changed one by one
+# Limits on exact counts, in actions replayed: of promising plans, and of neighbors in addition.
 PROMISING, ALIKE = 4_000, 8_000
-# Beside these: of all, of few ways and of some.
+# Limits on further counts, of all plans: with few ways, and with some.
 PROVING, PROVING_SOME = 32_000, 20_000
-# To cut a model takes, for each stage, as long as to replay so many, and one more for so many cuts.
+# Work to cut a model, for each stage, in actions replayed; and the number of cuts adding 1.
 CUT_WORK, CUTS_A_WORK = 3, 100
 FEW_DEVICES = 64  # beyond, a replay takes long: estimates are trusted more
-MIXTURES = 2  # of teams of unlike sizes in one stage: each takes a search of its own
-PESSIMISM, MANY_PESSIMISM = 0.8, 0.95  # a step takes no less than this part of its estimate
-MOST_ROWS = 16  # of which all schedules and ZeRO stages are estimated
-REACH = 1.1  # times the limit, that plans may take whose neighbours are looked at
-NEAR = 1.1  # times the least time so far, up to which rows and sizes are estimated
+MIXTURES = 2  # of team sizes in one stage; each takes its own search
+PESSIMISM, MANY_PESSIMISM = 0.8, 0.95  # least part of an estimate that a step takes
+MOST_ROWS = 16  # rows estimated by all schedules and ZeRO stages
+REACH = 1.1  # times the limit, for plans with neighbors to try
+NEAR = 1.1  # times the least time so far, for rows and sizes to estimate
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "eager-1f1b", "gpipe", "zero-bubble", "interleaved")
 
-# Whether it takes long to replay; seconds; a number; of which row, at which ZeRO stage, by which
-# schedule, in how many waves, and the number of the micro-batch's size.
+# True if slow to replay; seconds; a number; the row, the ZeRO stage, the schedule, the number of
+# waves, and the number of the micro-batch size.
 Estimated = tuple[bool, float, int, RowEstimates, tuple[ZeroStage, Schedule, int, int]]
 
 
 def staged(profile: Profile, request: PlanRequest) -> Plan:
-    """The fastest plan of several stages.
+    """Return the fastest plan of several stages.
 
     Raises:
-        InputError: the request names devices that the profile does not know, there is one device
-            or one unit alone, the techniques leave out what stages need, or the profile does not
-            say what units need of each other.
-        NoFeasiblePlanError: no such plan fits.
+        InputError: the request names devices unknown to the profile, there is only one device or
+            one unit, the techniques leave out what stages need, or the profile does not say what
+            units need of each other.
+        NoFeasiblePlanError: no plan of several stages fits.
     """
     plan, _ = staged_below(profile, request, float("inf"))
     assert plan is not None
@@ -99,12 +99,12 @@ def staged(profile: Profile, request: PlanRequest) -> Plan:
 def staged_below(
     profile: Profile, request: PlanRequest, below_s: float
 ) -> tuple[Plan | None, float]:
-    """The same if it is faster than `below_s`, else None; and seconds that no plan of several
-    stages takes less than, or `below_s` if that is shorter. Teams of unlike sizes in one stage are
-    looked at last, as devices of unlike classes.
+    """Return the fastest plan if faster than `below_s`, else None; and a lower bound of all plans
+    of several stages in seconds, at most `below_s`. Teams of unlike sizes in one stage are tried
+    last, as devices of unlike classes.
 
     Raises:
-        InputError, NoFeasiblePlanError: there can be none, or none fits, however long it may take.
+        InputError, NoFeasiblePlanError: no plan can exist, or none fits, however slow.
     """
     best, failure = None, None
     bounds_s: list[float | None] = [below_s]
@@ -161,7 +161,7 @@ class _Search:
         self._seen: set[Candidate] = set()
 
     def run(self) -> tuple[Plan | None, float]:
-        """The fastest plan that was found, and what was proven of all; see `staged_below`."""
+        """Return the fastest plan found, and the proven bound; see `staged_below`."""
         bound_s = self._least_s
         if bound_s < self._best_s * (1 - ENOUGH):
             self._count_estimated()
@@ -178,21 +178,20 @@ class _Search:
         return self._best.plan.model_copy(update={"prediction": expected}), bound_s
 
     def _refuse_schedules(self) -> None:
-        """Go on without schedules by which there can be no plan; raise a NoFeasiblePlanError where
-        that is none."""
+        """Drop schedules without plans; raise a NoFeasiblePlanError if none remains."""
         refused = {one: why for one in self._schedules if (why := self._refusal(one)) is not None}
         if len(refused) == len(self._schedules):
             raise refuse_schedules(refused)
         self._schedules = [one for one in self._schedules if one not in refused]
 
     def _refusal(self, schedule: Schedule) -> Refusal | None:
-        """Why there can be no plan by a schedule."""
+        """Return the reason why a schedule has no plan, if any."""
         rounds, space = rounds_of(schedule), self._space
         if lacking := self._manners.lacking(self._classes, schedule):
             return lacking
         if any(self._zero_stages(row, schedule) for row in self._rows[0]):
             return None
-        # Too few stages are allowed, or units there.
+        # Too few stages are allowed, or too few units exist.
         least = max(space.least_stages, 2 * rounds)
         least = -(-least // rounds) * rounds
         if least > self._most_stages:
@@ -215,7 +214,7 @@ class _Search:
 
     @property
     def _wanted(self) -> str:
-        """How many stages a plan may have, in words."""
+        """The allowed numbers of stages, in words."""
         least, most = max(2, self._space.least_stages), self._most_stages
         return f"{least}" if least == most else f"{least} to {most}"
 
@@ -237,7 +236,7 @@ class _Search:
 
     @cached_property
     def _most_groups(self) -> int:
-        """No row has more: each has a team at the least."""
+        """The most groups of a row: each has at least a team."""
         alike = Counter(map(cell_of, self._devices))
         degree = self._manners.smallest_team()
         return sum(count // degree for count in alike.values())
@@ -249,19 +248,19 @@ class _Search:
 
     @cached_property
     def _classes(self) -> Counter[str]:
-        """How many devices there are of each class."""
+        """The number of devices of each class."""
         return Counter(device.device_class for device in self._devices)
 
     @cached_property
     def _largest(self) -> int:
-        """No larger micro-batch was measured on devices of each class."""
+        """The largest micro-batch measured on devices of every class."""
         limits = (self._manners.largest_of_class(name) for name in self._classes)
         return int(min(self._batch, *limits))
 
     @cached_property
     def _sizes(self) -> list[int]:
-        """Micro-batch sizes. Of many those of a few micro-batches, and some that are evenly spread
-        in their logarithm; each the smallest that makes as many micro-batches."""
+        """Micro-batch sizes to try: all of few; of many, sizes for few micro-batches, and some
+        evenly spaced in the logarithm, each the smallest for its number of micro-batches."""
         if self._largest <= FEW_SIZES:
             return list(range(1, self._largest + 1))
         spread = np.geomspace(1, self._largest, FEW_SIZES).astype(np.int64)
@@ -270,15 +269,15 @@ class _Search:
         return [int(size) for size in sizes[sizes <= self._largest]]
 
     def _zero_stages(self, row: Row, schedule: Schedule) -> list[ZeroStage]:
-        """Where each stage has one device nothing is divided. None if the row has too many stages
-        by this schedule, or too few."""
+        """Return the ZeRO stages for a row: only the lowest if each stage has one device, none if
+        the schedule gives the row too many stages or too few."""
         if not self._space.least_stages <= len(row) * rounds_of(schedule) <= self._most_stages:
             return []
         found = sorted(set(self._space.zero_stages))
         return found[:1] if max(map(len, row)) == 1 else found
 
     def _count(self, candidate: Candidate) -> None:
-        """Takes its plan if that is the best one."""
+        """Count a candidate, and keep the plan if best."""
         if candidate in self._seen:
             return
         self._seen.add(candidate)
@@ -286,10 +285,10 @@ class _Search:
         if least_s < self._best_s * (1 - ENOUGH) or self._best_s == float("inf"):
             self._best = self._counting.best(candidate, self._best_s) or self._best
 
-    # -- what is fastest by its estimate ---------------------------------------------------------
+    # -- the fastest by estimate -----------------------------------------------------------------
 
     def _count_estimated(self) -> None:
-        """What takes long to replay comes last."""
+        """Count estimated plans; slow replays come last."""
         for _, seconds, _, of_row, choice in sorted(self._estimated()):
             if self._counting.work > PROMISING:
                 return
@@ -299,7 +298,7 @@ class _Search:
                 self._count(candidate)
 
     def _estimated(self) -> Iterator[Estimated]:
-        """Plans that may be faster than the best one."""
+        """Yield estimated plans that may beat the best."""
         ideal = self._ideal_rows()
         if not ideal:
             return
@@ -313,7 +312,7 @@ class _Search:
                 return
             of_row = estimates.of(row)
             for zero_stage, waves in self._divisions(of_row):
-                # By this schedule the least memory is needed; in this time by any.
+                # 1f1b needs the least memory, and the ideal time is of any schedule.
                 first = of_row.divided(zero_stage, "1f1b", waves)
                 if first.ideal_s.min() > limit_s:
                     continue
@@ -327,7 +326,7 @@ class _Search:
                         yield late, float(every_s[at]), found, of_row, choice
 
     def _divisions(self, of_row: RowEstimates) -> Iterator[tuple[ZeroStage, int]]:
-        """ZeRO stages and numbers of waves by which a row has room."""
+        """Yield the ZeRO stages and numbers of waves with room for a row."""
         stages = {z for one in self._schedules for z in self._zero_stages(of_row.row, one)}
         for zero_stage in sorted(stages, reverse=True):
             every = [
@@ -338,15 +337,16 @@ class _Search:
             yield from ((zero_stage, n) for n in every)
 
     def _schedules_of(self, row: Row, zero_stage: ZeroStage, *, waits: bool) -> Iterator[Schedule]:
-        """Those by which a row may be fastest at a ZeRO stage, if by 1f1b it `waits` or not."""
+        """Yield the schedules to try for a row at a ZeRO stage: eager 1F1B only if 1F1B `waits` or
+        is ruled out."""
         for schedule in self._schedules:
             as_another = schedule == "eager-1f1b" and "1f1b" in self._schedules and not waits
             if not as_another and zero_stage in self._zero_stages(row, schedule):
                 yield schedule
 
     def _ideal_rows(self) -> list[tuple[FloatArray, Row]]:
-        """The first rows by what they take if sums hide behind computing and no gradients are late,
-        at the ZeRO stage and by the schedule that need the least memory; and these seconds."""
+        """Return the best rows with ideal seconds: sums hide behind computing and no gradients are
+        late, at the ZeRO stage and by the schedule of least memory."""
         highest = max(self._space.zero_stages)
         if not self._holds_state(highest):
             return []
@@ -357,7 +357,7 @@ class _Search:
         return sorted(found, key=lambda one: float(one[0].min()))[:MOST_ROWS]
 
     def _holds_state(self, zero_stage: ZeroStage) -> bool:
-        """Whether all devices together have room for what no two of them hold."""
+        """Return True if all devices together have room for one copy of units called once."""
         calls = len(self._profile.model.calls)
         elements = self._pace_of.rooms[ALONE].least_elements(np.array(0), np.array(calls))
         each = [element_bytes(self._profile, name, max(1, zero_stage))[1] for name in self._classes]
@@ -374,7 +374,7 @@ class _Search:
                 self._count(candidate)
 
     def _alike(self, one: Candidate) -> Iterator[Candidate]:
-        """What differs from it in one thing."""
+        """Yield candidates differing in a single choice."""
         way, cut, of_row = one.way, one.cut, self._estimates.of(one.way.row)
         allowed = set(self._profile.model.cuts)
         number = int(np.argmin(np.abs(np.array(self._sizes) - way.micro_batch)))
@@ -403,22 +403,21 @@ class _Search:
         last = stage == len(row) * rounds_of(schedule) - 1
         return self._manners.of(kind_of(row[stage % len(row)]), schedule, last=last)
 
-    # -- that no other is faster ---------------------------------------------------------------
+    # -- proof that no plan is faster ------------------------------------------------------------
 
     @cached_property
     def _least_s(self) -> float:
-        """No step of any plan is shorter."""
+        """A lower bound of the step of any plan."""
         return self._cutter.least_of(sorted(self._classes.items()), self._manners)
 
     def _prove(self) -> float:
-        """Seconds that no step takes less than. Where there are few ways all candidates that may be
-        faster than the best plan are counted; of those that are not, for cuts, sizes or deals are
-        too many, it is known what they take at the least."""
+        """Return a lower bound of all steps in seconds. With few ways, all candidates that may beat
+        the best plan are counted; the rest, with too many cuts, sizes or deals, is bounded."""
         allowed = self._allowed_work()
         if not allowed:
             return 0.0
         most_work = self._counting.work + allowed
-        least_s = float("inf") if self._every_size else self._least_s  # of what is not counted
+        least_s = float("inf") if self._every_size else self._least_s  # of everything not counted
         for own_least_s, candidate in self._nearest_first(most_work):
             if own_least_s >= self._best_s * (1 - ENOUGH):
                 break
@@ -438,7 +437,7 @@ class _Search:
         return len(self._sizes) == self._largest
 
     def _allowed_work(self) -> int:
-        """How much may be counted to look at all ways; nothing where there are too many."""
+        """Return the work allowed for looking at all ways; 0 if the ways are too many."""
         found, complete = self._rows
         if not complete:
             return 0
@@ -452,7 +451,7 @@ class _Search:
         return PROVING if total <= FEW_WAYS else PROVING_SOME
 
     def _ways(self) -> Iterator[tuple[float, Way]]:
-        """Those that may be faster than the best plan, with the least time of each."""
+        """Yield ways that may beat the best plan, with lower bounds."""
         for row, schedule in product(self._rows[0], self._schedules):
             stages = len(row) * rounds_of(schedule)
             if not self._zero_stages(row, schedule):
@@ -469,10 +468,9 @@ class _Search:
                         yield float(least_s), Way(row, manners, schedule, size)
 
     def _nearest_first(self, most_work: int) -> Iterator[tuple[float, Candidate | None]]:
-        """All candidates that have room for the units' state, and the least time of each, those
-        first of which that is shortest; None stands for those of a way that has too many cuts, or
-        whose turn comes after `most_work`."""
-        # A way is cut when its turn comes, its next candidate is looked at when the last one was.
+        """Yield candidates with room for the state of units, by lower bound, the least first. None
+        stands for a way with too many cuts, or with its turn after `most_work`."""
+        # A way is cut when its turn comes; its next candidate follows the last.
         heap: list[tuple[float, int, Candidate, Iterator[tuple[float, Candidate]]]] = []
         ways = sorted(self._ways(), key=itemgetter(0))
         cuts = len(self._profile.model.cuts)
@@ -499,12 +497,12 @@ class _Search:
         yield from due(float("inf"))
 
     def _cut(self, way: Way, way_s: float) -> Iterator[tuple[float, Candidate]]:
-        """A way's candidates by the least time that each takes; none takes less than `way_s`."""
+        """Yield a way's candidates by lower bound, at least `way_s` each."""
         cuts, stages = self._cutter.cuts(way), self._zero_stages(way.row, way.schedule)
         if not stages:
             return
         least = np.stack([self._cutter.least_s(way, cuts, zero_stage) for zero_stage in stages])
-        # Of the same least time the lower ZeRO stage comes first.
+        # On ties, the lower ZeRO stage comes first.
         for place in np.argsort(least.T, axis=None, kind="stable"):
             number, row = divmod(int(place), len(stages))
             least_s = float(least[row, number])

@@ -1,7 +1,7 @@
-"""Plans in which devices compute units together: made of teams as of single devices.
+"""Plans with teams, in which devices compute units together: made of teams as of single devices.
 
-A team is devices of one class on one host, and in one island where there are some. To the planner
-it is one device of another, faster kind (`cost.teams`): so every way to plan for devices plans for
+A team is devices of one class on one host, and in one island if there are islands. To the planner a
+team is a device of another, faster kind (`cost.teams`): every way to plan for devices plans for
 teams too, one degree at a time.
 """
 
@@ -33,27 +33,26 @@ from gpumix.spec.profile import Profile
 from gpumix.spec.stage import Stage
 from gpumix.spec.teams import refuse_too_large
 
-# So many mixtures of teams, of so many, are looked at: each takes a search of its own. Of many
-# devices fewer.
+# Most mixtures tried, each by its own search: up to `FEW_DEVICES` devices, and beyond.
 MIXTURES, MANY_MIXTURES, FEW_DEVICES = 4, 1, 64
 COMBINED = 4096
 Teams = dict[str, tuple[Device, ...]]
-"""The devices of each team by the id of its first one."""
+"""The devices of each team, by the id of the first device."""
 
 
 Searched = tuple[Plan | None, float | None]
-"""The fastest plan, None if it takes too long; and seconds that were proven of all, if any were."""
+"""The fastest plan, None if too slow; and a proven lower bound of all plans in seconds, if any."""
 
 Search = Callable[[Profile, PlanRequest, float], Searched]
-"""Looks for a plan that takes less than so many seconds."""
+"""A search for plans below a number of seconds."""
 
 
 def of_any_degree(profile: Profile, request: PlanRequest, search: Search) -> Searched:
-    """The fastest plan of those that the request's degrees make, by a search for plans of one
-    degree; None where none fits of devices alone.
+    """Return the fastest plan over the request's degrees, by a search for plans of a single degree;
+    None if single devices are allowed and nothing fits.
 
     Raises:
-        InputError, NoFeasiblePlanError: there is none; what the lowest degree says of it.
+        InputError, NoFeasiblePlanError: there is no plan; the error is of the lowest degree.
     """
     best: Plan | None = None
     below_s = float("inf")
@@ -88,7 +87,7 @@ def of_any_degree(profile: Profile, request: PlanRequest, search: Search) -> Sea
 
 
 def ideal_step_s(profile: Profile, request: PlanRequest) -> float:
-    """Seconds that a step takes where all devices compute without a pause, in the fastest teams."""
+    """Return seconds of a step if all devices compute without a pause, in the fastest teams."""
     devices = ranked_devices(profile, request)
     sequences = {False} | {team.sequence for team in measured_teams(profile)}
     every = [_options(profile, request, devices, sequence=sequence) for sequence in sequences]
@@ -105,11 +104,11 @@ def of_unlike_sizes(
     most: int,
     in_stages: bool,
 ) -> tuple[Plan | None, list[float | None]]:
-    """The fastest plan, if it takes less than `below_s`, of devices in teams of several sizes; and
-    of each mixture seconds that no plan takes less than, or that are enough.
+    """Return the fastest plan below `below_s` with teams of several sizes; and by mixture a lower
+    bound in seconds, exact only where low enough to matter.
 
     Args:
-        most: mixtures that are looked at.
+        most: mixtures tried.
         in_stages: whether the search is for plans of several stages.
     """
     best: Plan | None = None
@@ -131,13 +130,12 @@ def of_unlike_sizes(
 
 
 def devices_in_teams(profile: Profile, request: PlanRequest) -> tuple[Device, ...]:
-    """The request's devices in rank order; where they may not compute alone, without those that are
-    too many on a host for teams of any of its degrees.
+    """Return the request's devices in rank order; if none may compute alone, without devices in
+    excess of teams on a host.
 
     Raises:
-        InputError: the request names devices that the profile does not know, or no such teams were
-            measured.
-        NoFeasiblePlanError: some are too many, and none may be left out.
+        InputError: the request names devices unknown to the profile, or teams without measurements.
+        NoFeasiblePlanError: some devices are in excess, and none may be left out.
     """
     devices, wanted = ranked_devices(profile, request), teams_of_space(request.space)
     if ALONE in wanted:
@@ -162,7 +160,7 @@ def devices_in_teams(profile: Profile, request: PlanRequest) -> tuple[Device, ..
 
 
 def _most_in_teams(devices: int, degrees: set[int]) -> int:
-    """How many of so many devices can all be in teams of these degrees."""
+    """Return the most devices, out of `devices`, for teams of `degrees`."""
     reached = {0}
     for count in range(1, devices + 1):
         if any(count - degree in reached for degree in degrees):
@@ -179,15 +177,15 @@ def _undivided(degrees: list[int]) -> NoFeasiblePlanError:
 
 
 class _Sizes(NamedTuple):
-    """How many devices compute units together, by class; whether they divide positions too; and
-    whether those that are too few for one more team compute alone."""
+    """Team sizes by class; `sequence` divides positions too; with `others_alone`, devices too few
+    for a further team compute alone."""
 
     of_class: dict[str, int]
     sequence: bool
     others_alone: bool = False
 
     def teams(self, devices: Sequence[Device]) -> Teams:
-        """The devices of all teams, in the order of their first ones."""
+        """Return the devices of all teams, in the order of the first devices."""
         found = {
             team[0].id: team
             for name, size in self.of_class.items()
@@ -200,7 +198,7 @@ class _Sizes(NamedTuple):
 
 
 def _all_of(profile: Profile, team: Team, devices: Sequence[Device]) -> _Sizes:
-    """Such teams of all classes of which they were measured."""
+    """Return teams of all classes measured in such teams."""
     measured = team_of(profile, team.degree, sequence=team.sequence).classes
     there = {device.device_class for device in devices}
     names = [one.device_class for one in measured if one.device_class in there]
@@ -210,8 +208,7 @@ def _all_of(profile: Profile, team: Team, devices: Sequence[Device]) -> _Sizes:
 
 
 class _Mixture(NamedTuple):
-    """Teams of several sizes; no plan for them takes less than `least_s`. A `late` one stands for
-    all that are not looked at."""
+    """Teams of several sizes, with a lower bound `least_s`. If `late`, all mixtures not tried."""
 
     teams: _Sizes
     least_s: float
@@ -221,13 +218,13 @@ class _Mixture(NamedTuple):
 def _mixtures(
     profile: Profile, request: PlanRequest, devices: Sequence[Device], most: int
 ) -> Iterator[_Mixture]:
-    """Of all classes, with a size for each, or two; `most` of those that may be fastest first."""
+    """Yield mixtures with a size or two for each class: the `most` promising, then a late one."""
     sequences = {team.sequence for team in teams_of_space(request.space) if team != ALONE}
     found, late_s = [], []
     for sequence in sorted(sequences):
         options = _options(profile, request, devices, sequence=sequence)
         kept = _fewer(options)
-        if kept != options:  # none of the others is faster than the fastest of each
+        if kept != options:  # options left out are no faster than the fastest of each class
             late_s.append(_seconds(request, [of_class[0] for of_class in options.values()]))
         for chosen in product(*kept.values()):
             sizes = {size for one in chosen for size in one.sizes}
@@ -243,7 +240,7 @@ def _mixtures(
 
 
 class _Option(NamedTuple):
-    """How fast the teams of a class are together; their size, and those with what is left."""
+    """The joint speed of a class's teams, their size, and all sizes with left-over devices."""
 
     samples_per_s: float
     size: int
@@ -253,7 +250,7 @@ class _Option(NamedTuple):
 def _options(
     profile: Profile, request: PlanRequest, devices: Sequence[Device], *, sequence: bool
 ) -> dict[str, list[_Option]]:
-    """By class, the fastest first."""
+    """Return the options of each class, the fastest first."""
     alone, of_sizes = 1 in request.space.tensor, {1: profile}
     found: dict[str, list[_Option]] = {}
     for name in dict.fromkeys(device.device_class for device in devices):
@@ -273,7 +270,7 @@ def _options(
 
 
 def _fewer(options: Mapping[str, list[_Option]]) -> dict[str, list[_Option]]:
-    """As many of each class, of the fastest, as make no more than `COMBINED` mixtures."""
+    """Keep equally many of the fastest options of each class, for `COMBINED` mixtures at most."""
     most = max(map(len, options.values()), default=0)
     while most > 1 and prod(min(most, len(of_class)) for of_class in options.values()) > COMBINED:
         most -= 1
@@ -281,13 +278,13 @@ def _fewer(options: Mapping[str, list[_Option]]) -> dict[str, list[_Option]]:
 
 
 def _seconds(request: PlanRequest, chosen: Iterable[_Option]) -> float:
-    """That a step takes where all teams compute without a pause."""
+    """Return seconds of a step if all teams compute without a pause."""
     speed = sum(option.samples_per_s for option in chosen)
     return request.global_batch / speed if speed else 0.0
 
 
 def _sizes_of(profile: Profile, request: PlanRequest, name: str, *, sequence: bool) -> list[int]:
-    """Those of a class that the request's space has, as far as they were measured."""
+    """Return the measured team sizes of a class in the request's space."""
     measured = {
         team.degree
         for team in profile.teams
@@ -309,7 +306,7 @@ def _in_teams(
     *,
     in_stages: bool = False,
 ) -> Searched:
-    """What a search finds for such teams."""
+    """Search for plans with teams of `sizes`."""
     devices = ranked_devices(profile, request)
     teams = sizes.teams(devices)
     leaders, used = list(teams), sum(map(len, teams.values()))
@@ -318,7 +315,8 @@ def _in_teams(
         raise _undivided(there)
     kinds = {leader: _kind(team) for leader, team in teams.items()}
     of_team = in_teams(profile, kinds, sequence=sizes.sequence, in_stages=in_stages)
-    # In chunks it was measured of devices alone only, and all of a stage make it alike.
+    # Chunked heads were measured on single devices only, and all workers of a stage run the head
+    # alike.
     if len(there) > 1 and "whole" not in request.space.heads:
         raise _undivided(there)
     space = request.space.model_copy(
@@ -350,8 +348,7 @@ def _in_teams(
 
 
 def _with_room(of_team: Profile, expected: Prediction) -> Profile:
-    """The same with less memory: twice what a plan was short of, for what ranks of a team tell each
-    other in."""
+    """Return the profile with less memory: twice the shortage of a plan, for buffers of teams."""
     part = max(w.peak_bytes / w.memory_limit_bytes for w in expected.workers) ** 2
     cluster = of_team.cluster
     classes = tuple(
@@ -362,7 +359,7 @@ def _with_room(of_team: Profile, expected: Prediction) -> Profile:
 
 
 def _expanded(plan: Plan, teams: Teams, devices: tuple[Device, ...], *, sequence: bool) -> Plan:
-    """A plan for the first devices of teams, for all of them."""
+    """Expand a plan for the first devices of teams to all devices."""
 
     def with_members(stage: Stage) -> Stage:
         degree = max(len(teams[worker.device]) for worker in stage.workers)

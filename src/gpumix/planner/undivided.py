@@ -1,8 +1,8 @@
-"""The plan that cuts no batch: one device computes each batch at once, all of them store.
+"""The plan without a divided batch: one device computes each batch at once, all devices store.
 
-For losses that couple the samples of a batch (batch norm, negatives in the batch), which no other
-plan computes as one process does. The device, its mode, the ZeRO stage and the form of the
-collectives are those of the fastest step; the state is spread as evenly as there is room for it.
+For losses coupling the samples of a batch (batch norm, in-batch negatives): no other plan computes
+these as one process does. The device, its mode, the ZeRO stage and the form of the collectives are
+those of the fastest step; the state is spread as evenly as room allows.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 from gpumix.spec.stage import Mode
 
-ENOUGH = 1.0 - 1e-9  # of the state, that room is found for
+ENOUGH = 1.0 - 1e-9  # part of the state that must have room
 
 
 def undivided(profile: Profile, request: PlanRequest) -> Plan:
-    """The fastest of the plans that cut no batch.
+    """Return the fastest plan without a divided batch.
 
     Raises:
         InputError: the profile lacks a device.
-        NoFeasiblePlanError: no device has room for a whole batch beside its part of the state, or
-            all of them together have none for the state.
+        NoFeasiblePlanError: no device has room for a whole batch next to its part of the state, or
+            all devices together have none for the state.
     """
     batch = request.global_batch
     fleet = Fleet.of(profile, ranked_devices(profile, request))
@@ -55,13 +55,12 @@ def undivided(profile: Profile, request: PlanRequest) -> Plan:
 
 
 def strategy_of(couples: str) -> str:
-    """What is planned by for a loss that couples so much."""
+    """Return the strategy for a loss coupling samples as much as `couples` says."""
     return "undivided" if couples == WHOLE_BATCH else "optimal"
 
 
 def _divisions(setting: Setting, name: str, batch: int) -> Iterator[Division]:
-    """Those in which one device of class `name` computes, by its modes; each class stores beside
-    the first mode of its own."""
+    """Yield divisions with one computing device of class `name`; the rest store in a first mode."""
     if setting.largest_micro_batch(name, batch) < batch:
         return
     computed, nothing = MicroBatches.of([batch], [batch]), MicroBatches.of([0], [1])
@@ -77,12 +76,11 @@ def _divisions(setting: Setting, name: str, batch: int) -> Iterator[Division]:
 def _shares(
     setting: Setting, name: str, busy: float, room: Mapping[str, float]
 ) -> dict[str, float] | None:
-    """What the device that computes ("") and each other device of a class store; None without
-    room.
+    """Return the shares of the computing device ("") and of storing devices by class, or None.
 
     Args:
-        busy: the largest share that the device that computes has room for; -1 for none at all.
-        room: the same of devices that only store, by class.
+        busy: the largest share with room on the computing device; -1 for none at all.
+        room: the largest share with room on storing devices, by class.
     """
     counts = {one: len(of) - (one == name) for one, of in setting.classes.items()}
     most = {"": busy, **{one: room[one] for one, count in counts.items() if count}}

@@ -1,4 +1,4 @@
-"""What a plan of several stages is put together from."""
+"""The parts of a plan of several stages."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from gpumix.spec.profile import Profile
 from gpumix.spec.stage import Stage, Worker
 
 Cut = tuple[int, ...]
-"""The call behind each stage's last one."""
+"""The call after the last call of each stage."""
 
 Deal = tuple[int, ...]
 """Micro-batches of each worker of a group, or of each team."""
 
 Counts = tuple[Deal, ...]
-"""The same of all groups."""
+"""The deals of all groups."""
 
-ROUNDS = 2  # stages of each group, where they are interleaved
+ROUNDS = 2  # stages of each group, if interleaved
 
 
 @dataclass(frozen=True)
 class Way:
-    """All but where the model is cut: a row of groups, each of which has `rounds` stages (more than
-    one where they are interleaved), a manner for each stage, a schedule and a micro-batch size."""
+    """A plan without a cut: a row of groups with `rounds` stages each (several if interleaved), a
+    manner for each stage, a schedule and a micro-batch size."""
 
     row: Row
     manners: tuple[Manner, ...]
@@ -49,7 +49,7 @@ class Way:
 
     @cached_property
     def teams(self) -> tuple[Teams, ...]:
-        """Of each group, its workers by class."""
+        """The workers of each group, by class."""
         return tuple(
             teams_of(kind_of(group), manner.team.degree)
             for group, manner in zip(self.row, self.manners)
@@ -57,18 +57,18 @@ class Way:
 
 
 def rounds_of(schedule: Schedule) -> int:
-    """How many stages each group has."""
+    """Return the number of stages of each group."""
     return ROUNDS if schedule == "interleaved" else 1
 
 
 def leaders(group: Group, degree: int) -> tuple[Device, ...]:
-    """The first device of each team of a group."""
+    """Return the first device of each team of a group."""
     return tuple(team[0] for team in members(group, degree))
 
 
 def members(group: Group, degree: int) -> tuple[Group, ...]:
-    """A group's teams: devices of one class and island of a host that follow one another. Those
-    that are too few for one more team are in none."""
+    """Return a group's teams: successive devices of one class and island of a host. Devices too few
+    for a further team are in none."""
     alike: dict[Cell, list[Device]] = {}
     for device in group:
         alike.setdefault(cell_of(device), []).append(device)
@@ -90,7 +90,7 @@ def assemble_stages(
     zero_stage: ZeroStage = 0,
     waves: int = 1,
 ) -> Plan:
-    """The plan without its prediction. Workers of a stage have equal shares of its state.
+    """Build the plan, without a prediction. Workers of a stage have equal shares of its state.
 
     Args:
         batch: samples of a step.
@@ -105,7 +105,7 @@ def assemble_stages(
         samples = _samples(counts[number % len(way.row)], way.micro_batch, batch)
         classes = {d.device_class: profile.of_class(d.device_class) for d in way.stages[number]}
         workers = tuple(
-            Worker.model_construct(  # for it may be one of very many
+            Worker.model_construct(  # unvalidated: workers may be very many
                 device=device.id,
                 device_class=device.device_class,
                 host=device.host,
@@ -148,7 +148,7 @@ def assemble_stages(
 
 
 def _samples(counts: Sequence[int], micro_batch: int, batch: int) -> list[int]:
-    """Samples of so many micro-batches each; the last of all may be smaller."""
+    """Return samples by numbers of micro-batches; the last micro-batch of all may be smaller."""
     samples = [count * micro_batch for count in counts]
     last = max(place for place, count in enumerate(counts) if count)
     samples[last] -= sum(samples) - batch

@@ -1,7 +1,7 @@
-"""What a policy needs to weigh its candidates before one of them becomes a plan.
+"""Time and memory of a policy's candidates, before any candidate becomes a plan.
 
-Policies decide by rules of their own; time and memory of what they decide are counted here, with
-the same cost model for all, once per class and amount of work and not per device.
+Policies decide by their own rules. The time and memory of these decisions are counted here, with
+one cost model for all, once per class and amount of work and not per device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gpumix.spec.stage import Mode
 
 @dataclass(frozen=True)
 class Load:
-    """What devices of one class are given."""
+    """The work and state of devices of one class."""
 
     device_class: str
     samples: int
@@ -34,7 +34,7 @@ class Load:
 
 
 def step_seconds(setting: Setting, loads: Iterable[Load]) -> float:
-    """Seconds of a step in which every device has one of `loads`."""
+    """Return seconds of a step in which every device has one of `loads`."""
     forward, backward, both, update = 0.0, 0.0, 0.0, 0.0
     for load in set(loads):
         micro = MicroBatches.of([load.samples], [load.micro_batch])
@@ -48,16 +48,16 @@ def step_seconds(setting: Setting, loads: Iterable[Load]) -> float:
 
 
 def capacities(setting: Setting, name: str, micro: MicroBatches, mode: Mode) -> FloatArray:
-    """The largest share that a device of class `name` has room for beside each of `micro`; -1 where
-    it or its host has no room at all."""
+    """Return the largest share with room on a device of class `name` next to each of `micro`; -1 if
+    the device or its host has no room at all."""
     return setting.room(name, Activations(setting.profile.model_of(name), micro, mode))
 
 
 def peak_bytes(
     setting: Setting, name: str, micro: MicroBatches, mode: Mode, share: float
 ) -> FloatArray:
-    """What each of `micro` takes on a device of class `name` beside a share of the state, the
-    framework apart."""
+    """Return bytes of each of `micro` on a device of class `name` with a share of the state,
+    without the framework."""
     demands = setting.memory.demands(Activations(setting.profile.model_of(name), micro, mode))
     if setting.zero_stage == 0:
         return np.asarray(demands.fixed)
@@ -66,7 +66,7 @@ def peak_bytes(
 
 
 def host_excess(setting: Setting, name: str, micro: MicroBatches, mode: Mode) -> FloatArray:
-    """Bytes by which each of `micro` exceeds what the host has for a device of class `name`."""
+    """Return bytes of each of `micro` beyond the host memory for a device of class `name`."""
     most = setting.profile.of_class(name).host_bytes
     if mode.boundary == "device" or most is None:
         return np.zeros(micro.size.shape)
@@ -77,7 +77,7 @@ def host_excess(setting: Setting, name: str, micro: MicroBatches, mode: Mode) ->
 def even_settings(
     profile: Profile, devices: tuple[Device, ...], space: Space
 ) -> Iterator[tuple[Setting, Mode]]:
-    """Equal shares at every ZeRO stage, with one mode for all devices."""
+    """Yield settings of equal shares at every ZeRO stage, with one mode for all devices."""
     for zero_stage in sorted(set(space.zero_stages), reverse=True):
         yield from even_settings_at(profile, devices, space, zero_stage)
 
@@ -85,7 +85,7 @@ def even_settings(
 def even_settings_at(
     profile: Profile, devices: tuple[Device, ...], space: Space, zero_stage: ZeroStage
 ) -> Iterator[tuple[Setting, Mode]]:
-    """The same at one ZeRO stage."""
+    """Yield settings of equal shares at a single ZeRO stage; see `even_settings`."""
     modes = tuple(space.modes(zero_stage))
     setting = setting_of(profile, devices, zero_stage=zero_stage, cap=1.0, modes=modes)
     for mode in modes:

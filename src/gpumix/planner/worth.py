@@ -1,4 +1,4 @@
-"""What each class of a cluster is worth: the same search without it, and with more of it."""
+"""The worth of each class of a cluster: the search without the class, and with more of it."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from gpumix.spec.reasons import Worth
 from gpumix.spec.space import Space
 
 FEW_CLASSES = 3
-ONE_IN = 64  # devices: what a single one adds to more than these is lost in the search's own gap
+ONE_IN = 64  # devices: beyond, the gain of a single device is lost in the search's own gap
 
 
 @dataclass(frozen=True)
 class Worths:
-    """What classes are worth to a cluster, the optimal plan of which is `best`.
+    """The worth of classes to a cluster with the optimal plan `best`.
 
-    Of many devices or classes, plans with the ZeRO stage and the sharding of the best are looked at
-    first; all others only where none of them fits.
+    With many devices or classes, plans with the ZeRO stage and the sharding of the best are tried
+    first; all others only if none of these fits.
     """
 
     profile: Profile
@@ -35,7 +35,7 @@ class Worths:
     paces: Paces
 
     def all(self) -> tuple[Worth, ...]:
-        """The worth of each class, by name."""
+        """Return the worth of each class, by name."""
         names = sorted({d.device_class for d in self._devices})
         return tuple(
             Worth(device_class=name, whole=self._whole(name), one_more=self._one_more(name))
@@ -48,7 +48,7 @@ class Worths:
 
     @cached_property
     def _near(self) -> Space:
-        """The space of plans that are looked at first."""
+        """The space of plans tried first."""
         space, best = self.request.space, self.best
         classes = {d.device_class for d in self._devices}
         if len(self._devices) <= ONE_IN and len(classes) <= FEW_CLASSES:
@@ -74,13 +74,13 @@ class Worths:
         return None
 
     def _one_more(self, name: str) -> float:
-        """In a large cluster the mean over several more."""
+        """Return the gain of one more device; in a large cluster the mean over several more."""
         new = tuple(_more(self._devices, name, ceil(len(self._devices) / ONE_IN)))
         devices = (*self._devices, *new)
         cluster = self.profile.cluster.model_copy(update={"devices": devices})
         larger = self.profile.model_copy(update={"cluster": cluster})
         request = self.request.model_copy(update={"devices": (), "space": self._near})
-        # It may as well stay idle, so only what is faster counts.
+        # New devices may stay idle, so only faster plans count.
         with_more_s = least_step_s(larger, request, self.paces, below_s=self._step_s)
         if with_more_s is None or with_more_s <= 0:
             return 0.0
@@ -88,8 +88,8 @@ class Worths:
 
 
 def _more(devices: tuple[Device, ...], name: str, count: int) -> Iterator[Device]:
-    """One more beside those that there are, or more hosts like the first that has any; where all
-    devices stand on one host, the new ones do too."""
+    """Yield another device on a host of the class, or more hosts like the first host of the class;
+    if all devices are on one host, new devices are as well."""
     on_host = Counter(d.host for d in devices if d.device_class == name)
     host, size = min(on_host.items())
     there = count == 1 or len({d.host for d in devices}) == 1
