@@ -19,7 +19,7 @@ class Keeps(nn.Module):
     def __init__(self):
         super().__init__()
         self.inner = nn.Linear(2, 2)
-        self.count, self.mean = 0, 0.5
+        self.count, self.mean, self.first = 0, 0.5, True
         self.outputs = [torch.ones(1)]
         self.by_name = {"losses": [1.0], "counts": 3}
         self.lists = defaultdict(list)
@@ -30,6 +30,7 @@ class Keeps(nn.Module):
 
     def forward(self, x):
         self.count += len(x)
+        self.first = False
         self.seen += 1
         self.mean *= 2
         self.outputs.append(x)

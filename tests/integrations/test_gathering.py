@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumix.engine.alike import make_alike, refuse_other_models
+from gpumix.engine.alike import _digest, make_alike, refuse_other_models
 from gpumix.engine.groups import all_ranks
 from gpumix.integrations.gathering import all_rows, all_texts
 from gpumix.spec.errors import InputError
@@ -97,6 +97,20 @@ def _alike() -> tuple[list[str], float, float]:
         model[0].running_mean.fill_(rank)
     names = make_alike(model, all_ranks(torch.device("cpu")))
     return names, model[1].weight.max().item(), model[0].running_mean.max().item()
+
+
+@pytest.mark.parametrize(
+    ("values", "other", "dtype"),
+    [
+        ([1.0, 2.0], [2.0, 1.0], torch.float16),
+        ([1.0, -1.0], [-1.0, 1.0], torch.float64),
+        ([1.0, 1.0, 1.0, 1.0], [1.0, -1.0, 1.0, -1.0], torch.float32),
+        ([0.0], [1.0], torch.bfloat16),
+    ],
+)
+def test_unlike_values_have_unlike_digests(values, other, dtype):
+    digests = [_digest(torch.tensor(each, dtype=dtype)) for each in (values, values, other)]
+    assert digests[0] == digests[1] != digests[2]
 
 
 def test_ranks_with_other_models_are_told():

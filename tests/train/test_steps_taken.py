@@ -25,3 +25,10 @@ def test_slices_are_those_of_all_as_far_as_they_are_known(count):
     assert found[-KEPT_STEPS:] == every[-KEPT_STEPS:]
     if count:
         assert (found[-1], found[count - 1]) == (count - 1, count - 1)
+
+
+def test_a_value_that_is_no_longer_kept():
+    found = newest(2 * KEPT_STEPS)
+    assert found[KEPT_STEPS] == KEPT_STEPS
+    with pytest.raises(IndexError, match="value 3 is no longer kept"):
+        found[3]

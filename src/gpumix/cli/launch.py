@@ -269,7 +269,11 @@ def _print_template(template: Template, asked: Asked) -> None:
     if template is Template.slurm:
         text = sbatch(components, program, around, address=asked.address, port=port)
     else:
-        _refuse({"--address": asked.address}, "has no effect: the first pod has its name", fix="")
+        _refuse(
+            {"--address": asked.address},
+            "has no effect: the first pod has its name",
+            fix="leave it out",
+        )
         text = manifests(components, program, around, asked.files, port=port)
     if asked.as_json:
         print_json({"template": template.value, "text": text})

@@ -63,11 +63,13 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _digest(tensor: Tensor) -> int:
-    """Return a digest of a tensor's values. Only the byte sum of the last 0-7 bytes counts."""
+    """Return a number that, in all likelihood, differs between unlike values."""
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-    whole = flat[: flat.numel() // 8 * 8].view(torch.int64)
-    places = torch.arange(whole.numel(), device=whole.device) * 2 + 1
-    return int((whole * places).sum()) ^ int(flat[len(whole) * 8 :].long().sum())
+    words = nn.functional.pad(flat, (0, -flat.numel() % 8)).view(torch.int64)
+    places = torch.arange(words.numel(), device=words.device) * 2 + 1
+    # Shifted bits make the sign bit, lost in a sum of two, count.
+    mixed = (words ^ (words >> 32)) * places
+    return int((mixed ^ (mixed >> 29)).sum())
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ OF_TORCH = frozenset(vars(nn.Module()))
 _LISTS = (list, deque)
 _MAPPINGS = (dict, OrderedDict, defaultdict)
 _CONTAINERS = (*_LISTS, *_MAPPINGS, set)
-_KEPT = (int, float, Tensor, *_CONTAINERS)
+_KEPT = (bool, int, float, Tensor, *_CONTAINERS)
 
 
 def numbers_in(model: nn.Module) -> dict[tuple[str, str], float]:
@@ -28,7 +28,7 @@ def numbers_in(model: nn.Module) -> dict[tuple[str, str], float]:
         (path, name): value
         for path, module in model.named_modules()
         for name, value in vars(module).items()
-        if type(value) in (int, float)
+        if type(value) in (bool, int, float) and name not in OF_TORCH
     }
 
 

@@ -85,7 +85,7 @@ def launch_here(asked: Asked) -> Done:
     """Run a program on all devices of this host."""
     use_settings(asked.around.settings)
     processes = processes_here(asked)
-    share = Share(0, processes, processes, host.LOOPBACK, 0)
+    share = Share(0, processes, processes, host.LOOPBACK, asked.port or 0)
     orders = Orders()
     with orders.by_signals():
         code, told = host.run(

@@ -42,6 +42,8 @@ class Newest(Sequence[T]):
             begin, end, step = index.indices(len(self))
             first, last = (max(0, one - self._dropped) for one in (begin, end))
             return self._kept[first:last:step]
+        if 0 <= index < self._dropped:
+            raise IndexError(f"value {index} is no longer kept")
         return self._kept[index if index < 0 else index - self._dropped]
 
 

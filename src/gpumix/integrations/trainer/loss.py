@@ -152,6 +152,8 @@ def by_itself(accelerator: Any) -> Iterator[None]:
         for name, own in before.items():
             if own is None:
                 delattr(accelerator, name)
+            else:
+                setattr(accelerator, name, own)
 
 
 def _same(value: Any, *args: Any, **kwargs: Any) -> Any:
