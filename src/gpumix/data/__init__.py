@@ -1,1 +1,1 @@
-"""Feeds it: one global order, shares of it, text."""
+"""Data loading: global order, per-rank shares, packing, text and prefetching."""

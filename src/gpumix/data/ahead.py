@@ -1,7 +1,7 @@
-"""One batch that is fetched ahead: what of it is there, and where it lies.
+"""A prefetched batch: rows fetched, rows missing, and the memory for both.
 
-Where a rank's part of a batch changes, another one takes its place, and takes over the rows that
-are there or under way: its *heir*.
+When a rank's part of a batch changes, a successor (its *heir*) replaces the batch and takes over
+the rows fetched or in flight.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gpumix.data.reading import Skipped
 
 @dataclass(frozen=True)
 class Run:
-    """Rows [start, stop) of a batch, which are those of the one before it from `old` on."""
+    """Rows [start, stop) of a batch, equal to rows of the replaced batch from `old` on."""
 
     start: int
     stop: int
@@ -30,20 +30,20 @@ class Run:
 
 @dataclass
 class Ahead:
-    """A batch under way. Its rows lie in `slot` of the arena as `layout` says, or in `target`, or
-    came in parts.
+    """A batch being prefetched. The rows lie in `slot` of the arena as laid out by `layout`, in
+    `target`, or in separate `parts`.
 
     Attributes:
-        missing: chunks that are not there yet, by their first rows.
-        begun: the last rows, by the first, of those that were given out, or are taken over.
-        placed: whether it is decided where its rows lie.
-        skipped: samples that could not be read, by the first rows of their chunks.
-        heir: takes over what is there once all that was given out is; `waits`: for that one, before
-            it, and for these rows.
-        again: it takes the place of one at which a thread was stuck.
-        whole: all of it is there; who brought the last of it puts it together, with its memory.
-        done: all of it, put together.
-        dropped: nobody wants it any more, but somebody may still write into its memory.
+        missing: chunks not fetched yet, by first row.
+        begun: row ranges given out to workers or taken over, as stop row by first row.
+        placed: whether the memory of the rows is decided.
+        skipped: samples that could not be read, by first row of their chunk.
+        heir: successor, which takes over fetched rows once all chunks given out are done.
+        waits: runs of rows expected from the batch this one replaces.
+        again: replaces a batch at which a thread got stuck.
+        whole: all rows are fetched; the thread that brings the last chunk assembles the batch.
+        done: the assembled batch.
+        dropped: no longer wanted, but workers may still write into its memory.
     """
 
     number: int
@@ -74,17 +74,17 @@ class Ahead:
         return not self.missing and not self.waits
 
     def give_back(self) -> None:
-        """Its slot."""
+        """Return the slot to the arena."""
         if self.slot is not None and self.arena is not None:
             self.arena.give_back(self.slot)
         self.slot = self.arena = None
 
     def only_begun(self) -> None:
-        """No more of it is to be given out."""
+        """Drop the chunks not given out yet."""
         self.missing = {s: chunk for s, chunk in self.missing.items() if s in self.begun}
 
     def joined(self) -> Batch:
-        """All of it."""
+        """Return all rows as one batch."""
         if not self.parts:
             there = self._memory()
             assert there is not None, "all of it came somewhere"
@@ -93,7 +93,7 @@ class Ahead:
         return pieces[0] if len(pieces) == 1 else concatenated(pieces)
 
     def pieces(self) -> Iterator[tuple[int, int, Batch]]:
-        """Rows that are there: the first and the last of them, and what they are."""
+        """Yield the first row, the stop row and the tensors of each run of fetched rows."""
         if self.done is not None:
             yield 0, self.rows, self.done
             return
@@ -106,7 +106,7 @@ class Ahead:
             yield start, stop, values
 
     def runs_in(self, old: Ahead) -> tuple[Run, ...]:
-        """The rows that `old` has, or will have, too."""
+        """Return the runs of rows that are fetched or in flight in `old`."""
         has = np.zeros(old.rows, dtype=bool)
         for start, stop in [(0, old.rows)] if old.done is not None else old.begun.items():
             has[start:stop] = True
@@ -124,7 +124,8 @@ class Ahead:
         return tuple(runs)
 
     def take_over(self, old: Ahead) -> None:
-        """The rows that it waited for, all of which `old` has; they stay in that one's memory."""
+        """Take over the rows awaited from `old`, which has all of them. Runs from a single piece
+        stay in the memory of `old`."""
         runs, self.waits = self.waits, ()
         pieces = list(old.pieces())
         bad = [one for some in old.skipped.values() for one in some]
@@ -140,9 +141,10 @@ class Ahead:
             self.skipped[run.start] = tuple(one for one in bad if one.of in indices)
 
     def _memory(self) -> Batch | None:
-        """What its rows were written into, which is lent from here on; None if all came in parts.
+        """Lend out the memory the rows were written into; None if all rows came in parts.
 
-        A slot then comes back by itself."""
+        A lent slot returns to the arena when its tensors are freed.
+        """
         if len(self.parts) == len(self.begun):
             self.give_back()
         elif self.slot is not None and self.arena is not None and self.layout is not None:
@@ -157,5 +159,5 @@ def _rows(there: Batch, start: int, stop: int) -> Batch:
 
 
 def concatenated(parts: list[Batch]) -> Batch:
-    """Their rows, one behind the other."""
+    """Concatenate batches along the rows."""
     return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}

@@ -1,8 +1,7 @@
-"""Memory that a process shares with those that it forks: slots for batches, lent and given back.
+"""Shared memory for batches: slots lent by a process to itself and to its forked workers.
 
-Anonymous shared memory: it takes no room in /dev/shm, which containers keep small, is there as far
-as it was written, and is gone with its processes. What was lent comes back by itself when the last
-tensor in it is collected.
+Anonymous shared memory needs no space in /dev/shm, which containers keep small, exists only where
+written, and ends with its processes. A lent slot returns when its last tensor is collected.
 """
 
 from __future__ import annotations
@@ -18,26 +17,26 @@ from gpumix.spec.errors import MachineError
 from gpumix.spec.units import show_bytes
 
 _PAGE_BYTES = mmap.PAGESIZE
-_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python has no name for it; Linux on all else
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's value; not every Python has the name
 
 
 class Arena:
-    """So many slots of so many bytes; fewer, where the system does not let so much be shared.
+    """A pool of `slots` slots of `slot_bytes` bytes; fewer if the system limits shared memory.
 
     Raises:
-        MachineError: it does not let a single slot be shared.
+        MachineError: not even a single slot can be shared.
     """
 
     def __init__(self, slots: int, slot_bytes: int) -> None:
         self.slot_bytes = max(1, -(-slot_bytes // _PAGE_BYTES)) * _PAGE_BYTES
         self._memory = _shared(slots, self.slot_bytes)
-        # Last in, first out: what is never needed is never touched.
+        # Last in, first out, so slots never needed are never touched.
         self._free = list(range(len(self._memory) // self.slot_bytes))[::-1]
-        # A thread that holds it may collect what was lent, which gives a slot back.
+        # Reentrant: garbage collection in a thread that has the lock may return a slot.
         self._lock = threading.RLock()
 
     def take(self) -> int | None:
-        """A slot that nobody uses; None while there is none."""
+        """Return a free slot, or None."""
         with self._lock:
             return self._free.pop() if self._free else None
 
@@ -46,13 +45,14 @@ class Arena:
             self._free.append(slot)
 
     def buffer(self, slot: int, nbytes: int) -> Tensor:
-        """The first bytes of a slot: uint8[nbytes]."""
+        """Return the first bytes of a slot: uint8[nbytes]."""
         if not nbytes:
             return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(self._view(slot, nbytes), dtype=torch.uint8)
 
     def lend(self, slot: int, nbytes: int) -> Tensor:
-        """The same; once nobody holds it or a part of it the slot is given back."""
+        """Return the first bytes of a slot, uint8[nbytes]; free the slot when no tensor uses it any
+        more."""
         if not nbytes:
             self.give_back(slot)
             return torch.empty(0, dtype=torch.uint8)
@@ -68,7 +68,7 @@ class Arena:
 
 
 def _shared(slots: int, slot_bytes: int) -> mmap.mmap:
-    """A limit of the process, or a system that reserves what is asked for, may bear less."""
+    """Map shared memory, halving the slots while a process limit or the system refuses."""
     flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _NO_RESERVE
     try:
         return mmap.mmap(-1, slots * slot_bytes, flags=flags)

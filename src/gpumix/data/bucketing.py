@@ -1,9 +1,9 @@
-"""An order in which samples of like length meet in one global batch. Numpy only.
+"""Bucketed order: samples of similar length share a global batch. Numpy only.
 
-It is the global order, sorted inside of windows: each window is some batches in a row, whose
-samples are sorted by length and cut into batches anew, which then come in a shuffled order. So an
-epoch still holds each sample once, and the order depends on seed, epoch, lengths and the size of
-the global batch, never on the plan.
+The global order is sorted within windows. A window is a run of consecutive batches, whose samples
+are sorted by length and cut into batches again; these come in a shuffled order. So an epoch still
+has each sample once, and the order depends on seed, epoch, lengths and global batch size, never on
+the plan.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ import numpy as np
 from gpumix.data.order import GlobalOrder
 
 WINDOW_BATCHES = 64
-"""Batches of a window: more make batches more even inside, and less random."""
+"""Batches per window: more makes batches more uniform, and the order less random."""
 
 
 class BucketedOrder:
-    """`base`, with samples of like length in each batch of `global_batch`.
+    """`base`, reordered so samples of similar length share a batch of `global_batch`.
 
-    A batch with samples of two epochs stays as it is, and so does what lies in an epoch beside
-    whole batches.
+    A batch that spans two epochs keeps the order of `base`.
     """
 
     def __init__(
@@ -35,10 +34,10 @@ class BucketedOrder:
         self._lengths = lengths
         self._size = global_batch
         self._window = window_batches
-        self._kept: tuple[int, np.ndarray] = (-1, np.empty(0))  # the window that was asked for last
+        self._kept: tuple[int, np.ndarray] = (-1, np.empty(0))  # last window: first batch, items
 
     def span(self, start: int, stop: int) -> np.ndarray:
-        """The items at positions [start, stop) of the endless sequence of epochs: int64."""
+        """Return the items at positions [start, stop) of the endless sequence of epochs: int64."""
         parts = [np.empty(0, dtype=np.int64)]
         while start < stop:
             batch, first = divmod(start, self._size)
@@ -48,10 +47,10 @@ class BucketedOrder:
         return np.concatenate(parts)
 
     def _batch(self, batch: int) -> np.ndarray:
-        """The items of a global batch, counted over all epochs."""
+        """Return the items of a global batch, numbered across epochs."""
         begin, n = batch * self._size, self._base.n
         epoch = begin // n
-        # Batches that lie in this epoch as a whole.
+        # Batches entirely within this epoch.
         first, end = -(-epoch * n // self._size), (epoch + 1) * n // self._size
         if not first <= batch < end:
             return self._base.span(begin, begin + self._size)
@@ -63,10 +62,10 @@ class BucketedOrder:
         return found
 
     def _sorted(self, opening: int, closing: int) -> np.ndarray:
-        """The items of the batches [opening, closing), one row each."""
+        """Return the items of batches [opening, closing), one row per batch."""
         items = self._base.span(opening * self._size, closing * self._size)
         by_length = items[np.argsort(self._lengths[items], kind="stable")]
         batches = by_length.reshape(closing - opening, self._size)
-        # Another seed than that of the samples, and another shuffle for each window.
+        # The seed differs from that of the samples, and each window has its own shuffle.
         shuffle = GlobalOrder(len(batches), ~self._base.seed)
         return batches[shuffle.indices(opening, np.arange(len(batches)))]

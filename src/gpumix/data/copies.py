@@ -1,8 +1,8 @@
-"""Brings batches to a device while it computes the one before.
+"""Asynchronous copies of batches to a device, overlapped with the previous step.
 
-Who gives work to the device asks for a batch and goes on: the copy runs on a stream of its own, and
-the stream that computes waits for its event, the host for nothing. Memory on either side is used
-again only behind what still reads it: see `Copies` and `CopyStream`.
+The thread that launches work does not wait: the copy runs on a stream of its own, and the compute
+stream waits for its event. Memory on either side is reused only after its last reader: see `Copies`
+and `CopyStream`.
 """
 
 from __future__ import annotations
@@ -20,31 +20,32 @@ E = TypeVar("E")
 
 
 class Way(Protocol[E]):
-    """To a device, beside what it computes. An event is the end of one batch's copy."""
+    """Interface for copies to a device during computation. An event marks the end of a batch's
+    copy."""
 
     def send(self, batch: Batch) -> tuple[Batch, E]:
-        """Begin to copy: the batch on the device, not to be touched before its event."""
+        """Start the copy: return the batch on the device, not to be touched before its event."""
         ...
 
     def receive(self, batch: Batch, sent: E) -> None:
-        """What is computed from here on comes behind the event, and memory of `batch` is not used
-        again before that is computed."""
+        """Order later computation after the event, and keep the memory of `batch` from reuse until
+        the computation is done."""
         ...
 
     def arrived(self, sent: E) -> bool:
-        """Whether the copy has ended, without waiting for it."""
+        """Return whether the copy has ended, without waiting."""
         ...
 
 
 class CopyStream:
-    """A stream of copies to a GPU."""
+    """A side stream for copies to a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = runtime.new_stream(device)
 
     def send(self, batch: Batch) -> tuple[Batch, runtime.Event]:
-        # Made on this stream, the memory belongs to it: nothing of others can be under way in it.
+        # Allocated on this stream, the memory has no pending work of other streams.
         with runtime.on_stream(self._stream):
             there = {key: t.to(self._device, non_blocking=True) for key, t in batch.items()}
             sent = runtime.recorded_event(self._device)
@@ -61,29 +62,29 @@ class CopyStream:
 
 
 class Copies(Generic[E]):
-    """Batches on their way to a device.
+    """Batches in flight to a device.
 
-    What a batch is copied from is held until its event: pinned memory that is let go may get the
-    next batch at once. Batches of tokens with a mask stay where they are, for they are small, and
-    the engine looks at their masks before it copies what is not padding.
+    The source of a copy is kept until its event, since freed pinned memory may get the next batch
+    at once. Token batches with a mask stay on the host: they are small, and the engine looks at
+    their masks before it copies all but the padding.
     """
 
     def __init__(self, way: Way[E]) -> None:
         self._way = way
         self._coming: dict[int, tuple[Batch, E]] = {}
-        self._read: deque[tuple[Batch, E]] = deque()  # what is copied from, oldest first
+        self._read: deque[tuple[Batch, E]] = deque()  # sources of copies, oldest first
 
     def begin(self, position: int, batch: Batch) -> None:
-        """Have the batch at `position` of the order on its way, unless there is no room yet."""
+        """Start copying the batch at `position` of the order, unless device memory is short."""
         if position in self._coming or _looked_at(batch):
             return
         try:
             self._send(position, batch)
         except torch.OutOfMemoryError:
-            return  # it has its turn when the step that computes now has given memory back
+            return  # `take` copies it, once the current step has freed memory
 
     def take(self, position: int, batch: Batch) -> Batch:
-        """The batch, on the device for what is computed from here on."""
+        """Return the batch on the device, ready for later computation."""
         if _looked_at(batch):
             return batch
         if position not in self._coming:
@@ -93,7 +94,7 @@ class Copies(Generic[E]):
         return there
 
     def forget(self) -> None:
-        """What is on its way and was not taken."""
+        """Drop batches in flight that were not taken."""
         self._coming.clear()
 
     def _send(self, position: int, batch: Batch) -> None:
@@ -105,5 +106,5 @@ class Copies(Generic[E]):
 
 
 def _looked_at(batch: Batch) -> bool:
-    """Whether the engine cuts padding off it, which it finds on the host alone."""
+    """Return whether the engine trims padding from the batch, which it locates on the host only."""
     return MASK in batch and batch.keys() <= set(PER_TOKEN)

@@ -1,7 +1,7 @@
-"""Which samples a rank reads, batch by batch: the order of all, and the rank's part of it.
+"""Sampler of a rank: the global order, and the rank's part of each batch.
 
-Where samples differ in length, a batch is dealt by what they cost: the set of samples in a batch is
-the same for every plan, and who takes which of them is the plan's affair. Numpy only.
+Samples of different lengths are dealt out by cost: every plan has the same set of samples in a
+batch, and decides only which rank takes which. Numpy only.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from gpumix.spec.errors import InputError
 from gpumix.spec.shares import Shares, share_of, workers_of
 
 NO_INDICES = np.empty(0, dtype=np.int64)
-_AT_ONCE = 2**16  # samples
+_AT_ONCE = 2**16  # samples whose tokens are summed at once
 
 
 class Order(Protocol):
-    """A sequence of samples without end."""
+    """An endless sequence of samples."""
 
     def span(self, start: int, stop: int) -> np.ndarray:
-        """The samples at positions [start, stop)."""
+        """Return the samples at positions [start, stop)."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A rank's part of a global batch, in the order of its micro-batches: places in the global
-    order, counted over all epochs, and the dataset's indices of the samples there."""
+    """A rank's part of a global batch, in micro-batch order: positions in the global order, counted
+    over all epochs, and dataset indices of the samples."""
 
     positions: np.ndarray
     indices: np.ndarray
 
 
 class OwnOrder:
-    """That of the dataset."""
+    """The order of the dataset itself."""
 
     def span(self, start: int, stop: int) -> np.ndarray:
         return np.arange(start, stop, dtype=np.int64)
@@ -47,13 +47,13 @@ class OwnOrder:
 
 @dataclass(frozen=True)
 class ByLength:
-    """How samples of unlike length are read.
+    """Settings for samples of different lengths.
 
     Attributes:
-        bucketing: whether those of like length meet in a global batch.
-        attention: what a pair of tokens costs, where a token costs 1: 1 / (6 width) for a
-            transformer of four times as wide perceptrons.
-        window_batches: among how many batches samples are sorted, with `bucketing`.
+        bucketing: whether samples of similar length share a global batch.
+        attention: cost of a pair of tokens, where a token costs 1: 1 / (6 width) for a transformer
+            whose MLP is four times as wide.
+        window_batches: number of batches sorted together with `bucketing`.
     """
 
     bucketing: bool = False
@@ -65,17 +65,17 @@ AS_THEY_COME = ByLength()
 
 
 class Course:
-    """The samples of one rank.
+    """The sampler of one rank.
 
     Args:
-        cursor: of the dataset, at any position.
+        cursor: cursor of the dataset, at any position.
         shares: samples of each global batch per rank, or a plan.
-        rank: whose samples.
-        lengths: tokens of each sample; None if all are alike, or nobody knows.
-        in_order: the dataset has an order of its own.
+        rank: the rank that reads.
+        lengths: tokens of each sample; None if all are equal, or unknown.
+        in_order: whether the dataset has an order of its own.
 
     Raises:
-        InputError: the shares are unfit; or bucketing is wanted, and lengths are not known.
+        InputError: the shares are invalid; or bucketing is requested without known lengths.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Course:
         return self._share.total
 
     def part(self, position: int) -> Part:
-        """This rank's of the global batch that begins at `position`."""
+        """Return the rank's part of the global batch beginning at `position`."""
         if self._lengths is None:
             rows = [np.arange(r.start, r.stop) for r in self._share.rows()]
             spans = [
@@ -128,16 +128,16 @@ class Course:
         return Part(position + own, batch[own])
 
     def indices(self, position: int) -> np.ndarray:
-        """The dataset's indices of the samples of that part."""
+        """Return the dataset indices of the part at `position`."""
         return self.part(position).indices
 
     def tokens(self, start: int, stop: int) -> int | None:
-        """Tokens of the samples at positions [start, stop), of all ranks and without padding; None
-        where samples are alike, or nobody knows."""
+        """Return the tokens of samples [start, stop) in the order, over all ranks and without
+        padding; None if lengths are equal or unknown."""
         if self._lengths is None:
             return None
         samples = len(self._lengths)
-        first, end = -(-start // samples), stop // samples  # epochs, each of which has all samples
+        first, end = -(-start // samples), stop // samples  # whole epochs
         if first >= end:
             return self._tokens_of(self._lengths, start, stop)
         of_epochs = (end - first) * int(self._lengths.sum(dtype=np.int64))
@@ -152,8 +152,8 @@ class Course:
         return sum(int(part.sum(dtype=np.int64)) for part in parts)
 
     def _dealt(self, lengths: np.ndarray) -> list[np.ndarray]:
-        """Of each part of a batch the places in it, by the lengths of the batch's samples. A worker
-        has its samples longest first, so that those of one micro-batch are alike."""
+        """Return the places of each part in a batch, given the lengths of its samples. A worker's
+        samples come longest first, so a micro-batch has similar lengths."""
         sizes = self._share.sizes
         counts = [sum(sizes[part] for part in worker.parts) for worker in self._workers]
         speeds = [worker.speed for worker in self._workers]
@@ -167,8 +167,8 @@ class Course:
 
 
 def begin_of(source: Source, seed: int, by_length: ByLength, batch: int) -> Cursor:
-    """The place of a dataset's first sample. In a bucketed order a position means another sample,
-    for each size of the global batch."""
+    """Return the cursor at a dataset's first sample. In a bucketed order a position means another
+    sample for each global batch size, so the fingerprint includes the size."""
     mark = source.fingerprint
     if by_length.bucketing:
         mark = digest(mark, "bucketed", by_length.window_batches, batch)

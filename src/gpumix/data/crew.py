@@ -1,4 +1,4 @@
-"""Who fetches chunks at the same time: threads of this process, or processes of their own."""
+"""Worker pools fetching chunks in parallel: threads of this process, or separate processes."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ from gpumix.spec.job import MOST_WORKERS as MOST_PINNED
 
 Kind = Literal["threads", "processes"]
 Done = Callable[[Chunk, "Fetched | Exception"], None]
-"""Called once a chunk is fetched, or cannot be, in some thread."""
+"""Called in some thread once a chunk is fetched, or has failed."""
 
-MOST_WORKERS = 128  # that are chosen
-DESKS = 2 * MOST_PINNED  # those who leave have theirs until they are gone
-WAITING = 1  # chunks that a process has before it, beside the one that it fetches
-TRIES = 2  # of a chunk whose worker died
-LOOK_S = 0.5  # how often stuck workers are looked for
+MOST_WORKERS = 128  # chosen automatically
+DESKS = 2 * MOST_PINNED  # workers that leave keep theirs until they have ended
+WAITING = 1  # chunks queued per process, in addition to the current one
+TRIES = 2  # attempts at a chunk whose worker died
+LOOK_S = 0.5  # interval between checks for stuck workers
 _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the rows of a chunk are to be written: in `slot` of the arena as `layout` says, or into
-    `target`; or nowhere, and they are handed over."""
+    """Destination of a chunk's rows: `slot` of the arena as laid out by `layout`, or `target`.
+    Without either, the rows are handed over."""
 
     slot: int | None = None
     layout: Layout | None = None
@@ -65,45 +65,44 @@ class Place:
 
 
 class Crew(ABC):
-    """Fetches chunks, several at once. Not called by two threads at the same time."""
+    """A pool of workers that fetches several chunks at once. Calls must not overlap."""
 
     kind: Kind
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
         self.lost = 0
-        """Workers that died or were stuck."""
+        """Number of workers that died or got stuck."""
 
     @property
     @abstractmethod
     def room(self) -> int:
-        """How many more chunks it would take now."""
+        """Number of further chunks the pool would take now."""
 
     @abstractmethod
     def begin(self, chunk: Chunk, place: Place) -> None:
-        """Fetch a chunk; `done` is told."""
+        """Fetch a chunk; report the result to `done`."""
 
     @abstractmethod
     def resize(self, workers: int) -> None:
-        """Have so many workers."""
+        """Set the number of workers."""
 
     @abstractmethod
     def look(self) -> None:
-        """Who waits for chunks calls this now and then: those that are stuck are replaced."""
+        """Replace stuck workers; called now and then by the thread waiting for chunks."""
 
     @abstractmethod
     def close(self) -> None:
-        """What is under way is dropped."""
+        """End the workers; drop chunks in flight."""
 
 
 class Threads(Crew):
-    """Threads of this process. One that is stuck cannot be ended: it is left behind, has no say any
-    more, and another one has its place. So they are daemons; `close` ends them before the
-    interpreter does.
+    """A pool of threads. A stuck thread cannot be ended: the pool ignores its result and replaces
+    it by a new thread. Hence daemon threads; `close` ends them before the interpreter does.
 
     Args:
-        timeout_s: after that long over one chunk a thread counts as stuck.
-        draws: samples are known to draw from generators of this process; see `Bounds`.
+        timeout_s: seconds over one chunk after which a thread counts as stuck.
+        draws: whether samples are known to draw from generators of this process; see `Bounds`.
     """
 
     kind: Kind = "threads"
@@ -122,8 +121,8 @@ class Threads(Crew):
         self._source, self._bad_samples, self._done = source, bad_samples, done
         self._timeout_s, self._draws = timeout_s, draws
         self._given: SimpleQueue[tuple[Chunk, Place] | None] = SimpleQueue()  # None ends a thread
-        self._begun = 0  # chunks that are not done
-        # What they are at, since when, and their notes of the sample that they read.
+        self._begun = 0  # unfinished chunks
+        # Current chunk of each thread, its start time, and the note of the sample being read.
         self._at: dict[threading.Thread, tuple[Chunk, float, list[float]]] = {}
         self._threads: set[threading.Thread] = set()
         self._left_behind = False
@@ -145,7 +144,7 @@ class Threads(Crew):
         for _ in range(workers - self.workers):
             self._hire()
         for _ in range(self.workers - workers):
-            self._given.put(None)  # behind what they were given
+            self._given.put(None)  # queued after the chunks given out
         self.workers = workers
 
     def look(self) -> None:
@@ -181,7 +180,7 @@ class Threads(Crew):
         for _ in threads:
             self._given.put(None)
         for thread in threads:
-            # Where one was left behind others may wait for a lock that it holds.
+            # After a thread was left behind, others may wait for a lock it owns.
             patience_s = min(self._timeout_s, threading.TIMEOUT_MAX)
             thread.join(0 if self._left_behind else patience_s)
 
@@ -203,7 +202,7 @@ class Threads(Crew):
             found = self._fetched(chunk, place)
             with self._lock:
                 if self._at.pop(own, None) is None:
-                    return  # it took too long: another one has its place
+                    return  # it took too long and was replaced
                 self._begun -= 1
             self._done(chunk, found)
         with self._lock:
@@ -222,7 +221,8 @@ class Threads(Crew):
 
     @contextmanager
     def _drawing(self, chunk: Chunk) -> Iterator[None]:
-        """Where samples draw from generators of the process, who trains waits: see `Bounds`."""
+        """Seed random draws by row. Generators of the process, if used, are restored afterwards;
+        the training thread waits meanwhile: see `Bounds`."""
         everywhere = self._draws or self._source.draws
         kept = draws.put_back() if everywhere else nullcontext()
         with kept, draws.reading(chunk.seeds.tolist(), everywhere=everywhere):
@@ -240,23 +240,23 @@ class Threads(Crew):
 
 @dataclass
 class _Hand:
-    """A worker process, what it was given and not done yet, and since when it does the first."""
+    """A worker process, its unfinished chunks, and the start time of the first."""
 
     worker: Worker
     given: deque[tuple[Chunk, Place]] = field(default_factory=deque)
     since_s: float = 0.0
     leaving: bool = False
-    desk: int = 0  # where it notes the sample that it reads
+    desk: int = 0  # where it notes the sample being read
 
 
 class Processes(Crew):
-    """Processes, and one thread here that listens to them.
+    """A pool of forked processes, and a listener thread in the parent.
 
     Args:
-        timeout_s: after that long over one chunk a worker counts as stuck.
+        timeout_s: seconds over one chunk after which a worker counts as stuck.
 
     Raises:
-        MachineError: the system gives not even one.
+        MachineError: the system refuses even a single process.
     """
 
     kind: Kind = "processes"
@@ -295,7 +295,7 @@ class Processes(Crew):
     def room(self) -> int:
         with self._lock:
             if self._broken is not None:
-                return 1  # to be told
+                return 1  # for `begin` to report the error
             return sum(max(0, 1 + WAITING - len(h.given)) for h in self._staff)
 
     @property
@@ -323,14 +323,14 @@ class Processes(Crew):
         self._bell.send_bytes(b"!")
 
     def look(self) -> None:
-        """The listener does."""
+        """Do nothing: the listener checks."""
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
         with suppress(OSError):
             self._bell.send_bytes(b"!")
-        if self._listener is not threading.current_thread():  # which may collect the loader
+        if self._listener is not threading.current_thread():  # it may collect the loader
             self._listener.join()
         for hand in self._hands.values():
             hand.worker.close()
@@ -340,7 +340,7 @@ class Processes(Crew):
     # -- inside ------------------------------------------------------------------------------------
 
     def _fill(self) -> None:
-        """Have as many as there are to be; fewer, where the system gives no more."""
+        """Start the missing workers; accept fewer if the system refuses more."""
         while len(staff := self._staff) < self.workers:
             try:
                 self._hire()
@@ -362,13 +362,13 @@ class Processes(Crew):
         if not hand.given:
             hand.since_s = time.monotonic()
         hand.given.append((chunk, place))
-        with suppress(OSError):  # it is gone: the listener is about to find out
+        with suppress(OSError):  # it died: the listener will notice
             hand.worker.send((chunk, place.slot, place.layout, hand.desk))
 
     def _listen_on(self) -> None:
         try:
             self._listen()
-        except Exception as error:  # no new worker can be had, say: who waits is to know
+        except Exception as error:  # such as no new worker: report it to the caller
             with self._lock:
                 self._broken = error
                 given = [chunk for hand in self._hands.values() for chunk, _ in hand.given]
@@ -418,7 +418,7 @@ class Processes(Crew):
             self._lose(hand, f"it was at it for more than {self._timeout_s:g} s")
 
     def _lose(self, hand: _Hand, why: str) -> None:
-        """A worker died or is stuck: another one takes its place and its chunks."""
+        """Replace a dead or stuck worker, and give its chunks to the rest of the pool."""
         with self._lock:
             if self._closed:
                 return
@@ -427,11 +427,11 @@ class Processes(Crew):
             how = why or how
             self.lost += 1
             if not hand.leaving:
-                self._hire()  # or it is known, with the chunks of this one, that none can be had
+                self._hire()  # on failure `_listen_on` reports these chunks, too
                 self._tell_of_loss(hand, how)
             del self._hands[connection]
             failed: tuple[Chunk, TrainingError] | None = None
-            if hand.given:  # the first is the one that it was at
+            if hand.given:  # the first was in progress
                 chunk = hand.given[0][0]
                 key = (chunk.batch, chunk.start)
                 self._tries[key] = self._tries.get(key, 0) + 1
@@ -449,7 +449,7 @@ class Processes(Crew):
         _LOG.warning("worker %d of the data was lost %s of %s, another has its place: %s", *told)
 
     def _at(self, hand: _Hand) -> str:
-        """What a worker read that was given something."""
+        """Describe the sample read by a busy worker."""
         return _some_of(hand.given[0][0], told_in(self._notes, hand.desk * NOTE_BYTES)[0])
 
     def _lost(self, hand: _Hand, at: str, how: str) -> TrainingError:
@@ -466,7 +466,7 @@ class Processes(Crew):
 
 
 def _some_of(chunk: Chunk, index: int) -> str:
-    """The sample that was read; or those of the chunk, where that is not known."""
+    """Describe the sample being read, or the samples of the chunk if unknown."""
     if index != NO_SAMPLE:
         return f"sample {index}"
     more = ", ..." if len(chunk.indices) > 8 else ""
@@ -480,7 +480,7 @@ def _work(
     arena: Arena,
     notes: mmap.mmap,
 ) -> None:
-    """A worker's life."""
+    """Serve chunks in a worker process until the connection closes."""
     torch.set_num_threads(1)
     use_one_tokenizer_thread()
     keep_freed_memory()
@@ -505,7 +505,8 @@ def _work(
 def _delivered(
     values: Batch, arena: Arena, slot: int | None, layout: Layout | None, target: Batch | None
 ) -> tuple[Batch | None, Layout | None]:
-    """Written into the arena: where, if that was not said; or handed over, if there is no room."""
+    """Write `values` into the arena and return the layout if the parent lacks it; without room,
+    return `values` to hand over."""
     if slot is None:
         return values, None
     if layout is None:
@@ -517,12 +518,12 @@ def _delivered(
 
 
 def _rows_of(target: Batch | None, chunk: Chunk) -> Batch | None:
-    """The rows of a batch that a chunk has."""
+    """Return the rows of a chunk within a batch."""
     return None if target is None else {key: value[chunk.rows] for key, value in target.items()}
 
 
 def _written(values: Batch, target: Batch | None) -> bool:
-    """Whether the values lie in `target`, or could be written there."""
+    """Write `values` into `target` where needed; return whether `target` has them."""
     if values is target:
         return True
     if target is None or values.keys() != target.keys():

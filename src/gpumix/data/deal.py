@@ -1,7 +1,7 @@
-"""Who takes which samples of a batch, when they differ in length. Numpy only.
+"""Assignment of a batch's samples to workers when lengths differ. Numpy only.
 
-Each worker gets as many as the plan says, so memory stays as planned; which ones go by what they
-cost and by how fast it is.
+Each worker gets as many samples as the plan says, so memory stays as planned; cost and speed of the
+worker decide which samples.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ import numpy as np
 
 
 def costs_of(lengths: np.ndarray, attention: float) -> np.ndarray:
-    """What samples cost, relative to each other: a token is 1, a pair of tokens `attention`."""
+    """Return relative costs of samples: a token costs 1, a pair of tokens `attention`."""
     lengths = lengths.astype(np.float64)
     costs: np.ndarray = lengths * (1.0 + attention * lengths)
     return costs
 
 
 def deal(costs: np.ndarray, counts: Sequence[int], speeds: Sequence[float]) -> list[np.ndarray]:
-    """Of each worker the places in `costs` that it takes, dearest first, as many as `counts` says.
+    """Return each worker's places in `costs`, most expensive first, as many as in `counts`.
 
-    The dearest goes first, to the worker that would be through with it earliest, of those that have
-    places left.
+    The most expensive sample is assigned first, to the worker that would finish it earliest among
+    workers with places left.
     """
     places = np.array(counts)
     loads = np.zeros(len(counts))
-    pace = 1.0 / np.maximum(speeds, 1e-12)  # who has none has no places either
+    pace = 1.0 / np.maximum(speeds, 1e-12)  # a worker of speed 0 has no places
     taken: list[list[int]] = [[] for _ in counts]
     for place in np.argsort(-costs, kind="stable").tolist():
         worker = int(np.where(places > 0, (loads + costs[place]) * pace, np.inf).argmin())

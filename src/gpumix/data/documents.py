@@ -1,4 +1,4 @@
-"""The documents of a token file, each a sample of its own; longer ones are cut into several."""
+"""Documents of a token file as samples; longer documents are cut into several."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from gpumix.spec.errors import InputError
 
 
 class Documents(Ragged):
-    """Documents in the order of the file, and of each the parts of at most `longest` tokens, the
-    last one shorter. A part of a single token is left out: nothing is to be learnt from it.
+    """Documents in file order, cut into parts of at most `longest` tokens; the last part may be
+    shorter. A part of a single token is left out: it has nothing to predict.
 
     Raises:
         InputError: no document has two tokens.
@@ -29,7 +29,7 @@ class Documents(Ragged):
         ends = np.asarray(text.ends)
         begins = np.concatenate([[0], ends[:-1]]) if len(ends) else ends
         counts = -(-(ends - begins) // self.longest)
-        # Number of each part among those of its document.
+        # Number of each part within its document.
         places = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         self._begins = np.repeat(begins, counts) + places * self.longest
         lengths = np.minimum(np.repeat(ends, counts) - self._begins, self.longest)

@@ -1,9 +1,9 @@
-"""What samples draw at random: by their places in the order, never by who reads them.
+"""Random draws of samples: determined by position in the order, never by the reader.
 
-Each place of the order has a seed. Who reads rows says which seeds they have; who calls a dataset
-says which of the rows it is for. In a process that does nothing but read, the generators of
-`random`, numpy and torch are seeded then. Where others draw from these too, in a thread of the
-process that trains, only `sample_generator` is, unless they wait and the generators are put back.
+Each position has a seed. Readers declare the seeds of their rows; callers of a dataset declare the
+current row. In a process that only reads, the generators of `random`, numpy and torch are seeded.
+In a thread of the training process, where others draw from them too, only `sample_generator` is
+seeded, unless the others wait and the generators are restored.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ import numpy as np
 import torch
 
 _BITS_64 = 2**64 - 1
-_STEP = 0x9E3779B97F4A7C15  # of splitmix64, whose finaliser the others belong to
+_STEP = 0x9E3779B97F4A7C15  # of splitmix64, as are the multipliers of its finalizer
 _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_TOGETHER = 1  # what a batch is made with, beside what its samples are
-_MERSENNE_BYTES = 4 * 624 + 4  # words and a place among them
-_PATIENCE_S = 30.0  # with another one that has the generators, who may wait for this one
+_TOGETHER = 1  # number of the seed with which a batch is collated
+_MERSENNE_BYTES = 4 * 624 + 4  # 624 words and an index
+_PATIENCE_S = 30.0  # limit to avoid deadlock with the current owner
 
 
 class _Own(threading.local):
-    """Of one thread.
+    """State of one thread.
 
     Attributes:
-        seeds: of the rows that it reads; None while it reads none.
-        everywhere: whether the generators of the process are to be seeded.
-        seed: that `generator` has not got yet.
-        asked: whether anybody had that generator.
-        has_them: whether it waits while others move the generators of the process.
+        seeds: seeds of the rows being read; None while none are.
+        everywhere: whether to seed the generators of the process.
+        seed: next seed of `generator`, not applied yet.
+        asked: whether the generator was requested.
+        has_them: whether this thread owns the generators of the process, see `put_back`.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class _Own(threading.local):
 
 
 class _Turn:
-    """Of one thread with the generators of the process, which are put back at its end."""
+    """A thread's turn with the generators of the process, which are restored at its end."""
 
     def __init__(self) -> None:
         self.thread = threading.current_thread()
@@ -67,7 +67,7 @@ class _Turn:
 
 
 class _Turns:
-    """One thread after the other has the generators of the process."""
+    """The queue for the generators of the process: one thread at a time."""
 
     def __init__(self) -> None:
         self._free = threading.Lock()
@@ -102,7 +102,7 @@ _turns = _Turns()
 
 
 def _in_a_child() -> None:
-    """A thread that had the generators when this process was forked is not here."""
+    """Reset the turns after a fork: threads that owned the generators do not exist here."""
     global _turns
     _turns = _Turns()
 
@@ -112,19 +112,19 @@ if hasattr(os, "register_at_fork"):
 
 
 def sample_generator() -> torch.Generator:
-    """What a dataset, a transform or a `collate` draws from: a generator that is seeded by the
-    sample's place in the order, so that it draws the same numbers whoever reads it, in a thread or
-    in a process, after a resume and under any plan.
+    """Return the generator for random draws in a dataset, a transform or a `collate`.
 
-    For other libraries its `initial_seed()` is a seed: `numpy.random.default_rng(...)`. Where no
-    loader reads it is torch's default generator.
+    It is seeded by the sample's position in the order, so a sample draws the same numbers in any
+    thread or process, after a resume and under any plan. Other libraries can use its
+    `initial_seed()`: `numpy.random.default_rng(...)`. Outside of loaders it is torch's default
+    generator.
     """
     if _own.seeds is None:
         return torch.default_generator
     if _own.generator is None:
         _own.generator = torch.Generator()
     if _own.seed is not None:
-        # Else it would draw what torch's default generator does.
+        # Otherwise it would draw the same numbers as torch's default generator.
         _own.generator.manual_seed(_own.seed ^ _STEP)
         _own.seed = None
     _own.asked = True
@@ -132,12 +132,12 @@ def sample_generator() -> torch.Generator:
 
 
 def key_of(what: str) -> int:
-    """Of all seeds that belong together."""
+    """Return a key shared by all seeds of one purpose."""
     return int.from_bytes(hashlib.blake2b(what.encode(), digest_size=8).digest(), "little")
 
 
 def seeds_of(key: int, positions: np.ndarray) -> np.ndarray:
-    """One for each of these places: uint64."""
+    """Return a seed for each position: uint64."""
     x = positions.astype(np.uint64) * np.uint64(_STEP) + np.uint64(key)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(_MIX_1)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(_MIX_2)
@@ -146,25 +146,25 @@ def seeds_of(key: int, positions: np.ndarray) -> np.ndarray:
 
 
 def mixed(seed: int, other: int) -> int:
-    """A seed of its own for a part of what `seed` is for: as `seeds_of`."""
+    """Derive from `seed` the seed of part `other`, hashed as in `seeds_of`."""
     x = (other * _STEP + seed) & _BITS_64
     x = (x ^ (x >> 30)) * _MIX_1 & _BITS_64
     x = (x ^ (x >> 27)) * _MIX_2 & _BITS_64
     return x ^ (x >> 31)
 
 
-# -- who reads -------------------------------------------------------------------------------------
+# -- readers ---------------------------------------------------------------------------------------
 
 
 @contextmanager
 def reading(seeds: Sequence[int], *, everywhere: bool) -> Iterator[None]:
-    """This thread reads rows with these seeds.
+    """Read rows with `seeds` in the current thread, within the block.
 
     Args:
-        everywhere: also the generators of the process are seeded: nobody else draws from them now.
+        everywhere: whether to seed the generators of the process, too; nobody else may use them.
     """
     before = _own.seeds, _own.everywhere
-    # Where no row is wanted, a sample may be read to tell what rows would be like.
+    # With no rows requested, a sample may still be read for its shapes and dtypes.
     _own.seeds, _own.everywhere = seeds or [0], everywhere
     try:
         yield
@@ -175,8 +175,8 @@ def reading(seeds: Sequence[int], *, everywhere: bool) -> Iterator[None]:
 
 @contextmanager
 def put_back() -> Iterator[None]:
-    """Afterwards the generators of the process are as they were. Other threads that would have them
-    put back wait meanwhile; not those that read rows, for which somebody waits."""
+    """Restore the generators of the process after the block. Concurrent calls wait their turn,
+    except in threads that read rows, for which a caller waits already."""
     if _own.has_them or _own.seeds is not None:
         inner = _Turn()
         try:
@@ -194,14 +194,14 @@ def put_back() -> Iterator[None]:
 
 
 def leave_behind(thread: threading.Thread) -> None:
-    """A thread that is stuck has the generators of the process no longer; they are as they were."""
+    """End a stuck thread's turn with the generators of the process, and restore them."""
     _turns.end_of(thread)
 
 
 @contextmanager
 def put_back_if_moved() -> Iterator[Drawn]:
-    """This thread waits meanwhile, so what moves the generators of the process is a dataset that
-    others read. Afterwards they are as they were, and it is told whether they had moved."""
+    """Restore the generators of the process after the block, and report any movement. The calling
+    thread waits within the block, so only a dataset read by other threads can move them."""
     drawn = Drawn()
     with put_back():
         before = _states()
@@ -210,23 +210,23 @@ def put_back_if_moved() -> Iterator[Drawn]:
 
 
 def forget() -> None:
-    """What generators of the process keep of numbers that were drawn: the next is not one of these,
-    which would look as if none had been drawn."""
+    """Clear numbers cached by the generators of the process. Drawing a cached number would look as
+    if none had been drawn."""
     with reading([0], everywhere=True):
         begin(0)
 
 
 @contextmanager
 def only(row: int) -> Iterator[None]:
-    """Of the rows that are read, this one is read by itself."""
+    """Read one row of the rows by itself, within the block."""
     with parts([row]):
         yield
 
 
 @contextmanager
 def parts(rows: Sequence[int]) -> Iterator[None]:
-    """Of the rows that are read, parts are read one behind the other: to which rows they belong. A
-    row that is one part draws as ever."""
+    """Read several parts per row in sequence; `rows` has the row of each part. The first part of a
+    row draws as the row itself does."""
     whole = _own.seeds
     if whole is None:
         yield
@@ -240,37 +240,36 @@ def parts(rows: Sequence[int]) -> Iterator[None]:
         yield
 
 
-# -- what is read ----------------------------------------------------------------------------------
+# -- samples ---------------------------------------------------------------------------------------
 
 
 def begin(row: int) -> None:
-    """What is drawn from here on belongs to this row."""
+    """Draw for `row` from here on."""
     if _own.seeds is not None:
         begin_with(_own.seeds[row])
 
 
 def begin_together() -> None:
-    """What is drawn from here on belongs to all the rows: it goes by the first of them."""
+    """Draw for all rows from here on, seeded by the first row."""
     if _own.seeds is not None and len(_own.seeds):
         begin_with(mixed(_own.seeds[0], _TOGETHER))
 
 
 def begin_with(seed: int) -> None:
-    """What is drawn from here on goes by this seed, if this thread reads rows."""
+    """Draw from `seed` from here on, if this thread reads rows."""
     if _own.seeds is None:
         return
     _own.seed = seed
     if _own.everywhere:
         random.seed(seed)
-        # These two take 32 bits, and would draw the same numbers by the same ones.
+        # Both use 32 bits, and with equal bits both would draw equal numbers.
         np.random.seed(seed >> 32)
         torch.default_generator.manual_seed(seed)
 
 
 @dataclass
 class Drawn:
-    """What was drawn from: the generators of the process, where that can be told, or that of the
-    sample."""
+    """Generators used: of the process, where observable, or of the sample."""
 
     of_process: bool = False
     of_sample: bool = False
@@ -281,7 +280,7 @@ class Drawn:
 
 @contextmanager
 def watched() -> Iterator[Drawn]:
-    """Tells, afterwards, what was drawn from in between."""
+    """Report, after the block, which generators were used within."""
     drawn = Drawn()
     before = _states() if _own.everywhere else None
     _own.asked = False
@@ -299,7 +298,8 @@ def _states() -> tuple[object, ...]:
 
 
 def _state_of_numpy() -> object:
-    """`numpy.random.get_state` takes longer than a small sample."""
+    """Return the state of numpy's global generator: `numpy.random.get_state` takes longer than a
+    small sample."""
     bits = np.random.get_bit_generator()  # type: ignore[attr-defined]
     if not isinstance(bits, np.random.MT19937):
         return repr(np.random.get_state(legacy=False))

@@ -1,4 +1,4 @@
-"""Calls what a job names as `module:function`, with errors that point at the name."""
+"""Calls of factories that a job names as `module:function`, with errors that point at the name."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from gpumix.spec.errors import InputError
 def call_factory(
     reference: str, arguments: Mapping[str, Any], folder: Path, *, key: str = ""
 ) -> Any:
-    """The result of `reference` ("module:function") called with `arguments` as keywords. `key` is
-    the one of the job under which `factory` and `arguments` stand.
+    """Return the result of `reference` ("module:function") called with `arguments` as keywords.
+    `key` is the section of the job that contains `factory` and `arguments`.
 
-    `folder`, the job's, or where a script is started, goes to the front of sys.path and stays
-    there: the module may import its neighbours at any later time. What the factory itself raises
-    passes through, with its traceback.
+    `folder`, of the job or of the started script, goes to the front of sys.path and stays: the
+    module may import its neighbors at any later time. Exceptions of the factory itself pass
+    through, with traceback.
 
     Raises:
         InputError: the module, the function or an argument of it does not exist.

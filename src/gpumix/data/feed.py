@@ -1,4 +1,4 @@
-"""Has batches fetched ahead of who takes them, by a crew; puts them together in order."""
+"""Prefetching of batches by a worker pool, and assembly in order."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from gpumix.hardware.runtime import on_device
 from gpumix.spec.errors import InputError, MachineError
 
 MOST_AHEAD = 64  # batches
-SLOTS = 2 * MOST_AHEAD  # of those ahead, and of as many in use
-LARGE_BYTES = 2**20  # of a batch whose memory is used again: new memory costs what its pages do
-LARGER = 2  # times what a batch takes, that a slot holds: batches of other lengths fit
-WHOLE = 2**31  # samples: a batch is not fetched in parts
-UNKNOWN_BYTES = 64 * 2**20  # of a slot, where nothing is known of batches
+SLOTS = 2 * MOST_AHEAD  # for batches ahead, and as many in use
+LARGE_BYTES = 2**20  # of a batch whose memory is reused: new memory costs page faults
+LARGER = 2  # size of a slot in batches, so that longer batches fit
+WHOLE = 2**31  # samples per chunk: a batch is not fetched in parts
+UNKNOWN_BYTES = 64 * 2**20  # of a slot, where the size of batches is unknown
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How batches are fetched.
+    """Prefetch settings.
 
     Attributes:
-        workers: threads or processes.
-        ahead: batches before the one that is used.
+        workers: number of threads or processes.
+        ahead: batches fetched ahead of the current one.
         chunk: samples that a worker fetches at once.
     """
 
@@ -53,12 +53,12 @@ class Setting:
 
 
 class Feed:
-    """What a loader takes its batches from. All of it may be called from one thread only.
+    """The source of a loader's prefetched batches. All public calls must come from one thread.
 
     Args:
-        seed: of what samples draw at random.
-        pin: the CUDA device whose copies want pinned memory.
-        timeout_s: after that long over one chunk a worker counts as stuck.
+        seed: seed of the random draws of samples.
+        pin: the CUDA device whose copies need pinned memory.
+        timeout_s: seconds over one chunk after which a worker counts as stuck.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class Feed:
         self._key = draws.key_of(f"gpumix samples {seed}")
         self._setting = Setting()
         self._crew: Crew | None = None
-        self._hirer = 0  # the process whose crew it is
-        self._lacking: MachineError | None = None  # why there is none
+        self._hirer = 0  # process that owns the crew
+        self._lacking: MachineError | None = None  # why no crew could start
         self._arena: Arena | None = None
-        self._used: Arena | None = None  # memory of the batches of threads, used again
+        self._used: Arena | None = None  # reused memory for batches of threads
         self._changed = threading.Condition()
         self._by_position: dict[int, Ahead] = {}
         self._by_number: dict[int, Ahead] = {}
@@ -88,14 +88,14 @@ class Feed:
         self._costs: list[Cost] = []
         self._skipped: list[Skipped] = []
         self.batch_bytes = 0
-        """Of the largest batch so far."""
+        """Size of the largest batch so far."""
         self.draws = source.draws
-        """Whether samples were seen to draw from generators of the process that reads them."""
+        """True once samples were seen to draw from generators of the process that reads them."""
         self._lost_before = 0
 
     @property
     def lost_workers(self) -> int:
-        """How many died or were stuck."""
+        """Number of workers that died or got stuck."""
         return self._lost_before + (0 if self._crew is None else self._crew.lost)
 
     @property
@@ -104,26 +104,26 @@ class Feed:
 
     @property
     def ready(self) -> int:
-        """Batches that are there."""
+        """Number of complete batches."""
         return sum(batch.done is not None for batch in list(self._by_position.values()))
 
     def set(self, setting: Setting) -> None:
-        """Fetch in another way from here on; what is under way goes on."""
+        """Fetch with new settings from here on; work in flight continues."""
         before, self._setting = self._setting, setting
         if self._crew is None:
             return
         if before.kind != setting.kind:
-            self._dismiss()  # who wants a batch next has the others
+            self._dismiss()  # the next `want` starts the new crew
         elif before.workers != setting.workers:
             self._crew.resize(setting.workers)
         with self._changed:
             self._dispatch()
 
     def want(self, position: int, part: Callable[[], Part]) -> None:
-        """Have the batch at `position` fetched, if it is not under way.
+        """Fetch the batch at `position`, unless in flight already.
 
         Raises:
-            InputError: who fetches belongs to the process that this one was forked from.
+            InputError: the crew belongs to the process from which this one was forked.
         """
         if self._is_parents:
             raise InputError(
@@ -143,42 +143,42 @@ class Feed:
             self._dispatch()
 
     def is_ready(self, position: int) -> bool:
-        """Whether `take` would not wait."""
+        """Return whether `take` would not wait."""
         batch = self._by_position[position]
         return batch.done is not None or batch.error is not None
 
     def there(self, position: int) -> Batch | None:
-        """The batch at `position`, if all of it is there; it can still be taken."""
+        """Return the batch at `position` if complete, else None, without taking the batch."""
         batch = self._by_position.get(position)
         return None if batch is None else batch.done
 
     def wait(self, position: int, patience_s: float = inf) -> None:
-        """Until the batch at `position`, which was wanted, is there, or cannot be had; no longer
-        than `patience_s`."""
+        """Wait until the requested batch at `position` is complete or has failed, at most
+        `patience_s` seconds."""
         until = time.monotonic() + patience_s
         with self._changed:
             while not self.is_ready(position) and (left_s := until - time.monotonic()) > 0:
                 if self._lacking is not None:
-                    lacking, self._lacking = self._lacking, None  # who wants one next tries anew
+                    lacking, self._lacking = self._lacking, None  # the next `want` tries again
                     raise lacking
-                # Not for ever: so an interrupt comes through.
+                # With a timeout, so an interrupt gets through.
                 self._changed.wait(min(LOOK_S, left_s))
                 if self._crew is not None:
                     self._crew.look()
 
     def take(self, position: int) -> tuple[Batch, np.ndarray]:
-        """The batch at `position`, which was wanted, and its samples' indices; waits for it. After
-        an error it can be wanted again.
+        """Wait for the requested batch at `position`; return it and its samples' indices. After an
+        error the batch can be requested again.
 
         Raises:
-            GpumixError: it cannot be had.
+            GpumixError: the batch could not be fetched.
         """
         self.wait(position)
         batch = self._by_position[position]
         if batch.done is None:
             assert batch.error is not None, "it is done or not"
             self.forget()
-            self._dismiss()  # a disk that was away may be back: processes start from what is now
+            self._dismiss()  # a lost disk may be back: new processes see the current state
             raise batch.error
         del self._by_position[position]
         self._skipped += [one for start in sorted(batch.skipped) for one in batch.skipped[start]]
@@ -186,9 +186,9 @@ class Feed:
         return batch.done, batch.part.indices
 
     def forget(self) -> None:
-        """All that is under way."""
+        """Drop all batches, fetched or in flight."""
         if self._is_parents:
-            return  # whose thread may hold the lock, for ever here
+            return  # a parent's thread may own the lock, which is never released here
         with self._changed:
             self._pending.clear()
             for batch in self._by_position.values():
@@ -196,15 +196,15 @@ class Feed:
             self._by_position.clear()
 
     def begin_anew(self) -> None:
-        """What was fetched was read by workers that did not know that samples draw."""
+        """Drop batches fetched by workers unaware of draws from generators of the process."""
         self.draws = True
         self._skipped.clear()
         self.forget()
         self._dismiss()
 
     def recut(self, part_at: Callable[[int], Part]) -> None:
-        """Batches under way have other parts of this rank now, by their positions: rows that were
-        fetched, or are under way, and stay this rank's are kept."""
+        """Cut batches in flight again, by this rank's new part at each position. Keep all rows,
+        fetched or in flight, staying on this rank."""
         with self._changed:
             whole = []
             for position, batch in list(self._by_position.items()):
@@ -221,15 +221,15 @@ class Feed:
         self._outgrow()
 
     def drain(self) -> tuple[list[Cost], list[Skipped]]:
-        """What chunks took since the last time, and which samples were skipped in the batches that
-        were taken."""
+        """Return the costs of chunks since the last call, and the skipped samples of batches
+        taken."""
         with self._changed:
             costs, self._costs = self._costs, []
         skipped, self._skipped = self._skipped, []
         return costs, skipped
 
     def close(self) -> None:
-        """End all workers; in a process that was forked meanwhile they are left alone."""
+        """End all workers; in a process forked from the owner, leave them alone."""
         if not self._is_parents:
             self.forget()
             self._dismiss()
@@ -238,12 +238,12 @@ class Feed:
 
     @property
     def _is_parents(self) -> bool:
-        """Whether the crew is that of a process that this one was forked from."""
+        """True in a process forked from the crew's owner."""
         return self._crew is not None and self._hirer != os.getpid()
 
     def _hire(self) -> None:
-        """A crew. Where none can be had it is `take` that says so: who changes a setting, or looks
-        ahead, has a batch in hand that would be lost."""
+        """Start a crew. A failure is raised by `wait`, not here: callers that change settings or
+        look ahead have a batch in hand that would be lost."""
         try:
             self._crew, self._hirer = self._hired(), os.getpid()
         except MachineError as error:
@@ -273,7 +273,7 @@ class Feed:
         )
 
     def _dismiss(self) -> None:
-        """The crew; batches that it did not finish are begun again."""
+        """End the crew; start its unfinished batches again."""
         crew, self._crew = self._crew, None
         if crew is None:
             return
@@ -289,7 +289,7 @@ class Feed:
                     self._add(position, batch.part)
 
     def _add(self, position: int, part: Part, before: Ahead | None = None) -> Ahead:
-        """Begin a batch, which takes over the rows of the one before it."""
+        """Start a batch, which takes over rows of the batch `before`."""
         self._number += 1
         batch = Ahead(self._number, part, {})
         batch.waits = () if before is None else batch.runs_in(before)
@@ -300,14 +300,14 @@ class Feed:
         return batch
 
     def _chunks(self, batch: Ahead) -> dict[int, Chunk]:
-        """Of the rows that it does not take over."""
+        """Return the chunks of rows not taken over, by first row."""
         indices, seeds = batch.part.indices, draws.seeds_of(self._key, batch.part.positions)
         size = self._setting.chunk if self._source.splits else max(1, len(indices))
         taken = sorted(batch.begun.items())
         gaps = zip([0, *(stop for _, stop in taken)], [*(s for s, _ in taken), len(indices)])
         spans = [(s, min(s + size, end)) for first, end in gaps for s in range(first, end, size)]
         if not len(indices):
-            spans = [(0, 0)]  # that tells what rows would be like
+            spans = [(0, 0)]  # an empty chunk gives shapes and dtypes
         return {s: Chunk(batch.number, s, indices[s:e], seeds[s:e]) for s, e in spans}
 
     def _drop(self, batch: Ahead) -> None:
@@ -318,8 +318,8 @@ class Feed:
             batch.give_back()
 
     def _succeed(self, old: Ahead, heir: Ahead) -> Ahead | None:
-        """Rows that are there go over now, those that are under way once all of them are. The heir,
-        if it is whole by that."""
+        """Hand over rows of `old` now if fetched, otherwise once all rows in flight are. Return the
+        heir if complete by now."""
         if not heir.waits:
             self._drop(old)
             return None
@@ -328,12 +328,12 @@ class Feed:
             return self._hand_over(old)
         old.only_begun()
         if old.whole or not old.complete:
-            return None  # who brings the last of it hands it over
+            return None  # the thread that brings the last chunk hands over
         del self._by_number[old.number]
         return self._hand_over(old)
 
     def _hand_over(self, old: Ahead) -> Ahead | None:
-        """What `old` has to its heir; that one, if it is whole by that."""
+        """Hand the rows of `old` to its heir. Return the heir if complete by now."""
         heir = old.heir
         assert heir is not None, "it has one"
         if heir.dropped:
@@ -341,7 +341,7 @@ class Feed:
             return None
         if old.error is None:
             heir.take_over(old)
-        else:  # which has an heir of its own, it may be
+        else:  # the heir may have an heir itself
             heir.error, heir.waits = heir.error or old.error, ()
             old.give_back()
         if not heir.complete:
@@ -351,14 +351,14 @@ class Feed:
         return heir
 
     def _outgrow(self) -> None:
-        """Where slots are too small for what batches are now, processes begin with larger ones."""
+        """Restart processes with larger slots if batches have outgrown the current slots."""
         arena, rows = self._arena, [batch.rows for batch in self._by_position.values()]
         layout = self._layout(max(rows, default=0))
         if arena is not None and layout is not None and layout.nbytes > arena.slot_bytes:
             self._dismiss()
 
     def _dispatch(self) -> None:
-        """Give the crew what it takes."""
+        """Give chunks to the crew while it has room."""
         while self._pending and self._crew is not None and self._crew.room:
             chunk = self._pending.popleft()
             batch = self._by_number.get(chunk.batch)
@@ -367,7 +367,7 @@ class Feed:
                 self._crew.begin(chunk, self._place(batch))
 
     def _place(self, batch: Ahead) -> Place:
-        """Where rows of a batch go: decided when its first chunk is begun."""
+        """Return the destination of a batch's rows, decided when its first chunk is given out."""
         if not batch.placed:
             batch.placed = True
             batch.layout = self._layout(batch.rows)
@@ -380,7 +380,8 @@ class Feed:
         return Place(batch.slot, batch.layout, batch.target)
 
     def _layout(self, rows: int) -> Layout | None:
-        """Of a batch of samples that are all of one shape."""
+        """Return the layout of a batch of `rows` equally shaped samples; None if batches cannot be
+        split."""
         if not self._source.splits:
             return None
         if self._empty is None:
@@ -389,12 +390,12 @@ class Feed:
         return Layout.of(self._empty, rows)
 
     def _is_worth_it(self, batch: Ahead, layout: Layout) -> bool:
-        """To have rows written where the batch is to lie, by a thread."""
+        """Return whether threads should write rows directly into the memory of the batch."""
         spares = self._source.writes and layout.nbytes >= LARGE_BYTES
         return spares or len(batch.missing) > 1
 
     def _made(self, layout: Layout) -> Batch:
-        """Memory for a batch; pinned memory is used again by torch."""
+        """Allocate memory for a batch; torch reuses pinned memory by itself."""
         pinned = self._pin is not None
         if not pinned and layout.nbytes >= LARGE_BYTES:
             lent = self._lent(layout.nbytes)
@@ -405,7 +406,7 @@ class Feed:
         return layout.views(buffer)
 
     def _lent(self, nbytes: int) -> Tensor | None:
-        """Memory that comes back once nobody holds it; None: there is none."""
+        """Return reusable memory, which returns by itself when freed; None if unavailable."""
         if self._used is None or self._used.slot_bytes < nbytes:
             try:
                 self._used = Arena(SLOTS, nbytes)
@@ -415,7 +416,7 @@ class Feed:
         return None if slot is None else self._used.lend(slot, nbytes)
 
     def _finished(self, chunk: Chunk, found: Fetched | Exception) -> None:
-        """In a thread of the crew."""
+        """Accept the result of a chunk; called in a thread of the crew."""
         with self._changed:
             batch = self._by_number.get(chunk.batch)
             if batch is None or chunk.start not in batch.missing:
@@ -443,9 +444,9 @@ class Feed:
             self._finish(batch)
 
     def _begin_again(self, batch: Ahead) -> bool:
-        """Have another one fetched in the place of a batch at which a thread is stuck, once: that
-        may still write into its memory. Not where rows go from one batch to another, nor of a
-        stream, which goes on behind what was read."""
+        """Fetch a batch again, once, after a thread got stuck, since the thread may still write
+        into the old memory. Return False if the batch is dropped or exchanges rows with another, or
+        for a stream, which continues after the samples already read."""
         passes_on = batch.waits or batch.heir is not None or batch.dropped
         if batch.again or passes_on or self._source.in_order:
             return False
@@ -456,7 +457,7 @@ class Feed:
         return True
 
     def _finish(self, batch: Ahead) -> None:
-        """Put a batch together, of which all is there, or hand it over."""
+        """Assemble a batch with all rows fetched, or hand the rows over."""
         done = heir = None
         try:
             if not (batch.error or batch.dropped or batch.heir):
@@ -476,8 +477,8 @@ class Feed:
     def _assembled(self, batch: Ahead) -> Batch:
         with ExitStack() as stack:
             if self._pin is not None:
-                # Pinning goes through the thread's current device; without this every rank would
-                # open a context on device 0.
+                # Pinning uses the thread's current device; otherwise every rank would open a
+                # context on device 0.
                 stack.enter_context(on_device(self._pin))
             stack.enter_context(host_memory())
             return self._pinned(batch.joined())
@@ -489,7 +490,7 @@ class Feed:
 
 
 def _all_of(found: Fetched) -> Cost:
-    """What a chunk took, to hand it over too, which ends here."""
+    """Return the cost of a chunk, including the handover, which ends here."""
     if found.heard_s is None:
         return found.cost
     return replace(found.cost, handed_s=time.thread_time() - found.heard_s)

@@ -1,5 +1,4 @@
-"""Fetches the samples of a part of a batch, in whatever thread or process; and what happens when
-one of them cannot be had."""
+"""Fetching of a chunk's samples, in any thread or process; handling of unreadable samples."""
 
 from __future__ import annotations
 
@@ -41,29 +40,29 @@ from gpumix.spec.errors import (
 T = TypeVar("T")
 
 _BY_NUMBER = draws.key_of("gpumix, by number")
-TRIES = 8  # of samples that could take the place of a bad one
-# What a dataset may end with: none of it may end a worker without a word. Ctrl-C is raised in the
-# main thread, which waits for who reads samples and catches none of this.
+TRIES = 8  # candidates for the replacement of a bad sample
+# Exceptions a dataset may raise: none may end a worker silently. Ctrl-C is raised in the main
+# thread, which waits for readers and catches none of these.
 FAILURES = (BaseException,)
 _PACKAGE = str(Path(__file__).parents[1])
 
 
 class DataChangedError(InputError):
-    """The dataset is not what it was when the run began: no sample can be trusted."""
+    """The dataset has changed since the run began: no sample can be trusted."""
 
 
 class BrokenStreamError(Exception):
-    """A stream raised what is its cause: no sample behind that place can be reached."""
+    """A stream raised the `__cause__`: no later sample can be reached."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows of a batch that are fetched at once.
+    """Rows of a batch fetched at once.
 
     Attributes:
-        batch: the position of the batch in the global order, `start` of the rows in the batch.
-        indices: of the samples in the dataset.
-        seeds: of what they draw at random, by their places in the global order.
+        batch: number of the batch in its `Feed`; `start`: the first row.
+        indices: dataset indices of the samples.
+        seeds: seeds of their random draws, by positions in the global order.
     """
 
     batch: int
@@ -78,14 +77,14 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Cost:
-    """What fetching took.
+    """The cost of fetching a chunk.
 
     Attributes:
-        wall_s: by the clock, but for what it waited for a core, as far as the system tells: that
-            says nothing of the samples, and more workers do not help against it.
-        cpu_s: of a core.
-        handed_s: of a core of the process that trains, to hear of it and to give out the next one;
-            0: not known.
+        wall_s: wall-clock time without waits for a core, as far as the system reports them: they
+            say nothing about the samples, and more workers do not help.
+        cpu_s: CPU time.
+        handed_s: CPU time of the training process to receive the result and give out the next
+            chunk; 0: unknown.
     """
 
     samples: int
@@ -96,12 +95,11 @@ class Cost:
 
 @dataclass(frozen=True)
 class Fetched:
-    """What came of a chunk: `values`, where they were not written to where the batch lies.
+    """The result of a chunk; `values` only if not written into the memory of the batch.
 
     Attributes:
-        draws: whether samples were seen to draw from generators of the process that read them.
-        heard_s: by the thread that listens to workers, and its own time: when it began to hear of
-            it.
+        draws: whether samples were seen to draw from generators of the process reading them.
+        heard_s: CPU time of the listener thread when it began to receive the result.
     """
 
     cost: Cost
@@ -120,13 +118,14 @@ def fetch(
     specimen: bool = False,
     target: Batch | None = None,
 ) -> tuple[Batch, tuple[Skipped, ...]]:
-    """The samples at `indices`, stacked; or a batch that stands for any of so many. Where they are
-    to be written into `target`: that one, if they were; see `Source.rows_into`.
+    """Return the samples at `indices`, stacked, and the skipped samples. With `specimen`, return a
+    batch as costly as any of equal size. With `target`, rows may be written there: see
+    `Source.rows_into`.
 
     Raises:
-        DataChangedError: whatever is to be done about bad samples.
-        TrainingError: a sample cannot be read, or none of those that could take its place.
-        GpumixError: the source says what is wrong with a sample.
+        DataChangedError: whatever `bad_samples` says.
+        TrainingError: a sample cannot be read, nor any candidate for its replacement.
+        GpumixError: the source reports what is wrong with a sample.
     """
     read = source.specimen if specimen else source.rows
     if target is not None:
@@ -137,7 +136,7 @@ def fetch(
         raise
     except FAILURES as error:
         if bad_samples == "stop" and isinstance(error, GpumixError):
-            raise  # it says which sample is bad, and why
+            raise  # it names the bad sample and the reason
         taken, skipped = _one_by_one(source, indices, bad_samples)
         none_failed()
         try:
@@ -155,14 +154,14 @@ def _read(
     asked: np.ndarray,
     bad_samples: BadSamples,
 ) -> tuple[Batch, tuple[Skipped, ...]]:
-    """Rows, some in the places of those that were asked for; and what rows lack."""
+    """Return rows, some replacing the samples in `asked`, and the parts missing from rows."""
     with skipping(bad_samples) as lacking:
         batch = read(indices)
     return batch, tuple(replace(one, of=int(asked[row])) for row, one in lacking)
 
 
 def _after_all(source: Source, indices: np.ndarray, again: BaseException) -> TrainingError:
-    """What samples are told that failed together, each by itself did not, and now they do again."""
+    """Return the error for samples failing twice together, but not separately."""
     number, said = failed_at(), first_line_of(again)
     several = f"{len(indices)} samples of {source.name}"
     each = f"each by itself can be read; the first is sample {source.number(int(indices[0]))}"
@@ -180,7 +179,8 @@ def _after_all(source: Source, indices: np.ndarray, again: BaseException) -> Tra
 def _one_by_one(
     source: Source, indices: np.ndarray, bad_samples: BadSamples
 ) -> tuple[np.ndarray, tuple[Skipped, ...]]:
-    """After an error: find whose it is; the samples to take. What does not happen again is over."""
+    """Find the bad samples after an error; return the indices to read instead and the samples
+    skipped. Errors that do not recur are ignored."""
     taken, skipped = indices.copy(), []
     for place, index in enumerate(indices.tolist()):
         with draws.only(place), skipping(bad_samples) as lacking:
@@ -189,7 +189,7 @@ def _one_by_one(
                 continue
             if bad_samples == "stop":
                 raise in_words(source.name, source.number(index), problem)
-            # Of a pack it is told what is bad in it.
+            # For a pack, report its bad documents.
             parts = [replace(one, of=index) for _, one in lacking]
             taken[place] = other = _instead(source, index, problem)
         number, instead = source.number(index), source.number(other)
@@ -200,11 +200,11 @@ def _one_by_one(
 def fetch_in_time(
     source: Source, indices: np.ndarray, reading: Reading, *, specimen: bool = False
 ) -> tuple[Batch, tuple[Skipped, ...]]:
-    """As `fetch`, for a thread that must not get stuck, and waits: what samples draw at random goes
-    by their numbers.
+    """Fetch as `fetch` does, with a timeout, while the caller waits. Random draws are seeded by
+    sample number.
 
     Raises:
-        StuckError: a sample does not come.
+        StuckError: a sample does not arrive.
     """
 
     read = partial(fetch, source, indices, reading.bad_samples, specimen=specimen)
@@ -212,16 +212,16 @@ def fetch_in_time(
 
 
 def seeds_by_number(indices: np.ndarray) -> np.ndarray:
-    """Of samples that are read to be measured or looked at, at no place of the order."""
+    """Return seeds for samples read to be measured or inspected, at no position of the order."""
     return draws.seeds_of(_BY_NUMBER, indices)
 
 
 def readable(read: Callable[[int], object], count: int, name: str, reading: Reading) -> int:
-    """The sample that tells what the others are like: the first one, or, if bad ones are skipped,
-    the first that `read` does not fail at, of those that could take its place.
+    """Return the index of a sample representing all: the first, or, if bad samples are skipped, the
+    first of its replacement candidates on which `read` succeeds.
 
     Raises:
-        GpumixError: it cannot be read, or none of them can.
+        GpumixError: the sample cannot be read, nor any candidate.
     """
     first: BaseException | None = None
     for index in range(1 if reading.bad_samples == "stop" else min(count, 1 + TRIES)):
@@ -240,8 +240,7 @@ def readable(read: Callable[[int], object], count: int, name: str, reading: Read
 
 
 def _undisturbed(read: Callable[[], T], seeds: list[int], name: str, reading: Reading) -> T:
-    """What `read` returns, while this thread waits; who draws at random later draws as if nothing
-    had been read."""
+    """Return the result of `read` while the caller waits; later random draws are unaffected."""
 
     def drawing() -> T:
         with draws.reading(seeds, everywhere=True):
@@ -261,7 +260,7 @@ def _raised(read: Callable[[int], object], index: int) -> BaseException | None:
 
 
 def problem_at(read: Callable[[np.ndarray], object], index: int) -> BaseException | None:
-    """What `read` raises at one sample."""
+    """Return the exception of `read` at one sample, or None."""
     try:
         read(np.array([index]))
     except DataChangedError:
@@ -272,10 +271,10 @@ def problem_at(read: Callable[[np.ndarray], object], index: int) -> BaseExceptio
 
 
 def _problem(source: Source, index: int) -> BaseException | None:
-    """That of a sample whose place another one could take.
+    """Return the exception of a replaceable sample, or None.
 
     Raises:
-        TrainingError: none could: the stream breaks there.
+        TrainingError: the stream breaks there, so no sample can be a replacement.
     """
     found = problem_at(source.rows, index)
     if isinstance(found, BrokenStreamError):
@@ -284,7 +283,7 @@ def _problem(source: Source, index: int) -> BaseException | None:
 
 
 def _instead(source: Source, index: int, problem: BaseException) -> int:
-    """The sample in the place of a bad one: the same in every plan and in every worker."""
+    """Return the replacement of a bad sample, identical in every plan and worker."""
     for attempt in range(TRIES):
         if source.in_order:
             other = index + attempt + 1
@@ -308,7 +307,7 @@ def _none_instead(name: str, index: int, problem: BaseException, tried: int) -> 
 
 
 def in_words(name: str, index: int, error: BaseException) -> GpumixError:
-    """Why a sample of the dataset `name` cannot be read."""
+    """Return the error for an unreadable sample of the dataset `name`."""
     fix = (
         "mend it, or let others take the place of such samples: `data: {bad_samples: skip}`, "
         "Loader(bad_samples='skip')"
@@ -335,7 +334,7 @@ def first_line_of(error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """The line of the user's code that raised it."""
+    """Return the line of user code that raised the error."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if not f.filename.startswith(_PACKAGE) and "/torch/" not in f.filename]
     return f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
@@ -344,7 +343,7 @@ def _place(error: BaseException) -> str:
 def clocked(
     source: Source, chunk: Chunk, bad_samples: BadSamples, target: Batch | None = None
 ) -> tuple[Batch, tuple[Skipped, ...], Cost]:
-    """`fetch`, and what it took."""
+    """Run `fetch` and measure its cost."""
     wall_s, cpu_s, core_s = time.perf_counter(), time.thread_time(), waited_for_core_s()
     values, skipped = fetch(source, chunk.indices, bad_samples, target=target)
     core_s = waited_for_core_s() - core_s

@@ -1,7 +1,7 @@
-"""Which documents go into which pack: first-fit inside windows, all windows at once. Numpy only.
+"""Packing of documents by first-fit within windows, all windows at once. Numpy only.
 
-Documents come in a keyed order; each window of them is packed for itself, longest first, every
-document into the first pack that has room. So the packs depend on the lengths and the seed alone.
+Documents come in a keyed order. Each window is packed separately, longest document first, each into
+the first pack with room. So packs depend on the lengths and the seed alone.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from gpumix.data.order import GlobalOrder
 from gpumix.spec.errors import InputError
 
 WINDOW = 4096
-"""Documents of a window: below 0.2 % of the packs stay empty, of texts of usual lengths."""
+"""Documents per window: with usual text lengths, less than 0.2 % of the packs stays empty."""
 
-_WINDOWS_AT_ONCE = 256  # of whose packs the free rooms lie in memory
+_WINDOWS_AT_ONCE = 256  # windows whose packs are tracked at once
 
 
 @dataclass(frozen=True)
 class Packs:
-    """Documents by pack: pack k holds `documents[begins[k]:begins[k + 1]]`, in that order."""
+    """Documents by pack: pack k has `documents[begins[k]:begins[k + 1]]`, in order."""
 
     documents: np.ndarray
     begins: np.ndarray
@@ -30,20 +30,20 @@ class Packs:
         return len(self.begins) - 1
 
     def of(self, pack: int) -> np.ndarray:
-        """Numbers of the documents in a pack."""
+        """Return the numbers of the documents in a pack."""
         return self.documents[self.begins[pack] : self.begins[pack + 1]]
 
 
 def first_fit(lengths: np.ndarray, capacity: int, *, seed: int, window: int = WINDOW) -> Packs:
-    """All documents in packs of at most `capacity` tokens.
+    """Assign all documents to packs of at most `capacity` tokens.
 
     Args:
         lengths: tokens of each document, 1 to `capacity`.
-        seed: of the order in which documents come to the windows.
-        window: documents that are packed together.
+        seed: seed of the order in which documents reach the windows.
+        window: documents packed together.
 
     Raises:
-        InputError: there is no document, or one is longer than a pack.
+        InputError: there is no document, or a length is out of range.
     """
     if not len(lengths):
         raise InputError("there are no documents to pack")
@@ -58,7 +58,7 @@ def first_fit(lengths: np.ndarray, capacity: int, *, seed: int, window: int = WI
     for first in range(0, len(order), step):
         part = order[first : first + step]
         packs = _pack(lengths[part].astype(np.int32), capacity, window)
-        # Packs in the order of their windows, of each pack the documents in the order they came.
+        # Packs in the order of windows, documents of a pack in order of arrival.
         documents.append(part[np.argsort(packs, kind="stable")])
         used = np.bincount(packs)
         counts.append(used[used > 0])
@@ -66,7 +66,7 @@ def first_fit(lengths: np.ndarray, capacity: int, *, seed: int, window: int = WI
 
 
 def _pack(lengths: np.ndarray, capacity: int, window: int) -> np.ndarray:
-    """The number of each document's pack, windows one after the other; some numbers are unused."""
+    """Return the pack number of each document, window after window; some numbers are unused."""
     windows = -(-len(lengths) // window)
     width = min(window, len(lengths))
     table = np.zeros((windows, width), dtype=np.int32)
@@ -79,7 +79,7 @@ def _pack(lengths: np.ndarray, capacity: int, window: int) -> np.ndarray:
     for place, need in enumerate(table.T):
         if used == free.shape[1]:
             free = np.concatenate([free, np.full_like(free, capacity)], axis=1)
-        # All packs behind those that are used are empty, so there is always one with room.
+        # Packs after the used ones are empty, so some pack always has room.
         packs[:, place] = first = (free[:, : used + 1] >= need[:, None]).argmax(axis=1)
         free[rows, first] -= need
         used = max(used, int(first.max()) + 1)

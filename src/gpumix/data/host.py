@@ -1,4 +1,4 @@
-"""What this host has for the data of one rank: cores, and memory for batches."""
+"""Host resources for the data of one rank: cores, and memory for batches."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from gpumix.hardware.environment import available_host_bytes, place_here, ranks_
 from gpumix.spec.plan import Plan
 from gpumix.spec.shares import Shares, share_of
 
-MEMORY_PART = 0.1  # of what is free on the host that batches ahead may take, over all ranks
+MEMORY_PART = 0.1  # of the host's free memory, for prefetched batches of all ranks
 MOST_BYTES = 4 * 2**30
-# mallopt(3), and what the user may have set for it.
+# mallopt(3) parameters, and environment variables for them.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES, _LARGEST_BYTES = 256 * 2**20, 32 * 2**20
 _SET = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
-_OF_THREAD = "/proc/thread-self/schedstat"  # nanoseconds that it ran, and that it waited for a core
+_OF_THREAD = "/proc/thread-self/schedstat"  # nanoseconds running, and waiting for a core
 
 
 def waited_for_core_s() -> float:
-    """Seconds that this thread was ready to run, and others had the cores; 0 where the system does
-    not tell. It takes 5 us to ask."""
+    """Return the seconds this thread was runnable but had no core; 0 if the system does not report
+    it. A call takes 5 us."""
     try:
         file = os.open(_OF_THREAD, os.O_RDONLY)
     except OSError:
@@ -37,10 +37,9 @@ def waited_for_core_s() -> float:
 
 @cache
 def keep_freed_memory() -> bool:
-    """Have this process keep memory that samples were read into for the next ones. By itself glibc
-    gives samples of a megabyte back to the system, one after another, and pages that come anew take
-    half as long again as a quick decoder does. False: another C library is here, or the user has
-    said how it is to be."""
+    """Make the process keep freed memory for the next samples. By default glibc returns samples of
+    a megabyte to the system one by one, and fresh pages make a fast decoder 1.5 times as slow.
+    Return False with another C library, or if the user has configured malloc."""
     if any(name in os.environ for name in _SET):
         return False
     try:
@@ -51,14 +50,14 @@ def keep_freed_memory() -> bool:
 
 
 def cores_for(shares: Shares, rank: int) -> float:
-    """This rank's part of them: ranks of one host share its cores by the samples that they read."""
+    """Return the rank's cores: a host divides its cores among ranks by samples read."""
     own = _samples(shares, rank)
     together = sum(_samples(shares, other) for other in _neighbours(shares, rank))
     return cores_here() * own / together if own and together else 1.0
 
 
 def batch_memory_bytes(shares: Shares, rank: int) -> int:
-    """What this rank's batches that are fetched ahead may take."""
+    """Return the memory available for this rank's prefetched batches."""
     ranks = len(_neighbours(shares, rank))
     return min(MOST_BYTES, int(available_host_bytes() * MEMORY_PART) // ranks)
 
@@ -68,10 +67,10 @@ def _samples(shares: Shares, rank: int) -> int:
 
 
 def _neighbours(shares: Shares, rank: int) -> list[int]:
-    """The ranks of this host, this one among them."""
+    """Return all ranks on the host of `rank`, including itself."""
     if isinstance(shares, Plan):
         host = shares.workers[rank].host
         return [n for n, worker in enumerate(shares.workers) if worker.host == host]
-    # Without a plan: launchers say how many there are, and number them host by host.
+    # Without a plan: launchers report the ranks per host, and number ranks host by host.
     first = rank - place_here()
     return [n for n in range(first, first + ranks_here()) if 0 <= n < len(shares)] or [rank]

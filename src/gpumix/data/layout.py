@@ -1,5 +1,5 @@
-"""Where the tensors of a batch lie in one buffer, so that parts of it can be written by several and
-nothing need be copied to put them together."""
+"""Layout of a batch's tensors in one buffer: several workers write parts of a batch, and assembly
+needs no copy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ALIGNED_BYTES = 64
 
 @dataclass(frozen=True)
 class Field:
-    """One tensor of a batch: `offset` bytes into the buffer, `shape` without the samples."""
+    """A tensor of a batch: `offset` bytes into the buffer, `shape` without the samples."""
 
     key: str
     dtype: torch.dtype
@@ -26,7 +26,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Layout:
-    """The tensors of a batch of so many rows, one behind the other."""
+    """The tensors of a batch of `rows` rows, one after another."""
 
     rows: int
     fields: tuple[Field, ...]
@@ -34,7 +34,7 @@ class Layout:
 
     @classmethod
     def of(cls, like: Mapping[str, Tensor], rows: int) -> Layout:
-        """For tensors like these, of which the first dimension is the samples."""
+        """Return the layout for tensors like `like`, with samples in the first dimension."""
         fields, offset = [], 0
         for key, value in like.items():
             fields.append(Field(key, value.dtype, tuple(value.shape[1:]), offset))
@@ -43,11 +43,11 @@ class Layout:
         return cls(rows, tuple(fields), offset)
 
     def views(self, buffer: Tensor) -> Batch:
-        """The tensors in `buffer`, which is of bytes."""
+        """Return the tensors as views of `buffer`, a tensor of bytes."""
         return {field.key: self._view(field, buffer) for field in self.fields}
 
     def fits(self, values: Mapping[str, Tensor]) -> bool:
-        """Whether `values` are rows of such tensors."""
+        """Return whether `values` are rows of tensors with this layout."""
         known = {f.key: (f.dtype, f.shape) for f in self.fields}
         return known == {key: (v.dtype, tuple(v.shape[1:])) for key, v in values.items()}
 

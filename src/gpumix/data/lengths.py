@@ -1,4 +1,4 @@
-"""Lengths of samples that must be counted first: once per machine, kept in the cache."""
+"""Sample lengths obtained by counting: counted once per machine, and cached."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def counted_once(
     *,
     wait_s: float = 300.0,
 ) -> np.ndarray:
-    """The lengths that the cache holds under `key`, of `count` samples; `measure` counts them where
-    it holds none. Of several processes one counts, the others wait for it.
+    """Return the lengths of `count` samples cached under `key`. If missing, `measure` counts them
+    in one process while others wait.
 
     Raises:
-        MachineError: the cache cannot be written, or who counts hangs; whatever `measure` raises.
+        MachineError: the cache cannot be written, or the counter hangs; whatever `measure` raises.
     """
     path = cache / f"{key}.lengths.npy"
     found = _current(path, count)
@@ -45,7 +45,7 @@ def counted_once(
 def _current(path: Path, count: int) -> np.ndarray | None:
     try:
         found = np.load(path, mmap_mode="r")
-    except (OSError, ValueError):  # missing, or torn by a crash: it is counted again
+    except (OSError, ValueError):  # missing, or damaged by a crash: count again
         return None
     return found if found.shape == (count,) and found.dtype == np.int32 else None
 

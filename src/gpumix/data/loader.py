@@ -1,8 +1,9 @@
-"""Feeds one rank: its share of every global batch, fetched ahead by as many workers as that takes.
+"""Loader of one rank: its share of every global batch, prefetched by as many workers as needed.
 
-The plan's shares decide who reads what, never what is read: the state is one position in the
-global order, so shares may change and runs may resume on other hardware without losing a sample.
-Who fetches, and how far ahead, is measured and put right while the loader is used.
+The shares of a plan decide which rank reads a sample, never which samples are read. The state is
+one position in the global order, so shares may change and runs may resume on other hardware without
+losing a sample. Workers and prefetch depth are chosen from measurements, and corrected while the
+loader is in use.
 """
 
 from __future__ import annotations
@@ -45,62 +46,61 @@ COPIED = (
     "the device is a GPU: batches lie in pinned memory, and each is copied beside the step before "
     "its own; tokens with an attention_mask when their step begins"
 )
-TOLD = 5  # bad samples that a line is said of, each
-LOOK_AT = 8  # batches, twice as many, and so on: after them it is watched whether threads draw
-LOOK_S, LOOK_SHARE = 0.01, 0.0025  # that it may take, and of the time so far, if that is more
+TOLD = 5  # bad samples that get a log line each
+LOOK_AT = 8  # batches (then 16, 32, ...) after which threads are watched for draws
+LOOK_S, LOOK_SHARE = 0.01, 0.0025  # limit of a watch, or share of the time so far, if longer
 _LOG = logging.getLogger(__name__)
 
 
 class Loader(Iterator[Batch]):
     """The endless iterator over one rank's share of the global batches, in the global order.
 
-    Batch s is positions [s*B, (s+1)*B) of the endless sequence of epochs, B the sum of `shares`;
-    rank r gets its contiguous part of it, in rank order, or what a plan of several stages says; of
-    samples of unlike length those that `data.deal` gives it. Batches are dictionaries of tensors
-    with samples in the first dimension; a share of zero gives tensors of no rows.
+    Batch s is positions [s*B, (s+1)*B) of the endless sequence of epochs, with B the sum of
+    `shares`. Rank r gets its contiguous part, in rank order, or the part a plan of several stages
+    assigns; samples of different lengths are assigned by `data.deal`. Batches are dictionaries of
+    tensors with samples in the first dimension; a share of zero gives tensors without rows.
 
         with Loader(dataset, [6, 2], rank, device="cuda:0") as loader:
             for step, batch in zip(range(1000), loader):
                 ...
 
-    Batches are fetched ahead by threads or by processes that are forked, so that a dataset need not
-    be one that can be pickled; a worker that dies or is stuck is replaced, and its samples are
-    fetched again. How many there are and how far ahead they fetch is chosen from what samples take
-    and what the device takes, in the first steps, and put right later; `setting` says what it is
-    now, `reasons` why, `limit` what is short. Workers end when the loader is closed or collected,
-    and with this process. An error in the dataset is raised by `next()`, with the loader's place
-    unchanged.
+    Threads or forked processes prefetch batches, so datasets need not be picklable. A worker that
+    dies or gets stuck is replaced, and its samples are fetched again. The number of workers and the
+    prefetch depth are chosen in the first steps, from the time of samples and of the device, and
+    corrected later: `setting` has the current values, `reasons` the explanation, `limit` the
+    bottleneck. Workers end when the loader is closed or collected, and with this process. `next()`
+    raises errors of the dataset, with the loader's place unchanged.
 
     Args:
         dataset: a `Source`, or any map-style dataset whose samples are dictionaries of tensors; or
-            a stream of them: an iterable, a function that makes a generator, a generator. That is
-            read in its own order; see `data.streams`.
-        shares: samples of each global batch per rank, in rank order, zeros are allowed; or a plan.
-        rank: whose share to read.
-        seed: of the global order; the same on every rank.
-        device: where the batches go. To a CUDA device each is copied while the one before it is
-            computed; tokens with an `attention_mask` come in pinned memory, for the engine cuts off
+            a stream: an iterable, a generator function or a generator. A stream is read in its own
+            order; see `data.streams`.
+        shares: samples of each global batch per rank, in rank order, zeros allowed; or a plan.
+        rank: the rank whose share is read.
+        seed: seed of the global order; equal on every rank.
+        device: destination of batches. A batch for a CUDA device is copied during the previous
+            step; tokens with an `attention_mask` come in pinned memory, because the engine trims
             padding before it copies them.
-        workers: how many fetch at once, at most 1024; 0: one thread.
-        kind: of the workers: threads of this process, for which the dataset must be safe to be read
-            by several at once, or processes. One thread reads a stream, however many are wanted.
-        prefetch: batches to fetch ahead of the one that is used.
-        transform: of a stream's sample, in a worker; what costs time belongs here.
-        collate: makes a batch of a list of samples, in a worker; default: samples are stacked.
-        bad_samples: what happens when a sample cannot be read: the run stops, or another sample,
-            the same in every plan, takes its place; a document's pack does without it (`skipped`
-            tells).
-        timeout_s: after so long over one part of a batch a worker is stuck, and is replaced. A
-            thread cannot be ended: it is left behind, and stops the run where it reads a stream.
-        by_length: how samples of unlike length are read, where the dataset knows their lengths.
-        cores: of this host, for this rank's data; default: its share of those that there are, by
-            how many of its host's samples it reads.
+        workers: number of workers, at most 1024; 0: one thread.
+        kind: threads of this process, for which the dataset must be safe to read concurrently, or
+            processes. A stream is read by a single thread, whatever `workers` says.
+        prefetch: batches fetched ahead of the current one.
+        transform: applied to a stream's samples in the workers; expensive work belongs here.
+        collate: makes a batch of a list of samples, in a worker; default: stack the samples.
+        bad_samples: for a sample that cannot be read: stop the run, or take another sample,
+            identical in every plan; a pack leaves the document out (see `skipped`).
+        timeout_s: seconds over one part of a batch after which a worker counts as stuck and is
+            replaced. A thread cannot be ended: it is left behind, and stops the run if it reads a
+            stream.
+        by_length: settings for samples of different lengths, where the dataset knows the lengths.
+        cores: cores of this host for this rank's data; default: in proportion to the samples it
+            reads among the ranks of its host.
 
     Attributes:
-        skipped: the samples that could not be read so far, and why.
+        skipped: samples that could not be read so far, and the reasons.
 
     Raises:
-        InputError: the shares or the dataset are unfit; see `share_of` and `SampleSource`.
+        InputError: the shares or the dataset are invalid; see `share_of` and `SampleSource`.
     """
 
     def __init__(
@@ -155,14 +155,14 @@ class Loader(Iterator[Batch]):
         self._tuner = Tuner(self._bounds_by(shares), self._source.splits)
         self._feed.set(self._tuner.setting)
         self._pace = pace_of(pin)
-        self._costs: list[Cost] = []  # that the tuner does not know of
-        self._batches = 0  # that were returned
-        self._since_s: float | None = None  # by `time.monotonic`: the first one
+        self._costs: list[Cost] = []  # not passed to the tuner yet
+        self._batches = 0  # returned so far
+        self._since_s: float | None = None  # `time.monotonic` at the first batch
         self.last_indices = NO_INDICES
-        """The dataset's indices of the samples in the batch that was returned last, in order."""
+        """Dataset indices of the samples in the last returned batch, in order."""
         self.skipped: list[Skipped] = []
-        """The samples that could not be read, and those in their places; of the batches that were
-        returned."""
+        """Samples that could not be read, and their replacements, in the batches returned so far.
+        """
 
     @property
     def global_batch(self) -> int:
@@ -170,46 +170,47 @@ class Loader(Iterator[Batch]):
 
     @property
     def cursor(self) -> Cursor:
-        """The place of the next batch that has not been returned; the same on every rank."""
+        """The position of the next batch to return; equal on every rank."""
         return self._cursor
 
     @property
     def setting(self) -> Setting:
-        """How batches are fetched now."""
+        """The current prefetch settings."""
         return self._feed.setting
 
     @property
     def ready(self) -> int:
-        """Batches that were fetched ahead and lie ready now."""
+        """Number of prefetched batches that are ready now."""
         return self._feed.ready
 
     @property
     def lost_workers(self) -> int:
-        """Workers that died or were stuck so far; others have taken their places."""
+        """Number of workers replaced so far because of death or a hang."""
         return self._feed.lost_workers
 
     @property
     def reasons(self) -> list[tuple[int, str]]:
-        """Why: each change with the number of steps before it; and how batches come to a GPU."""
+        """Reasons for changes of settings, with the number of steps before each, and for the way to
+        a GPU."""
         copied = [] if self._copies is None else [(0, COPIED)]
         return copied + self._tuner.reasons
 
     @property
     def limit(self) -> Limit:
-        """What holds the data back, by the last steps; where cores do, no setting helps."""
+        """The bottleneck of data loading in the last steps; if cores are, no setting helps."""
         return self._tuner.limit
 
     def __next__(self) -> Batch:
         if self._unseen and self._draws:
-            self._read_anew()  # an evaluation saw it, or another loader
+            self._read_anew()  # seen in an evaluation or by another loader
         elif self._looks:
             self._fetch_watched()
         self._pace.asked()
         position = self._cursor.position
         self._fetch_ahead()
         ready = self._feed.is_ready(position)
-        # Only once the batch is there does anything change, so that an error or an interrupt while
-        # waiting loses nothing.
+        # State changes only after the batch is fetched, so an error or an interrupt while waiting
+        # loses nothing.
         batch, indices = self._feed.take(position)
         if self._copies is not None:
             batch = self._copies.take(position, batch)
@@ -225,17 +226,17 @@ class Loader(Iterator[Batch]):
         return batch
 
     def indices(self, step: int) -> np.ndarray:
-        """The dataset's indices of this rank's share of global batch `step`, counted from 0."""
+        """Return the dataset indices of this rank's share of global batch `step`, from 0."""
         return self.course.indices(step * self.global_batch)
 
     def replan(self, shares: Shares) -> None:
-        """Take new shares, as many ranks or not, from the next batch that has not been returned.
-        Workers stay, and so do samples that were fetched ahead and stay this rank's.
+        """Apply new shares, for any number of ranks, from the next batch on. Workers stay, as do
+        prefetched samples still assigned to this rank.
 
         All ranks must call this between the same two steps.
 
         Raises:
-            InputError: the shares are unfit, or add up to another global batch.
+            InputError: the shares are invalid, or add up to another global batch.
         """
         share = share_of(shares, self._rank)
         if share.total != self.global_batch:
@@ -253,15 +254,15 @@ class Loader(Iterator[Batch]):
         self._pace.forget()
 
     def state_dict(self) -> dict[str, int | str]:
-        """The place of the next batch that has not been returned; what is fetched ahead of it does
-        not count. The same on every rank, so any rank's copy restores any number of them."""
+        """Return the position of the next batch to return, not counting prefetched batches. The
+        state is equal on every rank, so any rank's copy restores any number of ranks."""
         return self._cursor.state_dict()
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Go to the place in `state`.
+        """Move to the position in `state`.
 
         Raises:
-            InputError: it belongs to another dataset, seed or version of the order.
+            InputError: the state belongs to another dataset, seed or version of the order.
         """
         self._cursor = self._cursor.load_state_dict(state)
         self._forget()
@@ -294,8 +295,8 @@ class Loader(Iterator[Batch]):
         )
 
     def _fetch_ahead(self) -> list[int]:
-        """Have the next batches under way, at first one alone, to see what it takes: where they
-        are."""
+        """Request the next batches, at first a single one to measure the cost; return the
+        positions."""
         one = not self._tuner.knows or self._only_waiting
         ahead = 1 if one else self._feed.setting.ahead
         positions = [self._cursor.position + k * self.global_batch for k in range(ahead)]
@@ -305,30 +306,30 @@ class Loader(Iterator[Batch]):
 
     @property
     def _only_waiting(self) -> bool:
-        """Whether samples are read only while `next` waits: nobody else may draw then."""
+        """True if samples are read only while `next` waits: nobody else may draw meanwhile."""
         return self._draws and self._feed.setting.kind == "threads"
 
     @property
     def _draws(self) -> bool:
-        """Whether samples were seen to draw from generators of the process that reads them."""
+        """True once samples were seen to draw from generators of the process reading them."""
         return self._feed.draws or self._source.draws
 
     @property
     def _unseen(self) -> bool:
-        """Whether threads read that would draw from this process's generators without a word."""
+        """True if reading threads could draw from the generators of this process unnoticed."""
         threads = self._feed.setting.kind == "threads"
         return threads and not self._bounds.draws and not self._source.once
 
     @property
     def _looks(self) -> bool:
-        """Whether it is time to watch threads while this one waits: for the first batch, and then
-        ever more seldom, for batches may always be there in time."""
+        """True if threads are due to be watched while `next` waits: for the first batch, and ever
+        more rarely later, since batches may always be ready in time."""
         n = self._batches
         return self._unseen and (not n or (n >= LOOK_AT and not n & (n - 1)))
 
     def _fetch_watched(self) -> None:
-        """Have the next batches under way, and wait for the first that is not there, or for a
-        moment. If samples are seen to draw, they are read anew."""
+        """Request the next batches, and wait for the first unfinished one, or a moment. Read
+        samples again if they were seen to draw."""
         with draws.put_back_if_moved() as drawn:
             late = [
                 position for position in self._fetch_ahead() if not self._feed.is_ready(position)
@@ -339,13 +340,13 @@ class Loader(Iterator[Batch]):
             self._read_anew()
 
     def _patience_s(self, position: int) -> float:
-        """For how long the batch at `position` is watched: all of it where it is waited for."""
+        """Return for how long to watch the batch at `position`: without limit if needed now."""
         if self._since_s is None or position == self._cursor.position:
             return inf
         return max(LOOK_S, LOOK_SHARE * (time.monotonic() - self._since_s))
 
     def _read_anew(self) -> None:
-        """What is under way, and was read by threads that did not know that samples draw."""
+        """Fetch batches again after threads read them unaware of random draws."""
         _LOG.warning(
             "samples of %s draw at random, which was not seen before: those so far drew from the "
             "generators of this process, and will not be the same again; "
@@ -363,7 +364,7 @@ class Loader(Iterator[Batch]):
         self._feed.set(self._tuner.drawing(bounds, self._feed.batch_bytes))
 
     def _copy_ahead(self) -> None:
-        """Have the next batch on its way to the device, if it is there."""
+        """Start the copy of the next batch to the device, if fetched."""
         if self._copies is None:
             return
         batch = self._feed.there(self._cursor.position)
@@ -371,13 +372,13 @@ class Loader(Iterator[Batch]):
             self._copies.begin(self._cursor.position, batch)
 
     def _forget(self) -> None:
-        """What is under way."""
+        """Drop batches in flight."""
         self._feed.forget()
         if self._copies is not None:
             self._copies.forget()
 
     def _bounds_by(self, shares: Shares) -> Bounds:
-        """What this rank's part of its host is."""
+        """Return the bounds for the rank's part of its host."""
         return replace(
             self._bounds,
             cores=self._bounds.cores or cores_for(shares, self._rank),
@@ -400,7 +401,7 @@ class Loader(Iterator[Batch]):
 
 
 def _record(found: Iterable[Skipped], record: list[Skipped], name: str) -> None:
-    """Samples of the dataset `name` that could not be read; a line is said of the first."""
+    """Record unreadable samples of the dataset `name`, and log the first few."""
     for one in found:
         if len(record) < TOLD:
             instead = f"sample {one.instead} takes its place"
@@ -456,7 +457,7 @@ def _check(
         )
     if bad_samples not in ("stop", "skip"):
         raise InputError(f"bad_samples must be 'stop' or 'skip', not {bad_samples!r}")
-    if not timeout_s > 0:  # nor is a NaN
+    if not timeout_s > 0:  # rejects NaN, too
         raise InputError(f"timeout_s must be above 0, not {timeout_s}")
 
 
@@ -470,19 +471,19 @@ def evaluation_batches(
     reading: Reading = AS_USUAL,
     skipped: list[Skipped] | None = None,
 ) -> Iterator[tuple[Batch, int]]:
-    """This rank's share of the first `batches` global batches of `held_out`, in file order, each
-    with the number of samples of the whole.
+    """Return this rank's share of the first `batches` global batches of `held_out`, in file order,
+    each with the number of samples of the whole batch.
 
     Never wraps: fewer samples give fewer batches, and too few for one batch give one short batch,
     cut in the same proportions (a rank's part of it may have no rows). Every rank gets the same
     number of batches.
 
     Args:
-        skipped: takes up this rank's samples that cannot be read, where `reading` skips them; those
-            that are in it already, from an evaluation before, no second time.
+        skipped: collects this rank's unreadable samples, where `reading` skips them; samples
+            already in the list, from an earlier evaluation, are not added again.
 
     Raises:
-        InputError: the shares are unfit, or nothing is held out.
+        InputError: the shares are invalid, or nothing is held out.
     """
     share, source = share_of(shares, rank), as_source(held_out, reading=reading)
     total = min(share.total, len(source))
@@ -506,10 +507,10 @@ def evaluation_batches(
 
 
 def pin_device(device: torch.device | str) -> torch.device | None:
-    """The GPU whose copies want pinned memory; None for any other device."""
+    """Return the GPU whose copies need pinned memory, or None for any device but a GPU."""
     if not runtime.is_gpu(device) or not runtime.is_available():
         return None
-    return runtime.indexed(device)  # now: the thread that pins has another current device
+    return runtime.indexed(device)  # resolved now: the pinning thread has another current device
 
 
 def _pinned(batch: Batch, pin: torch.device | None) -> Batch:

@@ -1,7 +1,7 @@
-"""One builder at a time: an exclusive lock on a file, with a heartbeat.
+"""Exclusive lock on a file, with a heartbeat: one builder at a time.
 
-The kernel holds the lock (`flock`), so that of a dead process is free at once and none is ever
-stale. The file's text says who holds it, its time stamp when the holder last made progress.
+The kernel owns the lock (`flock`): it is free as soon as its process dies, and never stale. The
+text of the file names the holder; its time stamp is the holder's last progress.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def exclusive(path: Path, *, wait_s: float) -> Iterator[Callable[[], None]]:
     """Hold the lock `path` inside the block; the value is a heartbeat to call on progress.
 
     Waits as long as the holder makes progress, and `wait_s` seconds beyond its last heartbeat. The
-    file stays when the block ends: to delete it would let two processes lock two files of one name.
+    file stays when the block ends: deleting it would let two processes lock two files of one name.
 
     Raises:
-        MachineError: the holder made no progress for `wait_s`, or the folder cannot be locked in.
+        MachineError: the holder made no progress for `wait_s`, or the file cannot be locked.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
-"""Worker processes, and the one that they are forked from.
+"""Worker processes, and their fork server.
 
-The nursery is forked once, on the thread that asks for it, and has no threads of its own: so
-workers can be had later, whenever they are needed, without a fork of a process that trains, which
-takes long and copies whatever locks its threads hold. A dataset is not pickled: it is there as it
-is. Only what goes through a connection is: numbers of samples, and what has no room elsewhere.
+The nursery is forked once, on the calling thread, and has no threads of its own. So workers can
+start later, at any time, without a fork of the training process, which takes long and copies locks
+of its threads. A dataset is inherited, not pickled. Only messages on a connection are pickled:
+sample numbers, and values without room elsewhere.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from typing import Any, NoReturn
 
 from gpumix.spec.errors import MachineError
 
-SMALL_BYTES = 2**15  # there is room for them in a connection, whose other end does not read yet
+SMALL_BYTES = 2**15  # fit into a connection before its other end reads
 
 _FORK, _KILL, _END = b"f", b"k", b"e"
 _BUSY = (OSError, EOFError)
 
 
-# This process's ends of connections, which a nursery that is forked must not keep open: the other
-# ends would not see that this process is gone.
+# This process's ends of connections. A forked nursery must close them, or the other ends would not
+# notice the death of this process.
 _ours: set[int] = set()
 
 
 def can_fork() -> bool:
-    """Whether workers can be processes here: fork is safe, and memory shared, on Linux."""
+    """Return whether workers can be processes: on Linux, fork is safe and memory shared."""
     return sys.platform == "linux"
 
 
 class Inbox:
-    """A worker's end: what is sent to it comes here, and what it answers goes into `connection`.
+    """A worker's end of a connection: receives messages here, and answers on `connection`.
 
-    It waits for a bell. The kernel takes who writes to a socket to be about to sleep, so it wakes
-    the reader on the same core; and a thread that trains, and does not sleep, would wait there for
-    the reader to be done. A bell (eventfd) wakes it on a core that is free.
+    It waits for a bell. The kernel expects the writer to a socket to sleep soon, and wakes the
+    reader on the writer's core; a training thread does not sleep, and would wait there for the
+    reader. A bell (eventfd) wakes the reader on a free core.
     """
 
     def __init__(self, connection: Connection, bell: int) -> None:
@@ -52,10 +52,10 @@ class Inbox:
         self._bell = bell
         self._waiting = select.poll()
         self._waiting.register(bell, select.POLLIN)
-        self._waiting.register(connection.fileno(), 0)  # that it is closed is always told
+        self._waiting.register(connection.fileno(), 0)  # no events: a hang-up is always reported
 
     def receive(self) -> Any:
-        """The next message. Raises EOFError once the other end is closed."""
+        """Return the next message. Raises EOFError once the other end is closed."""
         told = dict(self._waiting.poll())
         if self._bell in told:
             os.eventfd_read(self._bell)
@@ -64,11 +64,11 @@ class Inbox:
 
 
 Work = Callable[[Inbox], None]
-"""What a worker does with what is sent to it, until that ends."""
+"""The life of a worker: handles messages until the connection ends."""
 
 
 class Worker:
-    """One process, the connection to it, and the bell that wakes it."""
+    """A worker process: pid, connection, and a bell for waking."""
 
     def __init__(self, pid: int, connection: Connection, bell: int) -> None:
         self.pid = pid
@@ -76,7 +76,7 @@ class Worker:
         self._bell = bell
 
     def send(self, message: Any) -> None:
-        """To its inbox. Raises OSError if it is gone."""
+        """Send a message to the worker's inbox. Raises OSError if the worker is gone."""
         if self.connection.closed:
             raise OSError("it is gone")
         pickled = _pickled(message)
@@ -88,7 +88,7 @@ class Worker:
             os.eventfd_write(self._bell, 1)
 
     def close(self) -> None:
-        """The connection."""
+        """Close the connection."""
         if not self.connection.closed:
             _ours.difference_update((self.connection.fileno(), self._bell))
             self.connection.close()
@@ -96,10 +96,10 @@ class Worker:
 
 
 class Nursery:
-    """Forks workers.
+    """A fork server for workers.
 
     Args:
-        work: what each of them does; what it refers to is there as it is now.
+        work: life of each worker; objects it refers to are inherited in their current state.
     """
 
     def __init__(self, work: Work) -> None:
@@ -121,9 +121,10 @@ class Nursery:
         _ours.add(ours.fileno())
 
     def fork(self) -> Worker:
-        """
+        """Start a worker.
+
         Raises:
-            MachineError: the system does not let it.
+            MachineError: the system refuses.
         """
         ours, theirs, bell = _channel()
         try:
@@ -150,7 +151,7 @@ class Nursery:
         return Worker(pid, Connection(ours.detach()), bell)
 
     def end(self, worker: Worker) -> str:
-        """Kill a worker, if it still lives; how it ended."""
+        """Kill a worker, if alive; return how it ended."""
         worker.close()
         try:
             self._control.send(_KILL + str(worker.pid).encode())
@@ -173,7 +174,7 @@ class Nursery:
 
 
 def _channel() -> tuple[socket.socket, socket.socket, int]:
-    """Two ends of a connection, and a bell."""
+    """Return the two ends of a connection, and a bell."""
     try:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         return ours, theirs, os.eventfd(0, os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
@@ -186,7 +187,7 @@ def _channel() -> tuple[socket.socket, socket.socket, int]:
 
 
 def _begun(ours: socket.socket, theirs: socket.socket, work: Work) -> None:
-    """What a nursery does first."""
+    """Close inherited connections and serve, as the nursery."""
     ours.close()
     for fd in _ours:
         os.close(fd)
@@ -194,11 +195,11 @@ def _begun(ours: socket.socket, theirs: socket.socket, work: Work) -> None:
 
 
 def _serve(control: socket.socket, work: Work) -> None:
-    """The nursery's life."""
+    """Serve requests until the trainer ends, then kill the workers left."""
     children: set[int] = set()
     while True:
         request, fds, _, _ = socket.recv_fds(control, 64, 2)
-        if request in (b"", _END):  # the trainer is gone, or has had enough
+        if request in (b"", _END):  # the trainer is gone, or closes the nursery
             break
         if request.startswith(_FORK):
             answer = _forked(control, work, fds)
@@ -214,7 +215,7 @@ def _serve(control: socket.socket, work: Work) -> None:
 
 
 def _forked(control: socket.socket, work: Work, fds: list[int]) -> int:
-    """Its number; below zero the system's why not."""
+    """Fork a worker; return its pid, or the negated errno on failure."""
     try:
         pid = os.fork()
     except OSError as error:
@@ -237,12 +238,12 @@ def _ended(pid: int) -> int:
 
 
 def _in_child(life: Callable[[], None]) -> NoReturn:
-    """All that a forked process does. Nothing that its parent left to be done at its end is."""
+    """Run `life` and exit, as a forked process: exit handlers of the parent do not run."""
     code = 1
     try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's is for the trainer
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        gc.freeze()  # what the parent made stays shared
+        gc.freeze()  # the parent's objects stay shared
         life()
         code = 0
     except _BUSY:
@@ -261,7 +262,7 @@ def _die_with_parent() -> None:
 
 
 def picklable(error: Exception) -> Exception:
-    """`error`, or one that says the same and can be sent."""
+    """Return `error`, or a picklable error with its message."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -270,8 +271,8 @@ def picklable(error: Exception) -> Exception:
 
 
 def sent(connection: Connection, message: Any) -> None:
-    """Sent so that tensors go with their values. `Connection.send` has a pickler of its own, which
-    torch teaches to put them into files in /dev/shm."""
+    """Send a message with tensors by value. `Connection.send` has a pickler of its own, in which
+    torch registers tensors as files in /dev/shm."""
     connection.send_bytes(_pickled(message))
 
 

@@ -1,6 +1,6 @@
-"""Texts of a dataset, tokenised as they are read: no token file is written.
+"""Texts of a dataset, tokenized while read: no token file is written.
 
-All texts that are asked for at once go through one call of the tokenizer, which uses all cores.
+All texts requested at once go through one call of the tokenizer, which uses all cores.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from gpumix.data.samples import MapStyle
 from gpumix.data.tokenizer import Tokenizer
 from gpumix.spec.errors import InputError
 
-_AT_ONCE = 2000  # texts, where all are tokenised
+_AT_ONCE = 2000  # texts per call, to measure all
 
 
 class TokenizedTexts(Ragged):
-    """A map-style dataset of texts: strings, or dictionaries with one in `column`.
+    """A map-style dataset of texts: strings, or dictionaries with a string in `column`.
 
-    A sample is a text's tokens with end-of-text behind them, cut to `longest`.
+    A sample is a text's tokens followed by end-of-text, cut to `longest`.
 
     Args:
-        name: what to call the dataset in errors.
-        content: changes when the texts do; empty if that is not known.
-        reading: whether another text may stand for all, where the first is bad.
+        name: name of the dataset in errors.
+        content: changes with the texts; empty if unknown.
+        reading: whether another text may represent all if the first is bad.
     """
 
     def __init__(
@@ -54,12 +54,12 @@ class TokenizedTexts(Ragged):
         self.template = readable(lambda index: self._texts([index]), len(self), name, reading)
 
     def take_lengths(self, lengths: np.ndarray | None) -> None:
-        """From now on it is known how long samples are, before they are cut."""
+        """Set the lengths of samples before cutting; None: unknown."""
         self._lengths = None if lengths is None else np.minimum(lengths, self.longest)
 
     @property
     def has_content(self) -> bool:
-        """Whether the fingerprint tells these texts from any others."""
+        """True if the fingerprint identifies the texts themselves."""
         return bool(self._content)
 
     @property
@@ -83,7 +83,8 @@ class TokenizedTexts(Ragged):
         return [{TOKENS: torch.from_numpy(tokens[: self.longest])} for tokens in found]
 
     def measure(self, progress: Callable[[], None]) -> np.ndarray:
-        """Tokens of each sample: all texts are tokenised once; tells of progress in between."""
+        """Return the tokens of each sample; tokenizes all texts once, and calls `progress` in
+        between."""
         found: list[int] = []
         for first in range(0, len(self), _AT_ONCE):
             run = np.arange(first, min(first + _AT_ONCE, len(self)))
@@ -98,13 +99,13 @@ class TokenizedTexts(Ragged):
 
 
 def text_of(row: Any, column: str, what: str, name: str) -> str:
-    """The text of a sample.
+    """Return the text of a sample.
 
     Args:
-        what: to call the sample, `name` the dataset, in errors.
+        what: name of the sample, `name` of the dataset, in errors.
 
     Raises:
-        InputError: it has none.
+        InputError: the sample has no text.
     """
     text = row.get(column) if isinstance(row, Mapping) else row
     if not isinstance(text, str):
@@ -126,6 +127,6 @@ def text_of(row: Any, column: str, what: str, name: str) -> str:
 
 
 def tokens_of(texts: Sequence[str], tokenizer: Tokenizer) -> list[np.ndarray]:
-    """Of each text, with end-of-text behind them: int64."""
+    """Return the tokens of each text, followed by end-of-text: int64."""
     encoded = tokenizer.encode_batch(texts)
     return [np.append(one.astype(np.int64), tokenizer.end_of_text) for one in encoded]

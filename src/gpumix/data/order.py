@@ -1,7 +1,7 @@
-"""The one global order of samples, and the cursor that says how far a run is in it.
+"""Global order of samples, and the cursor of a run's position.
 
 The item at position p of epoch e is a pure function of (seed, e, p), so every rank computes only
-what it reads, and re-planning or resuming elsewhere is a matter of one number. Numpy only.
+what it reads, and replanning or resuming elsewhere needs a single number. Numpy only.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import numpy as np
 
 from gpumix.spec.errors import InputError
 
-# A change of the permutation in any way takes a new number: cursors carry it, and a run that was
-# started under another order must not go on under this one.
+# Any change of the permutation needs a new number: cursors carry it, and a run started under
+# another order must not continue under this one.
 ORDER_VERSION = 1
 
 MAX_ITEMS = 2**60
-MAX_POSITION = 2**60  # no run comes as far, and all positions of batches from there on fit int64
+MAX_POSITION = 2**60  # beyond any run; positions in batches from there on fit int64
 _ROUNDS = 8  # one blake2b digest of 64 bytes gives the keys of exactly eight rounds
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)  # the finaliser of splitmix64
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)  # finalizer of splitmix64
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
@@ -30,11 +30,11 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 class GlobalOrder:
     """A keyed permutation of [0, n) per epoch, with random access and without an array.
 
-    An item is a pair of digits (left, right) in the mixed radix (a, b), a and b close to the root
-    of n. Each of eight Feistel rounds adds a keyed hash of one digit to the other, modulo its
-    radix, which is a bijection of [0, a*b). The few results outside [0, n) (a*b - n < a) are sent
-    through it again until they fall inside, which keeps it a bijection of [0, n). Only integer
-    arithmetic modulo 2**64: the same on every platform.
+    An item is a pair of digits (left, right) in the mixed radix (a, b), with a and b close to the
+    root of n. Each of eight Feistel rounds adds a keyed hash of one digit to the other, modulo its
+    radix, which is a bijection of [0, a*b). The few results outside [0, n) (a*b - n < a) are
+    permuted again until they fall inside, so the map is a bijection of [0, n). Only integer
+    arithmetic modulo 2**64: equal on every platform.
     """
 
     n: int
@@ -45,7 +45,7 @@ class GlobalOrder:
             raise InputError(f"a global order takes 1 to 2**60 samples, not {self.n}")
 
     def indices(self, epoch: int, positions: np.ndarray) -> np.ndarray:
-        """The items at `positions` (integers in [0, n), any shape) of `epoch`, as int64.
+        """Return the items at `positions` (integers in [0, n), any shape) of `epoch`, as int64.
 
         Raises:
             IndexError: a position lies outside [0, n).
@@ -62,7 +62,8 @@ class GlobalOrder:
         return items.astype(np.int64).reshape(np.shape(positions))
 
     def span(self, start: int, stop: int) -> np.ndarray:
-        """The items at positions [start, stop) of the endless sequence epoch 0, 1, 2, ...: int64.
+        """Return the items at positions [start, stop) of the endless sequence epoch 0, 1, 2, ...:
+        int64.
 
         Position P is position P % n of epoch P // n, so a span may cross any number of epochs.
         """
@@ -75,13 +76,13 @@ class GlobalOrder:
         return np.concatenate(parts)
 
     def _round_keys(self, epoch: int) -> np.ndarray:
-        """uint64[_ROUNDS], different for every seed and epoch."""
+        """Return the keys of a seed and epoch: uint64[_ROUNDS]."""
         text = f"gpumix order {ORDER_VERSION} seed {self.seed} epoch {epoch}"
         digest = hashlib.blake2b(text.encode(), digest_size=8 * _ROUNDS).digest()
         return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
     def _permute(self, items: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        """One pass through the bijection of [0, a*b), a = ceil(root of n), b = ceil(n / a)."""
+        """Apply the bijection of [0, a*b) once: a = ceil(root of n), b = ceil(n / a)."""
         a = isqrt(self.n - 1) + 1
         b = -(-self.n // a)
         left, right = np.divmod(items, np.uint64(b))
@@ -92,7 +93,7 @@ class GlobalOrder:
 
 
 def _add_hash(digit: np.ndarray, other: np.ndarray, key: np.uint64, radix: np.uint64) -> np.ndarray:
-    """(digit + hash(other, key)) modulo `radix`, which is at most 2**31; uint64 throughout."""
+    """Return (digit + hash(other, key)) modulo `radix`, at most 2**31; uint64 throughout."""
     x = other + key
     x ^= x >> np.uint64(30)
     x *= _MIX_1
@@ -108,9 +109,9 @@ def _add_hash(digit: np.ndarray, other: np.ndarray, key: np.uint64, radix: np.ui
 
 @dataclass(frozen=True)
 class Cursor:
-    """How far a run is in the global order of one dataset: the same on every rank, in any plan.
+    """A run's position in the global order of one dataset: equal on every rank, in any plan.
 
-    `position` is the first position that no returned batch holds; `fingerprint` names the dataset's
+    `position` is the first position not yet in a returned batch; `fingerprint` names the dataset's
     content, `n` its number of samples.
     """
 
@@ -135,10 +136,10 @@ class Cursor:
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, object]) -> Cursor:
-        """This cursor, moved to the position in `state`.
+        """Return the cursor moved to the position in `state`.
 
         Raises:
-            InputError: `state` is no cursor, or one of another dataset, seed or order.
+            InputError: `state` is no cursor, or belongs to another dataset, seed or order.
         """
         position = _checked_position(state)
         differing = [
@@ -159,7 +160,7 @@ class Cursor:
 
 
 def _checked_position(state: Mapping[str, object]) -> int:
-    """The position in `state`, once each field of a cursor is there with the right type."""
+    """Return the position in `state`, after a check of all fields and types of a cursor."""
     for field in fields(Cursor):
         kind = str if field.name == "fingerprint" else int
         value = state.get(field.name)

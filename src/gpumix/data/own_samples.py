@@ -1,4 +1,4 @@
-"""A dataset's own samples of unlike length: dictionaries of `input_ids` and what goes with them."""
+"""Samples of different lengths from a dataset: dictionaries of `input_ids` and per-token values."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from gpumix.spec.errors import InputError
 
 
 class OwnSamples(Ragged):
-    """A map-style dataset whose samples have `input_ids` of any length; longer ones are cut.
+    """A map-style dataset whose samples have `input_ids` of any length; longer samples are cut.
 
-    Tokens that a sample's own `attention_mask` hides are left out, with what belongs to them: all
-    that has as many as there are tokens, also in the first sample that can be read. How long
-    samples are is known if the dataset says so, in an attribute `lengths` or a column `length`.
+    Tokens hidden by a sample's own `attention_mask` are left out, along with all per-token values:
+    values as long as the tokens, in the first readable sample too. Lengths of samples are known if
+    the dataset has an attribute `lengths` or a column `length`.
 
     Args:
         dataset: as for `SampleSource`.
-        name: what to call it in errors.
-        pad_token: what samples are padded with.
-        lengths: of the samples before they are cut; default: what the dataset says.
-        content: changes when the samples do; default: the name.
-        aligned: whether labels belong to tokens, one to each; those of a decoder do not.
+        name: name of the dataset in errors.
+        pad_token: token for padding.
+        lengths: lengths of samples before cutting; default: as declared by the dataset.
+        content: changes with the samples; default: the name.
+        aligned: whether labels correspond to tokens one to one; labels of a decoder do not.
         reading: see `SampleSource`.
     """
 
@@ -67,7 +67,7 @@ class OwnSamples(Ragged):
         first = self._source.first
         tokens = first.get(TOKENS)
         self._own = set() if aligned else set(OF_DECODER)
-        if tokens is not None and tokens.dim():  # else it is told below
+        if tokens is not None and tokens.dim():  # otherwise reported below
             length = tokens.shape[:1]
             self._own |= {
                 key
@@ -102,13 +102,14 @@ class OwnSamples(Ragged):
 
 
 def check_tokens(sample: Sample, what: str, name: str, *, aligned: bool) -> None:
-    """
+    """Check the tokens of a sample and all values per token.
+
     Args:
-        what: to call the sample, `name` the dataset, in errors.
+        what: name of the sample, `name` of the dataset, in errors.
         aligned: see `OwnSamples`.
 
     Raises:
-        InputError: it has no tokens, or not what belongs to each.
+        InputError: tokens are missing, or values do not correspond to tokens.
     """
     tokens, labels = sample.get(TOKENS), sample.get(LABELS)
     if tokens is None or tokens.dim() != 1 or tokens.is_floating_point() or not len(tokens):

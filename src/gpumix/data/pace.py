@@ -1,9 +1,9 @@
-"""What a device takes for its steps, and how long it stands idle between them.
+"""Measurement of a device's step times, and of its idle time between steps.
 
-The loader sees when a batch is taken and when the next one is asked for. Where the host waits for
-the device in between, its clock tells both. Where it runs ahead, the time between is what it takes
-to give work to the device, so there stamps go into the device's own stream: they are read once they
-have passed, and nothing waits for them.
+The loader sees when a batch is taken and when the next is requested. If the host waits for the
+device in between, its clock gives both times. If the host runs ahead, the interval is only launch
+time. In that case stamps go into the device's own stream; they are read once passed, and nothing
+waits for them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from gpumix.hardware.stamps import HostStamps, S, Stamps, StreamStamps
 
 @dataclass(frozen=True)
 class Step:
-    """One step as the device saw it: how long it stood idle for data, and how long it had the batch
-    before then; `ready`: the batch was there when it was asked for."""
+    """A step as seen by the device: seconds idle for data, and seconds with the previous batch.
+    `ready`: the batch was ready when requested."""
 
     waited_s: float
     device_s: float
@@ -28,11 +28,11 @@ class Step:
 
 
 class Pace(Generic[S]):
-    """Tells a loader's steps apart: `asked` for a batch, `taken`, once it is there."""
+    """A clock for a loader's steps: call `asked` to request a batch, `taken` on receipt."""
 
     def __init__(self, stamps: Stamps[S]) -> None:
         self._stamps = stamps
-        self._before: S | None = None  # when the batch before was taken
+        self._before: S | None = None  # when the previous batch was taken
         self._asked: S | None = None
         self._under_way: deque[tuple[S, S, S, bool]] = deque()
 
@@ -47,7 +47,7 @@ class Pace(Generic[S]):
         self._before = now
 
     def told(self) -> list[Step]:
-        """The steps that the device is through with, since this was asked last."""
+        """Return the steps finished by the device since the last call."""
         found = []
         while self._under_way and all(map(self._stamps.passed, self._under_way[0][:3])):
             before, asked, taken, ready = self._under_way.popleft()
@@ -56,11 +56,11 @@ class Pace(Generic[S]):
         return found
 
     def forget(self) -> None:
-        """What is under way, and the batch before the next one."""
+        """Drop unfinished steps, and the previous batch."""
         self._under_way.clear()
         self._before = None
 
 
 def pace_of(device: torch.device | None) -> Pace[Any]:
-    """By the stream of a GPU, or by the host's clock."""
+    """Return a clock by the stream of a GPU, or by the host without one."""
     return Pace(HostStamps()) if device is None else Pace(StreamStamps(device))

@@ -1,7 +1,7 @@
-"""Token files: one flat memory-mapped stream of tokens per corpus, built once per machine.
+"""Token files: a flat memory-mapped stream of tokens per corpus, built once per machine.
 
-A JSON sidecar says what the stream was made from; while that has not changed, the stream is used
-again. Building is atomic and done by one process, the others wait for it. Numpy only.
+A JSON sidecar records the inputs of the stream; while they are unchanged, the stream is reused. One
+process builds it, atomically; the others wait. Numpy only.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from gpumix.spec.files import (
     write_at_once,
 )
 
-_FORMAT = 4  # a change in how files become tokens takes a new number: old caches are built again
-_SAMPLE_BYTES = 2**14  # of a source: so much of its begin, its middle and its end
+_FORMAT = 4  # new with each change in making tokens: old caches are built again
+_SAMPLE_BYTES = 2**14  # hashed at the beginning, middle and end of a source
 _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file that a corpus is made of, as it was before it was read: `sample` tells its begin, its
-    middle and its end, for tools that copy may keep times, and editors sizes."""
+    """A source file of a corpus, as found before reading. `sample` hashes beginning, middle and
+    end, for copying tools may keep times, and editors sizes."""
 
     path: Path
     size: int
@@ -61,7 +61,7 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a token file is made from and how: `how` tells apart ways to read the same files."""
+    """Inputs of a token file; `how` distinguishes ways to read the same files."""
 
     sources: tuple[SourceFile, ...]
     tokenizer: str
@@ -70,18 +70,18 @@ class Recipe:
 
     @property
     def key(self) -> str:
-        """The name of the token file in the cache; the same when a source's content changes."""
+        """The name of the token file in the cache, independent of the sources' content."""
         return _digest(self.tokenizer, self.how, [str(s.path) for s in self.sources])[:16]
 
     @property
     def sources_digest(self) -> str:
-        """Changes when the size, the time stamp or the sample of any source does."""
+        """A digest that changes with the size, the time stamp or the sample of any source."""
         return _digest([(str(s.path), s.size, s.mtime_ns, s.sample) for s in self.sources])
 
 
 @dataclass(frozen=True)
 class _Sidecar:
-    """What the JSON file beside a token file says; `sha256` is that of the tokens."""
+    """Contents of the JSON file next to a token file; `sha256` is the hash of the tokens."""
 
     format: int
     recipe: str
@@ -99,9 +99,9 @@ class _Sidecar:
 class PackedText:
     """A stream of tokens, cut into samples of `sequence_length`; the tail is dropped.
 
-    `stream` is memory-mapped, one dimension; `ends` says behind which tokens of it documents end,
-    memory-mapped too; `sha256` is that of the stream's content, which is the same on every machine
-    that packs the same corpus.
+    `stream` is memory-mapped, one dimension; `ends` are the offsets after the last token of each
+    document, memory-mapped too; `sha256` is the hash of the stream's content, equal on every
+    machine that packs the same corpus.
     """
 
     stream: np.ndarray
@@ -113,14 +113,14 @@ class PackedText:
         return len(self.stream) // self.sequence_length
 
     def tokens(self, samples: np.ndarray) -> np.ndarray:
-        """int64[len(samples), sequence_length]: sample k is tokens [k*L, (k+1)*L)."""
+        """Return int64[len(samples), sequence_length]: sample k is tokens [k*L, (k+1)*L)."""
         table = self.stream[: len(self) * self.sequence_length].reshape(-1, self.sequence_length)
         rows: np.ndarray = table[samples].astype(np.int64)
         return rows
 
 
 class TokenWriter:
-    """Appends tokens to a part file; as a context, leaves no part file behind on an error."""
+    """A writer that appends tokens to a part file; as a context, it leaves no part file behind."""
 
     def __init__(self, part: Path, vocab_size: int, heartbeat: Callable[[], None]) -> None:
         self.dtype = token_dtype(vocab_size)
@@ -147,8 +147,8 @@ class TokenWriter:
         remove(self._part)
 
     def write(self, tokens: np.ndarray, ends: np.ndarray) -> None:
-        """Append `tokens`, one dimension of ids below the vocabulary's size; documents end behind
-        so many of them as `ends` says.
+        """Append `tokens`, one dimension of ids below the vocabulary's size; `ends` are the numbers
+        of tokens after which documents end.
 
         Raises:
             MachineError: the disk is full or fails.
@@ -165,14 +165,14 @@ class TokenWriter:
         self._heartbeat()
 
     def finish(self, folder: Path, key: str) -> tuple[str, str]:
-        """Give the part file its name, which holds its hash, and write the ends of documents beside
-        it; return (name, sha256)."""
+        """Name the part file by its hash, and write the document ends next to it; return (name,
+        sha256)."""
         sha = self._sha.hexdigest()
         name = f"{key}-{sha[:12]}.tokens"
         try:
             with replacing(folder / _ends_of(name), durable=True) as file:
                 np.concatenate([np.empty(0, dtype=np.int64), *self.ends]).tofile(file)
-            os.fsync(self._file.fileno())  # no valid name on data that a crash would lose
+            os.fsync(self._file.fileno())  # before the name is valid, so a crash loses no data
             move(self._part, name)
         except OSError as error:
             raise _cannot_write(self._part, error) from error
@@ -188,8 +188,8 @@ def packed(
     at_least: int | None = None,
     wait_s: float = 300.0,
 ) -> PackedText:
-    """The token file of `recipe` in the folder `cache`; `fill` writes it where none is current.
-    There must be `at_least` so many tokens in it, by default those of one sample.
+    """Return the token file of `recipe` in the folder `cache`; `fill` writes it if missing or
+    outdated. It must have `at_least` tokens, by default enough for one sample.
 
     Any number of processes may call this at once: one builds, the others wait as long as it makes
     progress, and `wait_s` seconds beyond.
@@ -219,7 +219,7 @@ def packed(
 
 
 def _current(cache: Path, recipe: Recipe) -> tuple[np.ndarray, np.ndarray, str] | None:
-    """(stream, ends, sha256) of what the cache holds for `recipe`, if it is up to date."""
+    """Return (stream, ends, sha256) cached for `recipe`, or None if missing or outdated."""
     try:
         card = _Sidecar(**json.loads(read_text(cache / f"{recipe.key}.json", MARK_BYTES)))
         if (card.format, card.recipe) != (_FORMAT, recipe.sources_digest):
@@ -228,21 +228,21 @@ def _current(cache: Path, recipe: Recipe) -> tuple[np.ndarray, np.ndarray, str] 
             return np.empty(0, dtype=card.dtype), np.empty(0, dtype=np.int64), card.sha256
         stream = np.memmap(cache / card.file, dtype=card.dtype, mode="r")
         ends = np.memmap(cache / _ends_of(card.file), dtype=np.int64, mode="r")
-    except (OSError, ValueError, TypeError):  # missing, or torn by a crash: it is built again
+    except (OSError, ValueError, TypeError):  # missing, or damaged by a crash: build again
         return None
     whole = (len(stream), len(ends)) == (card.tokens, card.documents)
     return (stream, ends, card.sha256) if whole else None
 
 
 def _ends_of(name: str) -> str:
-    """The file beside a token file that says where its documents end."""
+    """Return the name of the file with the document ends of a token file."""
     return f"{name.removesuffix('.tokens')}.ends"
 
 
 def _build(
     cache: Path, recipe: Recipe, fill: Callable[[TokenWriter], None], heartbeat: Callable[[], None]
 ) -> None:
-    """Write the token file, then the sidecar that makes it valid, then drop the one before."""
+    """Write the token file, and last the sidecar validating it; remove older files."""
     with TokenWriter(cache / f".{recipe.key}.part", recipe.vocab_size, heartbeat) as writer:
         fill(writer)
         name, sha = writer.finish(cache, recipe.key)
@@ -268,7 +268,7 @@ def _build(
         if old.name not in (
             name,
             _ends_of(name),
-        ):  # whoever has it mapped keeps it until the mapping goes
+        ):  # processes that have it mapped keep it until they unmap it
             remove_quietly(old)
     _LOG.info("packed %d tokens from %d files into %s", card.tokens, card.sources, cache / name)
 

@@ -1,7 +1,7 @@
-"""Whole documents packed into samples of one length, none of which sees another.
+"""Packing of whole documents, isolated from each other, into samples of fixed length.
 
-The packs are the samples, so what is in them does not depend on plan, ranks or workers. Models of
-`transformers` find the documents by `position_ids`, which begin anew with each.
+Packs are the samples, so their content does not depend on plan, ranks or workers. Models of
+`transformers` find the documents by `position_ids`, which restart with each document.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ POSITIONS = "position_ids"
 
 @dataclass(frozen=True)
 class Packer:
-    """Makes a sample of `longest` tokens of documents that fit in.
+    """A builder of samples of `longest` tokens from documents that fit.
 
     Attributes:
-        predicts_next: whether labels are compared with what comes out one token before: then those
-            of first tokens would be predicted from another document, and do not count.
+        predicts_next: whether labels are compared with outputs one token earlier. If so, labels of
+            first tokens are ignored, which would be predicted from another document.
     """
 
     longest: int
@@ -38,14 +38,14 @@ class Packer:
     predicts_next: bool
 
     def filled(self, documents: Sequence[Sample]) -> Sample:
-        """One pack."""
+        """Return one pack of the documents."""
         used = sum(len(document[TOKENS]) for document in documents)
         padding = self._padding(documents[0], self.longest - used)
         parts = [*(self._alone(document) for document in documents), padding]
         return {key: torch.cat([part[key] for part in parts]) for key in padding}
 
     def _alone(self, document: Sample) -> Sample:
-        """A document that does not know what lies before it."""
+        """Return a document with positions and labels independent of preceding documents."""
         tokens = document[TOKENS]
         labels = document.get(LABELS, tokens).long().clone()
         if self.predicts_next:
@@ -64,19 +64,19 @@ class Packer:
 
 class PackedDocuments(Source):
     """The samples of `documents` in packs of `documents.longest` tokens: `input_ids`, `labels`,
-    `position_ids` and what else a document has for each token, int64[k, L].
+    `position_ids` and further per-token values, int64[k, L].
 
-    What is left of a pack is padding, a document of its own with labels that do not count. Where
-    bad samples are skipped a pack does without its documents that cannot be read; another pack
-    takes the place of one that has no others.
+    The rest of a pack is padding, a document of its own with ignored labels. If bad samples are
+    skipped, a pack leaves out unreadable documents; a pack without readable documents is replaced
+    by another.
 
     Args:
-        documents: what to pack.
-        seed: of the order in which documents come to the windows that are packed.
+        documents: documents to pack.
+        seed: seed of the order in which documents reach the packing windows.
         predicts_next: see `Packer`.
 
     Raises:
-        InputError: nothing says how long the documents are.
+        InputError: the lengths of the documents are unknown.
     """
 
     def __init__(
@@ -99,18 +99,18 @@ class PackedDocuments(Source):
 
     @property
     def filled(self) -> float:
-        """Which part of the packs documents take."""
+        """The fraction of the packs' tokens that is not padding."""
         return float(self._lengths.sum(dtype=np.int64) / (len(self) * self._documents.longest))
 
     def documents_in(self, pack: int) -> np.ndarray:
-        """Numbers of the documents that a pack holds."""
+        """Return the numbers of the documents in a pack."""
         return self._packs.of(pack)
 
     def __len__(self) -> int:
         return len(self._packs)
 
     def rows(self, indices: np.ndarray) -> dict[str, Tensor]:
-        # A document tells keys and dtypes where none is wanted.
+        # With no packs requested, a document gives keys and dtypes.
         packs = [self.documents_in(int(k)) for k in indices]
         packs = packs or [np.array([self._documents.template])]
         rows = np.repeat(np.arange(len(packs)), [len(pack) for pack in packs])
@@ -122,8 +122,8 @@ class PackedDocuments(Source):
         }
 
     def _read(self, numbers: np.ndarray, rows: np.ndarray, *, may_lack: bool) -> list[list[Sample]]:
-        """The documents of each row. One that cannot be read is named, for packs have other
-        numbers; or its row lacks it, if it may and has others."""
+        """Return the documents of each row. Errors name the unreadable document, since packs are
+        numbered differently; if allowed, a row with documents left skips it instead."""
         caught = FAILURES if skips() else (Exception, SystemExit)
         try:
             documents = self._documents_at(numbers)
@@ -140,14 +140,14 @@ class PackedDocuments(Source):
                     raise in_words(self.name, int(numbers[place]), problem) from problem
             rows = rows[good]
             with draws.parts(good):
-                documents = self._documents_at(numbers[good])  # what does not happen again is over
+                documents = self._documents_at(numbers[good])  # errors that do not recur are over
         found: list[list[Sample]] = [[] for _ in range(rows[-1] + 1)]
         for row, document in zip(rows.tolist(), documents, strict=True):
             found[row].append(document)
         return found
 
     def _bad(self, numbers: np.ndarray) -> dict[int, BaseException]:
-        """Why documents cannot be read, by their places."""
+        """Return the errors of unreadable documents, by place in `numbers`."""
         found = {}
         for place, number in enumerate(numbers.tolist()):
             with draws.only(place):
@@ -159,7 +159,7 @@ class PackedDocuments(Source):
         return found
 
     def _documents_at(self, numbers: np.ndarray) -> list[Sample]:
-        """Those whose lengths are as they were told."""
+        """Return the documents; check lengths against the declared ones."""
         documents = self._documents.samples(numbers)
         for number, document in zip(numbers.tolist(), documents, strict=True):
             shapes = {key: value.shape[:1] for key, value in document.items()}

@@ -1,7 +1,7 @@
-"""Samples of unlike length: padded to the longest of those that are asked for.
+"""Samples of different lengths, padded to the longest sample requested.
 
-What derives from `Ragged` says which tokens a sample has; here they become tensors. Nothing is
-padded to the longest sample of all, unless it is among those that are asked for.
+Subclasses of `Ragged` provide the tokens of samples; this module makes tensors of them. Nothing is
+padded to the longest sample of all, unless it is among those requested.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Ragged(Source):
     """Samples of at most `longest` tokens.
 
     `rows` pads on the right: `input_ids` with `pad_token`, `attention_mask` with 0, `labels` with
-    -100, all else with 0. Labels are the tokens where samples have none.
+    -100, all else with 0. Without labels, the tokens are the labels.
 
     Attributes:
-        template: a sample that can be read; it tells keys and dtypes.
+        template: number of a readable sample, which gives keys and dtypes.
     """
 
     splits = False
@@ -47,10 +47,10 @@ class Ragged(Source):
 
     @abstractmethod
     def samples(self, indices: np.ndarray) -> list[Sample]:
-        """The samples at `indices`, each with 1 to `longest` tokens, without padding."""
+        """Return the samples at `indices`, each with 1 to `longest` tokens, without padding."""
 
     def rows(self, indices: np.ndarray) -> dict[str, Tensor]:
-        # A sample tells keys and dtypes where none is wanted.
+        # With no rows requested, a sample gives keys and dtypes.
         wanted = indices if len(indices) else np.array([self.template])
         batch = padded(self.samples(wanted), self.pad_token)
         return {key: value[: len(indices)] for key, value in batch.items()}
@@ -61,8 +61,8 @@ class Ragged(Source):
 
 
 class KnownDocuments(SameSamples, Ragged):
-    """The samples of another source, each of which the model must know by itself: what is packed of
-    them has other numbers. See `KnownTokens`."""
+    """Samples of another source, each checked against the model's vocabulary before packing, which
+    numbers samples differently. See `KnownTokens`."""
 
     _whole: Ragged
 
@@ -82,14 +82,14 @@ class KnownDocuments(SameSamples, Ragged):
 
 
 def check_document(sample: Sample, vocabulary: int, what: str, name: str) -> None:
-    """As `check_known`, its tokens and its labels."""
+    """Check tokens and labels as `check_known` does."""
     for key in (TOKENS, LABELS):
         if key in sample:
             check_known(key, sample[key].long(), vocabulary, what=what, name=name)
 
 
 def padded(samples: Sequence[Sample], pad_token: int) -> dict[str, Tensor]:
-    """A batch of one or more samples: as long as the longest."""
+    """Return a batch of one or more samples, as long as the longest."""
     samples = [_complete(sample) for sample in samples]
     fill = {TOKENS: pad_token, LABELS: IGNORED}
     return {
@@ -98,8 +98,8 @@ def padded(samples: Sequence[Sample], pad_token: int) -> dict[str, Tensor]:
 
 
 def as_long_as_any(sample: Sample, count: int, longest: int) -> dict[str, Tensor]:
-    """A batch of so many samples like this one, as long as any may be; the mask hides a token, for
-    without padding attention may take another, cheaper way."""
+    """Return a batch of `count` samples like `sample`, at the maximum length. The mask hides a
+    token, since attention without padding may take another, cheaper path."""
     first = _complete(sample)
     length = len(first[TOKENS])
     tiled = torch.arange(longest) % length
@@ -114,11 +114,12 @@ def as_long_as_any(sample: Sample, count: int, longest: int) -> dict[str, Tensor
 
 
 def cut_to(sample: Mapping[str, Tensor], longest: int, *, own: Collection[str] = ()) -> Sample:
-    """The first `longest` tokens of a sample, without those that its own mask hides, and of all
-    that is as long as they are.
+    """Return the first `longest` tokens of a sample, without tokens hidden by its mask, and
+    likewise all values as long as the tokens.
 
     Args:
-        own: keys of what has a length of its own, which may happen to be that of the tokens.
+        own: keys of values with lengths of their own, which may equal the number of tokens by
+            chance.
     """
     length = len(sample[TOKENS])
     seen: Any = slice(None)
@@ -134,10 +135,11 @@ def cut_to(sample: Mapping[str, Tensor], longest: int, *, own: Collection[str] =
 
 
 def declared_lengths(dataset: Any, count: int, name: str) -> np.ndarray | None:
-    """What a dataset says of its samples' lengths: its `lengths`, or its column `length`.
+    """Return the sample lengths declared by a dataset: the attribute `lengths`, or the column
+    `length`.
 
     Raises:
-        InputError: they are no lengths of so many samples.
+        InputError: they are no lengths of `count` samples.
     """
     told = getattr(dataset, "lengths", None)
     if told is None and "length" in (getattr(dataset, "column_names", None) or ()):
@@ -147,7 +149,7 @@ def declared_lengths(dataset: Any, count: int, name: str) -> np.ndarray | None:
     wrong = ""
     try:
         lengths = np.asarray(told)
-    except ValueError:  # lists of unlike length in a list
+    except ValueError:  # a list of lists of different lengths
         wrong = f"a {type(told).__name__} that is no list of numbers"
     else:
         if lengths.shape != (count,):
@@ -166,7 +168,7 @@ def declared_lengths(dataset: Any, count: int, name: str) -> np.ndarray | None:
 
 
 def lengths_needed(source: Source, what: str, instead: str) -> np.ndarray:
-    """Raises an InputError where a source does not know its samples' lengths."""
+    """Return the lengths of a source's samples; raise an InputError if unknown."""
     if source.lengths is None:
         raise InputError(
             f"{what} needs to know how long samples are, and the dataset does not say",
@@ -178,7 +180,7 @@ def lengths_needed(source: Source, what: str, instead: str) -> np.ndarray:
 
 
 def _complete(sample: Sample) -> Sample:
-    """With mask and labels."""
+    """Add mask and labels to a sample."""
     tokens = sample[TOKENS].long()
     labels = sample.get(LABELS, tokens)
     return {**sample, TOKENS: tokens, LABELS: labels.long(), MASK: torch.ones_like(tokens)}

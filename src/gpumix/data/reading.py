@@ -1,7 +1,7 @@
-"""How samples are read: what happens to one that cannot be, and to one that never comes.
+"""Reading of samples: handling of samples that cannot be read, or never arrive.
 
-Whoever reads samples notes at which one it is, so that whoever waits can name it: each thread for
-the others of its process, each process for the one that started it, in memory that they share.
+Readers note the sample they are at, so that a waiting thread can name it: threads for the other
+threads of the process, processes for their parent, in shared memory.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any, Literal, TypeVar
 from gpumix.spec.errors import TrainingError
 
 BadSamples = Literal["stop", "skip"]
-"""Whether a sample that cannot be read stops the run, or another one takes its place."""
+"""Handling of an unreadable sample: stop the run, or replace the sample by another."""
 
 NO_SAMPLE = -1
-SEVERAL = -2  # that are asked for at once
-NOTE_BYTES = 256  # a sample's number, and its dataset's name
+SEVERAL = -2  # requested at once
+NOTE_BYTES = 256  # a sample's number, and the name of its dataset
 _NOTE = struct.Struct(f"q{NOTE_BYTES - 8}s")
 NOTHING_READ = _NOTE.pack(NO_SAMPLE, b"")
 _LOOK_S = 0.1
@@ -37,9 +37,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Reading:
-    """
+    """Settings for the reading of samples.
+
     Attributes:
-        timeout_s: after so long a sample counts as one that never comes.
+        timeout_s: seconds after which a sample counts as never arriving.
     """
 
     bad_samples: BadSamples = "stop"
@@ -50,7 +51,7 @@ AS_USUAL = Reading()
 
 
 class StuckError(TrainingError):
-    """A sample never came. Whoever reads it cannot be ended, so no other can take its place."""
+    """A sample that never arrived. The reader cannot be ended, so a replacement cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,9 @@ class Skipped:
     """A sample that could not be read.
 
     Attributes:
-        index: its number, as whoever made the data counts; of a document that would be packed, its
-            own.
-        instead: the number of the one in its place; None: its pack does without it.
-        of: the index that was asked for: of the sample, or of the pack.
+        index: number of the sample in the original data; for a document in a pack, its own.
+        instead: number of the replacement; None: the pack does without it.
+        of: requested index: of the sample, or of the pack.
     """
 
     index: int
@@ -71,13 +71,13 @@ class Skipped:
 
 
 class _Notes(threading.local):
-    """Of one thread.
+    """Notes of one thread.
 
     Attributes:
-        at: the sample that it reads, and since when.
-        failed: the last one that it could not read.
-        skips: whether a row may lack what cannot be read of it.
-        skipped: what rows lack, by their places among those that are read; None: nobody asks.
+        at: the sample being read, and since when.
+        failed: the last sample that could not be read.
+        skips: whether a row may lack parts that cannot be read.
+        skipped: parts missing from rows, by place among the rows being read; None: not recorded.
     """
 
     def __init__(self) -> None:
@@ -88,40 +88,40 @@ class _Notes(threading.local):
 
 
 _notes = _Notes()
-_told: tuple[mmap.mmap, int] | None = None  # where this process tells what it reads
+_told: tuple[mmap.mmap, int] | None = None  # where this process notes the sample it reads
 
 
 def begins(index: int, name: str) -> None:
-    """This thread begins to read a sample of the dataset `name`."""
+    """Note a sample of the dataset `name` as being read by this thread."""
     _notes.at[:] = index, time.monotonic()
     if _told is not None:
         _NOTE.pack_into(*_told, index, name.encode())
 
 
 def ends() -> None:
-    """This thread has read its samples."""
+    """Note the end of reading in this thread."""
     begins(NO_SAMPLE, "")
 
 
 def fails(index: int) -> None:
-    """This thread could not read a sample, or `SEVERAL`."""
+    """Note a sample as unreadable for this thread, or `SEVERAL`."""
     _notes.failed = index
 
 
 def none_failed() -> None:
-    """From now on."""
+    """Clear the note of a failed sample."""
     _notes.failed = NO_SAMPLE
 
 
 def failed_at() -> int:
-    """The sample that this thread could not read last, `SEVERAL`, or `NO_SAMPLE`."""
+    """Return the sample this thread failed to read last, `SEVERAL`, or `NO_SAMPLE`."""
     return _notes.failed
 
 
 @contextmanager
 def skipping(bad_samples: BadSamples) -> Iterator[list[tuple[int, Skipped]]]:
-    """This thread reads rows, and what cannot be read of one is left out, if bad samples are
-    skipped: the row's place, and what it lacks."""
+    """Collect the parts missing from rows read in the block, with the places of the rows.
+    Unreadable parts are left out if bad samples are skipped."""
     before = _notes.skips, _notes.skipped
     found: list[tuple[int, Skipped]] = []
     _notes.skips, _notes.skipped = bad_samples == "skip", found
@@ -132,41 +132,41 @@ def skipping(bad_samples: BadSamples) -> Iterator[list[tuple[int, Skipped]]]:
 
 
 def skips() -> bool:
-    """Whether what cannot be read of a row is to be left out."""
+    """Return whether to leave out unreadable parts of a row."""
     return _notes.skips
 
 
 def lacks(row: int, what: Skipped) -> None:
-    """A row that this thread reads lacks a part that cannot be read."""
+    """Record a row's missing part, which could not be read."""
     if _notes.skipped is not None:
         _notes.skipped.append((row, what))
 
 
 def own_notes() -> list[float]:
-    """The sample that this thread reads, and since when by `time.monotonic`, for other threads: it
-    changes as they go on."""
+    """Return the current sample of this thread and the start by `time.monotonic`: a live list for
+    other threads."""
     return _notes.at
 
 
 def tell_into(memory: mmap.mmap, offset: int = 0) -> None:
-    """From now on this process notes there what it reads; of several threads the one that began or
-    ended last."""
+    """Make this process note in `memory` the sample it reads; among threads, the last to begin or
+    end a sample counts."""
     global _told
     _told = memory, offset
 
 
 def told_in(memory: mmap.mmap, offset: int = 0) -> tuple[int, str]:
-    """What a process noted there: the number of a sample, or `NO_SAMPLE`, and its dataset."""
+    """Return the note of a process: the number of a sample, or `NO_SAMPLE`, and its dataset."""
     index, name = _NOTE.unpack_from(memory, offset)
     return index, name.rstrip(b"\0").decode(errors="replace")
 
 
 def in_time(read: Callable[[], T], name: str, timeout_s: float) -> T:
-    """What `read` returns or raises. It runs in a thread, which is left behind if a sample takes
-    too long; what is not the reading of one may take any time.
+    """Return or raise the result of `read`. It runs in a thread, which is left behind if a sample
+    takes too long; work other than reading samples may take any time.
 
     Raises:
-        StuckError: a sample of the dataset `name` did not come.
+        StuckError: a sample of the dataset `name` did not arrive.
     """
     found: list[Any] = []
     notes: list[list[float]] = []

@@ -1,7 +1,7 @@
-"""What training reads from: a source of samples with random access.
+"""Sources of training data: samples with random access.
 
-A source gives the samples of any indices at once as a dictionary of tensors. Where they come from
-(packed text, a saved dataset, a factory) is the matter of the classes that derive from it.
+A source returns the samples at any indices at once, as a dictionary of tensors. Subclasses know
+where samples come from (packed text, a saved dataset, a factory).
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from gpumix.spec.errors import InputError
 
 T = TypeVar("T")
 
-IGNORED = -100  # a label that the loss leaves out
+IGNORED = -100  # a label ignored by the loss
 
 
 class Source(ABC):
-    """Samples 0 to len - 1, each a dictionary of tensors with the same keys, shapes and dtypes;
-    those of unlike length are padded to the longest that is asked for.
+    """Samples 0 to len - 1: dictionaries of tensors with equal keys, shapes and dtypes. Samples of
+    different lengths are padded to the longest requested.
 
-    `rows` is called from one background thread and, in an evaluation, from the caller's at the
-    same time; or from several processes, each with a copy of its own.
+    `rows` is called from one background thread and, in an evaluation, from the caller's at the same
+    time; or from several processes, each with a copy of its own.
 
     Attributes:
-        name: what errors call it.
+        name: name of the source in errors.
         splits: whether a batch can be fetched in parts, each sample by itself.
         thread_safe: whether several threads may call `rows` at once.
         in_order: whether samples come in an order of their own: index is position.
         parallel: whether several workers are faster than one.
-        once: whether only this process can read them, and once.
+        once: whether samples can be read only once, and by this process.
     """
 
     name: str = "the dataset"
@@ -49,46 +49,47 @@ class Source(ABC):
 
     @property
     def draws(self) -> bool:
-        """Whether reading a sample draws at random from generators of the process."""
+        """True if reading a sample draws at random from generators of the process."""
         return False
 
     @property
     def writes(self) -> bool:
-        """Whether `rows_into` spares what a copy takes."""
+        """True if `rows_into` saves a copy."""
         return False
 
     @property
     @abstractmethod
     def fingerprint(self) -> str:
-        """Changes when the samples or their order do; does not depend on where the files lie."""
+        """A digest of the samples and the order, independent of the location of files."""
 
     @abstractmethod
     def __len__(self) -> int: ...
 
     @abstractmethod
     def rows(self, indices: np.ndarray) -> dict[str, Tensor]:
-        """The samples at `indices` (int64, one dimension), stacked along a new first dimension.
+        """Return the samples at `indices` (int64, one dimension), stacked along a new first
+        dimension.
 
-        For no indices: tensors of no rows, with the right dtypes and trailing dimensions.
+        For no indices: tensors without rows, with the right dtypes and trailing dimensions.
         """
 
     def rows_into(self, indices: np.ndarray, target: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The same, and `target` itself if they were written there: tensors like those that `rows`
-        would return. Else what it holds is undefined."""
+        """Return the rows, written into `target` (tensors like the result of `rows`) if possible.
+        Unless the result is `target`, the contents of `target` are undefined."""
         return self.rows(indices)
 
     @property
     def lengths(self) -> np.ndarray | None:
-        """Tokens of each sample, where they differ and are known."""
+        """Tokens of each sample, if they differ and are known."""
         return None
 
     def number(self, index: int) -> int:
-        """What whoever made the data calls a sample."""
+        """Return a sample's number in the original data."""
         return index
 
     def specimen(self, indices: np.ndarray) -> dict[str, Tensor]:
-        """A batch that takes no less time and memory than any other of so many samples; of those at
-        `indices`, where all are alike."""
+        """Return a batch as costly in time and memory as any with as many samples; for equal
+        samples, simply the samples at `indices`."""
         return self.rows(indices)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
@@ -98,7 +99,7 @@ class Source(ABC):
 
 
 class PackedSource(Source):
-    """Packed text: `input_ids` and, with the same values, `labels`, both int64[k, L]."""
+    """Packed text: `input_ids` and, with equal values, `labels`, both int64[k, L]."""
 
     name = "the text"
     thread_safe = True
@@ -119,10 +120,10 @@ class PackedSource(Source):
 
 
 class KeptRows(Source):
-    """Samples that are in memory: tensors with samples in the first dimension.
+    """Samples in memory: tensors with samples in the first dimension.
 
     Args:
-        skipped: those that could not be read, by their indices, which is told of whoever asks.
+        skipped: samples that could not be read, by index, reported whenever requested.
     """
 
     thread_safe = True
@@ -152,10 +153,10 @@ class KeptRows(Source):
 
 
 class SameSamples(Source):
-    """The samples of another source, in its order.
+    """Base of sources with the samples and the order of another source.
 
     Attributes:
-        _whole: that one.
+        _whole: the other source.
     """
 
     _whole: Source
@@ -180,7 +181,7 @@ class SameSamples(Source):
 
 
 class DerivedSource(SameSamples):
-    """The samples of another source, which may be read as that one may."""
+    """A source derived from another, which can be read in the same ways."""
 
     def __init__(self, whole: Source) -> None:
         self._whole = whole
@@ -199,7 +200,7 @@ class DerivedSource(SameSamples):
 
 
 class OwnTokensAsLabels(DerivedSource):
-    """Another source, `with_labels`: for a model that predicts next tokens."""
+    """A source with labels added by `with_labels`, for a model that predicts next tokens."""
 
     def specimen(self, indices: np.ndarray) -> dict[str, Tensor]:
         return with_labels(self._whole.specimen(indices))
@@ -209,8 +210,7 @@ class OwnTokensAsLabels(DerivedSource):
 
 
 def with_labels(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A batch whose `labels`, where it has none, are its `input_ids`, as far as the
-    `attention_mask` shows them."""
+    """Add missing `labels` to a batch: the `input_ids`, or -100 where `attention_mask` is 0."""
     tokens, mask = batch.get("input_ids"), batch.get("attention_mask")
     if tokens is None or "labels" in batch:
         return batch
@@ -220,12 +220,12 @@ def with_labels(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 class KnownTokens(DerivedSource):
-    """Another source, for a language model: its `input_ids`, and the `labels` that count, must be
-    tokens of the model's vocabulary. Others fail somewhere inside the model, on a GPU without a
-    word about the sample. They become int64, which models take.
+    """A source for a language model, with a check of `input_ids`, and of `labels` that count,
+    against the model's vocabulary. Unknown tokens fail somewhere inside the model, on a GPU without
+    naming the sample. Both become int64, as models expect.
 
     Args:
-        aligned: whether labels belong to tokens, one to each; those of a decoder do not.
+        aligned: whether labels correspond to tokens one to one; labels of a decoder do not.
     """
 
     def __init__(self, whole: Source, vocabulary: int, *, aligned: bool = True) -> None:
@@ -276,13 +276,14 @@ class KnownTokens(DerivedSource):
 
 
 def check_known(key: str, values: Tensor, vocabulary: int, *, what: str, name: str) -> None:
-    """
+    """Check tokens or labels of a sample against a vocabulary.
+
     Args:
         key: `input_ids` or `labels`; `values`: those of one sample.
-        what: to call the sample, `name` the dataset, in errors.
+        what: name of the sample, `name` of the dataset, in errors.
 
     Raises:
-        InputError: a model of this vocabulary does not know them all.
+        InputError: a model of this vocabulary does not know all values.
     """
     unknown = _unknown(key, values, vocabulary)
     if unknown.any():
@@ -296,7 +297,7 @@ def check_known(key: str, values: Tensor, vocabulary: int, *, what: str, name: s
 
 
 def _unknown(key: str, values: Tensor, vocabulary: int) -> Tensor:
-    """Which are none of the vocabulary's."""
+    """Return a mask of values outside the vocabulary."""
     unknown = (values < 0) | (values >= vocabulary)
     return unknown & (values != IGNORED) if key == "labels" else unknown
 
@@ -339,10 +340,10 @@ class View(DerivedSource):
 
 
 def split_held_out(whole: Source, held_out: float) -> tuple[Source, Source]:
-    """(train, held out): the last part `held_out` of the samples, at least one unless it is 0.
+    """Return (train, held out): the last part `held_out` of the samples, at least one unless 0.
 
     Raises:
-        InputError: that leaves nothing to train on.
+        InputError: nothing is left to train on.
     """
     n = len(whole)
     kept = max(1, int(n * held_out)) if held_out else 0
@@ -356,7 +357,7 @@ def split_held_out(whole: Source, held_out: float) -> tuple[Source, Source]:
 
 
 def in_order(keys: Iterable[Any]) -> list[Any]:
-    """Keys of a sample, which may be of any types."""
+    """Sort the keys of a sample, which may be of any types."""
     return sorted(keys, key=str)
 
 
@@ -365,5 +366,5 @@ def by_key(values: Mapping[Any, T]) -> list[tuple[Any, T]]:
 
 
 def digest(*parts: object) -> str:
-    """Sixteen hex digits that change when any part does."""
+    """Return sixteen hex digits that change with any part."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

@@ -1,6 +1,6 @@
-"""Any map-style dataset as a source: samples are fetched one by one and stacked.
+"""Map-style datasets as sources, with samples fetched individually and stacked.
 
-The first sample sets the keys, shapes and dtypes; one that differs is an error that names it.
+The first sample sets the keys, shapes and dtypes; an error names any sample that differs.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ IF_TEXT = (
 )
 
 Collate = Callable[[list[Any]], Batch]
-"""Makes a batch of a list of samples: a dictionary of tensors with samples in the first dimension.
-"""
+"""Function from a list of samples to a batch: tensors by key, with samples in the first
+dimension."""
 
 
 class SampleSource(Source):
     """A dataset with `len` and indexing whose samples are dictionaries of tensors, numpy arrays,
     numbers, or lists of numbers.
 
-    A dataset that offers `__getitems__` (a list of indices to a list of samples) is asked that way.
+    Samples are read by `__getitems__` (list of indices to list of samples) if available.
 
     Args:
         dataset: the dataset.
-        name: what to call it in errors and in the fingerprint, which holds the name, the length and
-            the shape of a sample, but not the content: that may be augmented at random.
-        thread_safe: whether several threads may index it at once; default: if it says so itself by
-            an attribute of that name.
-        reading: whether another sample may tell what all are like, where the first is bad.
+        name: name of the dataset in errors and in the fingerprint, which covers the name, the
+            length and the shape of a sample, but not the content: that may be augmented at random.
+        thread_safe: whether several threads may index it at once; default: the dataset's attribute
+            of that name, if any.
+        reading: whether another sample may represent all if the first is bad.
 
     Raises:
-        InputError: it is not map-style, it is empty, or its first sample is not such a dictionary.
+        InputError: the dataset is not map-style or is empty, or its first sample is invalid.
         TrainingError: its first sample cannot be read.
     """
 
@@ -65,7 +65,7 @@ class SampleSource(Source):
 
     @property
     def first(self) -> dict[str, Tensor]:
-        """The sample that tells what all are like."""
+        """The sample that sets keys, shapes and dtypes for all."""
         return self._stack.first
 
     @property
@@ -89,7 +89,7 @@ class SampleSource(Source):
         return self._stack.of(indices, self._dataset.fetch(indices.tolist()))
 
     def rows_into(self, indices: np.ndarray, target: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Each sample is written as soon as it is read, so that the next one gets its memory."""
+        """Write each sample once read, to free memory for the next."""
         numbers = indices.tolist()
 
         def put(row: int, sample: Any) -> None:
@@ -101,11 +101,11 @@ class SampleSource(Source):
         return target
 
     def _learn(self, index: int) -> None:
-        """By one sample, what all are like."""
+        """Learn keys, shapes and dtypes from one sample."""
         self._stack = Stack(self.name, self._dataset.fetch([index])[0], index)
 
     def samples(self, indices: np.ndarray) -> list[dict[str, Tensor]]:
-        """The samples at `indices`, of any shapes."""
+        """Return the samples at `indices`, of any shapes."""
         samples = zip(indices.tolist(), self._dataset.fetch(indices.tolist()), strict=True)
         found = [(index, self._stack.tensors(index, sample)) for index, sample in samples]
         for index, sample in found:
@@ -114,14 +114,14 @@ class SampleSource(Source):
 
 
 class Stack:
-    """Puts samples together that are all like the first one.
+    """A stacker of samples that match the first in keys, shapes and dtypes.
 
     Args:
-        name: what to call the dataset in errors.
+        name: name of the dataset in errors.
         first: the first sample; `index`: its number.
 
     Raises:
-        InputError: it is no dictionary of what can be a tensor.
+        InputError: the sample is no dictionary of values convertible to tensors.
     """
 
     def __init__(self, name: str, first: Any, index: int = 0) -> None:
@@ -131,46 +131,47 @@ class Stack:
 
     @property
     def shapes(self) -> list[tuple[str, tuple[int, ...], str]]:
-        """Of a sample, by key."""
+        """Key, shape and dtype of each value of a sample, sorted by key."""
         return [(k, tuple(v.shape), str(v.dtype)) for k, v in by_key(self.first)]
 
     @property
     def empty(self) -> Batch:
-        """A batch of no samples."""
+        """A batch without samples."""
         return {key: value.new_empty((0, *value.shape)) for key, value in self.first.items()}
 
     def of(self, indices: np.ndarray, samples: Sequence[Any]) -> Batch:
-        """The samples, which have these numbers, one behind the other.
+        """Stack the samples numbered `indices`.
 
         Raises:
-            InputError: one is not like the first.
+            InputError: a sample does not match the first.
         """
         pairs = zip(indices.tolist(), samples, strict=True)
         found = [self.like_the_first(index, sample) for index, sample in pairs]
         return {key: torch.stack([sample[key] for sample in found]) for key in self.first}
 
     def like_the_first(self, index: int, sample: Any) -> dict[str, Tensor]:
-        """The tensors of a sample.
+        """Return the tensors of a sample.
 
         Raises:
-            InputError: they are not like those of the first.
+            InputError: they do not match the tensors of the first.
         """
         found = self.tensors(index, sample)
         self._check(index, found)
         return found
 
     def tensors(self, index: int, sample: Any) -> dict[str, Tensor]:
-        """Of one sample.
+        """Return the tensors of a sample, of any shapes.
 
         Raises:
-            InputError: it is no dictionary of what can be a tensor.
+            InputError: the sample is no dictionary of values convertible to tensors.
         """
         return tensors_of(sample, f"sample {index}", self._name)
 
     def check_keys(self, index: int, sample: dict[str, Tensor]) -> None:
-        """
+        """Compare the keys of a sample with the first.
+
         Raises:
-            InputError: a sample has other keys than the first.
+            InputError: the keys differ.
         """
         if sample.keys() != self.first.keys():
             raise InputError(
@@ -198,13 +199,13 @@ class Stack:
 
 
 def tensors_of(sample: Any, what: str, name: str) -> dict[str, Tensor]:
-    """A sample's.
+    """Return the tensors of a sample.
 
     Args:
-        what: to call the sample, `name` the dataset, in errors.
+        what: name of the sample, `name` of the dataset, in errors.
 
     Raises:
-        InputError: it is no dictionary of what can be a tensor.
+        InputError: the sample is no dictionary of values convertible to tensors.
     """
     if not isinstance(sample, Mapping) or not sample:
         article = "an empty" if isinstance(sample, Mapping) else "a"
@@ -225,7 +226,7 @@ def _tensor(value: Any, key: str, what: str, name: str) -> Tensor:
     try:
         array = np.array(value)
         if array.dtype == np.float64 and not isinstance(value, np.ndarray | np.generic):
-            array = array.astype(np.float32)  # Python's numbers follow torch's default
+            array = array.astype(np.float32)  # Python's numbers get torch's default dtype
         return torch.from_numpy(array)
     except (TypeError, ValueError) as error:
         raise InputError(
@@ -239,7 +240,7 @@ def _tensor(value: Any, key: str, what: str, name: str) -> Tensor:
 
 
 def _plain(value: Tensor, what: str, key: str, name: str) -> Tensor:
-    """Without how it was computed, which another process would not know of either."""
+    """Detach a tensor from its graph, which another process would not know either."""
     if value.layout != torch.strided:
         raise InputError(
             f"{what} holds '{key}', a sparse tensor",
@@ -250,14 +251,14 @@ def _plain(value: Tensor, what: str, key: str, name: str) -> Tensor:
 
 
 class CollatedSource(Source):
-    """A map-style dataset of samples of any kind, and what makes batches of them.
+    """A map-style dataset of samples of any kind, with a function that makes batches.
 
     Args:
         dataset, name, thread_safe, reading: see `SampleSource`.
-        collate: is given the samples of a whole batch.
+        collate: receives the samples of a whole batch.
 
     Raises:
-        InputError: it is not map-style, it is empty, or what comes of its first sample is no batch.
+        InputError: the dataset is not map-style or is empty, or its first sample gives no batch.
     """
 
     splits = False
@@ -304,13 +305,13 @@ class CollatedSource(Source):
 
 
 def collated(collate: Collate, samples: Sequence[Any], name: str) -> Batch:
-    """What `collate` makes of samples.
+    """Return the batch that `collate` makes of samples.
 
     Raises:
-        InputError: it is no batch of them.
+        InputError: the result is no batch of the samples.
     """
     draws.begin_together()
-    # Who takes away from a dictionary must not take it from the dataset.
+    # `collate` may pop keys, but not from the dataset's own dictionaries.
     batch = collate([copy(one) if isinstance(one, dict) else one for one in samples])
     if not isinstance(batch, Mapping) or not batch:
         raise InputError(
@@ -328,17 +329,17 @@ def collated(collate: Collate, samples: Sequence[Any], name: str) -> Batch:
 
 
 class MapStyle:
-    """A dataset with `len` and indexing; one that offers `__getitems__` (a list of indices to a
-    list of samples) is asked that way.
+    """A dataset with `len` and indexing, read by `__getitems__` (a list of indices to a list of
+    samples) where available.
 
-    Once it was seen to draw at random its samples are read one by one, each by what its place in
-    the order is to draw.
+    Once random draws are seen, samples are read one by one, each seeded by its position in the
+    order.
 
     Attributes:
         draws: whether it draws from generators of the process.
 
     Raises:
-        InputError: it is not map-style, or it is empty.
+        InputError: the dataset is not map-style, or is empty.
     """
 
     def __init__(self, dataset: Any, name: str, thread_safe: bool | None = None) -> None:
@@ -347,11 +348,11 @@ class MapStyle:
         said = bool(getattr(dataset, "thread_safe", False))
         self.thread_safe = said if thread_safe is None else thread_safe
         self.draws = self._one_by_one = False
-        # A dataset of the user's need not be safe for two threads.
+        # A user's dataset need not be safe for two threads.
         self._lock = nullcontext() if self.thread_safe else threading.Lock()
 
     def __reduce__(self) -> tuple[type[MapStyle], tuple[Any, str, bool]]:
-        # A lock goes to no other process.
+        # A lock cannot be pickled.
         return MapStyle, (self._dataset, self._name, self.thread_safe)
 
     def __len__(self) -> int:
@@ -363,8 +364,8 @@ class MapStyle:
         return found
 
     def read(self, indices: list[int], put: Callable[[int, Any], None]) -> None:
-        """The samples at `indices`: `put` is given the number of each in the list, and the sample;
-        where they turn out to draw at random, twice."""
+        """Read the samples at `indices`, and call `put` with the place in the list and the sample;
+        twice for each if they turn out to draw at random."""
         with self._lock:
             now = _counted(self._dataset, self._name)
             if now != self._len:
@@ -422,10 +423,11 @@ def as_source(
     thread_safe: bool | None = None,
     reading: Reading = AS_USUAL,
 ) -> Source:
-    """`dataset` itself if it is a source, a `SampleSource` or `CollatedSource` around it otherwise.
+    """Return `dataset` itself if a source, otherwise wrapped in a `SampleSource` or
+    `CollatedSource`.
 
     Raises:
-        InputError: it is a source already, and is to be collated.
+        InputError: the dataset is a source already, and `collate` is given.
     """
     name = type(dataset).__name__
     if isinstance(dataset, Source):
@@ -471,7 +473,7 @@ def _length(dataset: Any, name: str) -> int:
 def _counted(dataset: Any, name: str) -> int:
     try:
         return len(dataset)
-    except Exception as error:  # the dataset's own
+    except Exception as error:  # raised by the dataset
         raise InputError(
             f"the dataset does not say how many samples it has: {in_a_line(error)}",
             where=name,

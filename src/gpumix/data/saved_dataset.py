@@ -1,7 +1,7 @@
-"""A folder written by `datasets.save_to_disk` as a source.
+"""Folders written by `datasets.save_to_disk`, as sources.
 
 Text, and token lists of other lengths than a sample's, are packed once into a token file; token
-lists of just that length are read as they are. `datasets` is imported inside: it takes a second.
+lists of exactly that length are read as they are. `datasets` is imported lazily: it takes a second.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _ROWS = 2000
 def open_saved(
     folder: Path, column: str, tokenizer: Tokenizer, sequence_length: int, cache: Path
 ) -> Source:
-    """The dataset in `folder`: its `column` of text or of tokens, or else its `input_ids`.
+    """Open the dataset in `folder`: `column` of text or of tokens, or by default `input_ids`.
 
     Raises:
-        InputError: no such dataset, no such column, or both of the two; a row is null or holds
-            tokens that the tokenizer does not know.
+        InputError: no such dataset, no such column, or both text and tokens; a row is null or has
+            tokens unknown to the tokenizer.
         MachineError: the package `datasets` is missing, or the cache cannot be written.
     """
     dataset = _load(folder)
@@ -48,8 +48,8 @@ def open_saved(
 def open_saved_documents(
     folder: Path, column: str, tokenizer: Tokenizer, sequence_length: int, cache: Path
 ) -> Ragged:
-    """Its rows one by one: texts of `column`, or else `input_ids` and what goes with them, as they
-    are. Errors as those of `open_saved`."""
+    """Open the rows as separate samples: texts of `column`, or else unchanged `input_ids` with
+    per-token columns. Errors as in `open_saved`."""
     dataset = _load(folder)
     name = _column(dataset, column, folder)
     if name != TOKENS:
@@ -69,7 +69,7 @@ def open_saved_documents(
 def open_saved_texts(
     folder: Path, column: str, tokenizer: Tokenizer, sequence_length: int
 ) -> TokenizedTexts:
-    """The texts of `column`, to be tokenised as they are read. Errors as those of `open_saved`."""
+    """Open the texts of `column`, to be tokenized while read. Errors as in `open_saved`."""
     dataset = _load(folder)
     if _column(dataset, column, folder) != column or column == TOKENS:
         raise InputError(
@@ -90,7 +90,7 @@ def open_saved_texts(
 
 
 def saved_mark(folder: Path) -> str:
-    """That says which dataset it is, once it could be opened. Errors as those of `open_saved`."""
+    """Return the fingerprint of a dataset, after opening it. Errors as in `open_saved`."""
     _load(folder)
     return _mark(folder)
 
@@ -119,7 +119,7 @@ def _packed(
 
 
 class SavedRows(Source):
-    """Rows of one length, as they are: those of `PER_TOKEN` that there are, int64[k, L].
+    """Rows of one length, unchanged: all columns present from `PER_TOKEN`, int64[k, L].
 
     Without a column `labels` the labels are the tokens, -100 where the attention mask is 0.
     """
@@ -138,7 +138,7 @@ class SavedRows(Source):
 
     def rows(self, indices: np.ndarray) -> dict[str, Tensor]:
         wanted = [int(i) for i in indices]
-        columns = self._rows[wanted or [0]]  # a row tells the shape where none is wanted
+        columns = self._rows[wanted or [0]]  # with no rows requested, a row gives the shape
         return with_labels(
             {
                 name: torch.from_numpy(np.array(column, dtype=np.int64))[: len(wanted)]
@@ -175,7 +175,7 @@ def _load(folder: Path) -> Any:
 
 
 def _column(dataset: Any, column: str, folder: Path) -> str:
-    """The column to read: `column`, or `input_ids` where there is no such column."""
+    """Return the column to read: `column`, or `input_ids` if missing."""
     names = dataset.column_names
     if column not in names and TOKENS not in names:
         raise InputError(
@@ -212,7 +212,7 @@ def _is_tokens(kind: Any) -> bool:
 
 
 def _lengths_are(dataset: Any, length: int, folder: Path) -> bool:
-    """Whether every row has `length` tokens; the other per-token columns must agree."""
+    """Return whether every row has `length` tokens; all per-token columns must agree."""
     names = [name for name in PER_TOKEN if name in dataset.column_names]
     equal = True
     for first, columns in _lists(dataset, names, folder):
@@ -228,7 +228,7 @@ def _lengths_are(dataset: Any, length: int, folder: Path) -> bool:
 
 
 def _row_lengths(dataset: Any, names: list[str], folder: Path) -> np.ndarray:
-    """Tokens of each row that its attention mask leaves."""
+    """Return the number of tokens per row, without tokens hidden by the attention mask."""
     _lengths_are(dataset, 0, folder)
     wanted = MASK if MASK in names else TOKENS
     found = [np.empty(0, dtype=np.int32)]
@@ -248,7 +248,7 @@ def _row_lengths(dataset: Any, names: list[str], folder: Path) -> np.ndarray:
 
 
 def _seen(lengths: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """How many tokens of rows of these lengths their masks, one behind the other, leave."""
+    """Return the visible tokens per row, given the row lengths and the concatenated masks."""
     before = np.concatenate([[0], np.cumsum(mask != 0)])
     ends = np.cumsum(lengths)
     seen: np.ndarray = before[ends] - before[ends - lengths]
@@ -258,7 +258,7 @@ def _seen(lengths: np.ndarray, mask: np.ndarray) -> np.ndarray:
 def _lists(
     dataset: Any, names: list[str], folder: Path
 ) -> Iterator[tuple[int, dict[str, tuple[np.ndarray, np.ndarray]]]]:
-    """(first row, per column the rows' lengths and all their elements), for a run of rows each."""
+    """Yield for each run of rows (first row, per column the rows' lengths and all elements)."""
     import pyarrow.compute as compute
 
     tables = dataset.select_columns(names).with_format("arrow").iter(batch_size=_ROWS)
@@ -275,7 +275,7 @@ def _lists(
 
 
 def _write_tokens(dataset: Any, tokenizer: Tokenizer, writer: TokenWriter, folder: Path) -> None:
-    """Every row's tokens that the attention mask leaves, then end-of-text if not yet there."""
+    """Write the visible tokens of every row, each row ending with end-of-text."""
     if LABELS in dataset.column_names:
         raise InputError(
             "rows of other lengths than sequence_length cannot keep their column 'labels'",
@@ -297,7 +297,7 @@ def _write_tokens(dataset: Any, tokenizer: Tokenizer, writer: TokenWriter, folde
         ends = np.cumsum(lengths[lengths > 0])
         added = ends[tokens[ends - 1] != tokenizer.end_of_text]
         tokens = np.insert(tokens, added, tokenizer.end_of_text)
-        ends += np.searchsorted(added, ends, side="right")  # so many were put in up to there
+        ends += np.searchsorted(added, ends, side="right")  # tokens inserted up to each end
         writer.write(tokens, ends)
 
 
@@ -319,12 +319,12 @@ def _null_row(name: str, row: int, folder: Path) -> InputError:
 
 
 def _files(folder: Path) -> tuple[SourceFile, ...]:
-    """The files that the dataset is made of; `datasets` adds caches of its own to the folder."""
+    """Return the files of the dataset; `datasets` adds caches of its own to the folder."""
     names = ["state.json", *(path.name for path in sorted(folder.glob("data-*.arrow")))]
     return tuple(SourceFile.of(folder / name, (folder / name).stat()) for name in names)
 
 
 def _mark(folder: Path) -> str:
-    """The dataset's fingerprint: what `datasets` wrote of its history, and its files' sizes."""
+    """Return the dataset's fingerprint: of the history written by `datasets`, and of file sizes."""
     sizes = [(file.path.name, file.size) for file in _files(folder)]
     return digest(read_bytes(folder / "state.json"), sizes)

@@ -1,4 +1,4 @@
-"""Opens what a job trains on: text, a saved dataset, or a factory's dataset."""
+"""Sources of a job's training data: text, a saved dataset, or a factory's dataset."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from gpumix.spec.job import Job
 def open_data(
     job: Job, folder: Path, cache: Path, *, vocabulary: int | None = None
 ) -> tuple[Source, Source]:
-    """(train, held out) as `job.data` names them; held out is empty where it says 0.
+    """Open (train, held out) as named by `job.data`; held out is empty if the job says 0.
 
     Of a stream the first samples of each pass are held out, as many as an evaluation takes.
 
     Args:
         job: the job.
-        folder: what the job's relative paths start from, and where a factory's module lies.
-        cache: where token files are kept; best on a disk of this machine.
-        vocabulary: how many tokens the model knows, if that is known.
+        folder: base of the job's relative paths, and location of a factory's module.
+        cache: folder of token files; best on a disk of this machine.
+        vocabulary: number of tokens known to the model, if known.
 
     Raises:
         InputError: the data is missing, unfit, or too little for one sample.
@@ -64,7 +64,7 @@ def open_data(
     def known(source: Source) -> Source:
         if opened.lacks_labels:
             source = OwnTokensAsLabels(source)
-        # Those of a job's own tokenizer are compared with the model before.
+        # The job's own tokenizer is compared with the model earlier.
         own = job.data.factory is None and opened.is_text
         if vocabulary is None or own:
             return source
@@ -81,10 +81,10 @@ class _Opened:
     """The data of a job, on its way from files to samples.
 
     Attributes:
-        is_text: its labels are its tokens.
-        lacks_labels: they are to be its tokens.
-        aligned: its labels belong to its tokens, as far as is known: what a model of the user's
-            own takes is its own affair, and a decoder has tokens of its own.
+        is_text: whether the labels are the tokens.
+        lacks_labels: whether the tokens must become the labels.
+        aligned: whether labels are known to correspond to tokens: a user's own model decides that
+            itself, and a decoder has tokens of its own.
     """
 
     def __init__(self, job: Job, folder: Path, cache: Path, vocabulary: int | None) -> None:
@@ -99,7 +99,7 @@ class _Opened:
         self.aligned = job.model.config is not None and job.model.task != "seq2seq-lm"
 
     def whole(self) -> Source:
-        """Documents in a row, cut; or samples that have one length already."""
+        """Open concatenated documents, cut into samples; or samples with one length already."""
         data = self._job.data
         if data.factory is not None:
             return self._fixed_samples(data.factory)
@@ -113,7 +113,7 @@ class _Opened:
         return source
 
     def from_documents(self) -> Source:
-        """Documents one by one, or packed without being cut."""
+        """Open documents as separate samples, or packed without cuts."""
         data = self._job.data
         made = None if data.factory is None else self._made(data.factory)
         if is_stream(made) and not isinstance(made, Source):
@@ -130,7 +130,7 @@ class _Opened:
         return PackedDocuments(documents, seed=self._job.seed, predicts_next=predicts_next)
 
     def _from_stream(self, stream: Any) -> StreamSource:
-        """Documents of a stream: padded, or packed as they come."""
+        """Open the documents of a stream: padded, or packed in order of arrival."""
         job, data = self._job, self._job.data
         assert data.factory is not None, "it made the stream"
         if data.bucketing:
@@ -166,7 +166,7 @@ class _Opened:
         )
 
     def _predicts_next(self) -> bool:
-        """Whether labels of packed documents are compared with what comes out one token before.
+        """Return whether labels of packed documents are compared with outputs one token earlier.
 
         Raises:
             InputError: documents cannot be packed for the job's task.
@@ -181,10 +181,7 @@ class _Opened:
         return self._job.model.task == "causal-lm"
 
     def _documents(self, made: Any) -> Ragged:
-        """
-        Args:
-            made: by the factory, if there is one.
-        """
+        """Open the documents; `made` is the result of the factory, if any."""
         data = self._job.data
         if data.text:
             return Documents(self._text(), pad_token=self._tokenizer().end_of_text)
@@ -223,7 +220,7 @@ class _Opened:
             column=self._job.data.column,
             longest=self._length,
             name=reference,
-            content=str(getattr(made, "_fingerprint", "")),  # of `datasets`: what it was made by
+            content=str(getattr(made, "_fingerprint", "")),  # of `datasets`: how it was made
             reading=self._reading,
         )
         texts.take_lengths(declared_lengths(made, len(texts), reference))
@@ -245,7 +242,7 @@ class _Opened:
         return open_tokenizer(self._folder / named if isinstance(named, Path) else named)
 
     def _made(self, reference: str) -> Any:
-        """By a factory. One that is a generator is begun again for each pass."""
+        """Call a factory. A generator is made again for each pass."""
         given = self._job.data.arguments
         make = partial(call_factory, reference, given, self._folder, key="data")
         made = make()
@@ -276,7 +273,7 @@ class _Opened:
         return source
 
     def _check_keys(self, keys: Collection[str], reference: str) -> None:
-        """What a language model needs of each sample."""
+        """Check the keys of samples for a language model; find out if labels are missing."""
         task, has = self._job.model.task, ", ".join(sorted(keys))
         if not {"input_ids", "inputs_embeds"} & set(keys):
             raise InputError(

@@ -1,8 +1,7 @@
-"""Documents that a stream gives: tokenised as they are read, then padded, or packed.
+"""Documents of a stream: tokenized while read, and padded or packed.
 
-Packs are made window by window, of documents in the order in which they come, by whoever reads
-them. So what is in a pack depends on the stream, its lanes and the seed, and on no plan, rank or
-worker.
+Packs are made window by window, of documents in order of arrival, by each reader. So a pack depends
+on the stream, its lanes and the seed, and on no plan, rank or worker.
 """
 
 from __future__ import annotations
@@ -38,44 +37,41 @@ from gpumix.data.streams import Form, Packed
 from gpumix.data.tokenizer import Tokenizer
 from gpumix.spec.errors import InputError, first_line
 
-WINDOW = 1024  # documents that are packed together, in all lanes of a stream
-LEAST_WINDOW = 64  # of a lane
-AT_ONCE = 64  # texts that are tokenised by one call
+WINDOW = 1024  # documents packed together, in all lanes of a stream
+LEAST_WINDOW = 64  # documents per lane, at least
+AT_ONCE = 64  # texts tokenized by one call
 
 
 class Kind(Protocol):
-    """How what a stream gives becomes documents."""
+    """Conversion of a stream's samples into documents."""
 
     @property
     def pad_token(self) -> int: ...
 
     @property
     def mark(self) -> str:
-        """Changes when documents do."""
+        """A digest that changes with the documents."""
 
     @property
     def of_decoder(self) -> Collection[str]:
-        """Keys of what has a length of its own, beside the tokens."""
+        """Keys of values with lengths of their own, independent of the tokens."""
 
     def checked(self, given: Any, what: str, name: str) -> Any:
-        """
-        Raises:
-            InputError: it is none.
-        """
+        """Return the sample, checked; raise an InputError if it is no document."""
 
     def documents(self, given: Sequence[Any]) -> list[Sample]:
-        """Of what was checked, each as long as it is."""
+        """Return the documents of checked samples, at full length."""
 
     def parts(self, document: Sample, longest: int) -> list[Sample]:
-        """What is packed of it."""
+        """Return the parts of a document to be packed."""
 
 
 @dataclass(frozen=True)
 class Texts:
-    """How texts become documents: strings, or dictionaries with one in `column`.
+    """Conversion of texts into documents: strings, or dictionaries with a string in `column`.
 
     Attributes:
-        tokenizer: puts end-of-text behind each.
+        tokenizer: end-of-text follows each document.
     """
 
     tokenizer: Tokenizer
@@ -98,16 +94,16 @@ class Texts:
         return [{TOKENS: torch.from_numpy(tokens)} for tokens in found]
 
     def parts(self, document: Sample, longest: int) -> list[Sample]:
-        """A long one becomes several; of a single token nothing is to be learnt."""
+        """Split a long document; drop single tokens, which have nothing to predict."""
         return [{TOKENS: part} for part in document[TOKENS].split(longest) if len(part) > 1]
 
 
 @dataclass(frozen=True)
 class OwnTokens:
-    """How dictionaries of `input_ids` and what goes with them become documents.
+    """Conversion of dictionaries of `input_ids` and per-token values into documents.
 
     Attributes:
-        aligned: whether labels belong to tokens, one to each; those of a decoder do not.
+        aligned: whether labels correspond to tokens one to one; labels of a decoder do not.
     """
 
     aligned: bool
@@ -127,7 +123,7 @@ class OwnTokens:
         return list(given)
 
     def parts(self, document: Sample, longest: int) -> list[Sample]:
-        """Its first tokens: what a sample has beside them may belong together."""
+        """Return the first tokens only: further values of a sample may belong together."""
         part = cut_to(document, longest, own=self.of_decoder)
         return [part] if len(part[TOKENS]) else []
 
@@ -137,11 +133,11 @@ class StreamDocuments:
     """The documents of a stream.
 
     Attributes:
-        name: of the stream, in errors.
-        kind: what it gives.
+        name: name of the stream in errors.
+        kind: conversion of its samples.
         longest: tokens of a sample.
-        reading: whether documents that are none are passed over.
-        vocabulary: of the model, which must know what is packed of each; None: that is seen later.
+        reading: whether invalid documents are skipped.
+        vocabulary: vocabulary of the model, to check all that is packed; None: checked later.
     """
 
     name: str
@@ -151,7 +147,8 @@ class StreamDocuments:
     vocabulary: int | None = None
 
     def padded(self) -> Form:
-        """Each a sample, padded to the longest of its batch; made of its own by each worker."""
+        """Return the form with a sample per document, padded to the longest of its batch. Each
+        worker converts only its own samples."""
         return Form(
             transform=self._sample,
             collate=partial(padded, pad_token=self.kind.pad_token),
@@ -160,11 +157,11 @@ class StreamDocuments:
         )
 
     def packed(self, *, seed: int, predicts_next: bool) -> Form:
-        """Whole ones in packs of `longest` tokens: first-fit in each window of documents, whose
-        packs then come in a keyed order.
+        """Return the form with whole documents in packs of `longest` tokens: first-fit in each
+        window of documents, and the packs of a window in a keyed order.
 
-        The documents of the emptiest pack of a window go into the next one: only the last pack of a
-        pass is as empty as it happens to be.
+        Documents of a window's emptiest pack go into the next window, so only the last pack of a
+        pass may be poorly filled.
 
         Args:
             predicts_next: see `Packer`.
@@ -193,7 +190,7 @@ class StreamDocuments:
         bad: list[Skipped] = []
         documents = self._documents(given, bad)
         window, number = max(LEAST_WINDOW, WINDOW // lanes), 0
-        left: list[Sample] = []  # in the emptiest pack, which the next window goes on with
+        left: list[Sample] = []  # from the emptiest pack, for the next window
         while fresh := list(islice(documents, window)):
             key = key_of(f"gpumix packs {seed} {place} {number}")
             packs = _in_packs(left + fresh, self.longest, key)
@@ -205,7 +202,8 @@ class StreamDocuments:
             yield _filled(packer, left, bad)
 
     def _documents(self, given: Iterator[Any], bad: list[Skipped]) -> Iterator[Sample]:
-        """What is packed, in the order of the stream; what is not is put down in `bad`."""
+        """Yield the documents to pack, in the order of the stream; add skipped documents to
+        `bad`."""
         keys: set[str] | None = None
         good = self._good(given, bad)
         while some := list(islice(good, AT_ONCE)):
@@ -221,7 +219,7 @@ class StreamDocuments:
 
     def _good(self, given: Iterator[Any], bad: list[Skipped]) -> Iterator[Any]:
         for number, one in enumerate(given):
-            begins(number + 1, self.name)  # each may take its time, not a window of them
+            begins(number + 1, self.name)  # the timeout is for each, not for a window of them
             what = f"document {number}"
             try:
                 checked = self.kind.checked(one, what, self.name)
@@ -242,7 +240,7 @@ class StreamDocuments:
 
 
 def _filled(packer: Packer, documents: Sequence[Sample], bad: list[Skipped]) -> Packed:
-    """A pack, which tells what was bad since the one before."""
+    """Return a pack, with the documents skipped since the previous pack."""
     skipped = tuple(bad)
     bad.clear()
     return Packed(packer.filled(documents), skipped)

@@ -1,12 +1,11 @@
-"""Samples that come in an order of their own: iterable datasets, `datasets` that are streamed,
-functions that make generators, generators.
+"""Streams as sources: iterable datasets, streamed `datasets`, generator functions, generators.
 
-Nothing of a stream can be asked for by its number, so each worker reads what comes before and
-drops what is not its own; what costs time is better left to `transform`, which only a worker's own
-samples go through. A stream of several shards has as many *lanes* as divide a global batch, and as
-many parts: rows of a batch belong to lanes, and a worker opens those alone whose rows it is asked
-for. A lane reads its own part, then those of all others: these may be of unlike sizes, and no
-sample comes again in a lane before all others did.
+A stream has its own order and no access by number, so each worker reads all samples before its own
+and drops them; expensive work belongs in `transform`, which is applied only to a worker's own
+samples. A stream of several shards has as many *lanes* as divide a global batch, and as many parts.
+Rows of a batch belong to lanes, and a worker opens only the lanes of its rows. A lane reads its own
+part, then the parts of all other lanes: parts may differ in size, and no sample repeats in a lane
+before all others were read.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ from gpumix.spec.units import plural
 
 Transform = Callable[[Any], Any]
 _LEAVES = frozenset((int, float, bool, str, bytes))
-MANY_SHARDS = 10  # of a lane: one more than others have makes little odds
-ENDLESS = 2**60  # samples: how many there are is not known, and a pass follows the other
+MANY_SHARDS = 10  # per lane: one more or less matters little
+ENDLESS = 2**60  # samples: their number is unknown, and passes follow each other
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A sample that was made of several of those that a stream gives.
+    """A sample made from several samples of a stream.
 
     Attributes:
-        skipped: of those between them and the ones before, what could not be read.
+        skipped: unreadable samples since the previous pack.
     """
 
     values: dict[str, Tensor]
@@ -53,16 +52,16 @@ class Packed:
 
 @dataclass(frozen=True)
 class Form:
-    """What becomes of what a stream gives.
+    """Processing of a stream's samples.
 
     Attributes:
-        transform: what a worker makes of each sample of its own.
-        collate: makes a batch of samples; None: they are stacked.
-        repack: makes packs of a pass through one of so many parts, which its number and the part's
-            tell from the others; all who read that lane do so.
-        specimen: makes a batch of so many samples that takes no less time and memory than any
-            other, by the first sample; None: all are alike.
-        mark: changes when samples do.
+        transform: applied by a worker to each of its own samples.
+        collate: makes a batch of samples; None: stack them.
+        repack: makes packs from the samples of a pass through a part, given the number of parts and
+            (pass, part); run by all readers of the lane.
+        specimen: makes a batch of a given size from the first sample, as costly in time and memory
+            as any; None: all samples are alike.
+        mark: changes with the samples.
     """
 
     transform: Transform | None = None
@@ -76,20 +75,20 @@ AS_IT_COMES = Form()
 
 
 class StreamSource(Source):
-    """The samples of a stream, by their positions in it; when it ends it is begun again.
+    """The samples of a stream, by position; the stream restarts when it ends.
 
     Args:
         stream: an iterable, an iterable of `datasets`, a function that makes an iterator (given the
             number of the pass, if it needs an argument or takes `epoch` first), or an iterator,
-            which goes through once.
+            which can be read once.
         global_batch: samples of a step over all ranks: lanes divide it.
-        form: what becomes of its samples.
-        passed_over: global batches at the beginning of each pass that are left out.
-        seed: of what a stream itself draws at random, such as the order of its files.
-        reading: how long its first samples are waited for.
+        form: processing of the samples.
+        passed_over: global batches left out at the beginning of each pass.
+        seed: seed of random draws of the stream itself, such as the order of its files.
+        reading: how long to wait for the first samples.
 
     Raises:
-        InputError: it gives nothing, what cannot be put together, or batches.
+        InputError: the stream is empty, or gives batches or samples that do not fit together.
         TrainingError: its first sample cannot be read.
     """
 
@@ -125,14 +124,14 @@ class StreamSource(Source):
         self._stream, self._form = stream, form
         self._lanes = _lanes_of(stream, global_batch)
         self._of_lane = global_batch // self._lanes
-        self._passed_over = passed_over * self._of_lane  # samples of a lane
+        self._passed_over = passed_over * self._of_lane  # samples per lane
         self._open: dict[int, _Lane] = {}
         self._opener = os.getpid()
         self._stack: Stack | None = None
-        self._most = 1  # samples that were asked for at once
+        self._most = 1  # samples requested at once so far
         readable(self._learn, 1 + TRIES, name, reading)
         if self._stream_draws and not self.once:
-            self._open = {}  # it was begun before it was known that it draws
+            self._open = {}  # opened before its draws were known
 
     @property
     def draws(self) -> bool:
@@ -155,18 +154,18 @@ class StreamSource(Source):
         return self._batch(indices, samples)
 
     def specimen(self, indices: np.ndarray) -> Batch:
-        """The first sample, so many times: nothing is read."""
+        """Repeat the first sample, without reading."""
         if self._form.specimen is not None:
             return self._form.specimen(self._first, len(indices))
         return self._batch(np.zeros_like(indices), [self._first] * len(indices))
 
     def split(self, batches: int, *, read: bool) -> tuple[Source, Source]:
-        """(the rest, the first global batches of each pass): how many samples there are is not
-        known, so none can be held out by their part.
+        """Return (the rest, the first global batches of each pass). The number of samples is
+        unknown, so no fraction can be held out.
 
         Args:
-            read: the held-out ones will be asked for. They are read once, now: later a thread reads
-                the rest, and to come back to them is to open the stream again.
+            read: whether held-out samples will be requested. If so, they are read once, now: later
+                a thread reads the rest, and going back would mean opening the stream again.
         """
         if not batches:
             return self, View(self, 0, 0)
@@ -185,7 +184,7 @@ class StreamSource(Source):
         return rest, KeptRows(self.name, *fetch_in_time(self, wanted, self._reading))
 
     def _learn(self, position: int) -> None:
-        """By one sample, what all are like."""
+        """Learn keys, shapes, dtypes and random draws from one sample."""
         with draws.watched() as drawn:
             self._raw(position)
         self._stream_draws = bool(drawn)
@@ -212,14 +211,14 @@ class StreamSource(Source):
                 lacks(row, one)
             sample = sample.values
         if self._form.transform is not None or self._form.collate is not None:
-            sample = _copied(sample)  # what a lane keeps may be asked for again
+            sample = _copied(sample)  # the lane may return its copy again
         if self._form.transform is None:
             return sample
         draws.begin(row)
         return self._form.transform(sample)
 
     def _raw(self, position: int) -> Any:
-        if os.getpid() != self._opener:  # what another process opened, files say, it reads on
+        if os.getpid() != self._opener:  # the parent continues to read its files
             self._open, self._opener = {}, os.getpid()
         step, row = divmod(position, self._lanes * self._of_lane)
         lane, place = divmod(row, self._of_lane)
@@ -235,19 +234,19 @@ class StreamSource(Source):
         return self._open[lane].at(step * self._of_lane + place, kept=self._most + TRIES)
 
     def _before(self, key: int, place: int) -> None:
-        """Before a lane reads what has this place in it."""
+        """Seed the draws of a lane before it reads the sample at `place`."""
         if self._stream_draws:
             draws.begin_with(draws.mixed(key, place))
 
     def _begun(self, part: int, epoch: int) -> Iterator[Any]:
-        """The samples of a pass through a part, but for what is held out."""
+        """Open a pass through a part, without held-out samples."""
         given = self._given(part, epoch)
         if self._form.repack is not None:
             given = self._form.repack(given, self._lanes, (epoch, part))
         return islice(given, self._passed_over, None)
 
     def _given(self, part: int, epoch: int) -> Iterator[Any]:
-        """What the stream gives."""
+        """Open the stream for a pass through a part."""
         stream = self._stream
         if self._lanes > 1:
             stream = stream.shard(num_shards=self._lanes, index=part)
@@ -259,16 +258,15 @@ class StreamSource(Source):
 
 
 class _Lane:
-    """What is read forwards, pass after pass, through one part of the stream after the other; and
-    again from its beginning, if need be. What it gave last is kept, for if one sample of a batch is
-    bad all of them are asked for once more.
+    """A forward reader of the parts of a stream, pass after pass, restarted if necessary. It keeps
+    the last samples, since after a bad sample the whole batch is requested again.
 
     Args:
-        begin: a pass through a part, by its number.
-        parts: how many there are: passes that give nothing, one behind the other, at most.
-        once: there is only one pass.
-        passed_over: samples that each lacks at its beginning.
-        before: is told the place of each sample that is read next.
+        begin: opens a pass by its number.
+        parts: number of parts, and limit of consecutive empty passes.
+        once: whether only one pass is possible.
+        passed_over: samples left out at the beginning of each pass.
+        before: called with the place of each sample before it is read.
     """
 
     def __init__(
@@ -284,15 +282,15 @@ class _Lane:
         self._begin, self._name, self._once = begin, name, once
         self._parts, self._passed_over = parts, passed_over
         self._before = before
-        before(0)  # a pass may draw when it is begun
+        before(0)  # opening a pass may draw
         self._passes = begin(0)
         self._epoch, self._next, self._of_pass, self._bare = 0, 0, 0, 0
         self._kept: dict[int, Any] = {}
         self._broken: Exception | None = None
 
     def at(self, place: int, *, kept: int) -> Any:
-        """The sample at a place of the endless sequence of passes; so many of those that were asked
-        for last are kept."""
+        """Return the sample at `place` in the endless sequence of passes; keep the last `kept`
+        samples requested."""
         if place in self._kept:
             return self._kept[place]
         if self._broken is not None and self._once:
@@ -328,8 +326,8 @@ class _Lane:
                 self._begin_again()
                 continue
             except BaseException as error:
-                # A generator that raised has ended: to read on would be to begin the next pass.
-                if isinstance(error, GpumixError):  # it says what is wrong
+                # A generator that raised has ended: reading on would begin the next pass.
+                if isinstance(error, GpumixError):  # specific enough already
                     self._broken = error
                     raise
                 self._broken = BrokenStreamError(in_a_line(error))
@@ -360,7 +358,7 @@ class _Lane:
 
 
 def _takes_epoch(stream: Any) -> bool:
-    """Whether its first argument is to be given, and not one that has a value by itself."""
+    """Return whether the first argument of `stream` must be given, or is named `epoch`."""
     first = next(iter(inspect.signature(stream).parameters.values()), None)
     if first is None or first.kind not in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD):
         return False
@@ -368,13 +366,13 @@ def _takes_epoch(stream: Any) -> bool:
 
 
 def _copied(given: Any) -> Any:
-    """A sample that may be changed: containers, tensors and arrays in it are its own."""
+    """Return a copy of a sample that may be changed, with new containers, tensors and arrays."""
     if isinstance(given, Tensor):
         return given.clone()
     if isinstance(given, np.ndarray):
         return given.copy()
     if type(given) in (list, tuple):
-        many_leaves = _LEAVES.issuperset(map(type, given))  # as tokens are
+        many_leaves = _LEAVES.issuperset(map(type, given))  # such as tokens
         return type(given)(given if many_leaves else map(_copied, given))
     if isinstance(given, MutableMapping):
         found = copy(given)
@@ -384,7 +382,7 @@ def _copied(given: Any) -> Any:
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether samples come in an order of their own: it has no samples by their numbers."""
+    """Return whether a dataset has an order of its own, and no access by number."""
     if isinstance(dataset, IterableDataset):
         return True
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
@@ -393,10 +391,11 @@ def is_stream(dataset: Any) -> bool:
 
 
 def part_of(lane: int, epoch: int, lanes: int) -> int:
-    """The part that a lane reads in a pass: in each pass another lane's, and in so many passes all.
+    """Return the part a lane reads in a pass: distinct for all lanes, and all parts in `lanes`
+    passes.
 
-    Where two lanes meet at one part, for others were short, they part again behind it: by turns to
-    either side none follows another (if there is an even number; a Williams design).
+    If two lanes meet at one part, because others were short, they separate after it: by turns to
+    either side, so no lane follows another (for an even number of lanes; a Williams design).
     """
     turn = epoch % lanes
     aside = (turn + 1) // 2
@@ -404,8 +403,9 @@ def part_of(lane: int, epoch: int, lanes: int) -> int:
 
 
 def _lanes_of(stream: Any, global_batch: int) -> int:
-    """As many as there are shards for, of those that divide a global batch evenly, and the shards:
-    a lane with fewer of these goes on to those of the next one sooner."""
+    """Return the number of lanes: the largest with a whole share of a global batch and of the
+    shards. With many shards per lane the division may be uneven: a lane with fewer shards moves on
+    to the next part sooner."""
     shards = getattr(stream, "num_shards", None) or getattr(stream, "n_shards", None) or 1
     if not hasattr(stream, "shard") or not isinstance(shards, int):
         return 1

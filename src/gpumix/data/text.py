@@ -1,4 +1,4 @@
-"""Plain text as samples: finds the files, tokenises them once and packs them.
+"""Plain text as samples: files are found, tokenized once, and packed.
 
 Every file, or every line, is one document and ends with the tokenizer's end-of-text token. Files
 are streamed, so a corpus may be larger than memory. Numpy only.
@@ -24,16 +24,16 @@ from gpumix.spec.errors import InputError
 from gpumix.spec.files import opened
 from gpumix.spec.job import DataSpec
 
-# How much is read at once. Part of the format: text is tokenised piece by piece, cut at ends of
-# lines, so another size may give other tokens at the cuts.
+# Bytes read at once. Part of the format: text is tokenized piece by piece, cut at ends of lines, so
+# another size may give other tokens at the cuts.
 _CHUNK_BYTES = 2**20
 _BATCH_CHARACTERS = 8 * _CHUNK_BYTES
-_PIECE_CHARACTERS = 256  # which a piece takes in memory beside its own
+_PIECE_CHARACTERS = 256  # memory overhead of a piece, in characters
 _BINARY_PROBE_BYTES = 8192
 _COMPRESSED = re.compile(
     rb"(\x1f\x8b\x08)|(\x28\xb5\x2f\xfd)|(BZh[1-9]1AY&SY)|(\xfd7zXZ\0)", re.DOTALL
 )
-_UNPACKED_BY = {1: "gunzip -k", 2: "unzstd", 3: "bunzip2 -k", 4: "unxz -k"}  # by group
+_UNPACKED_BY = {1: "gunzip -k", 2: "unzstd", 3: "bunzip2 -k", 4: "unxz -k"}  # by regex group
 
 Piece = tuple[bytes | str, bool]  # a part of a document, and whether the document ends with it
 
@@ -41,15 +41,15 @@ Piece = tuple[bytes | str, bool]  # a part of a document, and whether the docume
 def pack_text(
     spec: DataSpec, tokenizer: Tokenizer, sequence_length: int, cache: Path
 ) -> PackedText:
-    """The text that `spec` names, as samples of `sequence_length` tokens.
+    """Pack the text named by `spec` into samples of `sequence_length` tokens.
 
-    Files come in the order of `spec.text`, those of a folder sorted by path. A file of a folder
-    that is empty adds nothing; hidden files and folders are skipped. The byte tokenizer takes any
-    file as it is; others take UTF-8 and refuse binary files.
+    Files come in the order of `spec.text`, those of a folder sorted by path. Empty files of a
+    folder add nothing; hidden files and folders are skipped. The byte tokenizer accepts any file;
+    others take UTF-8 and refuse binary files.
 
     Raises:
         InputError: a file is missing, unreadable, named twice, or empty though named; nothing
-            matches `spec.pattern`; there are fewer tokens than one sample that is cut takes.
+            matches `spec.pattern`; too few tokens for one sample of concatenated text, or none.
         MachineError: the cache cannot be written.
     """
     files = find_files(spec)
@@ -67,7 +67,7 @@ def pack_text(
 
 
 def write_documents(pieces: Iterable[Piece], tokenizer: Tokenizer, writer: TokenWriter) -> None:
-    """Tokenise `pieces`, many at a time, and end each document with the end-of-text token."""
+    """Tokenize `pieces`, many at a time, and end each document with the end-of-text token."""
     batch: list[Piece] = []
     characters = 0
     for piece in pieces:
@@ -80,7 +80,7 @@ def write_documents(pieces: Iterable[Piece], tokenizer: Tokenizer, writer: Token
 
 
 def find_files(spec: DataSpec) -> list[SourceFile]:
-    """The files that `spec.text` and `spec.pattern` name, none of them empty, in order."""
+    """Return the files named by `spec.text` and `spec.pattern`, none of them empty, in order."""
     folders = [path for path in spec.text if stat.S_ISDIR(_status(path).st_mode)]
     if spec.pattern != "*" and not folders:
         raise InputError(
@@ -105,7 +105,8 @@ def find_files(spec: DataSpec) -> list[SourceFile]:
 
 
 def _files_of(path: Path, pattern: str) -> Iterator[SourceFile]:
-    """The file `path`, or the files with content below the folder `path` that match `pattern`."""
+    """Yield the file `path`, or the files with content below the folder `path` matching
+    `pattern`."""
     status = _status(path)
     if stat.S_ISDIR(status.st_mode):
         for inner in _below(path):
@@ -137,7 +138,7 @@ def _status(path: Path) -> os.stat_result:
 
 
 def _below(folder: Path) -> list[Path]:
-    """All visible files below `folder`, sorted by path; linked folders are followed once.
+    """Return all visible files below `folder`, sorted by path; linked folders are followed once.
 
     Raises:
         InputError: a folder cannot be listed.
@@ -165,7 +166,7 @@ def _matches(relative: PurePosixPath, pattern: str) -> bool:
 
 
 def _pieces(path: Path, tokenizer: Tokenizer) -> Iterator[Piece]:
-    """The document in the file `path`, in pieces as the tokenizer takes them."""
+    """Yield the document in the file `path`, in pieces as the tokenizer takes them."""
     chunks = _chunks(path)
     if tokenizer.reads_bytes:
         for chunk in chunks:
@@ -176,10 +177,10 @@ def _pieces(path: Path, tokenizer: Tokenizer) -> Iterator[Piece]:
 
 
 def _lines_of(path: Path, tokenizer: Tokenizer) -> Iterator[Piece]:
-    """Every line of the file `path` that is not blank, without its end, as a document."""
+    """Yield every non-blank line of the file `path`, without its end, as a document."""
     newline: Any = b"\n" if tokenizer.reads_bytes else "\n"
     carriage: Any = b"\r" if tokenizer.reads_bytes else "\r"
-    begun: list[Any] = []  # parts of a line, which may be long
+    begun: list[Any] = []  # parts of the current line, which may be long
     for piece, last in _pieces(path, tokenizer):
         *ended, rest = piece.split(newline)
         for line in [*ended, rest] if last else ended:
@@ -200,7 +201,7 @@ def _chunks(path: Path) -> Iterator[bytes]:
 
 
 def _text_only(path: Path, chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """`chunks`, after a look at the first for the NUL bytes that no text file has."""
+    """Yield `chunks`, unless the first is compressed or has NUL bytes: raise an InputError."""
     for number, chunk in enumerate(chunks):
         packer = _COMPRESSED.match(chunk) if number == 0 else None
         if packer is not None:
@@ -221,7 +222,8 @@ def _text_only(path: Path, chunks: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _lines(chunks: Iterator[bytes]) -> Iterator[Piece]:
-    """Text of about one chunk each, cut after the last end of line, or else before a space."""
+    """Yield text of about one chunk each, cut after the last end of line, or else before a
+    space."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")(errors="replace")
     rest = ""
     for chunk in chunks:
@@ -233,7 +235,7 @@ def _lines(chunks: Iterator[bytes]) -> Iterator[Piece]:
 
 
 def _write_batch(batch: list[Piece], tokenizer: Tokenizer, writer: TokenWriter) -> None:
-    """Tokenise one batch; empty pieces are kept from the tokenizer, which might add a prefix."""
+    """Tokenize one batch. Empty pieces bypass the tokenizer, which might add a prefix."""
     encoded = iter(tokenizer.encode_batch([text for text, _ in batch if text]))
     end = np.array([tokenizer.end_of_text], dtype=writer.dtype)
     parts: list[np.ndarray] = []

@@ -1,7 +1,7 @@
-"""From text to token ids: raw bytes, or a `tokenizer.json`.
+"""Conversion of text to token ids: raw bytes, or a `tokenizer.json`.
 
-Both offer the same few things, so that packing and the model's vocabulary need not know which it
-is. Numpy only; the `tokenizers` package is imported where a file asks for it.
+Both have one interface, so packing and the model's vocabulary need not distinguish them. Numpy
+only; the `tokenizers` package is imported on demand.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import numpy as np
 from gpumix.spec.errors import InputError, MachineError
 from gpumix.spec.files import read_bytes, read_text
 
-# Names under which well-known vocabularies hold the token that ends a document.
+# Names of the token that ends a document in well-known vocabularies.
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>")
 
 
 class Tokenizer(Protocol):
-    """What packing asks of a tokenizer. `fingerprint` changes when the ids of any text may."""
+    """Interface of tokenizers for packing. `fingerprint` changes when the ids of any text may."""
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id, end-of-text included."""
+        """The largest id plus one, end-of-text included."""
 
     @property
     def end_of_text(self) -> int: ...
@@ -36,17 +36,17 @@ class Tokenizer(Protocol):
 
     @property
     def reads_bytes(self) -> bool:
-        """Whether files are handed over as raw bytes; otherwise they are decoded as UTF-8."""
+        """True if files are passed as raw bytes; otherwise decoded as UTF-8."""
 
     def encode(self, text: bytes | str) -> np.ndarray:
-        """The ids of one text, without special tokens: unsigned integers, one dimension."""
+        """Return the ids of a text without special tokens: unsigned integers, one dimension."""
 
     def encode_batch(self, texts: Sequence[bytes | str]) -> list[np.ndarray]:
-        """The ids of each text, as `encode` gives them, on all cores where that is possible."""
+        """Return the ids of each text, as `encode` does, on all cores if possible."""
 
 
 class ByteTokenizer:
-    """One token a byte, and 256 for the end of a text."""
+    """A tokenizer with a token per byte, and 256 for the end of a text."""
 
     vocab_size = 257
     end_of_text = 256
@@ -62,10 +62,10 @@ class ByteTokenizer:
 
 
 def bytes_as_file() -> tuple[dict[str, Any], dict[str, Any]]:
-    """`ByteTokenizer` as a `tokenizer.json` and its `tokenizer_config.json`: each byte by the
-    letter that the byte-level tokenizers of GPT-2 and its kin write for it, and no merges."""
+    """Return `ByteTokenizer` as a `tokenizer.json` and a `tokenizer_config.json`: each byte is the
+    letter used by byte-level tokenizers like GPT-2's, without merges."""
     plain = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), 256)}
-    others = iter(range(256, 512))  # those of no visible letter
+    others = iter(range(256, 512))  # for bytes without a visible letter
     vocabulary = {chr(byte if byte in plain else next(others)): byte for byte in range(256)}
     end = {"id": ByteTokenizer.end_of_text, "content": _END_OF_TEXT[0], "special": True}
     end |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
@@ -83,13 +83,14 @@ def bytes_as_file() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 class FileTokenizer:
-    """A `tokenizer.json`. Bytes that are no UTF-8 become U+FFFD; truncation and padding are off.
+    """A tokenizer from a `tokenizer.json`. Invalid UTF-8 becomes U+FFFD; truncation and padding are
+    off.
 
     Args:
-        path: the file, or the folder that holds `tokenizer.json`.
+        path: the file, or the folder that contains `tokenizer.json`.
 
     Raises:
-        InputError: the file is missing or broken, or which token ends a text is not plain.
+        InputError: the file is missing or broken, or its end-of-text token is ambiguous.
         MachineError: the package `tokenizers` is not installed.
     """
 
@@ -124,17 +125,17 @@ class FileTokenizer:
 
 
 def open_tokenizer(tokenizer: Literal["bytes"] | Path) -> Tokenizer:
-    """The tokenizer that a job names; errors as `FileTokenizer` raises them."""
+    """Open the tokenizer named by a job; errors as in `FileTokenizer`."""
     return FileTokenizer(tokenizer) if isinstance(tokenizer, Path) else ByteTokenizer()
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The smaller of uint16 and uint32 that holds every id."""
+    """Return the smaller of uint16 and uint32 with room for every id."""
     return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
 
 
 def _parse(content: bytes, file: Path) -> Any:
-    """The `tokenizers.Tokenizer` in `content`; its `encode` neither cuts nor pads."""
+    """Return the `tokenizers.Tokenizer` in `content`, without truncation and padding."""
     try:
         from tokenizers import Tokenizer as Parser
     except ImportError as error:
@@ -158,7 +159,8 @@ def _parse(content: bytes, file: Path) -> Any:
 
 
 def _end_of_text(vocabulary: dict[str, int], file: Path) -> str:
-    """The token that ends a text: `eos_token` of tokenizer_config.json, or the one known name."""
+    """Return the end-of-text token: `eos_token` of tokenizer_config.json, or the only known
+    name."""
     config = file.with_name("tokenizer_config.json")
     fix = f'write {{"eos_token": "..."}} into {config}'
     if config.is_file():
@@ -183,7 +185,7 @@ def _end_of_text(vocabulary: dict[str, int], file: Path) -> str:
 
 
 def _configured(config: Path) -> str | None:
-    """`eos_token` of a tokenizer_config.json, which writes it as a string or as an object."""
+    """Return `eos_token` of a tokenizer_config.json, written as a string or as an object."""
     try:
         token = json.loads(read_text(config)).get("eos_token")
     except (OSError, ValueError, AttributeError) as error:

@@ -1,9 +1,9 @@
-"""How batches should be fetched: decided from what was measured. Pure.
+"""Choice of prefetch settings from measurements. Pure.
 
-A jump computed from the first batches, instead of trials: so many workers that they keep up with
-the device, w = cost of a batch / (0.9 device time), as many batches ahead as hide the slowest
-samples, and processes where Python computes (see docs/design/loader.md). What comes out is checked,
-and put right at most twice before a pause.
+Settings are computed from the first batches, not found by trials: enough workers to keep up with
+the device, w = cost of a batch / (0.9 device time), enough batches ahead to hide the slowest
+samples, and processes where Python computes (see docs/design/loader.md). The result is checked, and
+corrected at most twice before a pause.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from gpumix.data.feed import MOST_AHEAD, WHOLE, Setting
 from gpumix.data.fetch import Cost
 from gpumix.data.pace import Step
 
-FIRST = 6  # steps that the device's time is taken from
-WINDOW = 20  # steps that one look is at
-PAUSE = 200  # steps between later moves
-BUSY = 0.9  # of what workers can do at most is planned with
-CHEAP = 0.05  # of a device's step that one thread's fetching may take from who launches its work
-CHEAP_S = 1e-3  # of a batch: less is not worth a process
-HANDED_S = 1e-4  # of a core of the process that trains, for each part of a batch, until it is known
-HANDED_SHARE = 0.02  # of a step, that all parts of a batch may take of it
-HANDED = 64  # parts by which it is known, the last ones
-UNDER_WAY = 3  # parts for each worker, of all batches ahead
-THREADS_GAIN = 1.4  # times the rate of one thread that two reach, if the interpreter lets them
+FIRST = 6  # steps to measure the device's time
+WINDOW = 20  # steps per check
+PAUSE = 200  # steps between later corrections
+BUSY = 0.9  # planned share of the workers' capacity
+CHEAP = 0.05  # of a step, CPU time a fetching thread may take from the launching thread
+CHEAP_S = 1e-3  # per batch: less is not worth a process
+HANDED_S = 1e-4  # CPU time of the training process per part of a batch, until measured
+HANDED_SHARE = 0.02  # of a step, for the parts of a batch together
+HANDED = 64  # last parts that measure it
+UNDER_WAY = 3  # parts per worker, over all batches ahead
+THREADS_GAIN = 1.4  # speedup of two threads that counts as parallel in the interpreter
 LEAST_AHEAD = 4
-FIRST_WAITING = 8  # workers for each core at most, before it is known what the device takes
-FREE = 0.8  # of the cores in use, below which workers do not wait for them
-FORGETS = 0.1  # of what was measured before, each step
-TRIED = 4  # chunks that two threads are tried with
+FIRST_WAITING = 8  # workers per core at most, until the device's time is known
+FREE = 0.8  # share of cores in use below which workers do not wait for cores
+FORGETS = 0.1  # share of earlier measurements replaced by each step
+TRIED = 4  # chunks in the trial of two threads
 AT_FIRST = "as fast as the cores can, at first"
 DRAWS = "samples draw from this process's generators, so they are read while `next` waits"
 DREW = "samples were seen to draw from generators of the process that reads them"
-UNEVEN = 2.0  # times what a batch takes, that the slowest chunk took
-UNEVEN_BUSY = 0.6  # of the time, that workers have something to do then
-MUCH = 3.0  # times a starved share; that is no noise
-TAIL = 1.2  # times the slowest chunk, in batches ahead
+UNEVEN = 2.0  # slowest chunk relative to a batch, from which cost is uneven
+UNEVEN_BUSY = 0.6  # planned share of capacity for uneven cost
+MUCH = 3.0  # times a starved share, beyond noise
+TAIL = 1.2  # times the slowest chunk, to be covered by batches ahead
 
 
 class Limit(StrEnum):
-    """What holds the data back, if anything does."""
+    """The bottleneck of data loading, if any."""
 
     DEVICE = "the device: it takes longer than the data"
     CORES = "cores: fetching takes more of them than there are"
@@ -56,14 +56,14 @@ class Limit(StrEnum):
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a setting may be.
+    """Limits of prefetch settings.
 
     Attributes:
-        cores: for this rank's data: not whole where ranks share a host.
+        cores: cores for this rank's data: a fraction where ranks share a host.
         processes: whether workers can be processes.
         threads: whether several threads may read the dataset at once.
-        memory_bytes: for batches ahead.
-        kind, workers, ahead: pinned, if not None.
+        memory_bytes: memory for batches ahead.
+        kind, workers, ahead: fixed, if not None.
         draws: see `where_it_draws`.
     """
 
@@ -77,29 +77,30 @@ class Bounds:
     draws: bool = False
 
     def where_it_draws(self) -> Bounds:
-        """For samples that draw from generators of the process that reads them: in a process of its
-        own they may; of the process that trains one thread may while `next` waits."""
+        """Return the bounds for samples that draw from generators of the process reading them.
+        Worker processes may draw freely; in the training process one thread may, while `next`
+        waits."""
         if self.kind == "threads" or self.workers == 0 or not self.processes:
             return replace(self, kind="threads", workers=1, ahead=1, threads=False, draws=True)
         return replace(self, threads=False, draws=True)
 
     def ahead_for(self, wanted: int, batch_bytes: int) -> int:
-        """How many batches may lie ahead, where so many are wanted."""
+        """Return the number of batches to fetch ahead, given the number wanted."""
         room = self.memory_bytes // max(1, batch_bytes)
         return self.ahead or max(1, min(wanted, room, MOST_AHEAD))
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Of batches as they are now.
+    """Measurements of the current batches.
 
     Attributes:
-        rows: of a batch, `batch_bytes` in all.
-        wall_s, cpu_s: to fetch one in one worker, by the clock and of a core.
-        tail_s: of the slowest chunk that was seen.
-        step_s: that the device takes for one; 0: not known.
-        threads_gain: rate of two threads over that of one; None: not measured.
-        handed_s: that the process that trains takes for each part of a batch.
+        rows: rows of a batch, `batch_bytes` in all.
+        wall_s, cpu_s: wall-clock and CPU time for one worker to fetch a batch.
+        tail_s: time of the slowest chunk seen.
+        step_s: device time per batch; 0: unknown.
+        threads_gain: speedup of two threads over one; None: not measured.
+        handed_s: CPU time of the training process per part of a batch.
     """
 
     rows: int
@@ -113,12 +114,12 @@ class Measured:
 
     @property
     def waiting(self) -> float:
-        """Seconds by the clock for each of a core, at least one: what only waits needs no core."""
+        """Wall-clock seconds per CPU second, at least 1: a waiting worker needs no core."""
         return max(1.0, self.wall_s / max(self.cpu_s, 1e-9))
 
 
 def choose(found: Measured, bounds: Bounds, splits: bool) -> Setting:
-    """The setting for what was measured.
+    """Return the settings for the measurements.
 
     Args:
         splits: whether batches can be fetched in parts.
@@ -127,7 +128,7 @@ def choose(found: Measured, bounds: Bounds, splits: bool) -> Setting:
     most = MOST_WORKERS if found.step_s else FIRST_WAITING
     useful = floor(bounds.cores * min(found.waiting, most) + 0.25)
     useful = max(1, min(MOST_WORKERS, useful))
-    # Where a few samples take most of the time, quick batches come first and say too little of it.
+    # If a few samples take most of the time, quick batches come first and hide the cost.
     busy = UNEVEN_BUSY if found.tail_s > UNEVEN * found.wall_s else BUSY
     workers = min(useful, max(1, ceil(found.wall_s / (busy * max(wanted_s, 1e-9)))))
     workers = workers if bounds.workers is None else max(1, bounds.workers)
@@ -137,7 +138,7 @@ def choose(found: Measured, bounds: Bounds, splits: bool) -> Setting:
     step_s = max(wanted_s, found.wall_s / workers, found.cpu_s / max(bounds.cores, 1e-9))
     most_parts = round(HANDED_SHARE * step_s / found.handed_s)
     if found.step_s and found.cpu_s > BUSY * bounds.cores * found.step_s:
-        # What parts cost is missing there: as few as keep all workers at something.
+        # Cores are short, and parts cost CPU time: use the fewest that keep all workers busy.
         fewest = ceil(UNDER_WAY * workers / bounds.ahead_for(MOST_AHEAD, found.batch_bytes))
         most_parts = min(most_parts, fewest)
     parts = max(1, min(found.rows, most_parts)) if splits and workers > 1 else 1
@@ -166,11 +167,11 @@ def _kind(found: Measured, bounds: Bounds, workers: int) -> str:
 
 @dataclass
 class Tuner:
-    """Watches steps and chunks, and says when the setting is to be another one.
+    """A monitor of steps and chunks that decides when to change settings.
 
     Attributes:
-        reasons: of the moves so far, with the steps they were made at.
-        limit: what held the data back at the last look.
+        reasons: step number and reason of each change so far.
+        limit: bottleneck of data loading at the last check.
     """
 
     bounds: Bounds
@@ -179,17 +180,17 @@ class Tuner:
     reasons: list[tuple[int, str]] = field(default_factory=list)
     limit: Limit = Limit.UNKNOWN
     _steps: int = 0
-    _begun: int = 0  # steps before those with the batches as they are now
+    _begun: int = 0  # steps before the current size of batches
     _jumped: bool = False
     _replanned: bool = False
     _corrections: int = 0
     _moved: int = 0
     _window: deque[Step] = field(default_factory=lambda: deque(maxlen=WINDOW))
     _starved: int = 0
-    _solo: tuple[float, float] | None = None  # seconds of a sample when one worker was alone
-    _samples: int = 0  # that this was learnt from
+    _solo: tuple[float, float] | None = None  # wall, CPU seconds of a sample for a lone worker
+    _samples: int = 0  # samples behind `_solo`
     _gain: float | None = None
-    _tried: list[Cost] | None = None  # chunks of two threads, while these are tried
+    _tried: list[Cost] | None = None  # chunks of the trial of two threads, while it runs
     _handed_s: deque[float] = field(default_factory=lambda: deque(maxlen=HANDED))
     _rows: int = 0
     _tail_s: float = 0.0
@@ -201,11 +202,12 @@ class Tuner:
 
     @property
     def knows(self) -> bool:
-        """Whether it has seen what a batch takes."""
+        """True once the cost of a batch was measured."""
         return self._solo is not None
 
     def first(self, costs: Sequence[Cost], rows: int, batch_bytes: int) -> Setting:
-        """After the first batch, which one worker fetched alone; the device's time is not known."""
+        """Return the settings after the first batch, fetched by one worker alone; the device's time
+        is unknown."""
         self._solo, self._samples = _per_sample(costs), sum(one.samples for one in costs)
         self._tail_s = max((c.wall_s for c in costs), default=0.0)
         self._rows = rows
@@ -219,8 +221,8 @@ class Tuner:
         return self._move(choose(found, self.bounds, self.splits), AT_FIRST)
 
     def replanned(self, bounds: Bounds, rows: int, batch_bytes: int) -> Setting:
-        """Batches are of so many rows now, within these bounds. What a sample takes is known; what
-        the device takes is not, and workers are kept until it is."""
+        """Return the settings for batches of `rows` rows, within new bounds. The cost of samples
+        stays known; the device's time does not, and workers are kept until measured again."""
         before = self._rows
         now_bytes = batch_bytes * rows // max(1, before)
         self.bounds, self._rows, self._replanned = bounds, rows, True
@@ -235,7 +237,7 @@ class Tuner:
         return self.setting
 
     def step(self, step: Step, costs: Sequence[Cost], batch_bytes: int) -> Setting:
-        """After each step: the setting from here on."""
+        """Return the settings after a step."""
         self._steps += 1
         self._window.append(step)
         if self._tried is not None:
@@ -250,11 +252,11 @@ class Tuner:
         return self.setting
 
     def drawing(self, bounds: Bounds, batch_bytes: int) -> Setting:
-        """Only now samples were seen to draw from generators of the process: these are the bounds
-        by that. What the device takes is looked at anew."""
+        """Return the settings after samples were first seen to draw from generators of the process,
+        within bounds for such samples. The device's time is measured again."""
         self.bounds, self._tried = bounds, None
         if self.setting.kind == "processes":
-            return self.setting  # in which each sees it for itself
+            return self.setting  # each worker adapts by itself
         self._begun, self._jumped = self._steps, False
         if not self.knows or bounds.kind == "threads":
             wanted = self._pinned()
@@ -265,7 +267,7 @@ class Tuner:
     # -- inside ------------------------------------------------------------------------------------
 
     def _pinned(self) -> Setting:
-        """The setting, as far as it is free."""
+        """Return the settings, with fixed values applied."""
         pins = {
             "kind": self.bounds.kind,
             "workers": self.bounds.workers,
@@ -283,11 +285,11 @@ class Tuner:
         found = self._measured(batch_bytes, self._device_s())
         wanted = choose(found, self.bounds, self.splits)
         if self._replanned and self.setting.kind == "processes":
-            return replace(wanted, kind="processes")  # they are there, whatever a batch takes now
+            return replace(wanted, kind="processes")  # they exist, whatever a batch costs now
         return wanted
 
     def _try(self, costs: Sequence[Cost], batch_bytes: int) -> Setting:
-        """Two threads at once: what they take beside each other says whether they wait for the
+        """Continue the trial of two threads: their time in parallel shows if they wait for the
         interpreter."""
         assert self._tried is not None and self._solo is not None, "they are tried"
         self._tried += costs
@@ -307,14 +309,14 @@ class Tuner:
         if self._solo is None:
             self._solo = wall_s, cpu_s
             return
-        # Few samples may take most of the time, so all that were read say how long one takes; once
-        # the setting is one for the device what was long ago is forgotten.
+        # Few samples may take most of the time, so average over all samples; after the jump to the
+        # device's step time, forget old measurements.
         samples = sum(one.samples for one in costs)
         self._samples += samples
         new = max(FORGETS if self._jumped else 0.0, samples / max(1, self._samples))
         before_wall_s, before_cpu_s = self._solo
         waiting_s = max(0.0, before_wall_s - before_cpu_s)
-        # Where workers wait for cores, the clock says more than one alone would take.
+        # If workers wait for cores, wall-clock time exceeds that of a lone worker.
         used = self.setting.workers * cpu_s / max(wall_s, 1e-9)
         if used < FREE * self.bounds.cores:
             waiting_s += new * (max(0.0, wall_s - cpu_s) - waiting_s)
@@ -339,7 +341,8 @@ class Tuner:
         return median(step.device_s for step in self._window)
 
     def _look(self, batch_bytes: int) -> None:
-        """At the last steps: whether the device waited for data, and whether that can be helped."""
+        """Check if the device waited for data in the last steps, and correct the settings if
+        useful."""
         waited_s = sum(step.waited_s for step in self._window)
         all_s = waited_s + sum(step.device_s for step in self._window)
         share = waited_s / max(all_s, 1e-9)
@@ -362,7 +365,8 @@ class Tuner:
         return self._corrections < 2 or self._steps - self._moved >= PAUSE
 
     def _more(self, found: Measured) -> Setting:
-        """More of what is short: batches ahead where most are there in time, workers else."""
+        """Return settings with more of the scarce resource: batches ahead if most arrive in time,
+        otherwise workers."""
         wanted = choose(found, self.bounds, self.splits)
         now = self.setting
         ready = sum(step.ready for step in self._window) / len(self._window)
@@ -390,7 +394,7 @@ class Tuner:
 
 
 def describe(setting: Setting) -> str:
-    """In words."""
+    """Describe settings in words."""
     one = setting.workers == 1
     what = {"threads": "thread", "processes": "process"}[setting.kind]
     plural = "" if one else "es" if what == "process" else "s"

@@ -1,1 +1,1 @@
-"""What a step will look like: events, critical path, idle time, trace. Pure: no torch."""
+"""Simulation of a training step: events, critical path, idle time, trace. Pure: no torch."""

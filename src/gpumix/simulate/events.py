@@ -1,14 +1,14 @@
-"""Replays one step of a plan event by event.
+"""Replay of one step of a plan, event by event.
 
-Each rank has three streams: what it computes, its part in collectives, and copies to and from the
-host. A collective starts when all ranks have issued it and the one before it is done, and takes
-the same time on all of them. A call ends when it is computed and copied. While a collective runs,
-all ranks compute at 1 / (1 + contention) of their speed, and so does the collective while any rank
-computes: of two that start together, the one that ends last then takes longer by contention x the
-shorter one, which is what `cost.time` counts.
+Each rank has three streams: computation, its part in collectives, and copies to and from the host.
+A collective starts once all ranks have issued it and the previous one is done, and takes equally
+long on all of them. A call ends when computed and copied. While a collective runs, all ranks
+compute at 1 / (1 + contention) of their speed, and so does the collective while any rank computes:
+of two that start together, the last to end takes longer by contention x the shorter one, as counted
+by `cost.time`.
 
-Every event knows the one whose end let it start, so the walk back from the last is the critical
-path.
+Every event knows the event whose end let it start, so the walk back from the last event is the
+critical path.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from gpumix.spec.profile import Profile
 
 @dataclass(frozen=True)
 class Played(Replay):
-    """A program that was replayed; `moved` has the start and end of each of its collectives."""
+    """A replayed program; `moved` has the start and end of each collective."""
 
     program: Program
     moved: tuple[tuple[float, float], ...]
 
 
 def simulate(profile: Profile, plan: Plan) -> Replay:
-    """One step of `plan`.
+    """Simulate one step of `plan`.
 
     Raises:
         InputError: the profile is of another model, sequence length or precision, or lacks a
@@ -60,7 +60,8 @@ def simulate(profile: Profile, plan: Plan) -> Replay:
 
 
 def _with_members(plan: Plan, found: Replay) -> Replay:
-    """The replay of a plan's leaders for all ranks: those of a team do the same."""
+    """Extend the replay of a plan's leaders to all ranks: tensor-parallel group members act
+    alike."""
     if not plan.in_teams:
         return found
     numbers = {worker.device: rank for rank, worker in enumerate(plan.workers)}
@@ -78,44 +79,44 @@ def _with_members(plan: Plan, found: Replay) -> Replay:
 
 @dataclass
 class _Rank:
-    """Where one lane stands."""
+    """The progress of one lane."""
 
     number: int
     tasks: tuple[Task, ...]
     issued: tuple[int, ...]
-    done: int = 0  # tasks
-    joined: int = 0  # collectives that it has issued
-    parts: int = 0  # of the task under way: computing, copying
-    start: float = 0.0  # of the task under way
+    done: int = 0  # finished tasks
+    joined: int = 0  # issued collectives
+    parts: int = 0  # unfinished parts of the current task: computing, copying
+    start: float = 0.0  # of the current task
     cause: int | None = None
 
 
 @dataclass
 class _Running:
-    """A step under way.
+    """A step in progress.
 
-    Computing is timed on a clock of its own, `work`, that runs slower while a collective runs: all
-    ranks slow down together, so what is under way ends at a known time of that clock.
+    Computation is timed on a clock of its own, `work`, which runs slower while a collective runs:
+    all ranks slow down together, so current tasks end at a known time of that clock.
     """
 
     program: Program
     now: float = 0.0
     work: float = 0.0
     events: list[Event] = field(default_factory=list)
-    moved: list[tuple[float, float]] = field(default_factory=list)  # collectives that are done
+    moved: list[tuple[float, float]] = field(default_factory=list)  # finished collectives
     _computing: list[tuple[float, int]] = field(default_factory=list)  # heap: end by `work`, lane
     _copying: list[tuple[float, int]] = field(default_factory=list)  # heap: end, lane
-    _moving: float | None = None  # seconds that are left of the collective under way
-    _start: float = 0.0  # of the collective under way
+    _moving: float | None = None  # seconds left of the current collective
+    _start: float = 0.0  # of the current collective
     _cause: int | None = None
 
     def __post_init__(self) -> None:
         lanes = enumerate(self.program.lanes)
         self._ranks = [_Rank(number, lane.tasks, lane.issued) for number, lane in lanes]
-        self._issued = [0] * len(self.program.collectives)  # by how many lanes
+        self._issued = [0] * len(self.program.collectives)  # number of lanes per collective
 
     def run(self) -> None:
-        """From the first event to the last."""
+        """Run from the first event to the last."""
         overhead = self.program.overhead_s
         self.now = overhead
         self._settle(self._ranks, self._event("overhead", OUTSIDE, None, 0.0, None))
@@ -123,7 +124,7 @@ class _Running:
             self._next()
 
     def _next(self) -> None:
-        """Go to the moment at which something ends, and start what can start then."""
+        """Advance to the next end of an activity, and start all work enabled by it."""
         slow = 1.0 / (1.0 + self.program.contention)
         pace = 1.0 if self._moving is None else slow
         ends = []
@@ -140,7 +141,7 @@ class _Running:
         self.work += passed * pace
         (self._end_moving, self._end_computing, self._end_copying)[what]()
 
-    # -- what ends ----------------------------------------------------------------------------
+    # -- ends ---------------------------------------------------------------------------------
 
     def _end_moving(self) -> None:
         self._moving = None
@@ -176,16 +177,18 @@ class _Running:
         cause: int | None,
         micro_batches: tuple[int, ...] = (),
     ) -> int | None:
-        """Note what ends now. What took no time is nothing: its cause stands for it."""
+        """Record an event ending now and return the number; without a duration, return the
+        cause."""
         if self.now <= start:
             return cause
         self.events.append(Event(kind, call, lane, start, self.now, cause, micro_batches))
         return len(self.events) - 1
 
-    # -- what starts --------------------------------------------------------------------------
+    # -- starts -------------------------------------------------------------------------------
 
     def _settle(self, ready: list[_Rank], cause: int | None) -> None:
-        """Let `ready` go on, and whom that lets go on, all because of the event `cause`."""
+        """Let the ranks in `ready` continue, and all ranks enabled by them, due to the event
+        `cause`."""
         while True:
             for rank in ready:
                 self._go_on(rank, cause)
@@ -194,7 +197,8 @@ class _Running:
                 return
 
     def _go_on(self, rank: _Rank, cause: int | None) -> None:
-        """Issue collectives and start the next task that takes time, unless it has to wait."""
+        """Issue collectives and start the next task that takes time, unless the rank has to
+        wait."""
         while True:
             while rank.joined < len(rank.issued) and rank.issued[rank.joined] <= rank.done:
                 self._issued[rank.joined] += 1
@@ -214,8 +218,8 @@ class _Running:
             rank.done += 1
 
     def _start_moving(self, cause: int | None) -> list[_Rank]:
-        """Start the next collective if all have issued it. Those that take no time are done at
-        once, up to one that ranks wait for: these ranks."""
+        """Start the next collective once issued by all. Collectives without a duration finish at
+        once, up to the first with ranks waiting: return these ranks."""
         while (collective := self._all_have_issued()) is not None:
             if collective.seconds > 0:
                 self._moving, self._start, self._cause = collective.seconds, self.now, cause
@@ -233,7 +237,7 @@ class _Running:
         return self.program.collectives[number] if everybody else None
 
     def _waiting(self) -> list[_Rank]:
-        """Ranks that wait for collectives, all of which are done."""
+        """Return ranks waiting for collectives, all of which are done."""
         done = len(self.moved)
         return [
             rank

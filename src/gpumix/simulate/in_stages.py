@@ -1,7 +1,7 @@
-"""A step of a plan of several stages as events: passes, messages, reductions, updates.
+"""A step of a plan with several pipeline stages as events: passes, messages, reductions, updates.
 
-The times are those of `cost.staged`, whose replay of the schedule this shows. Of waves all ranks of
-a stage take what the slowest of them takes.
+The times are those of `cost.staged`, whose replay of the schedule this shows. In a wave, all ranks
+of a stage take the time of the slowest.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from gpumix.spec.trace import Cause, stage_name
 
 
 def simulate_stages(profile: Profile, plan: Plan) -> Replay:
-    """One step of a plan of several stages.
+    """Simulate one step of a plan with several pipeline stages.
 
     Raises:
-        InputError: as `simulate.events` does.
+        InputError: as in `simulate.events`.
     """
     check_match(profile, plan)
     check_devices(profile, plan)
@@ -42,7 +42,8 @@ def simulate_stages(profile: Profile, plan: Plan) -> Replay:
 
 @dataclass(frozen=True)
 class _Noted:
-    """An event, by a name of its own, and the names of those of which the last one let it start."""
+    """An event with a unique name, and the names of its predecessors; the last to end let it
+    start."""
 
     name: Hashable
     kind: Kind
@@ -64,8 +65,8 @@ class _Events:
         self._noted: dict[Hashable, _Noted] = {}
 
     def all(self) -> tuple[Event, ...]:
-        """In the order in which they end. What takes no time is nothing: what it came after stands
-        for it."""
+        """Return all events, ordered by end. An event without a duration is left out: as a cause,
+        its predecessor replaces it."""
         self._note(_Noted(OVERHEAD, "overhead", OUTSIDE, None, -self._begin_s, 0.0))
         for rank in range(len(self._plan.workers)):
             for one in self._of_rank(rank):
@@ -90,7 +91,7 @@ class _Events:
         self._noted[one.name] = one
 
     def _cause(self, one: _Noted) -> Hashable | None:
-        """What let it start: of what it comes after, what ended last."""
+        """Return the predecessor that ended last, which let the event start."""
         known = [self._noted[name] for name in one.after if name in self._noted]
         if not known:
             return OVERHEAD if one.name != OVERHEAD and self._begin_s > 0 else None
@@ -121,7 +122,7 @@ class _Events:
                 yield one
 
     def _messages(self, action: Action) -> Iterator[_Noted]:
-        """What comes for `action`, once for all ranks of a wave."""
+        """Yield the messages to `action`, once for all ranks of a wave."""
         for one in self._senders(action):
             begin, end = self._step.times.sent_s[one, action]
             name, giver = ("send", one, action), self._leader(one)
@@ -134,7 +135,7 @@ class _Events:
         return self._step.pipeline.seat_of[action.stage, action.batch].rank
 
     def _end(self, rank: int) -> Iterator[_Noted]:
-        """Reductions, and the update."""
+        """Yield the reductions and the update of a rank."""
         last: Hashable = None
         at = 0.0
         for number in self._plan.stages_of(rank):
@@ -159,7 +160,7 @@ class _Events:
         return of_stage[-1] if of_stage else None
 
     def idle(self, events: tuple[Event, ...]) -> Iterator[Idle]:
-        """All moments at which a rank computes nothing."""
+        """Yield all intervals in which a rank computes nothing."""
         step_s = max((event.end for event in events), default=0.0)
         for rank in range(len(self._plan.workers)):
             own = [e for e in events if e.lane == rank]
@@ -193,7 +194,7 @@ def _gap(
     coming: list[tuple[float, float]],
     reduced: list[tuple[float, float]],
 ) -> Iterator[Idle]:
-    """A time without computing, cut where its cause changes."""
+    """Yield an interval without computation, split where its cause changes."""
     if start >= end:
         return
     borders = {start, end}

@@ -1,12 +1,12 @@
-"""What every rank of a plan does in one step, in order, before any of it has a time.
+"""The work of every rank in one step of a plan, in order, before start times are known.
 
-A rank's script reads as `engine.layered` does: it issues collectives, waits for them, and computes.
-Seconds are those of `cost`. Ranks that are alike share one script. A worker that runs its
-micro-batches one after the other goes through all calls for each (`engine.sequential`); its gathers
-go with the first forward, its reductions with the last backward. At ZeRO stage 0 all reductions may
-be under way at once; else one ends before the next one begins.
+A rank's script follows `engine.layered`: it issues collectives, waits for them, and computes.
+Durations come from `cost`. Identical ranks share one script. A worker that runs its micro-batches
+one after another goes through all calls for each (`engine.sequential`); gathers go with the first
+forward, reductions with the last backward. At ZeRO stage 0 all reductions may be in flight at once;
+otherwise one ends before the next begins.
 
-A collective is named by a call: the first of the run of calls that it is for.
+A collective is named by a call: the first of the run of calls it is for.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from gpumix.spec.trace import Move, Work
 
 @dataclass(frozen=True)
 class Task:
-    """What a rank computes without a break: one unit for some micro-batches.
+    """Uninterrupted computation of a rank: one unit for some micro-batches.
 
-    `copied_s` is the time that the copies to or from the host take beside it. It starts when the
-    first `needs` collectives are done.
+    `copied_s` is the time of copies to or from the host during the computation. The task starts
+    when the first `needs` collectives are done.
     """
 
     kind: Work
@@ -47,7 +47,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Collective:
-    """What all ranks do together. Nothing is computed beside an `exposed` one."""
+    """A collective of all ranks. No computation overlaps an `exposed` collective."""
 
     kind: Move
     call: int
@@ -57,7 +57,8 @@ class Collective:
 
 @dataclass(frozen=True)
 class Lane(Alike):
-    """Each rank issues collective c when `issued[c]` of its tasks are done."""
+    """Identical ranks with their tasks: each issues collective c when `issued[c]` tasks are
+    done."""
 
     tasks: tuple[Task, ...]
     issued: tuple[int, ...]
@@ -65,7 +66,7 @@ class Lane(Alike):
 
 @dataclass(frozen=True)
 class Program:
-    """One step of a plan. `contention` is what a collective and computing cost each other."""
+    """A step of a plan. `contention` is the mutual slowdown of collectives and computation."""
 
     calls: tuple[str, ...]
     lanes: tuple[Lane, ...]
@@ -75,7 +76,7 @@ class Program:
 
 
 def program_of(profile: Profile, plan: Plan) -> Program:
-    """What the ranks of `plan` do in a step.
+    """Return the program of the ranks of `plan` for one step.
 
     Raises:
         InputError: the profile is of another model, sequence length or precision, or lacks a
@@ -115,7 +116,8 @@ def check_devices(profile: Profile, plan: Plan) -> None:
 
 
 def _alike(plan: Plan, updates: list[float]) -> Iterator[tuple[Worker, float, list[int]]]:
-    """Workers that do the same, by the first of them, with the time of their update."""
+    """Group identical workers; yield the first of each group, the time of its update, and the
+    ranks."""
     ranks: dict[object, list[int]] = {}
     workers = plan.workers
     for rank, (w, update_s) in enumerate(zip(workers, updates)):
@@ -126,8 +128,8 @@ def _alike(plan: Plan, updates: list[float]) -> Iterator[tuple[Worker, float, li
 
 
 class _Moves:
-    """Which collectives a step has, and how long each takes. One that takes no time is there all
-    the same: ranks meet in it."""
+    """The collectives of a step and their durations. A collective without a duration still
+    synchronizes ranks."""
 
     def __init__(self, links: Links, zero_stage: ZeroStage, ranks: int) -> None:
         self._links, self._ranks = links, ranks
@@ -136,7 +138,7 @@ class _Moves:
         self.run_of = {run.first: number for number, run in enumerate(self.runs)}
 
     def has(self, kind: Move, call: int) -> bool:
-        """Whether there is this collective."""
+        """Return whether the step has this collective."""
         if self._ranks == 1:
             return False
         if kind == "meet":
@@ -169,20 +171,20 @@ class _Moves:
 
 
 class _Script:
-    """The tasks of one worker, and the collectives between them."""
+    """The tasks of one worker, and the collectives between tasks."""
 
     def __init__(self, profile: Profile, worker: Worker, moves: _Moves) -> None:
         self._profile, self._worker, self._moves = profile, worker, moves
         self._runs = moves.runs
         self._needs = 0
-        self._reducing: int | None = None  # the call whose reduction may be under way
+        self._reducing: int | None = None  # the call whose reduction may be in flight
         self._seconds: dict[object, tuple[float, float]] = {}
         self.tasks: list[Task] = []
         self.order: dict[tuple[Move, int], int] = {}
         self.issued: list[int] = []
 
     def write(self, update_s: float) -> None:
-        """The whole step."""
+        """Write the script of the whole step."""
         for call in (FRONT, OUTSIDE, 0):
             self._issue("gather", call)
         self._wait("gather", FRONT)
@@ -198,8 +200,8 @@ class _Script:
         self.tasks.append(Task("optimizer", OUTSIDE, update_s, 0.0, (), self._needs))
 
     def _rounds(self) -> list[tuple[int, ...]]:
-        """Places of the micro-batches that go through each unit together; one after the other, the
-        last one first."""
+        """Return the places of micro-batches going through each unit together: all, or singly from
+        the last."""
         places = tuple(range(len(self._worker.micro_batches)))
         if self._worker.mode.order == "layered" or not places:
             return [places]
@@ -233,7 +235,7 @@ class _Script:
                 self._reduce(run.first)
 
     def _reduce(self, call: int) -> None:
-        """Where parts of the state are divided, one reduction ends before the next one begins."""
+        """Issue a reduction; with sharded state, after the previous one ends."""
         if not self._moves.has("reduce", call):
             return
         if self._reducing is not None and self._moves.zero_stage > 0:
@@ -257,7 +259,8 @@ class _Script:
         self.tasks.append(Task(kind, call, seconds, copied_s, micro, self._needs))
 
     def _kept(self, call: int, places: tuple[int, ...]) -> int:
-        """How many of these micro-batches, the last ones, keep the graph of `call`."""
+        """Return how many of the micro-batches, always the last, keep the graph of `call` without
+        recomputation."""
         batches = len(self._worker.micro_batches)
         calls = len(self._profile.model.calls)
         first = calls * batches - self._worker.kept_graphs
@@ -266,7 +269,7 @@ class _Script:
     def _times(
         self, kind: Work, call: int, micro: tuple[int, ...], graphs: int
     ) -> tuple[float, float]:
-        """Seconds to compute and to copy."""
+        """Return the seconds to compute and to copy."""
         model = self._profile.model_of(self._worker.device_class)
         name = ROOT if call == OUTSIDE else model.kind_of_call[call]
         key = (kind, name, micro, graphs)

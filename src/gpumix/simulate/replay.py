@@ -1,4 +1,4 @@
-"""One step of a plan as it was replayed: what every rank does when, and why it waits."""
+"""A replayed step of a plan: the activity of every rank over time, and reasons for waiting."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gpumix.spec.profile import ROOT
 from gpumix.spec.stage import Worker
 from gpumix.spec.trace import Cause
 
-# In the place of a unit's number: the root unit, and what is used at one of its ends only.
+# Instead of a unit's number: the root unit, and its parts used only at the front or the back.
 OUTSIDE, FRONT, BACK = -1, -2, -3
 ROOTS = {OUTSIDE: ROOT, FRONT: BEFORE, BACK: AFTER}
 
@@ -21,7 +21,7 @@ COMPUTING: tuple[trace.Work, ...] = get_args(trace.Work)
 
 @dataclass(frozen=True)
 class Event:
-    """Something that took time.
+    """An activity that took time.
 
     `lane` says which ranks did it, those of one lane; None is all. `cause` is the number of the
     event whose end let it start; None for the first.
@@ -42,7 +42,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Idle:
-    """Why the ranks of a lane compute nothing from `start` to `end`."""
+    """An interval from `start` to `end` without computation on a lane's ranks, and its cause."""
 
     lane: int
     start: float
@@ -52,7 +52,7 @@ class Idle:
 
 @dataclass(frozen=True)
 class Alike:
-    """Ranks that are alike, and one of their workers."""
+    """Identical ranks, and one of their workers."""
 
     ranks: tuple[int, ...]
     worker: Worker
@@ -60,11 +60,11 @@ class Alike:
 
 @dataclass(frozen=True)
 class Replay:
-    """One step: all events in the order in which they ended, and all moments at which the ranks of
-    a lane compute nothing.
+    """A replayed step: all events, ordered by end, and all intervals in which the ranks of a lane
+    compute nothing.
 
-    `units` are the names that events have by number. `predicted_s` is what the closed form of
-    `cost` says.
+    `units` are the names of unit numbers in events. `predicted_s` is the step time by the closed
+    form of `cost`.
     """
 
     lanes: tuple[Alike, ...]
@@ -78,5 +78,5 @@ class Replay:
         return max((event.end for event in self.events), default=0.0)
 
     def unit(self, number: int) -> str:
-        """The name of a unit call, or of a stage, or of what of the root it is."""
+        """Return the name of a unit call, of a stage, or of a part of the root."""
         return ROOTS[number] if number < 0 else self.units[number]

@@ -1,8 +1,8 @@
-"""What binds a step, and what each rank waits for.
+"""Critical path of a step, and waiting times of each rank.
 
 The critical path is the chain of events, each of which let the next one start, that ends with the
-last event of the step: shorten none of them, and the step stays as long as it is. A rank idles
-while it computes nothing; each such moment has one cause.
+last event of the step: unless one of them is shortened, the step stays as long as it is. A rank
+idles while it computes nothing; each such moment has one cause.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gpumix.spec.trace import CAUSES, Cause
 
 @dataclass(frozen=True)
 class Use:
-    """How a lane's ranks spend a step: seconds by cause of idling, and busy for the rest of it."""
+    """Use of a step's time by the ranks of a lane: idle seconds by cause, and busy for the rest."""
 
     lane: Alike
     busy_s: float
@@ -35,8 +35,8 @@ class Stretch:
 
 
 def critical_path(replay: Replay) -> tuple[Event, ...]:
-    """The events that bind the end of the step, from its start; each begins where the one before
-    it ends. Of several that end last it is the one that ended first in the replay."""
+    """Return the events that determine the end of the step, in order; each begins where the
+    previous event ends. Among the last to end, the first recorded counts."""
     events = replay.events
     number = max(range(len(events)), key=lambda n: (events[n].end, -n), default=None)
     path = []
@@ -47,7 +47,7 @@ def critical_path(replay: Replay) -> tuple[Event, ...]:
 
 
 def stretches(replay: Replay) -> tuple[Stretch, ...]:
-    """The critical path, like events joined: all of one kind on one lane, by their first."""
+    """Return the critical path with events joined by kind and lane, ordered by first event."""
     found: dict[tuple[str, int | None], list[Event]] = {}
     for event in critical_path(replay):
         found.setdefault((event.kind, event.lane), []).append(event)
@@ -66,7 +66,7 @@ def stretches(replay: Replay) -> tuple[Stretch, ...]:
 
 
 def uses(replay: Replay) -> tuple[Use, ...]:
-    """How each lane's ranks spend the step."""
+    """Return the use of the step's time by each lane."""
     busy_s = [0.0] * len(replay.lanes)
     for event in replay.events:
         if event.lane is not None and event.kind in COMPUTING:

@@ -1,4 +1,4 @@
-"""A replayed step as spans for the viewer: one process per device, one thread per stream."""
+"""A replayed step as spans for the viewer: a process per device, a thread per stream."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from gpumix.simulate.timeline import critical_path
 from gpumix.spec.plan import Plan
 from gpumix.spec.trace import Span, Trace, event, process_of, wait
 
-DEVICES = 256  # of more than that, those that are alike are shown as one
+DEVICES = 256  # with more, identical devices are shown as one
 
 
 def trace_of(replay: Replay, plan: Plan) -> Trace:
-    """All events of the step on all devices, in rank order; of devices that are alike only the
-    first, where there are more than `DEVICES`."""
+    """Return all events of the step on all devices, in rank order; with more than `DEVICES`
+    devices, only the first of identical devices."""
     return Trace.of(_spans(replay, plan))
 
 
@@ -26,10 +26,10 @@ def _spans(replay: Replay, plan: Plan) -> Iterator[Span]:
 
 
 def _by_lane(replay: Replay) -> list[list[Event | Idle]]:
-    """What the ranks of each lane do and wait for."""
+    """Return the events and waits of each lane's ranks."""
     found: list[list[Event | Idle]] = [[] for _ in replay.lanes]
     for done in replay.events:
-        if done.kind != "overhead":  # they wait for that
+        if done.kind != "overhead":  # shown as a wait instead
             for lane in found if done.lane is None else [found[done.lane]]:
                 lane.append(done)
     for waited in replay.idle:
@@ -38,7 +38,8 @@ def _by_lane(replay: Replay) -> list[list[Event | Idle]]:
 
 
 def _processes(replay: Replay, plan: Plan) -> Iterator[tuple[int, str]]:
-    """Lanes in rank order, with the device's name, or those of a lane put together."""
+    """Yield lanes in rank order, with device names; with more than `DEVICES` devices, each lane
+    once."""
     lanes, workers = enumerate(replay.lanes), plan.workers
     if len(workers) > DEVICES:
         for number, lane in lanes:

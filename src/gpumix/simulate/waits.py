@@ -1,4 +1,4 @@
-"""What ranks of one stage wait for: each moment without computing has one cause."""
+"""Waiting times of ranks in a single stage: each moment without computation has one cause."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Span = tuple[float, float]
 
 
 def waits_of(program: Program, events: Sequence[Event], moved: Sequence[Span]) -> Iterator[Idle]:
-    """All moments at which a lane's ranks compute nothing, in the order of lanes and time.
+    """Yield all intervals in which a lane's ranks compute nothing, ordered by lane and time.
 
     Args:
         moved: start and end of each collective.
@@ -29,7 +29,7 @@ def waits_of(program: Program, events: Sequence[Event], moved: Sequence[Span]) -
 
 
 class _Waits:
-    """What the ranks of one lane wait for."""
+    """Waiting times of one lane's ranks."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class _Waits:
         self._ends = [end for _, end, _ in self._moved]
 
     def all(self) -> Iterator[Idle]:
-        """From the start of the step to its end."""
+        """Yield idle intervals from the start of the step to its end."""
         moved, at = self._spans, self._program.overhead_s
         if at > 0:
             yield Idle(self._number, 0.0, at, "overhead")
@@ -65,8 +65,8 @@ class _Waits:
         yield from self._gap(at, self._step_s, needed_until)
 
     def _gap(self, start: float, end: float, needed_until: float) -> Iterator[Idle]:
-        """A time without computing, cut where the cause may change. Collectives are waited for
-        until `needed_until`."""
+        """Split an interval without computation where its cause may change. The lane waits for
+        collectives until `needed_until`."""
         if start >= end:
             return
         first = bisect_right(self._ends, start)
