@@ -1,10 +1,10 @@
-"""A step of a rank whose plan has several stages: the forward and backward passes of its
-micro-batches through its stages, in the order of the plan's schedule.
+"""Pipeline-parallel step of a rank: forward and backward passes of micro-batches through the rank's
+stages, in the order of the plan's schedule.
 
-One pass runs as in layers (`engine.layered`), with the micro-batches that it is for: one, or a wave
-of them where a stage's workers gather and reduce for each other. Before it comes what earlier
-stages have computed, or the gradients from later ones; what comes next is expected already, so that
-it is on its way meanwhile.
+A pass runs layer by layer (`engine.layered`) for one micro-batch, or for a wave of micro-batches
+where a stage's workers gather and reduce for each other. Before a pass, outputs arrive from earlier
+stages, or gradients from later stages. Receives of the next pass are posted early, to overlap with
+computing.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from gpumix.spec.plan import Plan
 from gpumix.spec.stage import Taken, Worker
 
 Looks = object
-"""What tells micro-batches apart whose tensors differ in shape."""
+"""Key of a micro-batch's tensor shapes."""
 
 
 @dataclass
 class Place:
-    """One of a rank's stages.
+    """Pipeline stage of a rank.
 
     Attributes:
-        parts: of the model that the stage has.
-        shared: what several stages have, one of this rank's among them; in the plan's order, so in
-            the same on all ranks.
+        parts: the stage's parts of the model.
+        shared: parameters that a stage of this rank shares with others, in the plan's order, hence
+            in the same order on all ranks.
     """
 
     plan: Plan
@@ -54,17 +54,17 @@ class Place:
 
     @cached_property
     def worker(self) -> Worker:
-        """This rank's part of it."""
+        """Worker of this rank in the stage."""
         return self.plan.worker_of(self.rank, self.stage)
 
     @cached_property
     def puts_off(self) -> bool:
-        """Whether gradients of parameters are computed in passes of their own."""
+        """True if gradients of parameters are computed in separate passes."""
         return self.plan.puts_off(self.stage, self.worker)
 
     @property
     def last(self) -> bool:
-        """Whether the loss is computed here."""
+        """True if the loss is computed in this stage."""
         return self.stage == len(self.plan.stages) - 1
 
     @property
@@ -82,24 +82,24 @@ class Place:
 
     @cached_property
     def batches(self) -> tuple[int, ...]:
-        """Numbers of this rank's micro-batches, in the order of its samples."""
+        """Numbers of this rank's micro-batches, in the order of samples."""
         return self.plan.numbers_of(self.rank, self.stage)
 
     def members(self, action: Action) -> list[int]:
-        """Those of them that an action is for."""
+        """Return the micro-batches of an action: one, or this rank's part of a wave."""
         if not self.plan.in_waves:
             return [action.batch]
         return [n for n in self.batches if self._waves[n] == action.batch]
 
     @cached_property
     def _waves(self) -> list[int]:
-        """Of each micro-batch."""
+        """Wave of each micro-batch."""
         stage = self.plan.stages[self.stage]
         return [one.wave for one in stage.micro_batches(self.plan.waves)]
 
     @cached_property
     def gives(self) -> list[tuple[int, Taken]]:
-        """What later stages take of this one, with the stage."""
+        """Pairs of a later stage and an output taken from this stage."""
         first = self.first_call
         own = range(first, first + len(self.plan.stages[self.stage].units))
         return [
@@ -111,14 +111,14 @@ class Place:
 
     @cached_property
     def sends(self) -> dict[int, tuple[int, ...]]:
-        """By own call, places of the outputs that later stages take."""
+        """Places of the outputs taken by later stages, by own call."""
         wanted: dict[int, dict[int, None]] = {}
         for _, taken in self.gives:
             wanted.setdefault(taken.call - self.first_call, {})[taken.output] = None
         return {call: tuple(outputs) for call, outputs in wanted.items()}
 
     def look_of(self, taken: Taken, looks: Looks) -> Look | None:
-        """What is taken, of samples that look so, if that has been seen before."""
+        """Return the look of an output for samples of shapes `looks`; None if not seen yet."""
         return self._known.get((looks, taken))
 
     def seen(self, taken: Taken, looks: Looks, look: Look) -> None:
@@ -126,12 +126,13 @@ class Place:
 
 
 class Entrance:
-    """How one micro-batch comes to the first unit call of its stage: with what earlier stages have
-    computed. `leaves` get the gradients of that, where the model runs with gradients.
+    """Arrival of a micro-batch at its stage, with outputs of earlier stages.
+
+    With gradients on, `leaves` collect the gradients of received tensors.
 
     Args:
-        batch: its number.
-        looks: of its samples.
+        batch: number of the micro-batch.
+        looks: key of the samples' shapes.
     """
 
     def __init__(self, place: Place, batch: int, looks: Looks) -> None:
@@ -142,7 +143,7 @@ class Entrance:
         self.leaves: dict[Taken, torch.Tensor] = {}
 
     def expect(self) -> bool:
-        """Begin to receive what comes, as far as its looks are known; whether all are."""
+        """Post receives up to the first unknown look; return True if all are posted."""
         for taken in self._place.takes:
             look = self._place.look_of(taken, self._looks)
             if look is None:
@@ -151,7 +152,7 @@ class Entrance:
         return True
 
     def returned(self, call: UnitCall) -> Any:
-        """What an earlier stage's unit returned."""
+        """Return the result of an earlier stage's unit."""
         returned = self._place.elsewhere.returned(call)
         leaves = [
             self._place.elsewhere.tensor(leaf) if isinstance(leaf, Look) else leaf
@@ -177,7 +178,7 @@ class Entrance:
         return hand(leaf, value)
 
     def send_gradients(self) -> None:
-        """Give earlier stages the gradients of what they sent."""
+        """Send the gradients of received tensors to earlier stages."""
         for taken in self._place.takes:
             if taken.differentiable:
                 leaf = self.leaves.pop(taken, None)
@@ -187,7 +188,7 @@ class Entrance:
                 )
 
     def _zeros(self, taken: Taken) -> torch.Tensor:
-        """Who gave it waits for a gradient."""
+        """Return zeros: the sending stage waits for a gradient."""
         look = self._place.look_of(taken, self._looks)
         assert look is not None, "it was received"
         return self._place.elsewhere.zeros(look)
@@ -198,7 +199,7 @@ class Entrance:
 
 @dataclass
 class Running:
-    """A micro-batch between its forward and its backward; `sent` by what later stages took."""
+    """Micro-batch between forward and backward, with looks of outputs `sent` to later stages."""
 
     number: int
     batch: MicroBatch
@@ -207,16 +208,16 @@ class Running:
 
 
 Make = Callable[[Place, int], Running]
-"""Begins the micro-batch of a number in a stage."""
+"""Begins the micro-batch of a given number in a stage."""
 
 
 class Step:
-    """One step of one rank.
+    """Step of one rank.
 
     Args:
-        places: its stages.
-        scale: what each loss is multiplied with before its backward; None: there is no backward.
-        empty: numbers of micro-batches that have no samples, which are left out.
+        places: the rank's stages.
+        scale: factor of each loss before its backward; None: no backward.
+        empty: numbers of micro-batches without samples, skipped.
     """
 
     def __init__(
@@ -238,21 +239,21 @@ class Step:
         self._results: list[Loss] = []
         self._begun = Begun()
         division = places[0].parts.division
-        # With buffers of its own for each, no reduction waits for another one; nor can ranks wait
-        # for each other where all of a stage do the same.
+        # Separate buffers let each reduction run without waiting for another. With one stage per
+        # rank, all ranks of the stage issue the same collectives, so none deadlocks.
         self._beside = division.replicated and len(places) == 1
         self._in_waves = not division.whole_gradients
         self._reductions = Reductions(None, at_once=division.replicated)
 
     def run(self) -> list[Loss]:
-        """Do all of it; then gradients are to be settled.
+        """Run all actions; the caller settles the gradients afterwards.
 
         Returns:
             (summed loss, count) of each micro-batch whose loss is computed here.
         """
         wires = next(iter(self._places.values())).wires
         try:
-            # Now: with other stages that may begin only when this one is through.
+            # Gather now: other stages of a shared bucket may begin only when this stage is done.
             for bucket in self._shared:
                 bucket.start_gather()
             for place in self._places.values():
@@ -262,7 +263,7 @@ class Step:
             for place in self._idle:
                 layered.forward(place.parts, Turns([]), keep=False)
             for number, action in enumerate(self._actions):
-                # Messages come in order: what follows an unknown one cannot be expected yet.
+                # Messages arrive in order: none can be expected behind an unknown look.
                 all(self._expect(coming) for coming in self._actions[number : number + 2])
                 self._do(action, number)
             if self._scale is not None:
@@ -282,7 +283,7 @@ class Step:
 
     @cached_property
     def _idle(self) -> list[Place]:
-        """Stages of which this rank computes nothing: what it stores, the others gather."""
+        """Stages where this rank stores shards but computes nothing."""
         busy = {action.stage for action in self._actions}
         return [place for number, place in self._places.items() if number not in busy]
 
@@ -300,7 +301,7 @@ class Step:
             self._weights(place, action, last=number == len(self._actions) - 1)
 
     def _running_of(self, place: Place, action: Action) -> list[Running]:
-        """Those that an action is for, begun if they are not yet."""
+        """Return the micro-batches of an action, begun if necessary."""
         found = []
         for number in place.members(action):
             if number not in self._empty:
@@ -322,7 +323,7 @@ class Step:
 
     def _forward(self, place: Place, action: Action) -> None:
         running = self._running_of(place, action)
-        for bucket in self._shared:  # the model uses what this rank has of it in every stage
+        for bucket in self._shared:  # the model uses shared parameters in every stage
             bucket.arrived()
         layered.forward(place.parts, _turns(running), keep=self._scale is not None)
         for one in running:
@@ -365,7 +366,7 @@ class Step:
             self._reductions.finish()
 
     def _reduced_in(self, last: bool) -> Reductions | None:
-        """What gradients are reduced by in an action, the `last` one or another; None: later."""
+        """Return the reductions to start in an action, `last` or not; None: reduce later."""
         return self._reductions if self._in_waves or (last and self._beside) else None
 
     def _close(self, place: Place, running: Sequence[Running]) -> None:
@@ -373,7 +374,7 @@ class Step:
             self._running.pop((place.stage, one.number)).batch.close()
 
     def _gradients(self, running: Running) -> Iterator[tuple[Message, Look]]:
-        """What later stages send back, in the order of what they were sent."""
+        """Yield the messages of gradients from later stages, in the order of outputs sent."""
         for (to, taken), look in running.sent.items():
             if taken.differentiable:
                 yield Message("backward", to, running.number, taken), look

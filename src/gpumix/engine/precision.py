@@ -14,11 +14,11 @@ TORCH_DTYPE: dict[ComputeDtype, torch.dtype] = {
 
 
 class LossScaler:
-    """Keeps fp16 gradients inside fp16's range, as `torch.amp.GradScaler` does, for sharded ones.
+    """Loss scaler for sharded fp16 gradients, like `torch.amp.GradScaler`.
 
-    The loss is multiplied with `scale`; a step whose gradients overflow is skipped and the scale
-    halved; after `growth_interval` good steps it is doubled. bf16 and fp32 have no use for it; but
-    gradients of all ranks are summed, so all scale alike if one of them computes in fp16.
+    The loss is multiplied by `scale`. A step with overflowing gradients is skipped and the scale
+    halved; after `growth_interval` good steps the scale is doubled. bf16 and fp32 need no scale.
+    But gradients are summed over ranks, so all ranks scale alike if one computes in fp16.
     """
 
     def __init__(self, *, active: bool, growth_interval: int = 2000) -> None:
@@ -28,7 +28,7 @@ class LossScaler:
         self._good_steps = 0
 
     def update(self, *, overflow: bool) -> None:
-        """Take note of a step's outcome."""
+        """Update the scale after a step."""
         if overflow:
             self.scale = max(1.0, self.scale / 2)
             self._good_steps = 0

@@ -1,9 +1,9 @@
-"""From a model and a plan to a running engine, in one visible place.
+"""Construction of a running engine from a model and a plan, in one visible place.
 
-In order: take the model apart, check that the plan is for it and that all ranks agree; then
-*tensor* (a team's ranks each compute their part of every module), *stages* (what others compute is
-stood in for), *shards* (every unit gets its flat buffers, in the plan's *precision*), *compile*; at
-last unit calls are made to stop.
+Order: dissect the model; check that the plan fits and that all ranks agree. Next come *tensor*
+(each rank of a tensor-parallel group computes a part of every module), *stages* (stand-ins replace
+units of other stages), *shards* (flat buffers for every unit, in the plan's *precision*) and
+*compile*. Finally unit calls are intercepted.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from gpumix.spec.plan import Plan
 from gpumix.spec.space import EVERYTHING
 from gpumix.spec.stage import Worker
 
-# Where modules keep what they register; recurrent ones look there for weights that were replaced.
+# Registries of modules; recurrent modules look up replaced weights there.
 REGISTERS = frozenset({"_parameters", "_modules", "_buffers", "_flat_weights"})
 
 
@@ -67,25 +67,25 @@ def prepare(
     seed: int = 0,
     couples: str = "",
 ) -> Engine:
-    """Shard `model` in place, as `plan` says, over the ranks of the default process group.
+    """Shard `model` in place according to `plan`, over the ranks of the default process group.
 
     Args:
-        model: any module; made by `gpumix.build`, no rank ever holds the whole of it.
-        comm: default: all ranks of the default process group; if there is none, that of the ranks
-            which torchrun started is made, and a process that was started alone is a single rank.
-        weights: safetensors file or folder with the initial values; default: the model's own.
-        loss: function(model, micro-batch) that returns (summed loss, count); default: what
-            forward returns: a loss, alone or with other values, or these two.
-        units: class or module names of the units; default: found.
-        tensor: how modules are divided where ranks compute together: styles by patterns of names
-            (`engine.tensor_plans`); default: the model's own plan.
-        seed: of dropout.
-        couples: of a loss that couples samples of a batch: "micro-batch" if each micro-batch may
-            have a loss of its own, "batch" if no batch may be cut. Without it such a loss is
-            refused where the plan cuts batches.
+        model: any module; a model made by `gpumix.build` is never complete on any rank.
+        comm: default: all ranks of the default process group. If there is none, the ranks started
+            by torchrun create one; a process started alone is a single rank.
+        weights: safetensors file or folder with initial values; default: the model's own values.
+        loss: function(model, micro-batch) returning (summed loss, count); default: the result of
+            forward: a loss, alone or with further values, or (summed loss, count).
+        units: class or module names of the units; default: detected.
+        tensor: tensor-parallel styles by patterns of module names (`engine.tensor_plans`);
+            default: the model's own plan.
+        seed: seed of dropout.
+        couples: for a loss that couples samples of a batch: "micro-batch" if each micro-batch may
+            have a separate loss, "batch" if no batch may be cut. Default: refuse a coupling loss
+            where the plan cuts batches.
 
     Raises:
-        InputError: the plan is for another model or number of ranks, or cuts batches that may not
+        InputError: the plan is for another model or number of ranks, or cuts batches that must not
             be cut; or ranks disagree.
     """
     if comm is None:
@@ -149,14 +149,14 @@ def _check_coupling(plan: Plan, couples: str) -> None:
 
 
 def _own_forwards(anatomy: Anatomy) -> dict[str, Callable[..., Any]]:
-    """Of units, where these are not their classes'."""
+    """Return the forwards of units that override the forward of the class, by unit name."""
     named = {unit.name: vars(unit.module).get("forward") for unit in anatomy.units}
     return {name: forward for name, forward in named.items() if forward is not None}
 
 
 def _as_planned(model: nn.Module, plan: Plan, units: Sequence[str]) -> Anatomy:
-    """The model taken apart as the plan has it: without other units, where its samples called
-    these alone when it was measured."""
+    """Dissect the model into the units of the plan; further units are left out if the profiled
+    samples did not call them."""
     anatomy = dissect(model, units)
     planned = [name for stage in plan.stages for name in stage.units]
     known = {unit.name for unit in anatomy.units}
@@ -169,7 +169,7 @@ def _as_planned(model: nn.Module, plan: Plan, units: Sequence[str]) -> Anatomy:
 def _head_in_chunks(
     model: nn.Module, anatomy: Anatomy, plan: Plan, rank: int
 ) -> HeadInChunks | None:
-    """That of a rank which has the last stage, if it is to be computed so."""
+    """Return the chunked head of a rank with the last stage, if planned."""
     last = plan.stages_of(rank)[-1]
     worker = plan.worker_of(rank, last)
     if last < len(plan.stages) - 1 or worker.mode.head != "chunked":
@@ -186,7 +186,7 @@ def _divided(
     styles: Mapping[str, Any] | None,
     head: HeadInChunks | None,
 ) -> tuple[Anatomy, Changes]:
-    """The model with this rank's part of what its team computes together; all of it without one."""
+    """Return the model with this rank's tensor-parallel parts; undivided without a group."""
     team = next(iter(teams.values()), None)
     if team is None:
         return anatomy, Changes()
@@ -210,7 +210,7 @@ def _stages(
     storage: Storage,
     teams: Mapping[int, Communicator],
 ) -> tuple[list[Parts], list[Place]]:
-    """What this rank has of the plan's stages; of a single one there is no place. Collective."""
+    """Make this rank's parts of the plan's stages; a single stage has no place. Collective."""
     if len(plan.stages) == 1:
         whole = Division.of(plan, comm, teams.get(0))
         return [shard(anatomy, plan.stages[0], whole, storage)], []
@@ -256,7 +256,7 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def _bound(plan: Plan, comm: Communicator) -> Plan:
-    """The plan with its workers in the order of the ranks: a GPU is known by its UUID."""
+    """Return the plan with workers in rank order; GPUs are matched by UUID."""
     named_by_uuid = all(w.device.startswith("GPU-") for w in plan.workers)
     if not runtime.is_gpu(comm.device) or not named_by_uuid or len(plan.workers) != comm.world:
         return plan
@@ -305,7 +305,7 @@ def _check(plan: Plan, anatomy: Anatomy, comm: Communicator) -> None:
 
 
 def _check_kept(plan: Plan, root: Sequence[str]) -> None:
-    """Refuse a plan of several stages, none of which has some parameter of the root."""
+    """Refuse a plan of several stages if some root parameter is in none of the stages."""
     roots = [stage.root for stage in plan.stages]
     if len(roots) == 1 or None in roots:
         return
@@ -320,7 +320,7 @@ def _check_kept(plan: Plan, root: Sequence[str]) -> None:
 
 
 def _refuse_unable(worker: Worker, device: torch.device) -> None:
-    """A dtype that is merely slow here is the plan's own affair."""
+    """Refuse a compute dtype that the device lacks; a slow dtype is the plan's choice."""
     if not runtime.is_gpu(device) or not runtime.is_nvidia():
         return
     major, minor = runtime.capability(device)
@@ -335,7 +335,10 @@ def _refuse_unable(worker: Worker, device: torch.device) -> None:
 
 
 def _refuse_other_holders(model: nn.Module) -> None:
-    """Parameters are replaced where modules register them; elsewhere the old ones would stay."""
+    """Refuse gradient hooks, parameters outside of registries, and modules compiled as a whole.
+
+    Parameters are replaced in registries only; references elsewhere would keep the old parameters.
+    """
     ours = {id(parameter): name for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]

@@ -1,8 +1,8 @@
-"""What batches hold beside tensors with one row for each sample.
+"""Ragged and per-sample batch entries, in addition to tensors with a row per sample.
 
-Processors of pictures lay the patches of all pictures of a batch into one tensor, and give the
-boxes of a picture as a dictionary. A model takes them as they are; whoever cuts a batch must know
-what is whose.
+Image processors concatenate the patches of all pictures of a batch into one tensor, and give the
+boxes of a picture as a dictionary. Models take such entries as they are; to cut a batch, the owner
+of each row must be known.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from torch.utils._pytree import register_pytree_node, tree_map
 
 @dataclass(frozen=True)
 class RaggedRows:
-    """A tensor with the rows of one sample behind those of another, and how many each has. For
-    trees it is a node."""
+    """Tensor of the concatenated rows of samples, with each sample's row count. A pytree node."""
 
     tensor: Tensor
     counts: tuple[int, ...]
@@ -28,7 +27,7 @@ class RaggedRows:
         return len(self.counts)
 
     def __getitem__(self, samples: slice | Sequence[int]) -> RaggedRows:
-        """The rows of some samples; a view, where these lie one behind the other."""
+        """Return the rows of some samples; a view if the samples are adjacent."""
         numbers = list(range(len(self))[samples] if isinstance(samples, slice) else samples)
         counts = tuple(self.counts[number] for number in numbers)
         first = numbers[0] if numbers else 0
@@ -39,11 +38,11 @@ class RaggedRows:
         return RaggedRows(torch.cat([parts[number] for number in numbers]), counts)
 
     def repeated(self, times: int) -> RaggedRows:
-        """All samples, so many times."""
+        """Return all samples, repeated `times` times."""
         return RaggedRows(torch.cat([self.tensor] * times), self.counts * times)
 
     def pin_memory(self, *args: Any) -> RaggedRows:
-        """As loaders ask for it."""
+        """Return a copy in pinned memory, for data loaders."""
         return RaggedRows(self.tensor.pin_memory(*args), self.counts)
 
 
@@ -57,8 +56,8 @@ register_pytree_node(
 
 @dataclass(frozen=True)
 class PerSample:
-    """A list with an entry for each sample, a tree of tensors, as the boxes in a picture. For trees
-    it is a node."""
+    """List with an entry per sample, a tree of tensors such as the boxes in a picture. A pytree
+    node."""
 
     entries: list[Any]
 
@@ -71,11 +70,11 @@ class PerSample:
         return PerSample([self.entries[number] for number in samples])
 
     def repeated(self, times: int) -> PerSample:
-        """All samples, so many times."""
+        """Return all samples, repeated `times` times."""
         return PerSample(self.entries * times)
 
     def pin_memory(self, *args: Any) -> PerSample:
-        """As loaders ask for it."""
+        """Return a copy in pinned memory, for data loaders."""
         return PerSample(tree_map(_pinned, self.entries))
 
 
@@ -92,19 +91,19 @@ register_pytree_node(
 
 
 def has_rows(value: Any) -> bool:
-    """Whether it has rows of samples."""
+    """Return True if a value has rows per sample."""
     return isinstance(value, Tensor | RaggedRows | PerSample)
 
 
 def take(batch: Any, samples: slice | Sequence[int]) -> Any:
-    """Some samples of a batch, a pytree."""
+    """Return some samples of a batch, a pytree."""
     which = samples if isinstance(samples, slice) else list(samples)
     return tree_map(lambda t: t[which] if has_rows(t) else t, batch, is_leaf=has_rows)
 
 
 def as_taken(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """A batch as models take it: tensors of rows of all samples. Of what no sample has rows of, as
-    pictures in a batch of texts, there is nothing."""
+    """Return a batch as models take it: tensors with the rows of all samples. Ragged entries
+    without rows, such as pictures in a batch of texts, are left out."""
     taken: dict[str, Any] = {}
     for name, value in batch.items():
         if isinstance(value, RaggedRows):

@@ -1,8 +1,8 @@
-"""Random numbers that a second run of the same code sees again.
+"""Random numbers reproduced by a second run of the same code.
 
-Every stretch of a micro-batch's work (a unit call, or the code between two) starts from a seed of
-its own, a hash of what it is. So nothing has to be saved for the recompute, and the same step of
-the same plan draws the same numbers after a resume.
+Each stretch of a micro-batch (a unit call, or the code between two) starts from a separate seed, a
+hash of seed, step, position and stretch. So recomputation needs no saved state, and the same step
+of the same plan draws the same numbers after a resume.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from gpumix.hardware import runtime
 
 
 class OtherGenerators:
-    """Those of Python and numpy, by which some models draw masks. To seed them takes as long as
-    many a layer, so only a model that is seen to draw by them has them seeded.
+    """Generators of Python and numpy, by which some models draw masks. Seeding takes as long as
+    many a layer, so only a model observed to draw from these generators has them seeded.
 
     Attributes:
-        are_used: whether the model was seen to.
+        are_used: True once the model was observed to draw.
     """
 
     are_used = False
 
     def __init__(self) -> None:
         self._looks = False
-        self._seeded: object = None  # their states
+        self._seeded: object = None  # states after seeding
 
     @contextlib.contextmanager
     def of_step(self, *, looks: bool) -> Iterator[None]:
-        """Whatever is drawn inside, the program's numbers go on as if nothing was.
+        """Restore the program's generators after a step, as if nothing had been drawn.
 
         Args:
-            looks: see whether the model draws by them.
+            looks: observe whether the model draws.
         """
         if not (looks or self.are_used):
             yield
@@ -64,7 +64,7 @@ class OtherGenerators:
 
 @contextlib.contextmanager
 def _others_untouched() -> Iterator[None]:
-    """The generators of Python and numpy go on as if nothing inside had been."""
+    """Restore the generators of Python and numpy on exit."""
     states = random.getstate(), np.random.get_state()
     try:
         yield
@@ -84,8 +84,8 @@ class Randomness:
     Args:
         seed, step: of the run.
         position: number of the micro-batch's first sample in the global batch.
-        device: whose generator is seeded, beside the CPU's.
-        others: are seeded too, if the model draws by them.
+        device: device whose generator is seeded, in addition to the CPU's.
+        others: seeded too, if the model draws from them.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Randomness:
 
     def start(self, stretch: int) -> None:
         """Seed the generators for stretch number `stretch`."""
-        # An odd multiplier spreads neighbouring numbers over the seeds' space.
+        # An odd multiplier spreads neighboring numbers over the seed space.
         seed = (self._base + stretch * 0x9E3779B97F4A7C15) % 2**63
         for generator in self._generators:
             generator.manual_seed(seed)
@@ -111,18 +111,18 @@ class Randomness:
 
 
 class Draws:
-    """What ranks draw that were seeded alike: each numbers of its own from here on, but where they
-    are to draw alike. The same whenever it is made after the same seed.
+    """Draws of ranks with the same seed: different on each rank from here on, except in code that
+    draws alike. Reproducible after the same seed.
 
     Args:
-        number: of this rank.
+        number: number of this rank.
     """
 
     def __init__(self, number: int, device: torch.device) -> None:
         self._device = device
         self._alike = False
         self._other = _states(device)
-        # None draws on its own what all draw together.
+        # `number + 1`: no rank draws alone the numbers that all draw together.
         seed = torch.default_generator.initial_seed() + (number + 1) * 0xD1B54A32D192ED03
         for generator in _generators(device):
             generator.manual_seed(seed % 2**63)
@@ -144,20 +144,20 @@ class Draws:
 
 @contextlib.contextmanager
 def untouched(device: torch.device) -> Iterator[None]:
-    """Whatever is seeded or drawn inside, the caller's random numbers go on as if nothing was."""
+    """Restore the caller's torch generators on exit, as if nothing inside had been drawn."""
     gpu = runtime.is_gpu(device)
-    kind = device.type if gpu else "cuda"  # of no devices any will do
+    kind = device.type if gpu else "cuda"  # without devices, any type will do
     with torch.random.fork_rng(devices=[device] if gpu else [], device_type=kind):
         yield
 
 
 @contextlib.contextmanager
 def program_untouched(device: torch.device | None = None) -> Iterator[None]:
-    """The program draws what it would have drawn if nothing inside had been: `untouched`, and the
-    generators of Python and numpy.
+    """Restore all random state of the program on exit: `untouched`, and the generators of Python
+    and numpy.
 
     Args:
-        device: default: the current one. A process that was forked must not ask for that.
+        device: default: the current device, which a forked process must not query.
     """
     if device is None:
         device = runtime.current_device() if runtime.is_available() else torch.device("cpu")
@@ -166,13 +166,13 @@ def program_untouched(device: torch.device | None = None) -> Iterator[None]:
 
 
 def evaluating(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """No dropout inside, nor anything else that is for training."""
+    """Switch off dropout and all other training behavior inside."""
     return in_training(model, False)
 
 
 @contextlib.contextmanager
 def in_training(model: nn.Module, which: bool | Sequence[nn.Module]) -> Iterator[None]:
-    """Inside these modules are in training, all or none, and the others are not."""
+    """Put all, some or no modules in training mode inside, and the rest in evaluation mode."""
     before = {module: module.training for module in model.modules()}
     model.train(which is True)
     for module in which if not isinstance(which, bool) else ():

@@ -1,8 +1,8 @@
-"""The ranks of a run: who they are, how they talk, and who is missing when one is.
+"""Ranks of a run: identity, communication, and diagnosis of missing ranks.
 
-Tensors go through process groups (`data` for the engine's collectives, one more for checkpoints).
-Words go through the rendezvous store, as text: what a rank has to say is kept there, so whoever
-waits in vain can name the rank that said nothing. Each rank's heartbeat is there too.
+Tensors go through process groups (`data` for the engine's collectives, another for checkpoints).
+Text goes through the rendezvous store and stays there, so a rank waiting in vain can name the rank
+that sent nothing. Each rank's heartbeat is in the store too.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ from gpumix.spec.errors import (
 )
 from gpumix.spec.plan import Plan
 
-# A rank that has not moved its heartbeat for so long is dead or stopped.
+# Seconds without a heartbeat after which a rank is dead or stopped.
 SILENCE_S = 3.0
-# Within this time each rank has told anew how far it has come.
+# Seconds within which each rank has reported its progress again.
 NOTICE_S = 2 * BEAT_S
-# Who waits in vain asks all ranks where they stand.
+# Set by a rank that waits in vain: asks all ranks for their positions.
 ASKED = "asked"
-# What torch raises when the process that has the store is gone.
+# Errors raised by torch when the process with the store is gone.
 STORE_ERRORS = (dist.DistStoreError, dist.DistNetworkError)
-# How long a rank that lost a peer waits for somebody's own account of what happened.
+# Seconds that a rank with a lost peer waits for another rank's own account.
 ACCOUNT_S = 5.0
-# What another rank's error is here, by its exit code.
+# Local class of another rank's error, by exit code.
 KINDS = {
     kind.exit_code: kind
     for kind in (
@@ -70,19 +70,19 @@ KINDS = {
         Interrupted,
     )
 }
-# After these a run may go on by itself, so all ranks know them for what they are.
+# A run may continue by itself after these errors, so all ranks keep the class.
 GOES_ON = tuple(kind.__name__ for kind in (OutOfMemory, RankLost, DeviceFailure, PlanOutdated))
 
 
 class Ranks:
-    """All ranks of a run, as one of them sees them.
+    """View of all ranks of a run from one rank.
 
     Args:
         store: the rendezvous store; None for a single process.
-        rank, world: this rank, and how many there are.
-        device: where the engine's tensors are.
-        timeout_s: how long a rank waits for the others.
-        seat: this rank's device and host, as messages name it.
+        rank, world: this rank, and the number of ranks.
+        device: device of the engine's tensors.
+        timeout_s: seconds that a rank waits for others.
+        seat: this rank's device and host, for messages.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Ranks:
         self._seats: list[Device | None] = [None] * world
         self._store = store
         self._told: dict[str, int] = {}
-        self._begun: dict[str, Wait] = {}  # what was told last, by topic
+        self._begun: dict[str, Wait] = {}  # latest wait, by topic
         self._claims: dict[str, str] = {}  # of a single process
         self._heart: Heart | None = None
         self._owns_groups = False
@@ -150,9 +150,9 @@ class Ranks:
             error is not None
             and self._store is not None
             and not isinstance(error, CommunicationError)
-            and type(error) is not DeviceFailure  # others may know whose fault it was
+            and type(error) is not DeviceFailure  # other ranks may know the cause
         ):
-            with suppress(*STORE_ERRORS):  # nobody is left to be told
+            with suppress(*STORE_ERRORS):  # no listener is left
                 report_failure(self._store, self.rank, error)
         if self._heart is not None:
             self._heart.stop()
@@ -161,7 +161,7 @@ class Ranks:
 
     @property
     def names(self) -> list[str]:
-        """Of all ranks, in messages."""
+        """Names of all ranks, for messages."""
         return [
             f"rank {r}" + (f" (device '{seat.id}' on {seat.host})" if seat else "")
             for r, seat in enumerate(self._seats)
@@ -170,32 +170,32 @@ class Ranks:
     # -- tensors -----------------------------------------------------------------------------------
 
     def communicator(self, plan: Plan | None = None) -> Communicator:
-        """The engine's collectives over all ranks, in the forms of `plan`."""
+        """Return the engine's collectives over all ranks, in the forms of `plan`."""
         return all_ranks(self.device, plan.collectives if plan is not None else None)
 
     def checkpoint_group(self, *, patience_s: float = 0.0) -> dist.ProcessGroup | None:
-        """A group of CPU tensors for checkpoints, so that saving never blocks training's group.
+        """Create a group of CPU tensors for checkpoints, so saving never blocks training's group.
 
         Args:
-            patience_s: how much longer than the usual timeout the slowest may take.
+            patience_s: seconds beyond the usual timeout allowed to the slowest rank.
         """
         if self.world == 1:
             return None
-        self.gather("checkpoint group", "")  # who waits there does not hear of a rank that failed
+        self.gather("checkpoint group", "")  # `new_group` would not notice a failed rank
         timeout = timedelta(seconds=self.timeout_s + patience_s)
         return dist.new_group(backend="gloo", timeout=timeout)
 
     # -- words -------------------------------------------------------------------------------------
 
     def gather(self, topic: str, text: str, *, patience_s: float = 0.0) -> list[str]:
-        """Every rank's text on `topic`, in rank order. Collective; the n-th call of every rank on
-        a topic belongs together.
+        """Return every rank's text on `topic`, in rank order. Collective; the n-th calls of all
+        ranks on a topic belong together.
 
         Args:
-            patience_s: how much longer than the usual timeout the slowest may take.
+            patience_s: seconds beyond the usual timeout allowed to the slowest rank.
 
         Raises:
-            CommunicationError: a rank said nothing within the timeout; see `explain`.
+            CommunicationError: a rank sent nothing within the timeout; see `explain`.
         """
         if self._store is None or self.world == 1:
             return [text]
@@ -204,14 +204,14 @@ class Ranks:
         return [self._hear(f"{key}/{r}", r, topic, patience_s) for r in range(self.world)]
 
     def collect(self, topic: str, text: str) -> list[str]:
-        """As `gather`, for rank 0; the others get nothing, and do not wait."""
+        """Gather on rank 0; other ranks return an empty list without waiting."""
         if self._store is None or self.rank == 0:
             return self.gather(topic, text)
         self._store.set(f"{self._next(topic)}/{self.rank}", text)
         return []
 
     def share(self, topic: str, text: str | None) -> str:
-        """Rank 0's text on `topic`, for all. Collective."""
+        """Return rank 0's text on `topic`, on all ranks. Collective."""
         if self._store is None or self.world == 1:
             return text or ""
         key = self._next(topic)
@@ -220,7 +220,7 @@ class Ranks:
         return self._hear(key, 0, topic)
 
     def agree(self, topic: str, error: GpumixError | None, *, patience_s: float = 0.0) -> None:
-        """Raise the first error that any rank has, on all of them. Collective; see `gather`."""
+        """Raise any rank's first error on all ranks, own errors first. Collective; see `gather`."""
         text = "" if error is None else _account(error)
         accounts = self.gather(topic, text, patience_s=patience_s)
         if error is not None:
@@ -230,14 +230,14 @@ class Ranks:
                 raise _retold(account)
 
     def claim(self, topic: str, text: str) -> str:
-        """What the first rank to claim a topic said: this text, if that is this one. Not
-        collective, and for any thread."""
+        """Claim a topic; return the text of the first rank to claim it. Not collective; callable
+        from any thread."""
         if self._store is None or self.world == 1:
             return self._claims.setdefault(topic, text)
         return str(self._store.compare_set(f"claimed/{topic}", "", text).decode())
 
     def claimed(self, topic: str) -> str:
-        """What a rank has claimed; empty if none has."""
+        """Return the text of a claimed topic; empty if unclaimed."""
         if self._store is None or self.world == 1:
             return self._claims.get(topic, "")
         key = f"claimed/{topic}"
@@ -272,8 +272,8 @@ class Ranks:
     # -- who is missing ----------------------------------------------------------------------------
 
     def explain(self, error: Exception) -> GpumixError:
-        """Why a collective failed (`CommunicationError`): another rank's own account, else who is
-        silent, else who holds the others up; or why the store did (`STORE_ERRORS`)."""
+        """Return why a collective (`CommunicationError`) or the store (`STORE_ERRORS`) failed:
+        another rank's own account, else silent ranks, else ranks holding up the rest."""
         try:
             if isinstance(error, CommunicationError):
                 with doing(f"after {error.what}", error.wait):
@@ -305,7 +305,7 @@ class Ranks:
         return DeviceFailure(error.what, where=self.names[self.rank], why=error.why, fix=error.fix)
 
     def _late(self, wait: Wait) -> list[int]:
-        """Who holds up this rank, which waits in vain."""
+        """Return the ranks holding up this rank, which waits in vain."""
         stands = {rank: stand_in(self._beat(rank)) for rank in range(self.world)}
         return held_up_by(known(stands), self.rank, wait)
 
@@ -341,8 +341,8 @@ class Ranks:
 
 
 class Heart:
-    """Moves this rank's heartbeat in the store, from a thread of its own, with how far the main
-    thread has come; and tells, once others ask, where it stands."""
+    """Thread moving this rank's heartbeat in the store, with the main thread's progress. Once asked
+    (`ASKED`), reports the main thread's position."""
 
     def __init__(self, store: dist.Store, rank: int, *, runs_ahead: bool) -> None:
         self._store = store
@@ -360,7 +360,7 @@ class Heart:
                 self._store.set(self._key, beat_with(beat, stand))
                 if self._store.check([ASKED]):
                     self._store.set(f"stands/{self._rank}", where_main_stands())
-            except RuntimeError:  # the store is gone, and with it everybody who listens
+            except RuntimeError:  # the store is gone, and with it all listeners
                 return
             if self._stopped.wait(BEAT_S):
                 return
@@ -368,14 +368,14 @@ class Heart:
     def stop(self) -> None:
         self._stopped.set()
         leave_together([self._thread])
-        if self._thread.is_alive():  # the store does not answer it
+        if self._thread.is_alive():  # the store does not answer
             return
         with suppress(RuntimeError):
             self._store.set(self._key, ENDED)
 
 
 def store_gone(where: str, why: str) -> StoreGone:
-    """Said by a rank that does not reach the store any more."""
+    """Return the error of a rank that no longer reaches the store."""
     return StoreGone(
         "the process that holds the ranks together is gone",
         where=where,
@@ -386,13 +386,13 @@ def store_gone(where: str, why: str) -> StoreGone:
 
 
 def beat_of(store: dist.Store, rank: int) -> str:
-    """A rank's last heartbeat; empty before the first, `ENDED` once it has left."""
+    """Return a rank's last heartbeat; empty before the first, `ENDED` after the rank has left."""
     key = f"beat/{rank}"
     return str(store.get(key).decode()) if store.check([key]) else ""
 
 
 def ask_stands(store: dist.Store, ranks: Sequence[int]) -> dict[int, str]:
-    """Where `ranks` stand, of those that say so within two heartbeats."""
+    """Ask `ranks` for their positions; return the answers given within two heartbeats."""
     store.set(ASKED, "")
     deadline = time.monotonic() + 2 * BEAT_S
     while len(told := stands_of(store, ranks)) < len(ranks) and time.monotonic() < deadline:
@@ -401,26 +401,26 @@ def ask_stands(store: dist.Store, ranks: Sequence[int]) -> dict[int, str]:
 
 
 def stands_of(store: dist.Store, ranks: Sequence[int]) -> dict[int, str]:
-    """Where those of `ranks` stand that have said so; they do once somebody has `ASKED`."""
+    """Return the positions reported by `ranks`, by rank; ranks report once `ASKED` is set."""
     return {
         rank: store.get(key).decode() for rank in ranks if store.check([key := f"stands/{rank}"])
     }
 
 
 def report_failure(store: dist.Store, rank: int, error: BaseException) -> None:
-    """Tell all ranks that `rank` has failed, so that they need not wait for it."""
+    """Report the failure of `rank` to all ranks, so none needs to wait for it."""
     store.set(f"failed/{rank}", _account(error))
 
 
 def _account(error: BaseException) -> str:
-    """An error as text that other ranks can read."""
+    """Serialize an error as text for other ranks."""
     if not isinstance(error, GpumixError):
         error = GpumixError(in_a_line(error))
     return json.dumps(error.as_dict())
 
 
 def _retold(account: str, who: str = "") -> GpumixError:
-    """Another rank's error, as whoever catches it knows it."""
+    """Deserialize another rank's error, as a class that callers on this rank know."""
     told = json.loads(account)
     told["where"] = told["where"] or who
     if told["error"] not in GOES_ON:

@@ -1,8 +1,8 @@
-"""Numbers of a device on their way to the host, which nothing waits for until somebody asks.
+"""Asynchronous reads of device values by the host.
 
-`tensor.item()` holds up the host until the device has come there, and so leaves the device without
-work. A reading is copied into pinned memory behind what computes it; asked for a step later, it has
-been there for long.
+`tensor.item()` blocks the host until the device has caught up, and so leaves the device without
+work. A reading is copied into pinned memory behind the kernels computing it; read a step later, the
+copy has long been complete.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from gpumix.hardware import runtime
 
 
 class Reading:
-    """The values of some tensors, as they are when the reading is made.
+    """Values of some tensors at the time of the reading.
 
     Args:
-        tensors: of one device, of any shapes.
+        tensors: tensors of one device, of any shapes.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -34,12 +34,12 @@ class Reading:
 
     @property
     def is_there(self) -> bool:
-        """Whether `tensors` waits for nothing."""
+        """True if `tensors` would not wait."""
         return self._arrived is None or self._arrived.query()
 
     def tensors(self) -> list[torch.Tensor]:
-        """The values on the host, float64, in the shapes of the tensors; waits for the device to
-        have come to them."""
+        """Return the values on the host, float64, in the shapes of the tensors; wait until the
+        device has computed them."""
         if self._arrived is not None:
             self._arrived.synchronize()
             self._arrived = None
@@ -47,5 +47,5 @@ class Reading:
         return [part.view(shape) for part, shape in zip(parts, self._shapes)]
 
     def numbers(self) -> list[float]:
-        """As `tensors`, of tensors of one element each."""
+        """Return the values of tensors with one element each; see `tensors`."""
         return [one.item() for one in self.tensors()]

@@ -1,9 +1,9 @@
-"""What backward needs of a unit's forward, computed again instead of kept.
+"""Activation checkpointing: tensors saved by a unit's forward are recomputed for backward.
 
-The forward pass leaves the graph without the tensors that it saved. The first of them that backward
-asks for runs the unit again, up to the last one: what follows that, the last linear layer as a
-rule, is not computed twice. The idea is that of `torch.utils.checkpoint` without reentry; that one
-imports the compiler (a second in every process), and fails where a backward asks twice.
+The forward pass leaves the graph without saved tensors. The first tensor requested by backward runs
+the unit again, up to the last saved tensor; the code behind, usually the last linear layer, is not
+computed twice. The idea is that of `torch.utils.checkpoint` without reentry, which imports the
+compiler (a second in every process), and fails where a backward requests a tensor twice.
 """
 
 from __future__ import annotations
@@ -22,29 +22,30 @@ from gpumix.engine import stands
 from gpumix.engine.coroutine import ModelError
 
 T = TypeVar("T")
-EACH = 4  # values along each dimension that are compared
-UNLIKE = 2e-2  # relative: more is no rounding of the same computation, in bf16 either
+EACH = 4  # values compared along each dimension
+UNLIKE = 2e-2  # relative: more is no rounding of the same computation, not even in bf16
 
 
 class Comparison:
-    """Whether units return in a step what they return when they are run again. What they save for
-    backward would not do: kernels leave parts of their workspaces as these were."""
+    """Comparison of the outputs of units with the outputs of reruns. Saved tensors would not do:
+    kernels leave parts of their workspaces unwritten."""
 
     def __init__(self) -> None:
         self._unlike: list[tuple[str, torch.Tensor]] = []
 
     def compare(self, label: str, one: torch.Tensor, other: torch.Tensor) -> None:
-        """
+        """Compare two samples of a unit's output, without waiting for devices.
+
         Args:
-            label: of the unit.
-            one, other: what `sample` gave; nothing waits for their devices.
+            label: name of the unit.
+            one, other: results of `sample`.
         """
         with torch.no_grad():
             far = (one - other).abs() > UNLIKE * one.abs().amax()
             self._unlike.append((label, far.any()))
 
     def error(self) -> ModelError | None:
-        """That of a unit that computes something else; the host waits, once for each device."""
+        """Return the error of the first unit that differs; the host waits once per device."""
         by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
         for label, unlike in self._unlike:
             by_device.setdefault(unlike.device, []).append((label, unlike))
@@ -58,12 +59,12 @@ class Comparison:
         return _computes_otherwise(found[0], why) if found else None
 
 
-_now: Comparison | None = None  # of the step that is computed, in all threads
+_now: Comparison | None = None  # of the current step, in all threads
 
 
 @contextmanager
 def comparing() -> Iterator[Comparison]:
-    """Inside, what is computed again is compared with what it was before."""
+    """Compare recomputed outputs with the original outputs inside."""
     global _now
     _now = made = Comparison()
     try:
@@ -73,7 +74,7 @@ def comparing() -> Iterator[Comparison]:
 
 
 def sample(tensor: torch.Tensor) -> torch.Tensor:
-    """A few of a tensor's values, float64, spread over all dimensions."""
+    """Return a few of a tensor's values, float64, spread over all dimensions."""
     with torch.no_grad():
         steps = tuple(slice(None, None, -(-size // EACH)) for size in tensor.shape)
         few = tensor.detach()[steps]
@@ -82,23 +83,23 @@ def sample(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def samples(returned: object) -> list[torch.Tensor]:
-    """Of all tensors that a unit returns."""
+    """Return samples of all tensors that a unit returns."""
     tensors = (one for one in tree_leaves(returned) if isinstance(one, torch.Tensor))
     return [sample(one) for one in tensors if one.layout is torch.strided and one.numel()]
 
 
 class _Phase(Enum):
-    FORWARD = auto()  # all that is saved is there, for a unit that differentiates by itself
-    BETWEEN = auto()  # nothing is there
-    BACKWARD = auto()  # computed again when it is asked for
+    FORWARD = auto()  # all saved tensors are present, for a unit that differentiates by itself
+    BETWEEN = auto()  # no saved tensor is present
+    BACKWARD = auto()  # saved tensors are recomputed on request
 
 
 class Recomputed(Generic[T]):
-    """One run of a unit whose saved tensors are dropped, and computed again in backward.
+    """Run of a unit whose saved tensors are dropped, and recomputed in backward.
 
     Args:
         label: the unit's name, for messages.
-        again: runs the unit once more, as often as need be: with the same result, changing nothing.
+        again: runs the unit again, any number of times, with the same result and no side effects.
     """
 
     def __init__(self, label: str, again: Callable[[], T]) -> None:
@@ -106,15 +107,15 @@ class Recomputed(Generic[T]):
         self._again = again
         self._phase = _Phase.FORWARD
         self._saved: list[tuple[torch.Size, torch.dtype]] = []
-        self._found: dict[int, tuple[torch.Tensor, int]] = {}  # with its version when it was saved
+        self._found: dict[int, tuple[torch.Tensor, int]] = {}  # with its version when saved
         self._comparison = _now
-        self._samples: list[torch.Tensor] = []  # of what it returned, to be compared
+        self._samples: list[torch.Tensor] = []  # of the output, for comparison
         self._reruns = 0
         self._lock = threading.Lock()  # a backward over CPU and GPU runs in two threads
 
     def forward(self, run: Callable[[], T]) -> T:
-        """Run the unit by `run`, with gradients, and keep only the graph: not `run` either, which
-        holds the unit's inputs."""
+        """Run the unit by `run`, with gradients, and keep only the graph. `run` holds the unit's
+        inputs, so it is not kept either."""
         try:
             with torch.enable_grad(), saved_tensors_hooks(self._save, self._give):
                 returned = run()
@@ -126,12 +127,12 @@ class Recomputed(Generic[T]):
             self._found.clear()
 
     def expect_backward(self) -> None:
-        """From here on backward through the graph finds what it needs."""
+        """Make saved tensors available to backward from here on."""
         self._phase = _Phase.BACKWARD
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Inside, backward through the graph finds what it needs."""
+        """Make saved tensors available to backward inside."""
         self._phase = _Phase.BACKWARD
         try:
             yield
@@ -156,7 +157,7 @@ class Recomputed(Generic[T]):
             if number not in self._found:
                 self._rerun()
             tensor, version = self._found[number]
-            # Memory falls while backward goes on, but for who asks twice.
+            # Free memory while backward proceeds, unless tensors are requested twice.
             if self._phase is _Phase.BACKWARD and self._reruns == 1:
                 del self._found[number]
         if tensor._version != version:
@@ -177,7 +178,7 @@ class Recomputed(Generic[T]):
             if count < len(self._saved):
                 if self._saved[count] != (tensor.shape, tensor.dtype):
                     raise self._differs(count, tensor)
-                # Detached: a graph that holds its own output would never be freed.
+                # Detached: a graph holding its own output would never be freed.
                 self._found[count] = (tensor.detach(), tensor._version)
                 count += 1
             if count == len(self._saved) and self._comparison is None:
@@ -198,7 +199,7 @@ class Recomputed(Generic[T]):
         except Exception:
             if count < len(self._saved):
                 raise
-            return  # TorchScript makes an error of its own of what passes through it
+            return  # TorchScript replaces exceptions passing through it by its own
         if count < len(self._saved):
             raise self._differs(count, None)
 
@@ -220,7 +221,7 @@ def _computes_otherwise(label: str, why: str) -> ModelError:
 
 
 class Kept(Generic[T]):
-    """One run of a unit whose graph is kept, with all that backward needs."""
+    """Run of a unit whose graph is kept, with all saved tensors."""
 
     def forward(self, run: Callable[[], T]) -> T:
         """Run the unit by `run`, with gradients."""
@@ -230,9 +231,9 @@ class Kept(Generic[T]):
             return run()
 
     def backward(self) -> AbstractContextManager[None]:
-        """Nothing is missing."""
+        """Return an empty context: nothing is missing."""
         return nullcontext()
 
 
 class _Enough(BaseException):
-    """All that was saved is there again. Not an `Exception`: a model's own code may catch those."""
+    """All saved tensors are recomputed. Not an `Exception`: model code may catch those."""

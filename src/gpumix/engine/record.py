@@ -1,11 +1,11 @@
-"""What a rank does in one step, and when, noted as the engine goes.
+"""Recording of a rank's activities in one step, with times.
 
-`SILENT` notes nothing; it is what every communicator has but in a step that is traced. Times are
-the device's: on CUDA events on its streams, which are read when the step is over, so that nothing
-waits for them. `train.trace` puts the recordings of all ranks together.
+`SILENT` records nothing; every communicator has it except in traced steps. Times are the device's:
+on CUDA, events on its streams, read after the step, so that nothing waits for them. `train.trace`
+merges the recordings of all ranks.
 
-With one stage what is noted is units; with several, passes of micro-batches through a stage, as a
-schedule has them.
+With one stage, units are recorded; with several, passes of micro-batches through a stage, as in a
+schedule.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
 
 Operation = Literal["gather", "reduce", "send", "receive"]
 Meeting = Literal["team", "other stage", "slower rank"]
-# Seconds since the step began, which may be asked for when it is over.
+# Seconds since the step began, available after the step.
 Mark = Callable[[], float]
 
 
 @dataclass(frozen=True)
 class Activity:
-    """A time in which a rank computes, or waits for the collective of number `move`, or for others
-    in a meeting, or neither. Of a pass through a stage, `batch` is the number of the micro-batch,
-    or of the wave."""
+    """Interval in which a rank computes, waits for the collective of number `move` or for a meeting
+    with other ranks, or does neither. For a pass through a stage, `batch` is the number of the
+    micro-batch or wave."""
 
     kind: Literal[Work, Meeting, "waiting", "overhead"]
     unit: str
@@ -54,9 +54,8 @@ class Activity:
 
 @dataclass(frozen=True)
 class Moved:
-    """A collective, or a message, from the moment at which this rank had issued it to its end on
-    this rank. All who take part in it know it by the same `name`, and in the same order those that
-    have one name."""
+    """Collective or message, from the moment of issue on this rank to the end on this rank. All
+    participants use the same `name`, and issue operations of one name in the same order."""
 
     kind: Literal[Move, "receive"]
     unit: str
@@ -68,7 +67,7 @@ class Moved:
 
 @dataclass(frozen=True)
 class Recording:
-    """One step of one rank: activities without a gap between them, collectives in their order."""
+    """Recorded step of a rank: activities without gaps, and collectives in order of issue."""
 
     activities: tuple[Activity, ...]
     moves: tuple[Moved, ...]
@@ -86,39 +85,39 @@ class Recording:
 
 
 class Record:
-    """What a step tells of itself; this one notes nothing, but says where the rank stands."""
+    """Recorder that notes nothing, and only reports the rank's position (`engine.stands`)."""
 
     def begin(self) -> float:
-        """The step begins; a reading of the host's clock."""
+        """Begin a step; return a reading of the host's clock."""
         return time.perf_counter()
 
     def computes(self, kind: Work, unit: str) -> None:
-        """From here on this is computed."""
+        """Begin to compute a unit."""
         stands.computes(kind, unit if unit != ROOT else "")
 
     def passes(self, action: Action) -> None:
-        """From here on, but for waits, it is all a part of this pass."""
+        """Begin a pass: all following activities except waits are a part of it."""
 
     def waits(self, operation: Operation, unit: str) -> None:
-        """From here on this collective, or message, is waited for."""
+        """Begin to wait for a collective or message."""
 
     def meets(self, whom: Meeting) -> None:
-        """From here on others are waited for, with whom there is no collective of a unit."""
+        """Begin to wait for other ranks, outside of the collectives of units."""
 
     def goes_on(self) -> None:
-        """The wait is over: what was done before it is done again."""
+        """End a wait: continue the activity before it."""
 
     def overhead(self) -> None:
-        """From here on neither."""
+        """Begin overhead: neither computing nor waiting."""
 
     def issued(self, operation: Operation, unit: str, parts: Sequence[Pending]) -> None:
-        """A collective was issued, in so many parts."""
+        """Note a collective issued in `parts`."""
 
     def passed_on(self, operation: Operation, action: Action, name: str, message: Pending) -> None:
-        """A message was issued, with what comes out of a pass; `name` is its own."""
+        """Note an issued message with the result of a pass; `name` identifies the message."""
 
     def end(self) -> float:
-        """The step is over; a reading of the host's clock."""
+        """End the step; return a reading of the host's clock."""
         stands.computes()
         return time.perf_counter()
 
@@ -127,7 +126,7 @@ SILENT = Record()
 
 
 class Recorder(Record):
-    """Notes one step of a rank of `comm`, which is `worker` in the plan."""
+    """Recorder of one step of a rank of `comm`, with `worker` as its part of the plan."""
 
     def __init__(self, comm: Communicator, worker: Worker) -> None:
         self._comm = comm
@@ -137,14 +136,12 @@ class Recorder(Record):
         self._activities: list[tuple[Callable[..., Activity], Mark]] = []
         self._moves: list[tuple[Callable[..., Moved], Mark, Mark]] = []
         self._latest: dict[tuple[Operation, str], int] = {}
-        self._turned = False  # from a forward pass to a backward pass, and back in stages
+        self._turned = False  # after the turn to backward; with stages, also turned back
         self._pass: Callable[..., Activity] | None = None
-        self._doing: Callable[..., Activity] = partial(
-            Activity, "overhead", ROOT
-        )  # what is no wait
+        self._doing: Callable[..., Activity] = partial(Activity, "overhead", ROOT)  # not a wait
 
     def begin(self) -> float:
-        """All ranks leave a meeting at the same time: their clocks start there."""
+        """Begin a step with a meeting: all ranks leave together and start their clocks."""
         _, met = self._comm.exchange(torch.zeros(1, device=self._comm.device), "meeting of ranks")
         met.wait()
         self._begun = self._clock.start()
@@ -165,7 +162,7 @@ class Recorder(Record):
 
     def waits(self, operation: Operation, unit: str) -> None:
         move = self._latest.get((operation, unit))
-        if move is not None:  # None: a rank alone, or a unit without parameters of its own
+        if move is not None:  # None: a single rank, or a unit without parameters
             self._from_here(partial(Activity, "waiting", unit, move=move))
 
     def meets(self, whom: Meeting) -> None:
@@ -199,7 +196,7 @@ class Recorder(Record):
         return ended
 
     def recording(self) -> Recording:
-        """The step, once it is over."""
+        """Return the recording of the finished step."""
         return Recording(
             tuple(
                 activity(start_s=begun(), end_s=ended())
@@ -220,7 +217,7 @@ class Recorder(Record):
         self._moves.append((moved, self._clock.mark(), self._clock.end_of(works)))
 
     def _does(self, activity: Callable[..., Activity]) -> None:
-        """What is done from here on, and after waits."""
+        """Set the activity from here on, and after waits."""
         self._doing = activity
         self._from_here(activity)
 
@@ -230,8 +227,8 @@ class Recorder(Record):
 
 
 class _HostClock:
-    """The host's clock is the device's. Threads of the backend tell the ends of collectives, as
-    soon as Python lets them run, which may be some milliseconds late."""
+    """Clock of the host, for a CPU device. Threads of the backend report the ends of collectives as
+    soon as Python lets them run, possibly some milliseconds late."""
 
     def __init__(self) -> None:
         self._zero = 0.0
@@ -258,8 +255,8 @@ class _HostClock:
 
 
 class _StreamClock:
-    """Events on the device's streams. Those beside the current one wait for collectives, each for
-    its own: messages do not end in the order in which they are issued."""
+    """Clock of events on the device's streams. Each collective is awaited on a side stream of its
+    own: messages do not end in the order of issue."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -275,7 +272,7 @@ class _StreamClock:
         return lambda: self._zero.elapsed_time(event) / 1e3
 
     def end_of(self, works: Sequence[dist.Work]) -> Mark:
-        # The engine keeps the buffers until it has waited itself, so that to wait here frees none.
+        # The engine keeps the buffers until its own wait, so waiting here frees none.
         with runtime.on_stream(runtime.new_stream(self._device)):
             for work in works:
                 work.wait()

@@ -1,8 +1,8 @@
-"""Losses that a model or a program has reduced, as a sum and a count.
+"""Losses reduced by a model or a program, as a sum and a count.
 
-The mean over a batch is the sum of the means over its parts, each times its denominator. Which
-number that is (labels, samples, class weights) is a `Rule`; a rehearsal finds the rule that holds
-(`engine.additivity`), before the first step.
+The sum over a batch is the sum of the means over its parts, each times its denominator. A `Rule`
+says which number is the denominator (labels, samples, class weights); a rehearsal finds the rule
+that holds (`engine.additivity`), before the first step.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from gpumix.engine.loss_graph import denominators_of, ignored_by, selects_by_val
 from gpumix.engine.samples import IGNORED_LABEL, LABELS, samples_in
 
 Objective = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
-"""Gives (summed loss, count) of a micro-batch."""
+"""Returns (summed loss, count) of a micro-batch."""
 Compute = Callable[[nn.Module, Any, Mapping[str, Tensor], Tensor | None], Tensor]
-"""Gives the loss of a micro-batch, from (model, batch, labels to use instead of the batch's own,
-the denominator as far as it is known)."""
+"""Returns the loss of a micro-batch, given (model, batch, labels replacing the batch's own, the
+denominator as far as known)."""
 SHIFTED_LABELS = "shift_labels"
-MOST_LABELS = 4  # of a batch, that rules are tried with
+MOST_LABELS = 4  # names of labels in a batch for which rules are tried
 
 
 @dataclass(frozen=True)
 class Rule:
-    """The denominator of a reduced loss.
+    """Denominator of a reduced loss.
 
     Attributes:
-        name: as messages and records have it, such as "a mean over samples".
-        labels: of a mean over labels that are not -100, their name in the batch; of "graph", those
-            without any of which a micro-batch counts nothing.
-        shifted: whether the first label of each row is left out.
+        name: name in messages and records, such as "a mean over samples".
+        labels: name of labels in the batch: for a mean over labels other than -100; for "graph",
+            labels without which a micro-batch counts nothing.
+        shifted: True if the first label of each row is left out.
         kind: "labels", "samples", "sum", "told" by the loss function, or "graph": read from the
             loss's autograd graph.
     """
@@ -48,12 +48,12 @@ class Rule:
     shifted: bool = False
 
     def count(self, labels: Mapping[str, Tensor], samples: Tensor, whole: int) -> Tensor:
-        """The denominator of a micro-batch's loss.
+        """Return the denominator of a micro-batch's loss.
 
         Args:
-            labels: of the micro-batch, by name.
-            samples: of the micro-batch, a tensor without dimensions.
-            whole: samples of the global batch.
+            labels: labels of the micro-batch, by name.
+            samples: number of samples of the micro-batch, a tensor without dimensions.
+            whole: number of samples of the global batch.
         """
         if self.kind == "labels":
             return counted_by_row(labels[self.labels], shifted=self.shifted).sum()
@@ -62,11 +62,11 @@ class Rule:
 
 @dataclass(frozen=True)
 class Rival:
-    """Another rule that gave the same for all samples that were tried.
+    """Alternative rule with the same result for all samples tried.
 
     Attributes:
-        times: its denominator, relative to that of the rule that holds. As long as that is so for
-            each sample, both give the same.
+        times: ratio of its denominator to that of the valid rule. While the ratio is the same for
+            each sample, both rules give the same result.
     """
 
     rule: Rule
@@ -80,7 +80,7 @@ GRAPH = Rule("a mean over what the loss itself divides by", "graph")
 
 
 def rules_for(labels: Mapping[str, Tensor]) -> tuple[Rule, ...]:
-    """The rules that the loss of a batch with these labels may follow, the likeliest first."""
+    """Return the candidate rules for a batch with the given labels, likeliest first."""
     found = []
     for name, own in labels.items():
         if own.dim() > 1 and own.shape[-1] > 1 and name != SHIFTED_LABELS:
@@ -91,14 +91,14 @@ def rules_for(labels: Mapping[str, Tensor]) -> tuple[Rule, ...]:
 
 @dataclass(frozen=True)
 class Probe:
-    """A micro-batch's loss, and how it may have been reduced.
+    """Loss of a micro-batch, with the candidate denominators.
 
     Attributes:
         loss: with its graph.
         counts: the denominator by each rule.
-        denominators: those of the loss's own graph, none where it is not understood.
-        values: the same without numbers of elements, unless values say how many there are.
-        ignored: the label that is left out, if any is.
+        denominators: denominators in the loss's own graph; empty if the graph is not understood.
+        values: `denominators` without numbers of elements, except numbers determined by values.
+        ignored: the label left out, if any.
     """
 
     loss: Tensor
@@ -109,15 +109,15 @@ class Probe:
 
 
 class Reduces(Protocol):
-    """An objective whose rule a rehearsal finds.
+    """Objective whose rule is found by a rehearsal.
 
     Attributes:
-        rule: that holds; None as long as it is not known.
-        rivals: of the rule, as far as samples were tried.
-        trims: whether columns that are padding may be cut off a micro-batch.
-        may_trim: whether that could be done at all.
-        whole: samples of the global batch of the step.
-        is_watched: whether losses of later steps are looked at.
+        rule: the valid rule; None while unknown.
+        rivals: rivals of the rule, as far as samples were tried.
+        trims: True if padding columns may be cut off a micro-batch.
+        may_trim: True if trimming is possible at all.
+        whole: number of samples of the step's global batch.
+        is_watched: True if losses of later steps are checked.
     """
 
     is_watched: bool
@@ -128,28 +128,28 @@ class Reduces(Protocol):
     whole: int
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """(summed loss, count) of a micro-batch."""
+        """Return (summed loss, count) of a micro-batch."""
 
     def labels_of(self, batch: Any) -> Mapping[str, Tensor]:
-        """The integer labels of a batch, by name."""
+        """Return the integer labels of a batch, by name."""
 
     def rules(self, batch: Any) -> tuple[Rule, ...]:
-        """Those that may hold."""
+        """Return the candidate rules."""
 
     def counts_by_row(self, batch: Any) -> Tensor | None:
-        """How many labels of each sample the rules count that may hold, [rules, samples] on the
-        host; None without labels."""
+        """Count each sample's labels by the candidate rules, [rules, samples] on the host; None
+        without labels."""
 
     def probe(self, model: nn.Module, batch: Any) -> Probe:
-        """A micro-batch's loss, and the denominators that it may have."""
+        """Return a micro-batch's loss with the candidate denominators."""
 
 
 class SummedLoss:
-    """A loss that is a sum already.
+    """Loss in the form of a sum.
 
     Args:
-        function: gives (summed loss, count) of a micro-batch.
-        rule: `TOLD` where no rehearsal is wanted.
+        function: returns (summed loss, count) of a micro-batch.
+        rule: `TOLD` to skip the rehearsal.
     """
 
     is_watched = True
@@ -178,25 +178,25 @@ class SummedLoss:
 
 
 def probe_of_sum(loss: Tensor, count: Any) -> Probe:
-    """Of (summed loss, count), as a mean."""
+    """Return the probe of (summed loss, count), as a mean."""
     count = torch.as_tensor(count)
     return Probe(loss / count.clamp(min=1).to(loss.device), (count,), ())
 
 
 def reducing(objective: Objective | Reduces) -> Reduces:
-    """The objective itself, if it knows rules; a sum and a count of a user's function."""
+    """Return an objective with rules as is; wrap a user's function as a sum and a count."""
     return objective if hasattr(objective, "rule") else SummedLoss(objective)  # type: ignore[return-value]
 
 
 class ReducedLoss:
-    """A loss that was reduced: a mean over something, or a sum.
+    """Loss reduced to a mean or a sum.
 
     Args:
-        compute: gives the loss of a micro-batch.
-        labels_of: the integer labels of a batch, by name.
-        rule: the one that holds, if that is known.
-        may_trim: whether columns of padding could be cut off.
-        steps: how many steps of another program one batch stands for; a sum is divided by that.
+        compute: returns the loss of a micro-batch.
+        labels_of: returns the integer labels of a batch, by name.
+        rule: the valid rule, if known.
+        may_trim: True if padding columns could be cut off.
+        steps: number of steps of another program in one batch; a sum is divided by it.
     """
 
     is_watched = True
@@ -222,9 +222,10 @@ class ReducedLoss:
     def __call__(
         self, model: nn.Module, batch: Any, compute: Compute | None = None
     ) -> tuple[Tensor, Tensor]:
-        """
+        """Return (summed loss, count) of a micro-batch.
+
         Args:
-            compute: as the one of all micro-batches, for this one.
+            compute: replaces the common function for this micro-batch.
         """
         compute = compute or self._compute
         labels = self.labels_of(batch)
@@ -233,10 +234,10 @@ class ReducedLoss:
             with torch.enable_grad():  # in evaluations too
                 loss = compute(model, batch, {}, None)
             divided_by = self.divided_by(loss, batch)
-            summed = loss.float() * divided_by  # without any label that counts, 0 / 0 times 0
+            summed = loss.float() * divided_by  # without counted labels, 0 / 0 times 0
             return torch.where(divided_by > 0, summed, torch.zeros_like(summed)), divided_by
         count = self.count(batch)
-        # Without any label a mean is 0 / 0; with some other label it is finite, and counts 0.
+        # Without labels a mean is 0 / 0; with a filled-in label it is finite, and counts 0.
         filled = {
             name: torch.where(count > 0, own, torch.zeros_like(own))
             for name, own in (labels.items() if rule.kind == "labels" else ())
@@ -245,19 +246,19 @@ class ReducedLoss:
         with expected_gradient(factor) as expected:
             loss = compute(model, batch, filled, count)
             expected.settle(loss)
-        # In fp32: a sum over many labels is beyond fp16's range.
+        # In fp32: a sum over many labels exceeds fp16's range.
         return loss.float() * factor, count
 
     @property
     def reads_graph(self) -> bool:
-        """Whether the denominator is read from each loss's own graph."""
+        """True if the denominator is read from each loss's own graph."""
         return self.rule is not None and self.rule.kind == "graph"
 
     def divided_by(self, loss: Tensor, batch: Any) -> Tensor:
-        """What the graph of a micro-batch's loss says that it is divided by.
+        """Return the denominator in the graph of a micro-batch's loss.
 
         Raises:
-            ModelError: it does not say so.
+            ModelError: the graph shows no denominator.
         """
         found = denominators_of(loss)
         if not found:
@@ -268,13 +269,13 @@ class ReducedLoss:
             )
         if self.rule is None or not self.rule.labels:
             return found[0]
-        # Without any label that counts, a loss may divide by one at least.
+        # Without counted labels, a loss may divide by 1 instead of 0.
         labels = self.labels_of(batch)[self.rule.labels]
         own = counted_by_row(labels, shifted=self.rule.shifted).sum() > 0
         return torch.where(own.to(found[0].device), found[0], 0.0)
 
     def count(self, batch: Any, rule: Rule | None = None) -> Tensor:
-        """The denominator of a micro-batch's loss, by the rule that holds."""
+        """Return the denominator of a micro-batch's loss, by the given or the valid rule."""
         labels = self.labels_of(batch)
         rule = rule or self.rule or rules_for(labels)[0]
         tensors = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
@@ -291,7 +292,7 @@ class ReducedLoss:
         return counts_by_row([rule for rule in rules if rule is not None], self.labels_of(batch))
 
     def tells_rivals_apart(self, batch: Any) -> bool:
-        """Whether a rival of the rule gives another weight to some sample of a batch."""
+        """Return True if a rival of the rule weights some sample of a batch differently."""
         counted = self.counts_by_row(batch)
         if counted is None or not self.rivals:
             return False
@@ -307,9 +308,10 @@ class ReducedLoss:
         return self.probe_of(self._compute(model, batch, {}, counts[0]), counts)
 
     def probe_of(self, loss: Tensor, counts: Sequence[Tensor]) -> Probe:
-        """
+        """Return the probe of a loss.
+
         Args:
-            counts: the denominators by all rules but that of the graph.
+            counts: the denominators by all rules except the graph's.
         """
         denominators = denominators_of(loss)
         of_graph = denominators[0] if denominators else torch.full((), torch.nan)
@@ -318,8 +320,8 @@ class ReducedLoss:
 
 
 def counts_by_row(rules: Sequence[Rule], labels: Mapping[str, Tensor]) -> Tensor | None:
-    """How many labels of each sample rules count, [rules, samples] on the host; 1 where a rule
-    counts samples. Without rules: of all means over labels. None without labels."""
+    """Count each sample's labels by rules, [rules, samples] on the host; None without labels. A
+    rule over samples counts 1. Without rules, counts for all means over labels."""
     first = next(iter(labels.values()), None)
     if first is None:
         return None
@@ -334,14 +336,13 @@ def counts_by_row(rules: Sequence[Rule], labels: Mapping[str, Tensor]) -> Tensor
 
 
 def counted_by_row(labels: Tensor, *, shifted: bool = False) -> Tensor:
-    """How many labels of each sample are not -100; `shifted`: without each first one."""
+    """Count each sample's labels other than -100; `shifted`: without each first label."""
     counted = (labels[..., 1:] if shifted else labels) != IGNORED_LABEL
     return counted.unsqueeze(1).flatten(1).sum(1)
 
 
 def integer_labels(batch: Any, names: tuple[str, ...] = (LABELS,)) -> dict[str, Tensor]:
-    """The labels of a batch that are numbers of classes, by name; those that were shifted alone,
-    where there are any."""
+    """Return the integer class labels of a batch, by name; only the shifted labels, if present."""
     if not isinstance(batch, Mapping):
         return {}
     if isinstance(batch.get(SHIFTED_LABELS), Tensor):

@@ -1,9 +1,10 @@
-"""Where ranks that compute a unit together begin and end to compute different parts of it.
+"""Tensor-parallel regions, in which the ranks of a group compute different parts of a unit.
 
-What enters such a region is alike on every rank, and so is the gradient that comes out of it: the
-sum of what came to each. What leaves it is alike again: the sum of all ranks' parts (Shoeybi et al.
-2019, Megatron-LM, f and g), or the parts side by side. Where positions are divided between regions
-(Korthikanti et al. 2022), each rank enters with its part of them, and leaves with that of the sum.
+Values entering a region are the same on every rank, and so is the gradient coming out: the sum of
+all ranks' gradients. Values leaving are the same again: the sum of all ranks' parts (Shoeybi et al.
+2019, Megatron-LM, f and g), or the parts concatenated. With positions divided between regions
+(Korthikanti et al. 2022), each rank enters with a part of the positions, and leaves with a part of
+the sum.
 """
 
 from __future__ import annotations
@@ -19,29 +20,30 @@ from gpumix.spec.cut import Intervals
 
 
 def enter(value: torch.Tensor, team: Communicator) -> torch.Tensor:
-    """The same value; each rank has a part of its gradient, which are summed."""
+    """Enter a region with `value`; backward sums the ranks' partial gradients."""
     if not (torch.is_grad_enabled() and value.requires_grad):
         return value
     return _Enter.apply(value, team)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def leave(value: torch.Tensor, team: Communicator) -> torch.Tensor:
-    """The sum of what all ranks have, in the memory of `value`."""
+    """Leave a region with the sum of all ranks' values, in the memory of `value`."""
     return _Leave.apply(value, team)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def part_of(value: torch.Tensor, dim: int, team: Communicator) -> torch.Tensor:
-    """This rank's part of what all have, along `dim`."""
+    """Return this rank's part of a replicated value, along `dim`."""
     return _Part.apply(value, dim, team)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def side_by_side(
     value: torch.Tensor, dim: int, team: Communicator, length: int | None = None
 ) -> torch.Tensor:
-    """What all ranks have, along `dim`. All do the same with it: so each has the whole gradient.
+    """Concatenate all ranks' values along `dim`. All ranks use the result alike, so each has the
+    full gradient.
 
     Args:
-        length: of the whole, where parts are not equal.
+        length: length of the result, if parts are unequal.
     """
     return _SideBySide.apply(value, dim, team, length)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -49,21 +51,21 @@ def side_by_side(
 def enter_together(
     part: torch.Tensor, whole: torch.Tensor, dim: int, team: Communicator
 ) -> torch.Tensor:
-    """`whole`, which all ranks' parts are along `dim`; each rank has a part of its gradient, and
-    `part` gets its own of their sum."""
+    """Enter a region with `whole`, the concatenation of all ranks' parts along `dim`. Each rank has
+    a partial gradient of `whole`; `part` gets its slice of their sum."""
     if not (torch.is_grad_enabled() and part.requires_grad):
         return whole
     return _EnterTogether.apply(part, whole.detach(), dim, team)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def leave_apart(value: torch.Tensor, dim: int, team: Communicator) -> torch.Tensor:
-    """This rank's part, along `dim`, of the sum of what all ranks have."""
+    """Leave a region with this rank's part, along `dim`, of the sum of all ranks' values."""
     return _LeaveApart.apply(value, dim, team)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def own_part(value: torch.Tensor, dim: int, team: Communicator) -> torch.Tensor:
-    """A copy of this rank's part along `dim`: a view would hold the whole. Where that cannot be
-    divided evenly, the first parts are longer by one."""
+    """Copy this rank's part along `dim`; a view would hold the whole. With uneven parts, the first
+    parts are longer by one."""
     part = value.tensor_split(team.world, dim)[team.rank]
     return part.clone(memory_format=torch.contiguous_format)
 
@@ -76,7 +78,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        # Somebody else may hold what comes here: it is not ours to change.
+        # The gradient may have other holders: do not change it.
         summed = gradient.clone(memory_format=torch.contiguous_format)
         return _summed(summed, ctx.team, "sum of gradients in a team"), None
 
@@ -145,7 +147,7 @@ class _LeaveApart(torch.autograd.Function):
 
 
 def _summed(value: torch.Tensor, team: Communicator, label: str) -> torch.Tensor:
-    """In place."""
+    """Sum over the group, in place."""
     team.record.meets("team")
     value = _summed_now(value, team, label)
     team.record.goes_on()
@@ -155,7 +157,7 @@ def _summed(value: torch.Tensor, team: Communicator, label: str) -> torch.Tensor
 def _summed_now(value: torch.Tensor, team: Communicator, label: str) -> torch.Tensor:
     if not team.on_gloo:
         return team.all_reduce(value, label)
-    # A thread of gloo's may hold what it was given for longer than it takes: memory of a pool.
+        # A gloo thread may hold its buffer beyond the call: use pooled memory.
     room = team.borrow("team sum", value, 1, value.numel())
     flat = value.view(-1)
     flat.copy_(team.all_reduce(room.tensor[0].copy_(flat), label))
@@ -164,7 +166,7 @@ def _summed_now(value: torch.Tensor, team: Communicator, label: str) -> torch.Te
 
 
 def _all(value: torch.Tensor, dim: int, team: Communicator, length: int) -> torch.Tensor:
-    """What all ranks have, `length` in all along `dim`."""
+    """Concatenate all ranks' values, `length` in total along `dim`."""
     team.record.meets("team")
     whole = _all_now(value, dim, team, length)
     team.record.goes_on()
@@ -174,7 +176,7 @@ def _all(value: torch.Tensor, dim: int, team: Communicator, length: int) -> torc
 def _all_now(value: torch.Tensor, dim: int, team: Communicator, length: int) -> torch.Tensor:
     label = "gather of parts in a team"
     shapes = _shapes(value.shape, dim, team.world, length)
-    room = shapes[0].numel()  # of the longest part, which the first one is
+    room = shapes[0].numel()  # of the longest part, the first
     if not team.on_gloo:
         own = value.reshape(-1)
         rows, gathered = team.exchange(_filled_up(own, room), label)
@@ -191,7 +193,7 @@ def _all_now(value: torch.Tensor, dim: int, team: Communicator, length: int) -> 
 
 
 def _scattered(value: torch.Tensor, dim: int, team: Communicator, label: str) -> torch.Tensor:
-    """This rank's part of the sum of what all ranks have."""
+    """Return this rank's part of the sum of all ranks' values."""
     team.record.meets("team")
     part = _scattered_now(value, dim, team, label)
     team.record.goes_on()
@@ -231,7 +233,7 @@ def _joined(rows: torch.Tensor, shapes: Sequence[torch.Size], dim: int) -> torch
 
 
 def _shapes(of_part: torch.Size, dim: int, parts: int, length: int) -> list[torch.Size]:
-    """Of all parts, where one looks so and they are `length` in all along `dim`."""
+    """Return the shapes of all parts, given the shape of one, `length` in total along `dim`."""
     found = []
     for number in range(parts):
         sizes = list(of_part)

@@ -1,10 +1,10 @@
-"""Whether what a unit does between its divided modules can be done for parts of the positions: seen
-when one of its kind runs for the first time.
+"""Rehearsal of sequence parallelism: a check that a unit's code between divided modules works on
+parts of the positions, made when a unit of its kind first runs.
 
-The unit runs with all positions, forward and backward; what goes into its regions and comes out of
-them is noted, and the gradients there. Then it runs with the part of each member of the team, whose
-regions are given what was noted. What a part gives to each region and returns must be its part of
-what all positions gave, and so with the gradients. That takes no other rank, regions apart.
+The unit first runs forward and backward with all positions; inputs and outputs of its regions are
+recorded, with their gradients. Next the unit runs with the part of each member of the group, and
+its regions replay the record. Inputs of regions, outputs and gradients of a part must be the part's
+slice of the results with all positions. Regions apart, no other rank is needed.
 """
 
 from __future__ import annotations
@@ -25,47 +25,47 @@ from gpumix.engine.comm import Communicator
 from gpumix.engine.regions import enter, leave
 
 Unit = Callable[[Any, Any, Any], Any]
-"""Runs a unit: given a `Call`, and positional and named arguments, what it returns."""
+"""Runs a unit: given a `Call`, and positional and named arguments, returns the unit's result."""
 
-DIM = 1  # of the positions in what units hand on, [samples, positions, width]
-# Times what a dtype resolves: of values, and of gradients, which are sums over positions.
+DIM = 1  # of positions, in hidden states of [samples, positions, width]
+# Multiples of a dtype's resolution: for values, and for gradients, which are sums over positions.
 ROUNDING, ROUNDING_OF_SUMS = 8, 32
 
 
 class Call(Protocol):
-    """A unit runs; some of its positions are here between its regions.
+    """Run of a unit, with some of the positions on this rank between regions.
 
     Attributes:
-        length: all positions, `own`: how many are here.
+        length, own: number of all positions, and of positions on this rank.
     """
 
     length: int
     own: int
 
     def enter(self, part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """All positions of what goes into a region: of the first result all ranks come to the same
-        gradient, of the second each to a summand."""
+        """Return all positions of a region's input, twice: with the full gradient on each rank, and
+        with a partial gradient on each rank."""
 
     def leave(self, value: torch.Tensor) -> torch.Tensor:
-        """The part of the sum of what all ranks have come to in a region."""
+        """Return this rank's part of the sum of all ranks' results of a region."""
 
 
 class Differs(Exception):
-    """A part of the positions does not come to what it does among all of them."""
+    """A part of the positions gives other results alone than among all positions."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A unit that is to run with a part of the positions, and what it is given.
+    """Unit to run with a part of the positions, with its arguments.
 
     Args:
-        run: runs it.
+        run: runs the unit.
         module: the unit.
-        parts: its parameters of which each rank of a team comes to a summand of the gradient,
-            because it has a part of the positions.
-        args, kwargs: with hidden states of all positions.
-        hidden: which leaf of (args, kwargs) these are.
-        wants: whether they want a gradient.
+        parts: names of parameters with a partial gradient on each rank of a group, because each
+            rank has a part of the positions.
+        args, kwargs: arguments, with hidden states of all positions.
+        hidden: index of the hidden states among the leaves of (args, kwargs).
+        wants: True if the hidden states want a gradient.
     """
 
     run: Unit
@@ -78,10 +78,11 @@ class Subject:
 
 
 def rehearse(subject: Subject, team: Communicator) -> None:
-    """
+    """Check that a unit can run on parts of the positions.
+
     Raises:
-        Differs: positions cannot be divided over the team: what a part comes to is not its part.
-        Exception: whatever the unit's code says of shapes that it did not expect.
+        Differs: positions cannot be divided over the group: a part's results differ.
+        Exception: any error of the unit's code for unexpected shapes.
     """
     with _rehearsing(subject.module):
         captured = Captured(contextvars.copy_context())
@@ -103,10 +104,10 @@ def rehearse(subject: Subject, team: Communicator) -> None:
 
 
 class _Run:
-    """A unit's forward and backward, with all positions or a part.
+    """Forward and backward of a unit, with all positions or a part.
 
     Attributes:
-        wanted: whether anything has a gradient.
+        wanted: True if anything has a gradient.
         of_parameters: gradients of the subject's `parts`, by name.
     """
 
@@ -129,9 +130,10 @@ class _Run:
         self.ends = ends
 
     def with_part(self, expected: _Run, member: int) -> None:
-        """
+        """Run with the part of one member.
+
         Raises:
-            Differs: it comes to something else than its part of what is `expected`.
+            Differs: a result is not the member's part of the `expected` result.
         """
         call = _Replay(expected.call, self._team.world, member)
         place = self._subject.hidden
@@ -185,7 +187,7 @@ class _Run:
 
 
 class _Recording:
-    """With all positions everywhere."""
+    """Call with all positions everywhere; records the values at region boundaries."""
 
     def __init__(self, team: Communicator, length: int) -> None:
         self.length = self.own = length
@@ -200,7 +202,7 @@ class _Recording:
     def leave(self, value: torch.Tensor) -> torch.Tensor:
         total = leave(value, self._team)
         note = self._note(total)
-        return note.follow(total.clone())  # the unit may write into it
+        return note.follow(total.clone())  # the unit may write into the result
 
     def _note(self, value: torch.Tensor) -> _Note:
         self.notes.append(_Note(value.detach().clone()))
@@ -208,10 +210,10 @@ class _Recording:
 
 
 class _Note:
-    """What goes into a region or comes out of it, with all positions.
+    """Recorded input or output of a region, with all positions.
 
     Attributes:
-        gradient: what arrived there, if anything did.
+        gradient: the gradient that arrived, if any.
     """
 
     def __init__(self, value: torch.Tensor) -> None:
@@ -219,7 +221,7 @@ class _Note:
         self.gradient: torch.Tensor | None = None
 
     def follow(self, value: torch.Tensor) -> torch.Tensor:
-        """The same; its gradient is noted."""
+        """Return a view of `value` whose gradient is recorded."""
         seen = value.view_as(value)
         if seen.requires_grad:
             seen.register_hook(self._keep)
@@ -230,7 +232,7 @@ class _Note:
 
 
 class _Replay:
-    """With the part of one member. Regions are given what was noted, and give what was noted."""
+    """Call with the part of one member; regions take and return recorded values."""
 
     def __init__(self, recording: _Recording, members: int, member: int) -> None:
         self.length = recording.length
@@ -240,7 +242,7 @@ class _Replay:
         self._arrived: list[tuple[_Note, list[torch.Tensor]]] = []
 
     def part(self, value: torch.Tensor) -> torch.Tensor:
-        """The member's."""
+        """Return the member's part."""
         return value.tensor_split(self._members, DIM)[self._member]
 
     def enter(self, part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -268,7 +270,7 @@ class _Replay:
         return found
 
     def compare_gradients(self) -> None:
-        """Those that arrived where regions end."""
+        """Compare the gradients at the ends of regions with the record."""
         for note, arrived in self._arrived:
             expected = None if note.gradient is None else self.part(note.gradient)
             found = arrived[0] if arrived else None
@@ -282,8 +284,8 @@ class _Replay:
 
 
 class _Given(torch.autograd.Function):
-    """All positions of `part`, as noted. It gets its part of the gradient: of `gradient`, if that
-    is known, whatever arrives."""
+    """Recorded full value in place of `part`. Backward passes on the part's slice of `gradient`, if
+    known, else of the arriving gradient."""
 
     @staticmethod
     def forward(
@@ -303,7 +305,7 @@ class _Given(torch.autograd.Function):
 
 
 class _Taken(torch.autograd.Function):
-    """`part`, as noted, of what a region comes to; that gets the `gradient` that was noted."""
+    """Recorded `part` in place of a region's result. Backward passes on the recorded `gradient`."""
 
     @staticmethod
     def forward(
@@ -324,8 +326,8 @@ class _Taken(torch.autograd.Function):
 
 @contextmanager
 def _rehearsing(module: nn.Module) -> Iterator[None]:
-    """Inside nothing is dropped, no buffer changes, and gradients are those of the unit as it is,
-    but that parameters of zeros are not: what a gate lets by later is to be seen now."""
+    """Run without dropout and changes of buffers inside, with the unit's own gradients. Parameters
+    of zeros become noise: paths behind a gate that opens later are checked now."""
     with ExitStack() as stack:
         for part in module.modules():
             stack.callback(setattr, part, "training", part.training)
@@ -335,14 +337,14 @@ def _rehearsing(module: nn.Module) -> Iterator[None]:
                 stack.callback(parameter.data.zero_)
                 parameter.data.copy_(_noise(parameter))
         stack.enter_context(torch.enable_grad())
-        # Whoever runs the unit may look at all that its graph saves. Detached: a graph that holds
+        # Hooks around the unit would see all tensors saved by its graph. Detached: a graph holding
         # its own output would never be freed.
         stack.enter_context(saved_tensors_hooks(torch.Tensor.detach, lambda value: value))
         yield
 
 
 def _leaf(value: Any, like: Any = None) -> Any:
-    """A tensor of its own without a past, which wants a gradient if `like` does."""
+    """Return a detached copy of a tensor, requiring a gradient if `like` does."""
     if not isinstance(value, torch.Tensor):
         return value
     like = value if like is None else like
@@ -354,7 +356,7 @@ def _has_gradient(value: Any) -> bool:
 
 
 def _noise(like: torch.Tensor) -> torch.Tensor:
-    """The same on every rank."""
+    """Return noise in the shape of a tensor, equal on every rank."""
     drawn = torch.randn(like.shape, generator=torch.Generator().manual_seed(like.numel()))
     return drawn.to(like.device, like.dtype)
 

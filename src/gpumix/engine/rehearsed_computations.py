@@ -1,4 +1,4 @@
-"""The computations of a rehearsal: forward and backward of a few samples, which leave no trace."""
+"""Computations of a rehearsal: forward and backward of a few samples, without a trace."""
 
 from __future__ import annotations
 
@@ -35,13 +35,14 @@ MOST_KINDS = 8  # of losses in one rehearsal
 
 
 class Computations:
-    """
+    """Trials with a few samples of a batch.
+
     Args:
-        batch: this rank's, as far as it is known how it looks; `own` has the samples of it that are
-            computed, if any.
-        place: where they are computed.
-        most: how many are at once, unless a micro-batch has fewer; of micro-batches of one sample,
-            which is no batch to cut, `SAMPLES` are, without gradients.
+        batch: this rank's batch, of which only the form matters; `own` has the samples computed
+            here, if any.
+        place: micro-batch in which the samples are computed.
+        most: largest number of samples at once, unless a micro-batch has fewer. For micro-batches
+            of one sample, too small to cut, `SAMPLES` are computed, without gradients.
     """
 
     def __init__(
@@ -64,11 +65,11 @@ class Computations:
             self._samples = 2
             self._takes_more(SAMPLES)
         self._training: list[nn.Module] = []
-        self._kinds: set[int] = set()  # of losses that were seen
+        self._kinds: set[int] = set()  # kinds of losses seen
         self._ran = False  # the model has computed several samples at once
 
     def made(self, run: Callable[[nn.Module, Any], Any], start: int) -> list[Any]:
-        """See `in_parts`."""
+        """Return the results of `run` for all samples and for two parts; see `in_parts`."""
         found: list[Any] = []
 
         def objective(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
@@ -85,7 +86,7 @@ class Computations:
         return found
 
     def _slices(self) -> tuple[slice, slice, slice]:
-        """Of the samples: all, and two unlike parts."""
+        """Return slices of the samples: all, and two unequal parts."""
         return slice(0, self._samples), slice(0, 1), slice(1, self._samples)
 
     def _takes_more(self, most: int = MORE_SAMPLES) -> bool:
@@ -96,26 +97,26 @@ class Computations:
         return self._samples > before
 
     def counts_twice(self) -> bool:
-        """Whether the loss of a micro-batch is divided by twice as much if its samples are there
-        twice. Collective."""
+        """Return True if doubling the samples of a micro-batch doubles the loss's denominators.
+        Collective."""
         once = self._trial(slice(0, self._place.size))
         again = self._several_times(self._place.size, 2)
         pairs = zip(once.denominators, again.denominators)
         return all(math.isclose(two, 2 * one, rel_tol=1e-4) for one, two in pairs)
 
     def _several_times(self, samples: int, times: int, *, training: bool = False) -> Trial:
-        """The first samples, each so many times, at once."""
+        """Try the first samples, each repeated `times` times, at once."""
         own = None if self._own is None else take(self._own, [*range(samples)] * times)
         return self._trial(slice(0, times * samples), own=own, training=training)
 
     def _kinds_seen(self) -> list[int]:
-        """Of all losses, on all ranks."""
+        """Return the kinds of all losses seen on any rank. Collective."""
         told = sorted(self._kinds)[:MOST_KINDS]
         table = exchanged(self._engine, [*map(float, told), *[0.0] * (MOST_KINDS - len(told))])
         return sorted({int(kind) for row in table for kind in row if kind})
 
     def alone(self) -> Trial:
-        """The first sample's."""
+        """Try the first sample alone."""
         return self._trial(slice(0, 1))
 
     def _trial(
@@ -129,13 +130,13 @@ class Computations:
         apart: bool = False,
         backward: bool = True,
     ) -> Trial:
-        """Forward and backward of some samples, at once; `apart` from each other: the first one in
-        a micro-batch of its own, beside one of the others. Collective.
+        """Run forward and backward of some samples at once. With `apart`, the first sample is in a
+        micro-batch of its own, next to a micro-batch with the rest. Collective.
 
         Args:
-            start: place that the first sample is given: others are drawn for another one.
-            trims: whether columns of padding are cut off.
-            backward: whether gradients are computed, if there is room for them.
+            start: position given to the first sample: another position draws other numbers.
+            trims: True to cut off padding columns.
+            backward: True to compute gradients, if memory allows.
         """
         engine = self._engine
         own = self._own if own is None else own
@@ -144,15 +145,14 @@ class Computations:
             some = copied(take(own, rows))
         probes: list[Probe] = []
 
-        # As many samples as a micro-batch has, and as many micro-batches, are computed in a step;
-        # more need not have room.
+        # A step computes micro-batches of the same size, and as many; more may not fit in memory.
         fits = rows.stop - rows.start - apart <= self._place.size
         backward &= fits and engine.trains and (not apart or self._place.batches > 1)
 
         def objective(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
             self._objective.whole = number = samples_in(batch)
             try:
-                with torch.enable_grad():  # the graph of the head says what its loss divides by
+                with torch.enable_grad():  # the head's graph shows the loss's denominator
                     found = self._objective.probe(model, batch)
                 if number > 1 or self._place.size == 1:  # a mean of one is like a sum
                     self._kinds.add(kind_of(found.loss))
@@ -184,7 +184,7 @@ class Computations:
                 raise
             raise not_alone(engine.model, samples_in(some), error) from error
         trial = Trial(sums)
-        self._ran = self._ran or samples_in(some) > 1  # of several stages no other one sees a loss
+        self._ran = self._ran or samples_in(some) > 1  # only the last stage sees a loss
         trial.changed = copies.keep_changed()
         copies.restore()
         refuse_any(engine, changed_weight(before, versions(engine)))
@@ -192,7 +192,7 @@ class Computations:
         return trial
 
     def _rows(self, own: range, *, apart: bool = False) -> tuple[range, ...]:
-        """Of each of this rank's micro-batches, of which one alone has samples, or two do."""
+        """Return the rows of each of this rank's micro-batches; samples are in one, or in two."""
         places, number = self._engine.places, self._place.number
         if not places:
             if number is None:
@@ -201,7 +201,7 @@ class Computations:
         return tuple(own if n == number else range(0) for n in range(len(places[0].batches)))
 
     def _tell(self, trial: Trial, probes: Sequence[Probe]) -> None:
-        """All ranks know what the one that computed the losses has seen."""
+        """Share the observations of the rank that computed the losses with all ranks."""
         told = [0.0] * (3 + 3 * MOST_RULES)
         if probes:
             probe = probes[-1]

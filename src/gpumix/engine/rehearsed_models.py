@@ -1,4 +1,4 @@
-"""Errors of models that a rehearsal finds unfit to be computed in parts."""
+"""Errors of models found unfit for computation in parts by a rehearsal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpumix.engine.trials import Trials
 from gpumix.spec.couples import HOW_TO_COUPLE, NO_RULE
 from gpumix.spec.errors import first_line
 
-# Of `torch.autograd.grad`, where a block is between the loss and what it is differentiated by.
+# Message of `torch.autograd.grad` if a block lies between the loss and the tensor in question.
 DIFFERENTIATES = "appears to not have been used in the graph"
 NOT_OF_PARTS = "the loss of a batch is not made of the losses of its parts"
 BY_A_COUNT = (
@@ -24,7 +24,7 @@ BY_A_COUNT = (
 
 
 def versions(engine: Trials) -> dict[str, int]:
-    """How often the values of each parameter were changed in place where the model holds them."""
+    """Count the in-place changes of each parameter in the model's modules, by name."""
     return {
         name: one._version
         for group in engine.groups()
@@ -34,7 +34,7 @@ def versions(engine: Trials) -> dict[str, int]:
 
 
 def changed_weight(before: dict[str, int], after: dict[str, int]) -> ModelError | None:
-    """The error of a forward that changed a parameter between two `versions`."""
+    """Return the error of a forward that changed a parameter between two `versions`, if any."""
     changed = next((name for name, version in after.items() if before[name] != version), None)
     if changed is None:
         return None
@@ -46,7 +46,7 @@ def changed_weight(before: dict[str, int], after: dict[str, int]) -> ModelError 
 
 
 def kept_state(model: nn.Module, changed: Sequence[nn.Module]) -> ModelError | None:
-    """The error of modules whose buffers a forward in training has changed."""
+    """Return the error of modules whose buffers were changed by a forward in training, if any."""
     if not changed:
         return None
     module = changed[0]
@@ -120,7 +120,7 @@ def was_made_otherwise() -> ModelError:
 
 
 def unlike_weights(rule: Rule | None, low: float, high: float) -> ModelError:
-    """Of the losses of two micro-batches, which are multiplied with unlike numbers."""
+    """Return the error of two micro-batches whose losses are multiplied by unlike numbers."""
     return ModelError(
         NOT_OF_PARTS,
         why=f"taken for {'a mean' if rule is None else rule.name}, the terms of the losses of two "
@@ -140,7 +140,7 @@ def counts_one_at_least() -> ModelError:
 
 
 def refuse_any(engine: Trials, found: ModelError | None) -> None:
-    """Raise what was found against the model, on all ranks if on any. Collective."""
+    """Raise an error against the model on all ranks, if found on any. Collective."""
     words = [] if found is None else [found.what, found.why, found.fix]
     text = json.dumps(words).encode() if words else b""
     lengths = [int(length) for (length,) in exchanged(engine, [float(len(text))])]

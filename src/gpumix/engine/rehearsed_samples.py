@@ -1,4 +1,4 @@
-"""The few samples of a batch that a rehearsal computes: unlike ones, which tell rules apart."""
+"""Selection of a batch's samples for a rehearsal: a few unlike ones, to tell rules apart."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from gpumix.engine.samples import IGNORED_LABEL, samples_in
 from gpumix.engine.trials import Trials
 from gpumix.spec.plan import Plan
 
-SAMPLES = 3  # that are computed at once, where a micro-batch has as many
-MORE_SAMPLES = 8  # without gradients, where the loss of so few is nothing
+SAMPLES = 3  # computed at once, if a micro-batch has as many
+MORE_SAMPLES = 8  # without gradients, if the loss of fewer samples is zero
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the rehearsal runs: on all ranks that compute one micro-batch.
+    """Micro-batch where the rehearsal runs, on all ranks computing it.
 
     Attributes:
-        number: of the micro-batch among this rank's own; None: it has no samples of it.
-        size: how many samples it has.
-        batches: how many micro-batches its rank computes in a step.
-        most_batches: the same of the rank with the most.
+        number: number among this rank's own micro-batches; None: no samples on this rank.
+        size: number of samples.
+        batches: number of micro-batches in a step of the rank computing it.
+        most_batches: number of micro-batches in a step of the rank with the most.
     """
 
     number: int | None
@@ -45,8 +45,8 @@ def choose(
     *,
     uncut: bool = False,
 ) -> Place | None:
-    """The micro-batch with samples that tell rules apart, with most samples, with most labels; None
-    if the batch is not cut, unless an `uncut` one is wanted too. Collective."""
+    """Choose the micro-batch with samples that tell rules apart, most samples, and most labels.
+    Return None if the batch is not cut, unless `uncut` is set. Collective."""
     plan, rank = engine.plan, engine.comm.rank
     first = plan.team_of(rank, plan.stages_of(rank)[0])[0]
     numbers = list(engine.places[0].batches) if engine.places else [first]
@@ -77,7 +77,7 @@ def own_samples(
     *,
     most: int = SAMPLES,
 ) -> Any:
-    """The samples that this rank rehearses with, if any, `most` at most."""
+    """Return this rank's samples for the rehearsal, at most `most`; None without any."""
     if place.number is None:
         return None
     parts = _candidates(engine, batch, rows)
@@ -85,8 +85,8 @@ def own_samples(
 
 
 def _candidates(engine: Trials, batch: Any, rows: Sequence[range]) -> list[Any]:
-    """Samples to choose from: all of a rank; in stages, whose ranks must choose the same ones, for
-    each micro-batch those of all that take the same way through the stages."""
+    """Return the samples to choose from: all of a rank. With several stages, whose ranks choose
+    alike, each micro-batch has all samples on the same way through the stages."""
     if not any(map(len, rows)):
         return []
     if not engine.places:
@@ -101,7 +101,7 @@ def _candidates(engine: Trials, batch: Any, rows: Sequence[range]) -> list[Any]:
 
 
 def _ways_through(plan: Plan) -> dict[int, tuple[int, ...]]:
-    """By number of a micro-batch, the first rank that computes it in each stage."""
+    """Map each micro-batch's number to the first rank computing it in each stage."""
     found: dict[int, list[int]] = {}
     for stage in range(len(plan.stages)):
         for team in plan.teams_of(stage):
@@ -111,7 +111,7 @@ def _ways_through(plan: Plan) -> dict[int, tuple[int, ...]]:
 
 
 def _sizes(engine: Trials, rows: Sequence[range]) -> list[int]:
-    """How many samples of each candidate are computed at once."""
+    """Return the number of samples computed at once, for each candidate."""
     sizes = list(map(len, rows))
     return sizes if engine.places else [max(sizes, default=0)]
 
@@ -122,13 +122,13 @@ def _labels_in(batch: Any, objective: Reduces) -> int:
 
 
 def _unlike(batch: Any, objective: Reduces, most: int) -> Any:
-    """A few samples: with few labels, of which rules count unlike parts, with many. Where there is
-    a single one with labels, it twice."""
+    """Select a few samples: with few labels, with unlike counts by rules, and with many labels. A
+    single sample with labels is taken twice."""
     counted = objective.counts_by_row(batch)
     order = _with_labels(counted, samples_in(batch))
     if counted is not None:
         order.sort(key=counted[0].tolist().__getitem__)
-    order = [order[0], order[-1], *order[1:-1]]  # of a single one: it twice
+    order = [order[0], order[-1], *order[1:-1]]  # a single sample: twice
     row, difference = _least_proportional(counted, order)
     if difference:
         order = [order[0], row, *(other for other in order[1:] if other != row)]
@@ -136,15 +136,15 @@ def _unlike(batch: Any, objective: Reduces, most: int) -> Any:
 
 
 def _tells_apart(batch: Any, objective: Reduces) -> bool:
-    """Whether some sample would tell rules apart."""
+    """Return True if some sample would tell rules apart."""
     counted = objective.counts_by_row(batch)
     _, difference = _least_proportional(counted, _with_labels(counted, samples_in(batch)))
     return difference > 0
 
 
 def _with_labels(counted: Tensor | None, samples: int) -> list[int]:
-    """The samples in which all rules, [rules, samples], count something, else some, else all
-    samples: the loss of one without labels is nothing by any rule."""
+    """Return the samples with counts by all rules, [rules, samples], else by some, else all. The
+    loss of a sample without labels is zero by any rule."""
     if counted is not None:
         for has in ((counted > 0).all(0), (counted > 0).any(0)):
             if has.any():
@@ -153,8 +153,8 @@ def _with_labels(counted: Tensor | None, samples: int) -> list[int]:
 
 
 def _least_proportional(counted: Tensor | None, rows: Sequence[int]) -> tuple[int, float]:
-    """Of some samples, the one whose counts by rules, [rules, samples], are least proportional to
-    those of the first one, and how far they are from that."""
+    """Return the sample whose counts by rules, [rules, samples], are least proportional to the
+    first sample's counts, and the deviation."""
     if counted is None or not counted.numel():
         return rows[0], 0.0
     counts = counted[:, list(rows)].double()
@@ -166,7 +166,7 @@ def _least_proportional(counted: Tensor | None, rows: Sequence[int]) -> tuple[in
 
 
 def exchanged(engine: Trials, told: Sequence[float]) -> list[list[float]]:
-    """What all ranks told."""
+    """Return the values given by all ranks. Collective."""
     row = torch.tensor(told, dtype=torch.float64, device=engine.device)
     table = engine.comm.exchanged(row, "rehearsal of the first step")
     return table.tolist()  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""What a rehearsal has seen of some samples, and how far the parts are from the whole."""
+"""Observations of a rehearsal, and the deviation of parts from the full batch."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from torch import Tensor, nn
 from gpumix.engine.rehearsed_samples import exchanged
 from gpumix.engine.trials import Trials
 
-PARTS, COLUMNS = 16, 61  # of a gradient: how many sums are compared
-AT_ONCE = 4096  # elements of a part at least
-# How far apart a loss, and gradients, may be for rounding alone, by the dtype that is computed in.
+PARTS, COLUMNS = 16, 61  # number of sums compared of a gradient
+AT_ONCE = 4096  # least number of elements in a part
+# Relative deviation of losses, and of gradients, explained by rounding, by compute dtype.
 TOLERANCE = {"fp32": (1e-4, 1e-3), "fp16": (1e-2, 5e-2), "bf16": (2e-2, 1e-1)}
-OF_PADDING = (3e-6, 3e-5)  # the same in fp32, where samples differ in padding alone
-# How far the gradient of a parameter may be beside, in fp32: a part of the size of all gradients.
+OF_PADDING = (3e-6, 3e-5)  # in fp32, for samples that differ in padding alone
+# Further deviation of a parameter's gradient, in fp32, relative to the size of all gradients.
 SMALLEST = 2e-5
 
 
 @dataclass
 class Trial:
-    """The loss of some samples, the denominators that it may have, sums of the gradient.
+    """Loss of some samples, with candidate denominators and sums of the gradient.
 
     Attributes:
-        sums: of this rank's part of the gradient; None if there was no backward.
-        counts: by rule; NaN of those that do not exist.
-        denominators: of the terms of the loss, from its graph.
-        values: the same without numbers of elements, unless values say how many there are.
-        ignored: the label that the loss leaves out, if any.
+        sums: sums of this rank's part of the gradient; None without backward.
+        counts: denominators by rule; NaN for missing rules.
+        denominators: denominators of the loss's terms, from its graph.
+        values: `denominators` without numbers of elements, except numbers determined by values.
+        ignored: the label left out of the loss, if any.
     """
 
     sums: Tensor | None
@@ -43,18 +43,18 @@ class Trial:
 
 
 def tolerance_of(engine: Trials) -> tuple[float, float]:
-    """Of losses and of gradients, where the plan computes most coarsely."""
+    """Return the tolerances of losses and gradients, for the coarsest arithmetic in the plan."""
     workers = engine.plan.workers
     of_tf32 = "fp16" if any(worker.efficiency.tf32 for worker in workers) else "fp32"
     return max(TOLERANCE[dtype] for dtype in (of_tf32, *(w.compute_dtype for w in workers)))
 
 
 def alike(engine: Trials, one: Trial, other: Trial, *, same_samples: bool = False) -> bool:
-    """Whether two trials came to the same loss and gradient. Collective.
+    """Return True if two trials agree in loss and gradient. Collective.
 
     Args:
-        same_samples: they differ in padding alone, which is far less than rounding of sums in
-            another order: what small parts of a gradient go by shows too.
+        same_samples: True if the trials differ in padding alone. Its effect is far below rounding
+            of sums in another order, so small parts of a gradient are checked too.
     """
     of_loss, of_gradient = tolerance_of(engine)
     if same_samples and (of_loss, of_gradient) == TOLERANCE["fp32"]:
@@ -68,15 +68,15 @@ def alike(engine: Trials, one: Trial, other: Trial, *, same_samples: bool = Fals
 
 
 def weights_of(whole: Trial, parts: Sequence[Trial], rule: int) -> list[float]:
-    """What each part's loss counts for in the loss of the whole."""
+    """Return the weight of each part's loss in the full loss."""
     total = whole.counts[rule]
     counts = counts_of(whole, parts, rule)
     return [count / total if total else math.nan for count in counts]
 
 
 def counts_of(whole: Trial, parts: Sequence[Trial], rule: int) -> list[float]:
-    """What the parts' losses are divided by. A part with nothing to count may be divided by 1 at
-    least: that is no item of the whole, and its loss is 0."""
+    """Return the denominators of the parts' losses. A part with nothing to count may divide by 1 at
+    least: its loss is 0, and it counts nothing in the full batch."""
     counts = [part.counts[rule] for part in parts]
     filled = [count if part.loss else 0.0 for count, part in zip(counts, parts)]
     total = whole.counts[rule]
@@ -86,8 +86,8 @@ def counts_of(whole: Trial, parts: Sequence[Trial], rule: int) -> list[float]:
 def gradient_error(
     whole: Trial, parts: Sequence[Trial], weights: Sequence[float]
 ) -> tuple[float, float]:
-    """The square of what the parts' gradients are from the whole's, and of their size, of this
-    rank's part; nothing without gradients."""
+    """Return the squared error of the parts' gradients, and their squared size, for this rank's
+    part; zeros without gradients."""
     if whole.sums is None:
         return 0.0, 0.0
     added = _added(parts, weights)
@@ -98,9 +98,9 @@ def gradient_error(
 def worst_error(
     whole: Trial, parts: Sequence[Trial], weights: Sequence[float], of_own: float, smallest: float
 ) -> float:
-    """The same of that parameter of this rank's for which it is most, 1 for as much as rounding
-    explains: a part `of_own` of its gradient's size, and `smallest`. A term that few parameters
-    have, as one that balances experts, does not show in the gradient of all."""
+    """Return the largest gradient error of a parameter on this rank, with 1 for the amount that
+    rounding explains: `of_own` times the gradient's size, plus `smallest`. A term of few
+    parameters, such as balancing of experts, does not show in the gradient of all."""
     if whole.sums is None or not len(whole.sums):
         return 0.0
     added = _added(parts, weights)
@@ -118,9 +118,9 @@ def _square(sums: Tensor) -> float:
 
 
 def sums_of(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """Sums of parts of their gradients, and of columns, float64 on the host, [parameters, sums]:
-    what is added in gradients is added in them. No gradient adds zeros: other samples may use that
-    parameter. All of a device are copied at once: a copy waits for it."""
+    """Return sums of parts and of columns of gradients, float64 on the host, [parameters, sums].
+    Sums add up as gradients do. A missing gradient adds zeros: other samples may use the parameter.
+    Rows of a device are copied at once, because a copy waits for the device."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for parameter in parameters:
         if parameter.numel():
@@ -134,8 +134,8 @@ def sums_of(parameters: Iterable[nn.Parameter]) -> Tensor:
 
 
 def _add_sums(gradient: Tensor, row: Tensor) -> None:
-    """Put the sums of a gradient into `row`, part by part: sums in another dtype copy what they
-    are of."""
+    """Add the sums of a gradient to `row`, part by part: summing in another dtype copies the
+    summands."""
     length = max(AT_ONCE, math.ceil(gradient.numel() / PARTS))
     for number, part in enumerate(gradient.split(math.ceil(length / COLUMNS) * COLUMNS)):
         wide = part.double()
@@ -146,9 +146,9 @@ def _add_sums(gradient: Tensor, row: Tensor) -> None:
 
 
 def is_of_unlike_means(trials: Sequence[Trial]) -> bool:
-    """Whether a loss is a sum of terms that are divided by numbers which are not in proportion. Of
-    these samples one of the terms may be nothing. Of terms that are all divided by the same number,
-    there may be more for some samples than for others."""
+    """Return True if a loss is a sum of terms with denominators that are not in proportion. For
+    some samples a term may be missing. Terms with equal denominators may be more for some samples
+    than for others."""
     ratios = [
         [of_term / t.denominators[0] for of_term in t.denominators]
         for t in trials
@@ -172,5 +172,5 @@ def is_any(count: float, denominators: Sequence[float]) -> bool:
 
 
 def is_in_proportion(trials: Sequence[Trial], rule: int) -> bool:
-    """Whether what losses divide by is in proportion to what a rule counts."""
+    """Return True if losses' denominators are in proportion to the counts of a rule."""
     return _are_alike([[v / t.counts[rule] for v in t.values] for t in trials if t.counts[rule]])

@@ -1,10 +1,10 @@
-"""What a running engine goes on by: another split of the samples, other shares of the state.
+"""Change of a running engine's plan: a new split of the samples, and new shares of the state.
 
-Workers of one of several stages give each other whole micro-batches: the batch is cut as it was, so
-the other stages send and take what they did, to and from other ranks.
+With several stages, workers of a stage give each other whole micro-batches: the batch is cut as
+before, so other stages send and take the same messages, to and from other ranks.
 
-Ranks send each other what they lack of each flat buffer, one buffer after the other, so that no
-more than one of them is there twice. Buffers that steps compute with stay where they are.
+Ranks send each other the missing elements of each flat buffer, one buffer after another, so that at
+most one buffer exists twice. Buffers used in steps stay in place.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from gpumix.spec.plan import Plan
 
 
 def moves_state(before: Plan, after: Plan) -> bool:
-    """Whether plans that differ in nothing but samples, and shares of the state, differ in these.
+    """Return True if two plans, apart from samples, differ in shares of the state.
 
     Raises:
-        InputError: they differ in more, or what differs cannot be changed while a run trains.
+        InputError: they differ in more, or in something that cannot change during training.
     """
     if _but_parts(before) != _but_parts(after) or not _cut_alike(before, after):
         raise InputError(
@@ -50,7 +50,7 @@ def moves_state(before: Plan, after: Plan) -> bool:
 
 
 def may_move(plan: Plan) -> bool:
-    """Whether ranks of this plan can give each other state while they train."""
+    """Return True if ranks of a plan can give each other state during training."""
     forms = (plan.collectives.gather, plan.collectives.reduce)
     return (
         len(plan.stages) == 1
@@ -72,8 +72,7 @@ def _but_parts(plan: Plan) -> list[Any]:
 
 
 def _cut_alike(before: Plan, after: Plan) -> bool:
-    """Whether stages, where there are several, go through the same micro-batches in the same
-    waves."""
+    """Return True if all stages, if several, process equal micro-batches in equal waves."""
     if len(before.stages) == 1:
         return True
     cuts = [
@@ -84,11 +83,11 @@ def _cut_alike(before: Plan, after: Plan) -> bool:
 
 
 def move_state(buckets: Sequence[Bucket], division: Division, optimizer: Optimizer | None) -> None:
-    """Divide the parameters of `buckets`, and what `optimizer` keeps for them, by `division`.
-    Collective, between two steps; there are no gradients.
+    """Divide the parameters of `buckets`, and the state of `optimizer`, by `division`. Collective,
+    between two steps, without gradients.
 
     Raises:
-        InputError: the optimizer looks at more than single elements.
+        InputError: the optimizer does not update each element by itself.
     """
     if optimizer is None or not updates_elements(optimizer):
         what = "an optimizer that is not given" if optimizer is None else type(optimizer).__name__
@@ -110,7 +109,7 @@ def _move(shard: Shard, division: Division, optimizer: Optimizer) -> None:
         return
     comm = division.comm
     label = f"move of the state of unit '{shard.label}'"
-    # All ranks have the same keys: each of them has a piece of every parameter.
+    # All ranks have the same keys: each rank has a piece of every parameter.
     kept = {}
     for key in _keys(shard, optimizer):
         states = [optimizer.state.get(piece.local, {}) for piece in shard.pieces]
@@ -130,8 +129,8 @@ def _move(shard: Shard, division: Division, optimizer: Optimizer) -> None:
 
 
 def _keys(shard: Shard, optimizer: Optimizer) -> list[str]:
-    """Under which the optimizer keeps a value for each element of a shard; of a parameter that
-    never had a gradient it keeps none."""
+    """Return the keys of the optimizer's values per element of a shard; parameters that never had a
+    gradient have none."""
     if not shard.trainable:
         return []
     return sorted(
@@ -147,17 +146,17 @@ def _keys(shard: Shard, optimizer: Optimizer) -> list[str]:
 def _moved(
     own: torch.Tensor, before: Sequence[int], after: Sequence[int], comm: Communicator, label: str
 ) -> torch.Tensor:
-    """This rank's interval by `after`; `own` is that by `before`. Both are offsets of a buffer."""
+    """Return this rank's interval by `after`, from `own` by `before`; both are buffer offsets."""
     rank = comm.rank
     given = [_common(before, rank, after, other) for other in range(comm.world)]
     taken = [_common(before, other, after, rank) for other in range(comm.world)]
-    sent = own.to(comm.device)  # from a host too
+    sent = own.to(comm.device)  # possibly from the host
     received, pending = comm.exchange_parts(sent, given, taken, label)
     pending.wait()
     return received.to(own.device)
 
 
 def _common(before: Sequence[int], giver: int, after: Sequence[int], taker: int) -> int:
-    """How much of a buffer `giver` had, and `taker` is to have."""
+    """Count the elements that `giver` had and `taker` is to have."""
     low = max(before[giver], after[taker])
     return max(0, min(before[giver + 1], after[taker + 1]) - low)

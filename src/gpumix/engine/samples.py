@@ -1,8 +1,8 @@
-"""The samples that a rank is given: how many, and whether the others are given the same ones.
+"""Samples of a rank: number, cutting, and a check that ranks sharing samples agree.
 
-Ranks of several stages, and of a team, read the same part of a batch. A loop that feeds each of
-them with something else would train, without an error, on nonsense; so once they tell each other
-what they were given, as a number.
+Ranks of several stages, and of a tensor-parallel group, read the same part of a batch. A loop
+feeding each rank something else would train on nonsense without an error; so ranks once compare a
+digest of the samples.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ PER_TOKEN = frozenset({TOKENS, LABELS, MASK, "position_ids", "token_type_ids"})
 
 @dataclass(frozen=True)
 class Samples:
-    """A micro-batch's loss, to be computed, its random numbers, the shapes of its tensors, and how
-    many tokens each sample has there, padded; None where it has none."""
+    """Micro-batch to compute: its loss function, random numbers, tensor shapes, and padded tokens
+    per sample (`width`; None without tokens)."""
 
     compute_loss: Callable[[], Loss]
     randomness: Randomness
@@ -41,13 +41,13 @@ class Samples:
 
     @classmethod
     def of(cls, part: Any, compute_loss: Callable[[], Loss], randomness: Randomness) -> Samples:
-        """Of a micro-batch, a pytree of tensors."""
+        """Make from a micro-batch, a pytree of tensors."""
         looks = tuple(t.shape for t in tree_leaves(part) if torch.is_tensor(t))
         return cls(compute_loss, randomness, looks, width_of(part))
 
 
 def repeated(batch: Any, times: int) -> Any:
-    """So many samples that are all the one of `batch`."""
+    """Return `times` copies of the single sample of `batch`."""
 
     def several(value: Any) -> Any:
         if isinstance(value, RaggedRows | PerSample):
@@ -58,10 +58,10 @@ def repeated(batch: Any, times: int) -> Any:
 
 
 def samples_in(batch: Any) -> int:
-    """How many samples a batch has: the first dimension of its tensors.
+    """Return the number of samples of a batch: the first dimension of its tensors.
 
     Raises:
-        InputError: tensors differ in it, there is one without dimensions, or values that should be
+        InputError: tensors disagree about it, a tensor has no dimensions, or values should be
             tensors.
     """
     leaves = tree_leaves(batch, is_leaf=lambda value: has_rows(value) or _uncut(value))
@@ -82,7 +82,7 @@ def samples_in(batch: Any) -> int:
 
 
 def _shape(value: torch.Tensor | RaggedRows | PerSample) -> tuple[int, ...]:
-    """That of its tensor, as if each sample had one row."""
+    """Return the shape of a value's tensor, as if each sample had one row."""
     if isinstance(value, PerSample):
         return (len(value),)
     if isinstance(value, RaggedRows):
@@ -91,16 +91,16 @@ def _shape(value: torch.Tensor | RaggedRows | PerSample) -> tuple[int, ...]:
 
 
 def _uncut(value: Any) -> bool:
-    """Whether it holds one value per sample, but is no tensor."""
+    """Return True if a value has an entry per sample, but is no tensor."""
     if isinstance(value, list):
         return bool(value) and not any(isinstance(v, torch.Tensor | list | dict) for v in value)
     return isinstance(value, np.ndarray)
 
 
 def padded_from(batch: Any, rows: Sequence[range]) -> list[int | None]:
-    """Of each micro-batch the column from which on all is padding; None where nothing is known of
-    padding. Padding is what a mask on the host hides at the right of all samples, with labels that
-    do not count; and what a batch holds beside must be known to go by tokens."""
+    """Return each micro-batch's first column of pure padding; None if padding is unknown. Padding
+    is hidden by a mask on the host at the right of all samples, with labels that do not count; all
+    further entries of the batch must be known to be per token."""
     mask = batch.get(MASK) if isinstance(batch, Mapping) else None
     if mask is None or not PER_TOKEN.issuperset(batch) or mask.device.type != "cpu":
         return [None] * len(rows)
@@ -119,8 +119,8 @@ def padded_from(batch: Any, rows: Sequence[range]) -> list[int | None]:
 
 
 def with_last_label(batch: Any) -> Any:
-    """The same with a label at each sample's last place before padding, as it has at another: the
-    place whose neighbour is padding."""
+    """Return a batch with a known label of each sample also at its last place before padding, the
+    place next to padding."""
     labels = batch.get(LABELS) if isinstance(batch, Mapping) else None
     mask = batch.get(MASK) if isinstance(batch, Mapping) else None
     if not isinstance(labels, torch.Tensor) or mask is None or labels.shape != mask.shape:
@@ -134,9 +134,9 @@ def with_last_label(batch: Any) -> Any:
 
 
 def with_words_for_padding(batch: Any) -> Any:
-    """The same with a word of each sample where its mask hides padding. The embedding of padding
-    begins as zeros, so that neighbours of it see no difference before the first step; after it
-    they do, where that embedding is the head's weight too."""
+    """Return a batch with a word of each sample in place of padding hidden by the mask. The
+    embedding of padding begins as zeros, so its neighbors see no difference before the first step;
+    later they do, if the embedding is the head's weight too."""
     ids = batch.get(TOKENS) if isinstance(batch, Mapping) else None
     mask = batch.get(MASK) if isinstance(batch, Mapping) else None
     if ids is None or mask is None or ids.shape != mask.shape or ids.dim() != 2:
@@ -144,7 +144,7 @@ def with_words_for_padding(batch: Any) -> Any:
     ids = ids.clone()
     for row, used in zip(ids, (mask != 0).cpu()):
         own = row[used.to(row.device)].tolist()
-        # Neither a mark of beginning or end, nor one of the placeholders of a picture.
+        # Neither a mark of beginning or end, nor a placeholder of a picture.
         word = next((one for one in own[1:-1] if own.count(one) == 1), None)
         if word is not None:
             row[~used.to(row.device)] = word
@@ -152,9 +152,9 @@ def with_words_for_padding(batch: Any) -> Any:
 
 
 def parts_of(batch: Any, rows: Sequence[range], widths: Sequence[int | None]) -> Iterator[Any]:
-    """A batch in as many parts as there are rows, each with the columns that are no padding.
+    """Yield the parts of a batch, one per range of rows, without padding columns.
 
-    A model may write into one, of which the backward of another sees nothing.
+    A model may write into a part; the backward of another part does not see it.
     """
     begin = 0
     for of_one, width in zip(rows, widths, strict=True):
@@ -167,7 +167,7 @@ def parts_of(batch: Any, rows: Sequence[range], widths: Sequence[int | None]) ->
 
 
 def copied(batch: Any) -> Any:
-    """A batch for a model that may write into it, as into labels, before it is trained on."""
+    """Copy a batch for a model with writes into inputs, such as labels, before training."""
     return tree_map(
         lambda value: value.clone() if isinstance(value, torch.Tensor) else value,
         batch,
@@ -176,19 +176,19 @@ def copied(batch: Any) -> Any:
 
 
 def _apart(value: Any) -> Any:
-    """The same memory with a count of writes of its own."""
+    """Return a view of the same memory with a separate version counter."""
     return value.data if isinstance(value, torch.Tensor) and not value.requires_grad else value
 
 
 def width_of(part: Any) -> int | None:
-    """How many tokens each sample of a batch has, padded; None where it has none."""
+    """Return the padded number of tokens per sample of a batch; None without tokens."""
     tokens = part.get("input_ids") if isinstance(part, Mapping) else None
     return tokens.shape[1] if torch.is_tensor(tokens) and tokens.dim() == 2 else None
 
 
 def digest(batch: Any, rows: Sequence[range]) -> int:
-    """Of a rank's samples, which are these rows of the global batch: those of several ranks add up
-    to the same, whoever has which of them, padded to whatever length."""
+    """Return a digest of a rank's samples, `rows` of the global batch. The sum over ranks is the
+    same for any split of the samples and any padding."""
     found, widths = 0, padded_from(batch, rows)
     for of_one, part in zip(rows, parts_of(batch, rows, widths)):
         own = [_number(leaf) for leaf in tree_leaves(part) if isinstance(leaf, torch.Tensor)]
@@ -198,7 +198,7 @@ def digest(batch: Any, rows: Sequence[range]) -> int:
 
 
 def _number(tensor: torch.Tensor) -> int:
-    """Another one for other values; on every device the same."""
+    """Return a number that depends on the values, and not on the device."""
     whole = tensor.float().view(torch.int32) if tensor.is_floating_point() else tensor
     flat = whole.reshape(-1).to(torch.int64)
     places = torch.arange(1, 2 * flat.numel() + 1, 2, device=flat.device)
@@ -206,16 +206,16 @@ def _number(tensor: torch.Tensor) -> int:
 
 
 def compare_samples(comm: Communicator, plan: Plan, batch: Any, rows: Sequence[range]) -> None:
-    """Raise an InputError unless ranks that are to have the same samples do; these are this rank's.
-    Collective."""
+    """Raise an InputError unless ranks sharing samples agree. Collective. `batch` and `rows` are
+    this rank's."""
     told = torch.tensor([digest(batch, rows)], device=comm.device)
     table = comm.exchanged(told, "comparison of samples")
     refuse_unlike(plan, table[:, 0].tolist())
 
 
 def refuse_unlike(plan: Plan, digests: Sequence[int]) -> None:
-    """Raise an InputError if ranks that compute the same samples were given different ones; by rank
-    the digest of each."""
+    """Raise an InputError if ranks computing the same samples were given different ones, by the
+    digest of each rank."""
     why = _unlike(plan, digests)
     if why:
         raise InputError(
@@ -227,7 +227,7 @@ def refuse_unlike(plan: Plan, digests: Sequence[int]) -> None:
 
 
 def _unlike(plan: Plan, digests: Sequence[int]) -> str:
-    """Which ranks were given other samples than they should, in words; empty if none."""
+    """Name the ranks that were given wrong samples, in words; empty if none."""
     sums = []
     for number in range(len(plan.stages)):
         teams = plan.teams_of(number)

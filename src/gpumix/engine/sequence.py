@@ -1,10 +1,10 @@
-"""Sequence parallelism: between the divided modules of a unit each rank of a team has its part of
-the positions (Korthikanti et al. 2022).
+"""Sequence parallelism: between divided modules of a unit, each rank of a tensor-parallel group has
+a part of the positions (Korthikanti et al. 2022).
 
-What goes into such a unit is divided there, unless it comes straight from another one; what comes
-out looks whole to the model's code (`Divided`), and becomes so where that does anything with it. A
-unit's own code runs on a part of the positions: that each of them comes out as if all were there is
-seen when a unit of its kind is called for the first time.
+Inputs of a unit are divided, unless coming straight from another divided unit. Outputs look whole
+to the model's code (`Divided`), and are gathered on use. A unit's own code runs on a part of the
+positions; a rehearsal checks that each position comes out as among all positions, when a unit of
+its kind is first called.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ WITHOUT = "make a plan without: `techniques: {sequence: false}`"
 
 
 class Divided(torch.Tensor):
-    """Hidden states of which this rank has a part of the positions. To the model's code they are
-    whole: asked for anything but their looks, they are gathered.
+    """Hidden states of which this rank has a part of the positions. The model's code sees whole
+    hidden states: any use except of shape, dtype and the like gathers all positions.
 
-    To the engine it is a structure around the part, which crosses boundaries like any tensor.
+    To the engine, a structure around the part, which crosses boundaries like any tensor.
 
     Args:
-        part: what this rank has.
-        length: positions of the whole.
+        part: this rank's part.
+        length: number of all positions.
     """
 
     part: torch.Tensor
@@ -69,7 +69,7 @@ class Divided(torch.Tensor):
         return f"Divided(size={tuple(self.shape)}, dtype={self.dtype})"
 
     def whole(self) -> torch.Tensor:
-        """All positions; all ranks of the team ask for them."""
+        """Return all positions; all ranks of the group call this together."""
         gradients = torch.is_grad_enabled()
         if gradients not in self._whole:
             self.positions.left += 1
@@ -78,14 +78,14 @@ class Divided(torch.Tensor):
         return self._whole[gradients][0]
 
     def written(self) -> torch.Tensor | None:
-        """The whole, if the model's code wrote into it: then the part is that no more."""
+        """Return the gathered tensor if the model's code wrote into it, making the part stale."""
         for whole, version in self._whole.values():
             if whole._version != version:
                 return whole
         return None
 
     def gathered(self) -> torch.Tensor:
-        """The same, anew."""
+        """Gather all positions, without the cache."""
         return side_by_side(self.part, DIM, self.positions.team, self.length)
 
     @classmethod
@@ -121,12 +121,12 @@ register_pytree_node(
 
 
 def _rebuilt(part: Any, positions: Positions, length: int) -> Any:
-    """Of what was made of the part: not always a tensor."""
+    """Wrap the result of mapping a part, if still a tensor."""
     return Divided(part, positions, length) if isinstance(part, torch.Tensor) else part
 
 
 class _Divided:
-    """A unit runs with this rank's part."""
+    """Call of a unit with this rank's part of the positions."""
 
     def __init__(self, team: Communicator, length: int, own: int) -> None:
         self.team, self.length, self.own = team, length, own
@@ -140,11 +140,11 @@ class _Divided:
 
 
 class Positions:
-    """The positions of hidden states, divided over a team.
+    """Positions of hidden states, divided over a tensor-parallel group.
 
     Attributes:
-        entered: how often hidden states that want a gradient were divided, `left`: how often they
-            became whole again, both outside of units.
+        entered: how often hidden states that want a gradient were divided, outside of units.
+        left: how often hidden states were gathered again, outside of units.
     """
 
     def __init__(self, team: Communicator) -> None:
@@ -153,13 +153,13 @@ class Positions:
         self.left = 0
         self._call: Call | None = None
         self._draws: Draws | None = None
-        self._whole: list[Any] = []  # what the unit that runs was given beside hidden states
+        self._whole: list[Any] = []  # inputs of the running unit except hidden states
         self._seen: set[tuple[str, object]] = set()
 
     # -- outside of units --------------------------------------------------------------------------
 
     def divided(self, unit: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """What a unit is given: the first of it, hidden states, divided, all else whole."""
+        """Divide the hidden states given to a unit, the first of its inputs; gather the rest."""
         leaves, structure = tree_flatten((args, kwargs), is_leaf=is_divided)
         place = next((n for n, leaf in enumerate(leaves) if _is_hidden(leaf)), None)
         if place is None:
@@ -179,17 +179,17 @@ class Positions:
         given: tuple[Any, Any] = tree_unflatten(leaves, structure)
         return given
 
-    # -- inside of them ----------------------------------------------------------------------------
+    # -- inside of units ---------------------------------------------------------------------------
 
     def forward_of(
         self, module: nn.Module, label: str, kind: str, inner: Forward, parts: Sequence[str]
     ) -> Forward:
-        """That of a unit, which is given `divided` hidden states, and gives such.
+        """Return the forward of a unit that takes `divided` hidden states and returns the like.
 
         Args:
-            inner: does what it does. Like what is returned it must not hold the module.
-            parts: its parameters of which each rank comes to a part of the gradient, because it has
-                a part of the positions.
+            inner: the unit's own forward. Like the result it must not hold the module.
+            parts: names of parameters with a partial gradient on each rank, because each rank has a
+                part of the positions.
         """
         there = weakref.ref(module)
 
@@ -201,7 +201,7 @@ class Positions:
                 assert unit is not None, "it is being called"
                 with untouched(hidden.device):
                     self._rehearse(label, unit, inner, parts, (args, kwargs))
-            # Each has positions and heads of its own, and draws for them.
+            # Each rank has positions and heads of its own, and draws for them.
             self._draws = Draws(self.team.rank, hidden.device)
             call = _Divided(self.team, hidden.length, hidden.part.shape[DIM])
             outputs = self._run(call, inner, _mapped(_part, (args, kwargs)))
@@ -210,7 +210,7 @@ class Positions:
         return forward
 
     def _like(self, hidden: Divided, output: Any) -> Any:
-        """What a unit returns: of the shape of its part of hidden states, it is such a part."""
+        """Wrap a unit's output as `Divided` if shaped like this rank's part of hidden states."""
         if not isinstance(output, torch.Tensor) or output.shape != hidden.part.shape:
             return output
         return Divided(output, self, hidden.length)
@@ -229,23 +229,23 @@ class Positions:
     def enter(
         self, value: torch.Tensor, *, early: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """What goes into a region, if its positions are divided: all of them, of which each rank
-        comes to the whole gradient; and the same, of which each comes to a part.
+        """Enter a region, if positions are divided: return all positions, with the full gradient on
+        each rank, and again with a partial gradient on each rank; None otherwise.
 
         Args:
-            early: before code that does the same on all ranks.
+            early: True before code common to all ranks.
         """
         call = self._call
         if call is None or not _is_hidden(value) or value.shape[DIM] != call.own:
             return None
         if any(value is other for other in self._whole):
-            return None  # it has as many positions as a part by chance
+            return None  # as many positions as a part by chance
         if early and self._draws is not None:
             self._draws.draw_alike()
         return call.enter(value)
 
     def leave(self, value: torch.Tensor) -> torch.Tensor:
-        """The sum of what all ranks have come to in a region, of which each has its part."""
+        """Leave a region: return this rank's part of the sum of all ranks' results."""
         call = self._call
         if call is None or not _is_hidden(value) or value.shape[DIM] != call.length:
             return leave(value, self.team)
@@ -253,14 +253,14 @@ class Positions:
         return call.leave(value)
 
     def left_early(self) -> None:
-        """Code that does the same on all ranks is over."""
+        """Let ranks draw apart again, after code common to all ranks."""
         if self._draws is not None:
             self._draws.draw_apart()
 
     # -- the first time ----------------------------------------------------------------------------
 
     def _is_new(self, kind: str, hidden: Divided, given: Sequence[Any]) -> bool:
-        """Whether a unit of this kind has not run yet with tensors of such shapes."""
+        """Return True if no unit of the kind has run yet with tensors of such shapes."""
         sizes = {-(-hidden.length // self.team.world), hidden.length // self.team.world}
         looks = tuple(
             tuple((size == hidden.length, size in sizes) for size in value.shape)
@@ -275,7 +275,7 @@ class Positions:
     def _rehearse(
         self, label: str, unit: nn.Module, inner: Forward, parts: Sequence[str], given: Any
     ) -> None:
-        """Raise a ModelError if parts of the positions do not come to what they do among all."""
+        """Raise a ModelError if parts of the positions give other results than among all."""
         place, hidden = next((n, t) for n, t in enumerate(_leaves(given)) if is_divided(t))
         with torch.no_grad():
             args, kwargs = _mapped(lambda t: t.gathered() if is_divided(t) else t, given)
@@ -293,7 +293,7 @@ class Positions:
             rehearse(subject, self.team)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # whatever a model's code says of such shapes
+        except Exception as error:  # any error of a model's code for such shapes
             problem = first_line(error)
         refused = torch.tensor([float(bool(problem))], device=hidden.device)
         if self.team.all_reduce(refused, "comparison of divided sequences").item():
@@ -305,7 +305,7 @@ class Positions:
 
 
 def is_divided(value: Any) -> TypeGuard[Divided]:
-    """Whether of this each rank of a team has a part."""
+    """Return True if each rank of a group has a part of `value`."""
     return isinstance(value, Divided)
 
 

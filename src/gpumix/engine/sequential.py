@@ -1,10 +1,10 @@
-"""The sequential order: forward and backward of one micro-batch after the other.
+"""Sequential order: forward and backward of one micro-batch after another.
 
-Only where every rank holds all parameters and whole gradients (ZeRO stages 0 and 1). The model runs
-as its author wrote it, its graph uncut: a unit call is answered where it happens. Parameters that
-other ranks have updated arrive during the first forward pass; the reduction of a bucket begins in
-the last backward pass, as soon as its gradient is done. Collectives come in the same order as in
-layers, so that ranks of both orders may meet.
+Only where every rank has all parameters and full gradients (ZeRO stages 0 and 1). The model runs as
+written, with an uncut graph: unit calls are answered in place. Parameters updated by other ranks
+arrive during the first forward pass; the reduction of a bucket begins in the last backward pass, as
+soon as its gradient is complete. Collectives come in the same order as in layers, so ranks of both
+orders may be mixed.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from gpumix.spec.profile import ROOT
 
 @dataclass(frozen=True)
 class InlineBatch:
-    """One micro-batch that runs through without a stop.
+    """Micro-batch that runs without stopping at units.
 
     Attributes:
         compute_loss: runs the model and returns (summed loss, count).
-        keeps: whether the graph of a unit call is kept, by its number; else it is recomputed.
+        keeps: returns True if the graph of a unit call, by number, is kept; False: recomputed.
     """
 
     compute_loss: Callable[[], Loss]
@@ -68,14 +68,14 @@ def run(
     *,
     leaves_out: bool = False,
 ) -> None:
-    """Forward and backward of all micro-batches, the last one first: it may be smaller, and there
-    is more to reduce than to gather.
+    """Run forward and backward of all micro-batches, the last first: the last may be smaller, and
+    there is more to reduce than to gather.
 
     Args:
         calls: where the model's unit calls arrive.
-        scale: what each loss is multiplied with before its backward.
-        exchange: starts to tell all ranks the losses and counts; gives what reduces.
-        leaves_out: whether the model may leave out its last units: then what comes behind these is
+        scale: factor of each loss before its backward.
+        exchange: starts the exchange of losses and counts over all ranks; returns the reductions.
+        leaves_out: True if the model may leave out its last units: the parameters behind these are
             gathered first.
     """
     gathering = _Gathering(parts)
@@ -107,7 +107,7 @@ def run(
 
 
 class _Gathering:
-    """The gathers of a step, each beside the computing of the unit before; done once."""
+    """Gathers of a step, each overlapping with the computation of the unit before; done once."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -120,7 +120,7 @@ class _Gathering:
             bucket.begin_gradient()
 
     def reach(self, number: int) -> None:
-        """Call `number` is to be computed; the number of calls: the head is."""
+        """Prepare call `number`; the number of calls stands for the head."""
         parts = self._parts
         if number > parts.last_call:
             parts.after.gathered()
@@ -129,13 +129,13 @@ class _Gathering:
         parts.ahead[number].start_gather()
 
     def finish(self) -> None:
-        """Without any samples."""
+        """Gather all buckets on a rank without samples."""
         for number in range(self._parts.last_call + 2):
             self.reach(number)
 
 
 class _Reducing:
-    """The reductions of a step: each begins when it is its turn and its gradient is done."""
+    """Reductions of a step, each begun in turn once the gradient of the bucket is complete."""
 
     def __init__(self, parts: Parts, reductions: Reductions) -> None:
         after = parts.reduced_after
@@ -147,10 +147,10 @@ class _Reducing:
         self._hooks: list[Any] = []
 
     def watch(self) -> None:
-        """Notice when parameters get their gradients: in the one backward that follows.
+        """Observe the arrival of gradients at parameters, in the single backward to follow.
 
-        What the root uses throughout comes last anyway. A head in chunks adds to its gradients by
-        itself, where nobody sees it, but before any unit's backward.
+        Parameters that the root uses throughout come last anyway. A chunked head adds to its
+        gradients unobserved, but before any unit's backward.
         """
         unseen = set() if self._head is None else {id(p) for p in self._head.parameters}
         for bucket in self._waiting[:-2]:
@@ -166,7 +166,7 @@ class _Reducing:
             self._reductions.start(self._waiting.pop(0))
 
     def finish(self) -> None:
-        """The backward is over: reduce also what got no gradient, and wait for all."""
+        """Reduce the remaining buckets after the backward, and wait for all reductions."""
         for hook in self._hooks:
             hook.remove()
         while self._waiting:
@@ -175,14 +175,14 @@ class _Reducing:
 
 
 def _tell_of_backward(record: Record, name: str, outputs: Any) -> None:
-    """Note when the gradient of a unit's output is there."""
+    """Record the time when the gradient of a unit's output arrives."""
     for output in tree_leaves(outputs):
         if isinstance(output, torch.Tensor) and output.requires_grad:
             output.register_hook(lambda _: record.computes("backward", name))
 
 
 class _Answers:
-    """Runs the unit calls of one micro-batch where they happen."""
+    """Execution of the unit calls of one micro-batch, in place."""
 
     def __init__(self, parts: Parts, batch: InlineBatch, gathering: _Gathering) -> None:
         self._parts = parts
@@ -216,12 +216,12 @@ class _Answers:
         return outputs
 
     def _leave_out(self) -> None:
-        """The model goes past a call without it: other ranks gather what it takes."""
+        """Skip a call left out by the model, but gather its parameters with all ranks."""
         self._gathering.reach(self._number)
         self._number += 1
 
     def leave_out_rest(self) -> None:
-        """The model is at its end."""
+        """Skip all remaining calls, at the model's end."""
         while self._number <= self._parts.last_call:
             self._leave_out()
 

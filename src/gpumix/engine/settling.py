@@ -1,5 +1,5 @@
-"""An engine that finds, before its first step, by which rule losses of micro-batches add up, and
-sees whether they go on doing so."""
+"""Engine that finds the rule by which losses of micro-batches add up, before its first step, and
+checks later steps against the rule."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from gpumix.spec.cut import cut_rows
 from gpumix.spec.shares import rows_of, share_of
 from gpumix.spec.stage import Worker
 
-LOOKS = (0, *AGAIN)  # steps before which so many were done are looked at closely
-REHEARSALS = 3  # until a batch's samples are told apart
+LOOKS = (0, *AGAIN)  # numbers of steps done before steps that are checked closely
+REHEARSALS = 3  # at most, until a batch's samples are told apart
 
 
 class Settling(Trials):
-    """
+    """Engine base class that settles how losses of micro-batches add up.
+
     Attributes:
-        reduction: what a record says of how losses of micro-batches add up; empty as long as that
-            is not known.
+        reduction: description of the rule for records; empty while unknown.
     """
 
     reduction: str
@@ -51,16 +51,16 @@ class Settling(Trials):
     _leaves_out: bool
     _others: OtherGenerators
     _rehearsed_at = 0
-    _in_training_alone = False  # losses were rehearsed, which in evaluation are computed otherwise
+    _in_training_alone = False  # only training losses were rehearsed; evaluation computes others
     _no_samples: Any  # a batch without samples
 
     @property
     def accepts_coupling(self) -> bool:
-        """Whether each micro-batch may have a loss of its own."""
+        """True if each micro-batch may have a loss of its own."""
         return self._couples == NO_RULE
 
     def is_settled(self, *, in_step: bool) -> bool:
-        """Whether `settle` has nothing to do. Collective."""
+        """Return True if `settle` has nothing to do. Collective."""
         is_known = self._reduces.rule is not None and not self._reduces.rivals
         if in_step and self.plan.is_uncut:
             return True
@@ -68,11 +68,11 @@ class Settling(Trials):
         return (self._settled or is_known) and not is_due
 
     def settle(self, batch: Any, samples: int | None = None, *, in_step: bool = False) -> None:
-        """Rehearse with the first batch by which rule losses of micro-batches add up, if that is
-        not known yet; see `engine.additivity`. Collective; `step` and `evaluate` do so.
+        """Find the rule by which losses of micro-batches add up, if unknown, by a rehearsal with
+        the first batch; see `engine.additivity`. Collective; `step` and `evaluate` do so.
 
         Raises:
-            ModelError: by none, and the plan cuts the batch.
+            ModelError: no rule holds, and the plan cuts the batch.
         """
         if self.is_settled(in_step=in_step):
             return
@@ -86,7 +86,7 @@ class Settling(Trials):
             self._in_training_alone = False
 
     def _find_rule(self, batch: Any, samples: int | None, *, in_step: bool) -> None:
-        """The rule that the losses of a batch follow, if it tells rules apart."""
+        """Find the rule that the losses of a batch follow, if the batch tells rules apart."""
         reduces = self._reduces
         if reduces.rivals and not additivity.is_told_apart(self, batch, reduces):
             return
@@ -108,14 +108,14 @@ class Settling(Trials):
             self._no_samples = copied(take(batch, slice(0)))
 
     def rehearse(self, objective: Reduces, batch: Any, samples: int | None = None) -> None:
-        """See whether what another objective makes of a batch adds up, and still does so the next
-        time. Collective.
+        """Check that another objective's losses of a batch add up, now and again the next time.
+        Collective.
 
         Args:
-            batch, samples: as `step` takes them.
+            batch, samples: as in `step`.
 
         Raises:
-            ModelError: it does not.
+            ModelError: the losses do not add up.
         """
         rows = self._rows_of_step(samples)
         if objective.rule is None:
@@ -126,16 +126,16 @@ class Settling(Trials):
     # -- later steps -------------------------------------------------------------------------------
 
     def _watch_losses(self, kinds: Sequence[int]) -> None:
-        """Of which these kinds add up. Collective."""
+        """Watch losses from now on; losses of `kinds` are known to add up. Collective."""
         rule = self._reduces.rule
-        # What is told in a step is there at once on a CPU.
+        # On a CPU, the values exchanged in a step are available at once.
         late = any(told for (told,) in exchanged(self, [float(is_gpu(self.device))]))
         by_values = rule is not None and rule.kind == "graph" and not rule.labels
         self._watch = LossWatch(self.device, kinds, late=int(late), by_values=by_values)
         self._rehearsed_at = self.steps
 
     def _seen(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """What the objective makes of a micro-batch of a step."""
+        """Return the objective's (summed loss, count) of a micro-batch of a step, and watch it."""
         summed, count = self._objective(model, batch)
         watch = self._watch if self._reduces.is_watched else None
         if watch is not None and torch.is_grad_enabled():
@@ -144,8 +144,8 @@ class Settling(Trials):
 
     @contextmanager
     def _compared(self) -> Iterator[None]:
-        """Forward and backward of a step. In the first one, and some later ones, what backward
-        computes again is compared with what forward has computed.
+        """Run forward and backward of a step inside. In the first step, and some later steps,
+        recomputed outputs of units are compared with the original outputs.
 
         Raises:
             ModelError: a unit computes something else.
@@ -160,20 +160,20 @@ class Settling(Trials):
             raise error
 
     def _drawn(self) -> AbstractContextManager[None]:
-        """Inside, a model may draw random numbers by any generator."""
+        """Let the model draw random numbers by any generator inside."""
         return self._others.of_step(looks=self.steps in LOOKS)
 
     def _makeup(self) -> Makeup:
-        """What this rank tells of the losses of a step."""
+        """Return this rank's report about the losses of a step."""
         return Makeup() if self._watch is None else self._watch.take()
 
     def _note(self, table: Tensor) -> None:
-        """A step was given to the device, in which all ranks tell this."""
+        """Note the exchanged reports of all ranks, after giving a step to the device."""
         if self._watch is not None:
             self._watch.note(self.steps, table)
 
     def _is_due(self) -> bool:
-        """Whether a rehearsal is, for what ranks have told in steps before."""
+        """Return True if a rehearsal is due, by schedule or by reports of earlier steps."""
         if self._watch is None or not self._reduces.is_watched:
             return False
         self._watch.read()
@@ -181,11 +181,11 @@ class Settling(Trials):
         return bool(self._watch.doubts) or self.steps >= again
 
     def look_back(self) -> None:
-        """See whether the losses of the last steps add up as those before, as the next step would.
-        Collective; in stages only where that takes no rehearsal.
+        """Check that losses of the last steps add up as before, as the next step would check.
+        Collective; with several stages, only checks without a rehearsal.
 
         Raises:
-            ModelError: they do not.
+            ModelError: the losses do not add up.
         """
         if self._watch is not None and not self._failed:
             self._watch.read(all_of_them=True)
@@ -193,13 +193,13 @@ class Settling(Trials):
                 self._settle_again(None)
 
     def _settle_again(self, batch: Any | None, samples: int | None = None) -> None:
-        """See whether losses still add up as they did. Collective.
+        """Check that losses still add up. Collective.
 
         Args:
-            batch: None: there is none.
+            batch: None if there is none.
 
         Raises:
-            ModelError: they do not.
+            ModelError: the losses do not add up.
         """
         watch = self._watch
         assert watch is not None, "something is due"
@@ -224,8 +224,8 @@ class Settling(Trials):
         watch.learn(kinds, settled)
 
     def _rehearsed_kind(self, kind: int, batch: Any, samples: int | None) -> Sequence[int]:
-        """Rehearse with the micro-batch whose loss is of a kind that no rehearsal has seen; in
-        stages, whose other ranks have not kept it, with a batch, if there is one. Collective."""
+        """Rehearse with a micro-batch whose kind of loss is new to rehearsals. With several stages,
+        not all of whose ranks keep it, rehearse a batch, if given. Collective."""
         assert self._watch is not None, "it has seen it"
         rows = self._rows_of_step(samples)
         if not self.places:
@@ -233,17 +233,17 @@ class Settling(Trials):
         elif batch is None:
             return [kind]
         found = additivity.rehearse_again(self, batch, rows, self._reduces)
-        # No rehearsal leaves out blocks, so none sees a head behind no block at all.
+        # No rehearsal leaves out blocks, so none sees a head without any block before it.
         if kind not in found.seen and not (self.places or self._leaves_out):
             raise was_made_otherwise()
         return [*found.known, kind] if found.shows else ()
 
     def _count_again(self, own: Sequence[Any]) -> None:
-        """Of micro-batches whose losses were divided by 1: whether they have something to count.
+        """Check that micro-batches with losses divided by 1 have something to count.
         Collective.
 
         Raises:
-            ModelError: one has not.
+            ModelError: a micro-batch has nothing to count.
         """
         numbers = [int(number) for (number,) in exchanged(self, [float(len(own))])]
         for rank, number in enumerate(numbers):
@@ -253,7 +253,7 @@ class Settling(Trials):
                     raise counts_one_at_least()
 
     def _kept(self, batch: Any) -> tuple[Any, tuple[range, ...]]:
-        """A micro-batch that this rank may have kept, and its rows."""
+        """Return a kept micro-batch and its rows; an empty micro-batch for None."""
         return (self._no_samples, ()) if batch is None else (batch, (range(samples_in(batch)),))
 
     def in_parts(
@@ -265,7 +265,7 @@ class Settling(Trials):
         in_step: bool = False,
         start: int = 0,
     ) -> list[Any]:
-        """What `run` makes of a few samples of a batch, at once and in two parts; see
+        """Return the results of `run` for a few samples of a batch, at once and in two parts; see
         `engine.additivity.in_parts`."""
         rows = self._rows_of(batch, samples, in_step=in_step)
         return additivity.in_parts(self, batch, rows, self._reduces, run, start=start)
@@ -284,14 +284,14 @@ class Settling(Trials):
         )
 
     def _rows_of(self, batch: Any, samples: int | None, *, in_step: bool) -> tuple[range, ...]:
-        """Places of this rank's samples in the batch, micro-batch by micro-batch."""
+        """Return the places of this rank's samples in the batch, by micro-batch."""
         return self._rows_of_step(samples) if in_step else self._rows_given(batch, samples)
 
     def _rows_of_step(self, samples: int | None) -> tuple[range, ...]:
         return self._rows if samples is None else rows_of(self.plan, self.comm.rank, samples)
 
     def _rows_given(self, batch: Any, samples: int | None) -> tuple[range, ...]:
-        """Places of this rank's samples where nothing is trained: of any number of them."""
+        """Return the places of this rank's samples outside of training, of any number."""
         if self.places:
             return share_of(self.plan, self.comm.rank).rows(samples)
         return cut_rows(range(samples_in(batch)), self._worker.micro_batch)

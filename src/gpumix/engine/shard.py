@@ -1,6 +1,6 @@
-"""What a rank has of one flat vector: an interval of its elements in fp32, and of their gradients.
+"""Shard of a flat vector: this rank's interval of the elements, in fp32, and of their gradients.
 
-Ranks divide such a vector in unequal parts; or, at ZeRO stage 0, each of them has it all.
+Ranks divide a vector into unequal parts; at ZeRO stage 0, each rank has all of it.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from gpumix.engine.lanes import Lane
 from gpumix.engine.transfers import HostMasters
 from gpumix.engine.window import Window
 
-# Gives the initial values of a parameter's flat interval [start, end), in any dtype and device.
+# Returns initial values of a parameter's flat interval [start, end), in any dtype, on any device.
 Source = Callable[[str, nn.Parameter, int, int], torch.Tensor]
 
 
-# What gradients are multiplied with, once it is known.
+# Returns the factor of gradients, once known.
 Scale = Callable[[], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """This rank's part of one parameter: elements [start, end) of its window, flattened.
+    """Part of a parameter on one rank: elements [start, end) of its window, flattened.
 
-    `local` is what the optimizer sees: 1-D, a view into the master shard; empty where this rank
-    owns none of the parameter, so that every rank has a piece of every parameter. Of the ranks that
-    have the same elements one is the `first`, which stands for them; of their `copies` this one is
-    that of number `copy`.
+    `local` is the optimizer's parameter: 1-D, a view into the master shard; empty where this rank
+    owns nothing of the parameter, so that every rank has a piece of every parameter. If several
+    ranks have the same elements, there are `copies`; this is number `copy`. Number 0 is the
+    `first`, which represents all.
     """
 
     name: str
@@ -52,23 +52,23 @@ class Piece:
 
     @property
     def has_begin(self) -> bool:
-        """Whether this rank has the parameter's first element, of whatever is there once for all of
-        it."""
+        """True if this rank has the parameter's first element, and so the values existing once
+        per parameter."""
         return self.start == 0 and self.window.part == 0
 
     @property
     def is_saved_here(self) -> bool:
-        """Of several copies of a piece one is saved, by its name, so that each rank saves some."""
+        """True if this copy of the piece is saved: chosen by name, so each rank saves some."""
         return self.copy == crc32(self.name.encode()) % self.copies
 
     @property
     def shape(self) -> torch.Size:
-        """Of the whole parameter."""
+        """Shape of the full parameter."""
         return self.window.shape
 
 
 class Member(NamedTuple):
-    """A parameter in a flat vector: what its window shows, flattened."""
+    """Parameter in a flat vector: the content of its window, flattened."""
 
     name: str
     parameter: nn.Parameter
@@ -79,12 +79,12 @@ class Shard:
     """This rank's interval of a flat vector.
 
     Args:
-        label: for error messages: the unit's name.
-        members: what the vector is of, in order.
-        dtypes: of the masters, and of what is gathered.
-        device: where the vector is gathered.
-        masters_in, sums_in: whole vectors of which this rank's interval is to be that of the
-            masters, or of the gradients' sums; None: these have memory of their own.
+        label: the unit's name, for error messages.
+        members: the vector's parameters, in order.
+        dtypes: dtypes of the masters, and of gathered values.
+        device: device of the gathered vector.
+        masters_in, sums_in: full vectors whose interval of this rank serves as masters, or as sums
+            of gradients; None: separate memory.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Shard:
         self._device = device
         self._dtypes = dtypes
         self._on_host = division.on_host and self.trainable
-        self._host: HostMasters | None = None  # where they are on the host
+        self._host: HostMasters | None = None  # masters on the host
         self._masters_in = masters_in
         self._sums_in = sums_in
         self._set_division(division)
@@ -113,7 +113,7 @@ class Shard:
         self.pieces = list(self._fill(members, source))
         self._carried: torch.Tensor | None = None
         self._summed = False
-        self._new: list[bool] = []  # of each piece: whether its gradient is of the last step alone
+        self._new: list[bool] = []  # by piece: True if its gradient is of the last step alone
         if self.trainable:
             self._own_gradients()
 
@@ -123,7 +123,7 @@ class Shard:
         self.start, self.end = division.interval(self.numel)
 
     def _masters(self) -> torch.Tensor:
-        """Memory for this rank's interval of the masters, uninitialised."""
+        """Return memory for this rank's interval of the masters, uninitialized."""
         own = self.end - self.start
         if self._masters_in is not None:
             return self._masters_in[self.start : self.end]
@@ -134,7 +134,7 @@ class Shard:
         return torch.empty(own, dtype=self._dtypes[0], device=self._device)
 
     def _fill(self, members: Sequence[Member], source: Source) -> Iterator[Piece]:
-        """Put initial values into the masters, and cut them into pieces."""
+        """Fill the masters with initial values, and yield the pieces."""
         begin, division = 0, self._division
         for member in members:
             numel = member.window.numel
@@ -151,14 +151,14 @@ class Shard:
             begin += numel
 
     def _part(self, begin: int, numel: int) -> tuple[int, int, int]:
-        """Of a parameter at `begin` of the vector: where this rank's part of it starts and ends,
-        and where that is in the masters."""
+        """Locate this rank's part of a parameter at `begin` of the vector: start and end in the
+        parameter, and offset in the masters."""
         start = min(max(self.start - begin, 0), numel)
         end = min(max(self.end - begin, start), numel)
         return start, end, min(max(begin + start - self.start, 0), self.end - self.start)
 
     def _own_gradients(self) -> None:
-        """Memory for this rank's interval of the gradients' sums."""
+        """Allocate this rank's interval of the sums of gradients."""
         if self._sums_in is not None:
             self.gradient = self._sums_in[self.start : self.end]
         elif self._on_host:
@@ -172,11 +172,11 @@ class Shard:
         )
 
     def divide(self, division: Division, masters: torch.Tensor) -> None:
-        """From now on this rank has what `division` says, and there these values. Pieces' `local`
-        are the same parameters, of other elements. Between two steps, without gradients."""
+        """Switch to `division`, with `masters` as this rank's values. The pieces' `local` stay the
+        same parameters, with other elements. Between two steps, without gradients."""
         self._set_division(division)
         del self.master
-        self._host = None  # before there are others
+        self._host = None  # free the old masters first
         self.master = self._masters().copy_(masters)
         begin, pieces = 0, []
         for piece in self.pieces:
@@ -201,7 +201,7 @@ class Shard:
         return pending[0].then(mark.hold_back)
 
     def _gather(self, into: torch.Tensor, values: torch.Tensor) -> Pending:
-        """The same, with these values of this rank's interval, behind the current stream."""
+        """Start to gather `values` as this rank's interval, behind the current stream."""
         label, comm = f"all-gather of unit '{self.label}'", self._division.comm
         if not self._division.replicated:
             return comm.gather(into, values, self.intervals, label)
@@ -209,17 +209,17 @@ class Shard:
         return Pending((), label, comm)
 
     def round_ahead(self) -> None:
-        """A step begins, in which masters do not change before they are gathered."""
+        """Round host masters ahead in a step: masters stay unchanged until gathered."""
         if self._host is not None:
             self._host.round_ahead()
 
     def may_change(self) -> None:
-        """A step is over: somebody may write into masters before they are gathered again."""
+        """Allow writes into masters after a step, before the next gather."""
         if self._host is not None:
             self._host.may_change()
 
     def all_masters(self) -> torch.Tensor:
-        """Those of all ranks, in memory of its own. Collective."""
+        """Gather the masters of all ranks into separate memory. Collective."""
         if self._division.replicated:
             return self.master.clone()
         buffer = torch.empty(self.numel, dtype=self.master.dtype, device=self._device)
@@ -230,8 +230,8 @@ class Shard:
     # -- gradients ----------------------------------------------------------------------------
 
     def begin_gradient(self) -> None:
-        """A step begins, which sums where the sums are, if these lie in the gradients themselves:
-        remember what earlier steps have left to be added."""
+        """Begin the gradient of a step. If sums share the memory of gradients, save the gradients
+        left by earlier steps, to be added."""
         if self._sums_in is not None and not all(fresh := self._fresh()):
             self._zero(fresh)
             self._carried = self.gradient.clone()
@@ -239,12 +239,11 @@ class Shard:
     def reduce(self, flat: torch.Tensor, scale: Scale | None) -> Iterator[Pending]:
         """Sum the gradient of the vector over ranks; see `FlatGroup.reduce`."""
         division, label = self._division, f"reduction of unit '{self.label}'"
-        # On NCCL all that comes behind the collective is given to the lane at once, and done while
-        # the next unit computes: when that is through, the buffer is free. Gloo's waits are the
-        # host's.
+        # On NCCL, all work behind the collective is queued on the lane at once, and done while the
+        # next unit computes; when that is through, the buffer is free. Gloo's waits are the host's.
         at_once = self._on_host and self._lane.is_stream and not division.comm.on_gloo
         if at_once and scale is not None:
-            scale()  # here: what it makes, and waits for, is for the computing stream too
+            scale()  # here: the computing stream needs its result and its waits too
         if division.replicated:
             yield division.comm.start_all_reduce(flat, label)
             self._deliver(flat[None], scale)
@@ -263,16 +262,16 @@ class Shard:
 
     @property
     def _lane(self) -> Lane:
-        """On which gradients come to the host."""
+        """Lane for gradients on the way to the host."""
         return self._division.comm.transfers.to_host
 
     def expect_reduce(self, flat: torch.Tensor) -> None:
-        """This is the largest vector that will be reduced: let all memory for it be there."""
+        """Reserve the memory of reductions, for the largest vector to be reduced."""
         division = self._division
         if division.replicated:
             return
         division.comm.expect_reduce(flat, self.intervals)
-        if division.copies is not None:  # one bucket is summed over hosts, the next inside them
+        if division.copies is not None:  # one bucket is summed over hosts, the next within
             own = self.end - self.start
             rooms = [division.comm.borrow("copies", flat, 1, own) for _ in range(2)]
             division.copies.expect_sum(rooms[0].tensor[0], self.numel)
@@ -280,7 +279,7 @@ class Shard:
                 room.give_back()
 
     def _deliver(self, rows: torch.Tensor, scale: Scale | None) -> None:
-        """The sum of `rows` of shape [n, own interval] is this rank's part, before scaling."""
+        """Take the sum of `rows`, [n, own interval], as this rank's part, before scaling."""
         if self._on_host:
             self._land(rows, scale)
             return
@@ -300,8 +299,8 @@ class Shard:
         self._hand_out()
 
     def _land(self, rows: torch.Tensor, scale: Scale | None) -> None:
-        """The same on the host: the sum is copied there, and `rows` are free for the computing
-        stream behind the copy."""
+        """Deliver on the host: the sum is copied there, and behind the copy, `rows` are free for
+        the computing stream."""
         if scale is None:
             self._remember()
         fresh = self._fresh()
@@ -315,8 +314,8 @@ class Shard:
             else:
                 if scale is not None:
                     self._zero(fresh)
-                self.gradient.add_(part.to(self.gradient.device))  # for which the host waits
-        if not self._division.replicated:  # else they lie in gradients, which a step uses once
+                self.gradient.add_(part.to(self.gradient.device))  # the host waits
+        if not self._division.replicated:  # else rows are the gradient, used once in a step
             self._lane.mark().hold_back()
         if scale is None:
             self._summed = True
@@ -332,14 +331,14 @@ class Shard:
         self._summed = True
 
     def _remember(self) -> None:
-        """Before the first sum of a step without a scale: what earlier steps have left."""
+        """Save gradients left by earlier steps, before a step's first sum without a scale."""
         if not self._summed and self._sums_in is None and not all(fresh := self._fresh()):
             self._zero(fresh)
             self._carried = self.gradient.clone()
 
     def settle(self, scale: Scale) -> None:
-        """All that a step reduced without a scale is there: it is multiplied with it, and in the
-        pieces' `grad`."""
+        """Multiply all sums reduced in a step without a scale by `scale`, and put the result into
+        the pieces' `grad`."""
         if self._summed:
             if self._on_host:
                 self._division.comm.transfers.arrived()
@@ -350,12 +349,12 @@ class Shard:
         self.forget_sums()
 
     def forget_sums(self) -> None:
-        """Nothing of this step counts."""
+        """Discard the sums of this step."""
         self._summed, self._carried = False, None
 
     def drop_new_gradients(self, names: Collection[str]) -> None:
-        """Parameters of these names have no gradient of this step: what it put there is dropped,
-        unless it was added to gradients of earlier steps."""
+        """Drop the gradients of this step of the named parameters, unless added to gradients of
+        earlier steps."""
         for piece, is_new in zip(self.pieces, self._new):
             if is_new and piece.name in names:
                 piece.local.grad = None
@@ -366,7 +365,7 @@ class Shard:
             piece.local.grad = gradient
 
     def _fresh(self) -> list[bool]:
-        """Of each piece, whether nothing is there to be added to."""
+        """Return, for each piece, True if there is no gradient to add to."""
         return [piece.local.grad is None for piece in self.pieces]
 
     def _zero(self, fresh: list[bool]) -> None:
@@ -376,7 +375,7 @@ class Shard:
 
 
 def _values(source: Source, member: Member, start: int, end: int) -> torch.Tensor:
-    """Initial values of elements [start, end) of a parameter's window."""
+    """Return initial values of elements [start, end) of a parameter's window."""
     parameter = member.parameter
     if member.window.whole:
         return source(member.name, parameter, start, end)
@@ -385,13 +384,13 @@ def _values(source: Source, member: Member, start: int, end: int) -> torch.Tenso
 
 
 def _multiply(value: torch.Tensor, scale: torch.Tensor) -> None:
-    """In place; by 1 not at all, where looking at it does not wait for a device."""
+    """Multiply in place; skip a factor of 1, if reading the factor does not wait for a device."""
     if scale.device.type != "cpu" or scale.item() != 1.0:
         value.mul_(scale)
 
 
 def _summed(rows: torch.Tensor) -> torch.Tensor:
-    """The sum of the rows, in the first of them."""
+    """Sum the rows, into the first row."""
     for row in rows[1:]:
         rows[0].add_(row)
     return rows[0]

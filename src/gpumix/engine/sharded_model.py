@@ -1,4 +1,4 @@
-"""A model that is sharded over ranks: the pieces that one of them has, and all of it together."""
+"""Model sharded over ranks: the pieces of one rank, and operations on all ranks together."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gpumix.engine.state import OptimizerState
 
 
 class ShardedModel:
-    """One rank's part of a model, its state and gradients."""
+    """One rank's part of a model, with state and gradients."""
 
     def __init__(
         self, model: nn.Module, comm: Communicator, buckets: Sequence[Bucket], inventory: Inventory
@@ -35,71 +35,71 @@ class ShardedModel:
         self._nothing = nn.Parameter(torch.empty(0, device=comm.device))
 
     def groups(self) -> Iterator[FlatGroup]:
-        """The flat groups of all buckets, the root's first, then those of units in order."""
+        """Yield the flat groups of all buckets, the root's first, then the units' in order."""
         for bucket in self._buckets:
             yield from bucket.groups
 
     def trained_shards(self) -> Iterator[Shard]:
-        """This rank's intervals of what is trained."""
+        """Yield this rank's shards of trained parameters."""
         for group in self.groups():
             if group.trainable:
                 yield from group.shards
 
     def pieces(self) -> Iterator[Piece]:
-        """This rank's part of every parameter, in the order of `groups`."""
+        """Yield this rank's part of every parameter, in the order of `groups`."""
         for group in self.groups():
             yield from group.pieces
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """What the optimizer updates: this rank's trainable pieces, 1-D, some of them empty. One
-        empty parameter where it has none, for an optimizer wants some."""
+        """Return the parameters for the optimizer: this rank's trainable pieces, 1-D, some of them
+        empty. A rank without any has one empty parameter, because optimizers require some."""
         return iter([p for _, p in self.named_parameters()] or [self._nothing])
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The same by the model's own parameter names, for parameter groups."""
+        """Yield trainable pieces by the model's own parameter names, for parameter groups."""
         return ((p.name, p.local) for p in self.pieces() if p.local.requires_grad)
 
     def trained_names(self) -> list[str]:
-        """Names of all parameters that are trained, whoever has a part of them."""
+        """Return the names of all trained parameters, on any rank."""
         return [name for name, one in self._inventory.parameters.items() if one.trained]
 
     @property
     def parameter_names(self) -> Mapping[str, str]:
-        """Every name that a parameter has in the model, and the one that its piece has."""
+        """Piece name of a parameter, by each name of the parameter in the model."""
         return self._inventory.names
 
     @property
     def stored_parameters(self) -> Mapping[str, Stored]:
-        """All parameters, whoever has a part of them, by the names of their pieces."""
+        """All parameters, on any rank, by the names of their pieces."""
         return self._inventory.parameters
 
     @property
     def is_whole(self) -> bool:
-        """Whether this rank has all values of the model, in ordinary parameters between steps."""
+        """True if this rank has all values of the model, in ordinary parameters between steps."""
         return self._inventory.of_one_stage and all(group.is_whole for group in self.groups())
 
     def shapes(self) -> dict[str, torch.Size]:
-        """Shapes of all parameters by name, as in the unsharded model."""
+        """Return the shapes of all parameters by name, as in the unsharded model."""
         return {name: one.shape for name, one in self._inventory.parameters.items()}
 
     def gradient_norm(self) -> torch.Tensor:
-        """The norm of all gradients together, the same on every rank. One collective."""
-        # The first of several copies counts for all of them.
+        """Return the norm of all gradients together, equal on every rank. One collective."""
+        # The first of several copies counts for all.
         pieces = [piece for bucket in self._buckets for piece in bucket.pieces if piece.first]
         gradients = [piece.local.grad for piece in pieces if piece.local.grad is not None]
         square = nn.utils.get_total_norm(gradients).to(self.device) ** 2
         return self.comm.all_reduce(square, "all-reduce of the gradient norm").sqrt()
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale all gradients so that their global norm is at most `max_norm`; the norm before."""
+        """Scale all gradients to a global norm of at most `max_norm`; return the norm before."""
         norm = self.gradient_norm()
         parameters = [p for p in self.parameters() if p.grad is not None]
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
 
     def drop_overflowed(self) -> bool:
-        """In fp16: drop all gradients if one overflowed anywhere, and say so; optimizers pass over
-        absent ones. Collective."""
+        """Drop all fp16 gradients if any overflowed on any rank; return True if so. Optimizers pass
+        over absent gradients. Collective."""
         finite = [torch.isfinite(shard.gradient).all() for shard in self.trained_shards()]
         bad = (~torch.stack(finite)).sum().float().to(self.device)
         overflowed = bool(self.comm.all_reduce(bad, "exchange of overflows").item())
@@ -108,16 +108,16 @@ class ShardedModel:
         return overflowed
 
     def finite(self) -> bool:
-        """Whether all trained parameters are finite. Collective."""
+        """Return True if all trained parameters are finite. Collective."""
         masters = [shard.master for shard in self.trained_shards()]
         bad = torch.stack([~torch.isfinite(m).all() for m in masters]).sum().float().to(self.device)
         return not self.comm.all_reduce(bad, "check of the weights").item()
 
     def state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-        """The unsharded model's state dict, on the CPU, by its own names. Collective.
+        """Return the unsharded model's state dict, on the CPU, by its own names. Collective.
 
         Args:
-            rank0_only: the other ranks take part but get nothing.
+            rank0_only: other ranks take part, but get an empty dict.
         """
         self.agree_on_buffers()
         return state.full_state(
@@ -126,29 +126,29 @@ class ShardedModel:
 
     @property
     def has_whole_state(self) -> bool:
-        """Whether `state_dict` takes no other rank: each has all of it, and no statistics that
-        ranks must agree on."""
+        """True if `state_dict` needs no other rank: each rank has the full state, without
+        statistics to agree on."""
         of_one = self._inventory.of_one_stage and not buffers.keepers(self.model)
         divisions = (group.division for group in self.groups())
         return of_one and all(d.replicated and d.team is None for d in divisions)
 
     @property
     def trains(self) -> bool:
-        """Whether any parameter of the model is trained, by whatever rank."""
+        """True if any parameter of the model is trained, on any rank."""
         return self._inventory.trains
 
     def agree_on_buffers(self) -> None:
-        """Running statistics and modules' extra states differ from rank to rank: all get
-        those of the first rank that trains on samples, in the stage that computes them. Collective.
+        """Make running statistics and modules' extra states equal on all ranks: all get the values
+        of the first rank training on samples, in the stage that computes them. Collective.
         """
         buffers.agree(self.model, self.comm, self._inventory.keeper)
         extra_state.agree(self.model, self.comm, self._inventory.keeper)
 
     def load_state_dict(self, values: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
-        """Take this rank's part of an unsharded model's state dict.
+        """Load this rank's part of an unsharded model's state dict.
 
         Args:
-            strict: whether all names must be there; what is not stays as it is.
+            strict: True if all names must be present; without, missing values stay as is.
 
         Raises:
             InputError: names or shapes differ; nothing was changed.
@@ -157,22 +157,22 @@ class ShardedModel:
         self.values_changed()
 
     def round_ahead(self) -> None:
-        """A step begins: prepare what will be gathered of masters that lie on the host."""
+        """Begin a step: prepare masters on the host for their gather."""
         for bucket in self._buckets_on_host:
             bucket.round_ahead()
 
     def values_changed(self) -> None:
-        """Pieces were written into, also those that no optimizer changes. Collective in effect: the
-        next step gathers all of them."""
+        """Report writes into pieces, including frozen ones. Collective in effect: the next step
+        gathers all buckets."""
         for bucket in self._buckets:
             bucket.values_changed()
 
     def optimizer_state(self, optimizer: Optimizer) -> OptimizerState:
-        """What `optimizer` keeps for this rank's pieces, by parameter name; see `engine.state`."""
+        """Return the state of `optimizer` for this rank's pieces by name; see `engine.state`."""
         check.check(optimizer, self.parameters())
         return state.optimizer_state(self.pieces(), optimizer)
 
     def load_optimizer_state(self, optimizer: Optimizer, values: OptimizerState) -> None:
-        """Replace what `optimizer` keeps; its hyperparameters stay."""
+        """Replace the state of `optimizer`; its hyperparameters stay."""
         check.check(optimizer, self.parameters())
         state.load_optimizer_state(self.pieces(), optimizer, values)

@@ -1,16 +1,16 @@
-"""Ragged flat shards: parameters in one buffer that ranks own in unequal parts.
+"""Ragged flat shards: parameters in one buffer, owned by ranks in unequal parts.
 
 The gathered buffer *is* the unit: its parameters are views into it, and their gradients are views
-into one gradient buffer, so nothing is copied in or out. Buffers lie in memory that is given out
-once, before the first step; at ZeRO stage 3 several units take turns in the same memory.
+into one gradient buffer, so nothing is copied in or out. Buffers lie in memory allocated once,
+before the first step; at ZeRO stage 3 several units take turns in the same memory.
 
-Who owns what, and when it is valid: a shard's `master` (this rank's interval in fp32, the whole
-run; a view of `full` where that is resident and in fp32); `full` (from gather to release, or the
-whole run); `gradient` (from the first backward of a step until its reduction is done), and this
-rank's interval of the sum (at stages 0 and 1 a view of `gradient`).
+Ownership and lifetime: a shard's `master` (this rank's interval in fp32, the whole run; a view of
+`full` where resident and in fp32); `full` (from gather to release, or the whole run); `gradient`
+(from the first backward of a step until its reduction is done), and this rank's interval of the sum
+(at stages 0 and 1 a view of `gradient`).
 
-A rank that computes several of the parts into which others divide units has a shard of each part;
-then, and only then, parameters and gradients are copied between the buffers and these parts.
+A rank computing several of the parts into which other ranks divide units has a shard of each part;
+only here are parameters and gradients copied, between the buffers and the parts.
 """
 
 from __future__ import annotations
@@ -34,24 +34,23 @@ from gpumix.engine.window import Window
 
 @dataclass(frozen=True)
 class Dtypes:
-    """What this rank computes in, and what all ranks gather parameters in."""
+    """Dtype of this rank's computation, and dtype in which all ranks gather parameters."""
 
     compute: torch.dtype
     communication: torch.dtype
 
 
-ROUND_NUMEL = 64  # of which a multiple keeps the next parameter aligned, in every dtype
+ROUND_NUMEL = 64  # a multiple keeps the next parameter aligned, in every dtype
 
 
 class Alike:
-    """Parameters that lie in one flat buffer: alike in dtype, in being trained or not, and in who
-    divides them.
+    """Parameters of one flat buffer: alike in dtype, in being trained, and in division.
 
     Args:
         slots: the parameters.
-        dtypes: of the buffer, and in which it is gathered; frozen parameters that are not floats
-            keep theirs.
-        divisions: of each part of the parameters that this rank has; usually one.
+        dtypes: dtype of the buffer, and of gathers; frozen parameters that are not floats keep
+            their own.
+        divisions: division of each part of the parameters on this rank; usually one.
     """
 
     def __init__(self, slots: list[Slot], dtypes: Dtypes, divisions: tuple[Division, ...]) -> None:
@@ -61,19 +60,19 @@ class Alike:
         self.trainable = first.requires_grad
         self.numels = [slot.window.numel for slot in self.slots]
         self.numel = sum(self.numels)
-        # From here on ranks that compute together each have a part of the gradient.
+        # From here on, each rank of a tensor-parallel group has a partial gradient.
         self.summed_from = sum(s.window.numel for s in slots if not s.summed)
         floating = first.is_floating_point()
         self.dtype = dtypes.compute if floating else first.dtype
         self.gathered_dtype = dtypes.communication if floating else first.dtype
-        # Frozen ones have no other value than the one that is gathered.
+        # Frozen parameters have no values other than the gathered ones.
         self.master_dtype = torch.float32 if self.trainable else self.gathered_dtype
 
     @classmethod
     def among(cls, slots: list[Slot], dtypes: Dtypes, division: Division) -> list[Alike]:
-        """Group parameters; trained ones first."""
+        """Group parameters by buffer; trained groups first."""
         alike: dict[tuple[bool, torch.dtype | None, Kind], list[Slot]] = {}
-        # Odd sizes last: kernels want the others to begin at round addresses.
+        # Odd sizes last: kernels want all other parameters to begin at round addresses.
         for slot in sorted(slots, key=lambda s: s.parameter.numel() % ROUND_NUMEL != 0):
             p = slot.parameter
             kind = (p.requires_grad, None if p.is_floating_point() else p.dtype)
@@ -82,7 +81,7 @@ class Alike:
         return [cls(of_kind, dtypes, division.by_kind(kind[-1])) for kind, of_kind in ordered]
 
     def members(self, number: int) -> list[Member]:
-        """What is in the vector of a division."""
+        """Return the members of the vector of a division."""
         windows = [(s.parts[number] if len(self.divisions) > 1 else s.window) for s in self.slots]
         return [Member(s.name, s.parameter, w) for s, w in zip(self.slots, windows)]
 
@@ -92,7 +91,7 @@ class Alike:
 
     @property
     def arriving_bytes(self) -> int:
-        """Of what is gathered in another dtype than it is computed with, or in parts."""
+        """Bytes gathered in a dtype other than the compute dtype, or in parts."""
         return 0 if self._as_gathered else self.numel * self.gathered_dtype.itemsize
 
     @property
@@ -101,28 +100,29 @@ class Alike:
 
     @property
     def own_masters(self) -> bool:
-        """Whether what is computed with is what is updated, with nothing rounded between."""
+        """True if computing uses the updated values directly, without rounding in between."""
         return self._as_gathered and self.dtype == self.master_dtype
 
     @property
     def gradient_bytes(self) -> int:
-        """Gradients are accumulated in fp32."""
+        """Bytes of gradients, which are accumulated in fp32."""
         return self.numel * 4 if self.trainable else 0
 
 
 @dataclass
 class Receiving:
-    """Whether gradients of a group's parameters are summed now: from the begin of its backward to
-    that of its reduction. Those that come at another time are of another part of the model, and
-    would be lost."""
+    """Flag for gradients of a group's parameters being summed: from the begin of the group's
+    backward to the begin of its reduction. Gradients at another time come from another part of the
+    model, and would be lost."""
 
     label: str
     now: bool = False
 
     def refuse_other(self) -> None:
-        """
+        """Refuse a gradient while gradients are not summed.
+
         Raises:
-            ModelError: this is another time.
+            ModelError: gradients are not summed now.
         """
         if not self.now:
             raise ModelError(
@@ -136,9 +136,10 @@ class Receiving:
 
 @dataclass
 class OwnGradient:
-    """Where the gradient of a parameter is summed, and the hook that copies the first one there.
+    """Place where a parameter's gradient is summed, and the hook copying the first gradient there.
 
-    Until the first one comes the parameter's `grad` is None, and what is in `place` means nothing.
+    Until the first gradient, the parameter's `grad` is None, and the content of `place` is
+    meaningless.
     """
 
     name: str
@@ -148,20 +149,20 @@ class OwnGradient:
 
     @property
     def has_other_hooks(self) -> bool:
-        """Whether somebody else wants to see when autograd has added to the gradient."""
+        """True if another hook observes the accumulation of the gradient."""
         hooks = self.view._post_accumulate_grad_hooks or ()
         return any(number != self.put.id for number in hooks)
 
 
 class FlatGroup:
-    """One flat buffer, divided among ranks.
+    """Flat buffer divided among ranks.
 
     Args:
-        label: for error messages: the unit's name.
-        alike: the parameters; their places in the modules get views of the buffer instead.
+        label: the unit's name, for error messages.
+        alike: the parameters; modules get views of the buffer instead.
         full, gradient: 1-D memory for the gathered parameters and, if trained, their gradients.
-        arriving: memory in which the parameters are gathered, where that is in another dtype or in
-            parts; it is this group's from its gather's beginning to its end.
+        arriving: memory for gathers in another dtype or in parts; this group's from the begin of
+            its gather to the end.
     """
 
     def __init__(
@@ -184,7 +185,7 @@ class FlatGroup:
         self._division = alike.divisions[0]
         self.on_host = on_host = self._division.on_host and alike.trainable
         own_masters = alike.own_masters and not on_host
-        # Whether an update of the masters is none of `full` yet.
+        # True if an update of the masters does not reach `full` by itself.
         self.diverges = alike.trainable and not (self._division.replicated and own_masters)
         in_parts = len(alike.divisions) > 1
         in_place = self._division.whole_gradients and not (on_host or in_parts)
@@ -201,7 +202,7 @@ class FlatGroup:
             )
             for number, division in enumerate(alike.divisions)
         ]
-        # Between steps a rank that has all of the masters has an ordinary model.
+        # Between steps, a rank with all masters has an ordinary model.
         self.is_whole = (
             not (in_parts or on_host)
             and self._division.team is None
@@ -221,11 +222,11 @@ class FlatGroup:
 
     @property
     def division(self) -> Division:
-        """Who divides it; of several parts, the first."""
+        """Division of the buffer; of several parts, the first."""
         return self._division
 
     def _install(self, alike: Alike) -> None:
-        """Put views of the buffer in the places of the parameters."""
+        """Replace the modules' parameters by views of the buffer."""
         self.views: list[nn.Parameter] = []
         self._places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, Away]] = []
         self._at_rest: list[tuple[dict[str, nn.Parameter | None], str, AtRest]] = []
@@ -235,8 +236,8 @@ class FlatGroup:
         for number, (slot, view, master) in enumerate(
             zip(alike.slots, self.full.data.split(alike.numels), masters)
         ):
-            # `.data` gives the view a version counter of its own: the next gather is no in-place
-            # change of what autograd saved.
+            # `.data` gives the view a separate version counter: to autograd, the next gather is no
+            # in-place change of saved tensors.
             shaped = nn.Parameter(
                 view.view(slot.window.local_shape).data, slot.parameter.requires_grad
             )
@@ -255,8 +256,8 @@ class FlatGroup:
     def _point_gradients(self, alike: Alike) -> None:
         """Make autograd accumulate in fp32 into views of the gradient buffer.
 
-        The first gradient of a step is copied there as soon as autograd has it: nothing has to be
-        made zero before, and nothing read to be added to.
+        The first gradient of a step is copied as soon as autograd has it: the buffer need not be
+        zeroed before, nor read for an addition.
         """
         for view in self.views:
             if view.dtype != torch.float32:
@@ -269,7 +270,7 @@ class FlatGroup:
             self._gradients.append(OwnGradient(slot.name, view, place, put))
 
     def names_by_parameter(self) -> Iterator[tuple[nn.Parameter, str]]:
-        """What the modules may hold in the places of parameters, with the name of the piece."""
+        """Yield the parameters that modules may contain, with the names of the pieces."""
         for _, _, view, away in self._places:
             yield view, away.parameter_name
             yield away, away.parameter_name
@@ -289,17 +290,17 @@ class FlatGroup:
         return pending
 
     def round_ahead(self) -> None:
-        """A step begins, in which masters do not change before they are gathered."""
+        """Round host masters ahead in a step: masters stay unchanged until gathered."""
         for shard in self.shards:
             shard.round_ahead()
 
     def may_change(self) -> None:
-        """A step is over: somebody may write into masters before they are gathered again."""
+        """Allow writes into masters after a step, before the next gather."""
         for shard in self.shards:
             shard.may_change()
 
     def _take(self) -> None:
-        """All has arrived: it is put where this rank computes with it, in its dtype."""
+        """Copy the arrived parameters to where this rank computes, in the compute dtype."""
         assert self._arriving is not None
         if self._parts is None:
             self.full.copy_(self._arriving)
@@ -308,27 +309,27 @@ class FlatGroup:
             self._parts.put(number, part)
 
     def install(self) -> None:
-        """Give the modules their parameters."""
+        """Install the parameters in the modules."""
         for parameters, attribute, view, _ in self._places:
             parameters[attribute] = view
 
     def remove(self) -> None:
-        """Until the next gather the modules hold what says that the parameters are away."""
+        """Install placeholders in the modules until the next gather: the parameters are away."""
         for parameters, attribute, _, away in self._places:
             parameters[attribute] = away
 
     def rest(self) -> None:
-        """Between steps the modules hold parameters with the values of the masters, where this rank
-        has all of them."""
+        """Install parameters with the masters' values in the modules between steps, if this rank
+        has all masters."""
         for parameters, attribute, rest in self._at_rest:
             parameters[attribute] = rest
 
     def begin_step(self) -> None:
-        """A step begins: no parameter has a gradient yet, or may be used before it is gathered.
+        """Begin a step: no parameter has a gradient yet, or may be used before being gathered.
 
         Raises:
             InputError: parameters were frozen or thawed since the model was sharded, or have
-                gradients of somebody else's backward pass.
+                gradients of a foreign backward pass.
         """
         self.unused = None
         for _, _, rest in self._at_rest:
@@ -341,7 +342,7 @@ class FlatGroup:
             refuse_thawed(away, self.trainable)
 
     def gather_masters(self) -> Iterator[tuple[Piece, torch.Tensor]]:
-        """Every parameter, whole: views of temporary memory. Collective."""
+        """Yield every full parameter, as a view of temporary memory. Collective."""
         rows, team = [shard.all_masters() for shard in self.shards], self._division.team
         if team is not None:
             label = f"exchange of the state of unit '{self.label}'"
@@ -359,8 +360,8 @@ class FlatGroup:
     # -- gradients ----------------------------------------------------------------------------
 
     def begin_gradient(self) -> None:
-        """Nothing is in the gradient buffer yet; but remember what earlier steps have left to be
-        added."""
+        """Begin the gradient of a step: the buffer counts as empty, but gradients left by earlier
+        steps are saved, to be added."""
         self._receiving.now = True
         for shard in self.shards:
             shard.begin_gradient()
@@ -368,7 +369,7 @@ class FlatGroup:
             gradient.view.grad = None
 
     def end_gradient(self) -> None:
-        """What got no gradient has one of zero, and is remembered."""
+        """Set missing gradients to zero, and note their parameters."""
         self._receiving.now = False
         absent = set()
         for gradient in self._gradients:
@@ -378,24 +379,24 @@ class FlatGroup:
         self.unused = absent if self.unused is None else self.unused & absent
 
     def unused_names(self) -> Collection[str]:
-        """Parameters that got no gradient on this rank since the step began."""
+        """Return the parameters without a gradient on this rank since the step began."""
         if self.unused is None:
             return [gradient.name for gradient in self._gradients]
         return self.unused
 
     def gradients_of(self, module: nn.Module) -> list[OwnGradient]:
-        """Those of a module's own parameters, for who adds to them by itself."""
+        """Return the gradients of a module's own parameters, for code adding to gradients."""
         own = {id(v) for held, _, v, _ in self._places if held is module._parameters}
         return [gradient for gradient in self._gradients if id(gradient.view) in own]
 
     def reduce(self, scale: Scale | None) -> Iterator[list[Pending]]:
-        """Sum the gradient over ranks; collectives begin when the next value is asked for.
-        At the end this rank's part, times `scale`, is in the pieces' `grad`: added to those that
-        there are, as autograd does. Without a scale it is added to those of this step, and not
-        theirs before it is `settle`d."""
+        """Sum the gradient over ranks; each next value starts further collectives. At the end, this
+        rank's part, times `scale`, is in the pieces' `grad`: added to gradients already there, as
+        autograd does. Without a scale, sums are added up over the step, and reach `grad` only when
+        `settle`d."""
         division = self._division
         if division.team is not None and self._summed_from < self.numel:
-            # At once, for the buffer is another bucket's soon; and it is little.
+            # At once: another bucket needs the buffer soon, and the amount is small.
             parts = self.gradient[self._summed_from :]
             division.team.all_reduce(parts, f"reduction of unit '{self.label}' in its team")
         if division.repeats > 1:
@@ -403,7 +404,7 @@ class FlatGroup:
         if self._parts is None:
             yield from together([self.shards[0].reduce(self.gradient, scale)])
             return
-        # All at once: others, who have one part, go on to what comes after it.
+        # All parts at once: ranks with a single part continue with the next collective.
         rooms = self._rooms()
         for number, room in enumerate(rooms):
             self._parts.copy_gradient(number, room.tensor[0])
@@ -412,12 +413,12 @@ class FlatGroup:
             room.give_back()
 
     def _rooms(self) -> list[Borrowed]:
-        """Memory for the gradients of each part."""
+        """Borrow memory for the gradients of each part."""
         comm = self._division.comm
         return [comm.borrow("parts", self.gradient, 1, shard.numel) for shard in self.shards]
 
     def expect_reduce(self) -> None:
-        """This is the largest group that will be reduced: let all memory for it be there."""
+        """Reserve the memory of reductions, for the largest group to be reduced."""
         if self._parts is None:
             self.shards[0].expect_reduce(self.gradient)
             return
@@ -428,32 +429,32 @@ class FlatGroup:
             room.give_back()
 
     def settle(self, scale: Scale) -> None:
-        """All that a step reduced without a scale is there: it is multiplied with it, and in the
-        pieces' `grad`."""
+        """Multiply all sums reduced in a step without a scale by `scale`, and put the result into
+        the pieces' `grad`."""
         for shard in self.shards:
             shard.settle(scale)
 
     def forget_sums(self) -> None:
-        """Nothing of this step counts."""
+        """Discard the sums of this step."""
         self._receiving.now = False
         for shard in self.shards:
             shard.forget_sums()
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Which storage a tensor lies in, by identity."""
+    """Return the storage of a tensor, by identity."""
     return tensor.untyped_storage()._cdata
 
 
 def together(reductions: Sequence[Iterator[Pending]]) -> Iterator[list[Pending]]:
-    """The n-th collective of all of them at once."""
+    """Yield the n-th collectives of all reductions at once."""
     while started := [pending for one in reductions if (pending := next(one, None)) is not None]:
         yield started
 
 
 def expect_largest(trained: Sequence[FlatGroup]) -> None:
-    """These will be reduced: let all memory for it be there; of those that the same ranks divide,
-    the largest has it for all."""
+    """Reserve the memory for reducing `trained` groups. Of groups divided by the same ranks, the
+    largest reserves for all."""
     largest: dict[int, FlatGroup] = {}
     for group in trained:
         ranks = id(group.division.comm)
@@ -464,10 +465,10 @@ def expect_largest(trained: Sequence[FlatGroup]) -> None:
 
 
 class _Parts:
-    """Where the parts of parameters are that other ranks divide, and this one has several of.
+    """Parts of parameters divided by other ranks, on a rank with several parts.
 
     Args:
-        views: of the parameters, as this rank computes with them.
+        views: the parameters, as this rank computes with them.
     """
 
     def __init__(self, views: Sequence[nn.Parameter], alike: Alike) -> None:
@@ -482,14 +483,14 @@ class _Parts:
         ]
 
     def put(self, number: int, flat: torch.Tensor) -> None:
-        """Write a part of each parameter from a vector of them."""
+        """Write a part of each parameter from a flat vector."""
         windows = self._windows[number]
         rows = flat.split([window.numel for window in windows])
         for view, window, row in zip(self._views, windows, rows):
             window.put(row.view(window.local_shape), view.data)
 
     def copy_gradient(self, number: int, flat: torch.Tensor) -> None:
-        """Write a part of each gradient into a vector of them."""
+        """Write a part of each gradient into a flat vector."""
         windows = self._windows[number]
         rows = flat.split([window.numel for window in windows])
         for view, window, row in zip(self._views, windows, rows):
@@ -498,7 +499,7 @@ class _Parts:
 
 
 def _put_together(window: Window, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A parameter, of whose windows these are the elements."""
+    """Assemble a parameter from the elements of its windows."""
     if window.whole:
         return parts[0].view(window.shape)
     found = parts[0].new_empty(window.shape)
@@ -509,7 +510,7 @@ def _put_together(window: Window, parts: Sequence[torch.Tensor]) -> torch.Tensor
 
 
 def _put(place: torch.Tensor, receiving: Receiving, view: torch.Tensor) -> None:
-    """Copy the first gradient of `view` to where the next ones are added."""
+    """Copy the first gradient of `view` to the place where later gradients are added."""
     receiving.refuse_other()
     if view.grad is not place:
         assert view.grad is not None, "it has just been accumulated"

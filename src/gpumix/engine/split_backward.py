@@ -1,10 +1,10 @@
-"""Backward in two parts: first towards inputs, which somebody waits for, then towards parameters.
+"""Backward in two parts: first to inputs, which another stage waits for, then to parameters.
 
-Both run through the graph of a kept forward pass. Where a path to a parameter leaves the paths to
-inputs, the first part notes the gradient that comes by; the second part begins there. What lies at
-these places (the backward of a layer norm, say) runs in both parts; a linear layer's products are
-each computed once. `torch.distributed.pipelining` finds the places, by functions that are private
-to it: where they are not, the profiler measures no split, and schedule `zero-bubble` is refused.
+Both parts run through the graph of a kept forward pass. Where a path to a parameter leaves the
+paths to inputs, the first part records the passing gradient; the second part begins there. Nodes at
+these places (the backward of a layer norm, say) run in both parts; a linear layer's products are
+each computed once. Private functions of `torch.distributed.pipelining` find the places. Where they
+are missing, the profiler measures no split, and schedule `zero-bubble` is refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Gradients = tuple[torch.Tensor | None, ...]
 
 
 def why_not() -> str:
-    """Why this torch splits no backward; "" if it does."""
+    """Return why this torch splits no backward; empty if splitting works."""
     try:
         from torch.distributed.pipelining._backward import (  # noqa: F401
             _get_grad_fn_or_grad_acc,
@@ -34,7 +34,8 @@ def why_not() -> str:
 
 
 def refuse_unable() -> None:
-    """
+    """Refuse a torch that splits no backward.
+
     Raises:
         MachineError: this torch splits no backward.
     """
@@ -49,11 +50,11 @@ def refuse_unable() -> None:
 
 
 class SplitBackward:
-    """Runs the first part: the gradients of `inputs` are in their `grad`.
+    """Backward in two parts; construction runs the first, and sets the `grad` of `inputs`.
 
     Args:
-        edges, gradients: where backward begins, and with what.
-        inputs: leaves of the graph; all others are parameters, of the unit or of others.
+        edges, gradients: where backward begins, and the gradients there.
+        inputs: leaves of the graph; all other leaves are parameters, of this unit or others.
     """
 
     def __init__(
@@ -83,10 +84,10 @@ class SplitBackward:
         finally:
             for handle in handles:
                 handle.remove()
-        # What has no path to an input in common with it gets its gradient from the beginning.
+        # Parameters sharing no path with an input get their gradient from the beginning.
         apart = {id(p) for group in self._groups for p in group.parameters}
         self._edges, self._gradients = edges, gradients
-        # Where no input comes before, nothing came by in the first part.
+        # Where no input comes before, the first part recorded nothing.
         leading = _users(begins, reverse)
         self._aside = [
             (edge, gradient) for edge, gradient in zip(edges, gradients) if edge.node not in leading
@@ -94,7 +95,7 @@ class SplitBackward:
         self._others = [p for p in leaves.values() if id(p) not in apart]
 
     def backward(self) -> None:
-        """The second part: gradients of parameters accumulate as they do in any backward."""
+        """Run the second part: gradients of parameters accumulate as in any backward."""
         if self._others:
             torch.autograd.backward(
                 self._edges, self._gradients, inputs=self._others, retain_graph=True
@@ -108,8 +109,8 @@ class SplitBackward:
 
 
 class _Group:
-    """Parameters, and the nodes at which paths to them leave those to inputs; `_came` is what came
-    to each of these."""
+    """Parameters, with the nodes where paths to parameters leave paths to inputs; `_came` has the
+    gradients recorded at each node."""
 
     def __init__(self, nodes: list[Node], parameters: list[torch.Tensor]) -> None:
         self.parameters = parameters
@@ -133,7 +134,7 @@ class _Group:
                     edges.append(GradientEdge(node, number))
                     gradients.append(gradient)
             if came is not None and len(self._nodes) > 1:
-                # One of the nodes may come after another: what came there holds all of it.
+                # A node may come after another: the gradient recorded there is complete.
                 handles.append(node.register_prehook(lambda _, came=came: came))
         try:
             if edges:
@@ -145,7 +146,7 @@ class _Group:
 
 
 def _users(nodes: list[Node], reverse: Mapping[Node, list[Node]]) -> set[Node]:
-    """These nodes, and all in whose backward they come."""
+    """Return the nodes, and all nodes whose backward leads to any of the nodes."""
     found, wanted = set(nodes), list(nodes)
     while wanted:
         for user in reverse.get(wanted.pop(), ()):

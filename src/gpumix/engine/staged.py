@@ -1,8 +1,8 @@
-"""Collectives between GPUs over gloo, through memory of the host.
+"""Collectives between GPUs over gloo, through host memory.
 
-Gloo lacks, for tensors on GPUs, what uneven shares need. This serves where NCCL cannot: several
-ranks on one GPU, or GPUs of makers that share no library. It waits for the device at every
-collective, so it is slow.
+For tensors on GPUs, gloo lacks the collectives that uneven shares need. Staging serves where NCCL
+cannot: several ranks on one GPU, or GPUs of makers without a common library. Every collective waits
+for the device, so staging is slow.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gpumix.spec.cut import Intervals
 
 
 class StagedCommunicator(Communicator):
-    """A communicator of tensors on `device` over a group that takes tensors on the CPU."""
+    """Communicator for tensors on `device`, over a process group for CPU tensors."""
 
     @cached_property
     def _host(self) -> Communicator:

@@ -1,4 +1,4 @@
-"""What a rank's stages have of a model, and who divides it."""
+"""Parts of a model on a rank's stages, and the division of their state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gpumix.spec.stage import Stage, of_several
 
 @dataclass(frozen=True)
 class Shared:
-    """Parameters of the root that several stages have, and who divides them."""
+    """Root parameters shared by several stages, with their division."""
 
     names: tuple[str, ...]
     division: Division
@@ -25,18 +25,18 @@ class Shared:
 
 @dataclass(frozen=True)
 class Divisions:
-    """How a plan's state is divided, as far as this rank has a part of it: of each of its stages
-    what is that stage's alone, and what several stages have together."""
+    """Divisions of a plan's state in which this rank has a part: for each of its stages, the state
+    of the stage alone, and state shared by several stages."""
 
     alone: dict[int, Division]
     shared: tuple[Shared, ...]
 
 
 def divisions(plan: Plan, comm: Communicator, teams: Mapping[int, Communicator]) -> Divisions:
-    """Of the stages of a plan. Collective: it makes process groups.
+    """Return the divisions of a plan's stages. Collective: makes process groups.
 
     Args:
-        teams: of this rank's stages, who computes together.
+        teams: tensor-parallel group of this rank, by stage.
     """
     alone = {
         number: division
@@ -52,8 +52,8 @@ def divisions(plan: Plan, comm: Communicator, teams: Mapping[int, Communicator])
 
 
 def teams_of(plan: Plan, comm: Communicator) -> dict[int, Communicator]:
-    """By stage whose units are divided, who computes them together with this rank. Collective: it
-    makes process groups."""
+    """Return this rank's tensor-parallel group, by stage with divided units. Collective: makes
+    process groups."""
     found = {}
     for number, stage in enumerate(plan.stages):
         for ranks in plan.teams_of(number) if stage.tensor > 1 else ():
@@ -64,7 +64,7 @@ def teams_of(plan: Plan, comm: Communicator) -> dict[int, Communicator]:
 
 
 def part_of(anatomy: Anatomy, stage: Stage, divisions: Divisions) -> Anatomy:
-    """The units of a stage, and those parameters of the root that are the stage's alone."""
+    """Return the units of a stage, and the root parameters that belong to the stage alone."""
     shared = {name for one in divisions.shared for name in one.names}
     used = set(stage.root or ()) - shared
     root = anatomy.root
@@ -74,7 +74,7 @@ def part_of(anatomy: Anatomy, stage: Stage, divisions: Divisions) -> Anatomy:
 
 
 def own_parts(anatomy: Anatomy, plan: Plan, rank: int) -> Part:
-    """What a rank's stages have of a model."""
+    """Return the units and the unshared root parameters of a rank's stages."""
     if len(plan.stages) == 1:
         return all_of(anatomy)
     own = [plan.stages[number] for number in plan.stages_of(rank)]
@@ -88,7 +88,7 @@ def own_parts(anatomy: Anatomy, plan: Plan, rank: int) -> Part:
 def stand_ins(
     anatomy: Anatomy, changes: Changes, plan: Plan, rank: int, storage: Storage
 ) -> Elsewhere:
-    """What a rank has in the places of what its stages lack."""
+    """Install stand-ins for units and root parameters that a rank's stages lack."""
     own = [plan.stages[number] for number in plan.stages_of(rank)]
     units = {name for stage in own for name in stage.units}
     used = {name for stage in own for name in stage.root or ()}

@@ -1,5 +1,5 @@
-"""Where this rank stands: what a thread called, which collectives were begun, and which one it
-waits for. Nothing here imports torch."""
+"""Position of this rank: calls of a thread, collectives begun, and the collective being awaited.
+Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from traceback import extract_stack
 
 from gpumix.engine.held_up import Stand, Wait
 
-# As many calls are told.
+# Number of calls reported.
 CALLS = 4
 _LIBRARIES = tuple(dict.fromkeys(sysconfig.get_path(name) for name in ("stdlib", "purelib")))
-_doing: dict[int, tuple[str, Wait | None]] = {}  # what each thread is at, by its identity
+_doing: dict[int, tuple[str, Wait | None]] = {}  # activity of each thread, by identity
 _begun: dict[str, Wait] = {}  # the last collective of each group
-_computes = ""  # what the engine does in the step under way
+_computes = ""  # activity of the engine in the current step
 
 
 def begins(group: str, members: Sequence[int] = ()) -> Wait:
-    """This rank begins the next collective of a group; what to wait for then.
+    """Begin the next collective of a group on this rank; return the `Wait`.
 
     Args:
-        group: a name that is the same on all ranks.
-        members: of the group; without them all ranks are.
+        group: a name that is equal on all ranks.
+        members: ranks of the group; empty: all ranks.
     """
     before = _begun.get(group)
     one = Wait(group, before.number + 1 if before else 1, tuple(members))
@@ -34,10 +34,10 @@ def begins(group: str, members: Sequence[int] = ()) -> Wait:
 
 
 class doing:
-    """So it is told where this thread stands while it is inside: "in the reduction of ...".
+    """Context naming this thread's activity for reports: "in the reduction of ...".
 
     Args:
-        wait: the collective that it waits for.
+        wait: the collective that the thread waits for.
     """
 
     def __init__(self, what: str, wait: Wait | None = None) -> None:
@@ -56,21 +56,21 @@ class doing:
 
 
 def computes(phase: str = "", unit: str = "") -> None:
-    """From here on the engine does this, "backward", of a unit; without a phase it is at rest."""
+    """Set the engine's activity, such as "backward", of a unit; without a phase: idle."""
     global _computes
     _computes = f"{phase} of unit '{unit}'" if unit else phase
 
 
 def wait_of(thread: int | None) -> Wait | None:
-    """The collective that a thread waits for."""
+    """Return the collective that a thread waits for, if any."""
     return _doing.get(thread or 0, ("", None))[1]
 
 
 def stand_of_main(*, runs_ahead: bool) -> Stand:
-    """How far the main thread has come.
+    """Return the progress of the main thread.
 
     Args:
-        runs_ahead: of its device, which may wait for all that was begun.
+        runs_ahead: True if the thread runs ahead of its device, which may wait for all begun.
     """
     begun = list(_begun.copy().values())
     what, wait = _doing.get(threading.main_thread().ident or 0, ("", None))
@@ -79,8 +79,8 @@ def stand_of_main(*, runs_ahead: bool) -> Stand:
 
 
 def where_main_stands() -> str:
-    """The innermost calls of the main thread: those outside of Python's and installed packages, and
-    the innermost of all; what it is `doing`, and what the engine `computes`."""
+    """Describe the main thread's position: its innermost calls outside of Python and of installed
+    packages, the innermost call of all, and the activities by `doing` and `computes`."""
     main = threading.main_thread().ident or 0
     frame = sys._current_frames().get(main)
     if frame is None:

@@ -1,7 +1,7 @@
-"""What a sharded model and its optimizer hold, by the model's own names.
+"""State of a sharded model and its optimizer, by the model's own names.
 
-Full tensors for whoever wants an ordinary state dict; this rank's parts for checkpoints. Neither
-depends on the plan, so what one plan saved another loads.
+Full tensors serve for ordinary state dicts, this rank's parts for checkpoints. Neither depends on
+the plan, so state saved by one plan loads into another.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Part:
-    """This rank's part of a tensor that is cut as a parameter is.
+    """Part of a tensor on this rank, cut like a parameter.
 
-    `local` holds elements [start, end) of what the window shows, flattened; it may be empty.
+    `local` has elements [start, end) of the window's content, flattened; it may be empty.
     """
 
     window: Window
@@ -41,12 +41,12 @@ class Part:
 
 
 Cut = tuple[Part, ...]
-"""What this rank has of a tensor: a part of each window of it that it has, usually one."""
+"""A tensor on this rank: a part of each window here, usually one."""
 
 
 @dataclass(frozen=True)
 class Whole:
-    """A tensor that belongs to a whole parameter and is not cut: the same on every rank."""
+    """Uncut tensor of a full parameter, equal on every rank."""
 
     tensor: torch.Tensor
 
@@ -66,11 +66,11 @@ def full_state(
     *,
     rank0_only: bool,
 ) -> dict[str, torch.Tensor]:
-    """What `state_dict` of the unsharded model would be, on the CPU. Collective.
+    """Return `state_dict` of the unsharded model, on the CPU. Collective.
 
     Trained parameters are in fp32, frozen ones in the plan's communication dtype. Names of a tied
-    parameter share one tensor. With `rank0_only` the other ranks get nothing. No rank holds more
-    than one flat group beside the result.
+    parameter share one tensor. With `rank0_only`, other ranks get an empty dict. In addition to the
+    result, a rank has at most one flat group in memory.
     """
     keep = comm.rank == 0 or not rank0_only
     values: dict[str, torch.Tensor] = {}
@@ -92,7 +92,7 @@ def full_state(
 
 
 def _tell_others(values: dict[str, torch.Tensor], comm: Communicator, inventory: Inventory) -> None:
-    """Give those of other stages what this one has, one parameter after the other."""
+    """Broadcast parameters between stages, a parameter at a time."""
     for name, stored in inventory.parameters.items():
         value = values.get(name)
         if value is None or comm.rank != stored.rank:
@@ -111,8 +111,8 @@ def load_full_state(
     *,
     strict: bool,
 ) -> None:
-    """Take this rank's intervals of ordinary full tensors; of a tied parameter any name will do.
-    What has no tensor stays, unless it is `strict`.
+    """Load this rank's intervals from ordinary full tensors, under any name of a tied parameter.
+    Without `strict`, parameters without a tensor stay as is.
 
     Raises:
         InputError: names are missing or unexpected, or shapes differ; nothing was changed.
@@ -148,7 +148,7 @@ def check_names_and_shapes(
     where: str = "",
     fix: str = "give the state of this very model",
 ) -> None:
-    """Raise an InputError that says `what`, `where` and why: names or shapes that differ."""
+    """Raise an InputError with `what`, `where` and the reason, if names or shapes differ."""
     missing = [name for name in wanted if name not in given]
     unexpected = [name for name in given if name not in wanted]
     differing = [
@@ -163,7 +163,7 @@ def check_names_and_shapes(
 
 
 def some_of(names: Sequence[str]) -> str:
-    """The first of many names, and how many more there are."""
+    """Join the first few names, with the number of further names."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
@@ -171,11 +171,11 @@ def some_of(names: Sequence[str]) -> str:
 
 
 def optimizer_state(pieces: Iterable[Piece], optimizer: Optimizer) -> OptimizerState:
-    """The optimizer's state of this rank's pieces, by parameter name; nothing is copied.
+    """Return the optimizer's state of this rank's pieces, by parameter name, without copies.
 
-    Tensors of a piece's shape become parts, 0-dimensional ones and numbers stay what they are, and
-    what the optimizer calls its `whole_states` is of whole parameters. Hyperparameters (`lr`, ...)
-    are not state.
+    Tensors of a piece's shape become parts; 0-dimensional tensors and numbers stay as is. States
+    named in the optimizer's `whole_states` are of full parameters. Hyperparameters (`lr`, ...) are
+    not state.
 
     Raises:
         InputError: the optimizer is for other parameters, or has state that belongs to no element.
@@ -197,7 +197,7 @@ def optimizer_state(pieces: Iterable[Piece], optimizer: Optimizer) -> OptimizerS
 
 
 def beside(before: Cut | T | None, more: Cut | T) -> Cut | T:
-    """What is cut, with one more part of it; else `more`."""
+    """Append a part to a cut tensor; return any other `more` as is."""
     if isinstance(before, tuple) and isinstance(more, tuple):
         return (*before, *more)
     return more
@@ -236,7 +236,7 @@ def _value(piece: Piece, name: str, value: object) -> Cut | Scalar:
 def load_optimizer_state(
     pieces: Iterable[Piece], optimizer: Optimizer, state: OptimizerState
 ) -> None:
-    """Replace the optimizer's state; its hyperparameters stay.
+    """Replace the optimizer's state; hyperparameters stay.
 
     Raises:
         InputError: the optimizer is for other parameters, or the state is cut by another plan.

@@ -1,9 +1,9 @@
-"""Settings of a model that are off at times, and else as its user left them: caches of keys and
-values, checkpointing of its own, and LayerDrop.
+"""Model settings that are off at times, and otherwise as the user set them: key-value caches, the
+model's own checkpointing, and LayerDrop.
 
-LayerDrop leaves out whole blocks at random in training. Each micro-batch leaves out other ones, as
-each batch does without a plan. While devices are measured, and while a loss is rehearsed, none is
-left out.
+LayerDrop leaves out whole blocks at random in training. Each micro-batch leaves out different
+blocks, as each batch does without a plan. While devices are measured, and while a loss is
+rehearsed, no block is left out.
 Fan, Grave, Joulin: Reducing Transformer Depth on Demand, https://arxiv.org/abs/1909.11556.
 """
 
@@ -24,7 +24,7 @@ class Switches:
     """Settings that are on or off, or rates.
 
     Args:
-        places: objects and the names of their settings.
+        places: objects with the names of their settings.
     """
 
     def __init__(self, places: Iterable[tuple[Any, str]]) -> None:
@@ -33,12 +33,12 @@ class Switches:
 
     @property
     def on(self) -> list[tuple[Any, str, bool | float]]:
-        """Those that are: objects, names and values."""
+        """Settings that are on: objects, names and values."""
         every = ((held, name, getattr(held, name)) for held, name in self._places)
         return [(h, n, value) for h, n, value in every if isinstance(value, bool | float) and value]
 
     def off(self) -> None:
-        """Switch all off, until the context ends, if there is one."""
+        """Switch all settings off, until the end of the context, if entered."""
         on = self.on
         for held, name, value in on:
             setattr(held, name, type(value)())
@@ -54,15 +54,15 @@ class Switches:
 
 
 def in_units(model: nn.Module) -> Switches:
-    """What a model cannot do while it runs in units: these run twice a step (forward, recompute),
-    so nothing may remember the first run, and the model must not recompute by itself."""
+    """Return the settings that conflict with running in units. Units run twice a step (forward,
+    recompute): nothing may remember the first run, and the model must not recompute by itself."""
     every = [(config, CACHE) for config in _configs(model)]
     every += [(module, CHECKPOINTING) for module in model.modules()]
     return Switches((held, name) for held, name in every if hasattr(held, name))
 
 
 def layer_drop(model: nn.Module) -> Switches:
-    """How often blocks are left out in training, as far as settings of the usual names say."""
+    """Return the rates of leaving out blocks in training, from settings of the usual names."""
     holders = [*model.modules(), *_configs(model)]
     settings = ((held, getattr(held, "__dict__", {})) for held in holders)
     return Switches((held, n) for held, own in settings for n in LAYER_DROP if n in own)
@@ -70,8 +70,8 @@ def layer_drop(model: nn.Module) -> Switches:
 
 @contextmanager
 def norms_of_one_sample() -> Iterator[None]:
-    """Inside, batch norm computes a single sample in training too, where torch refuses that: nobody
-    looks at the values while devices are measured."""
+    """Let batch norm compute a single sample in training too, which torch refuses. While devices
+    are measured, values do not matter."""
     library: Any = functional
     before = library._verify_batch_size
     library._verify_batch_size = lambda size: None
@@ -82,6 +82,6 @@ def norms_of_one_sample() -> Iterator[None]:
 
 
 def _configs(model: nn.Module) -> list[Any]:
-    """What modules keep by that name, which may be anything: a dict, a number."""
+    """Return the attributes `config` of modules, of any type: a dict, a number."""
     every = (getattr(module, "config", None) for module in model.modules())
     return list({id(config): config for config in every if config is not None}.values())

@@ -1,13 +1,13 @@
-"""Tensor parallelism: the ranks of a team compute each unit together.
+"""Tensor parallelism: the ranks of a group compute each unit together.
 
-A linear layer is divided by its outputs (`colwise`) or by its inputs (`rowwise`). From the first to
-the second each rank computes its part of the heads, or of the inner width (`engine.regions`).
-Wherever else the model's code runs, values and gradients are the same on all ranks of the team: so
-nothing but the modules that a plan names knows of it, and no unit's inputs or outputs change. Or
-each has its part of the positions there (`engine.sequence`).
+A linear layer is divided by outputs (`colwise`) or by inputs (`rowwise`). Between a `colwise` and a
+`rowwise` layer, each rank computes its part of the heads, or of the inner width (`engine.regions`).
+In all other code of the model, values and gradients are equal on all ranks of the group: a plan
+affects only the modules it names, and no unit's inputs or outputs change. Alternatively, each rank
+has a part of the positions there (`engine.sequence`).
 
-A parameter of a divided module is one of a smaller shape, a `Window` of the whole one. To all that
-comes after, shards and checkpoints and the optimizer, it is a parameter like any other.
+A parameter of a divided module has a smaller shape, a `Window` of the full parameter. For shards,
+checkpoints and the optimizer it is a parameter like any other.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from gpumix.spec.profile import ROOT
 
 @dataclass
 class Changes:
-    """What was changed of a model's modules so that a team computes it together."""
+    """Changes made to a model's modules for tensor parallelism."""
 
     _changes: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
 
     def make(self, module: nn.Module, attribute: str, value: Any) -> None:
-        """Set an attribute, but inside of `undone`."""
+        """Set an attribute, except inside of `undone`."""
         self._changes.append((module, attribute, vars(module).get(attribute)))
         setattr(module, attribute, value)
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Inside, modules do what they do on one rank alone."""
+        """Restore the behavior of modules on a single rank inside."""
         now = [
             (module, attribute, getattr(module, attribute))
             for module, attribute, _ in self._changes
@@ -52,11 +52,11 @@ class Changes:
         try:
             yield
         finally:
-            for module, attribute, value in now:  # a unit's stops at its boundary by now
+            for module, attribute, value in now:  # the forward of a unit may stop by now
                 setattr(module, attribute, value)
 
     def undo(self) -> None:
-        """For good."""
+        """Undo all changes permanently."""
         self._take_back()
         self._changes.clear()
 
@@ -70,14 +70,14 @@ class Changes:
 
 @dataclass(frozen=True)
 class Part:
-    """Of a model: names of units, and of parameters of the root."""
+    """Part of a model: names of units, and of root parameters."""
 
     units: frozenset[str]
     root: frozenset[str]
 
 
 def all_of(anatomy: Anatomy) -> Part:
-    """All of a model."""
+    """Return a part with all of a model."""
     root = frozenset(slot.name for slot in anatomy.root.slots)
     return Part(frozenset(unit.name for unit in anatomy.units), root)
 
@@ -92,19 +92,19 @@ def divide(
     sequence: Collection[str] = (),
     degree: int | None = None,
 ) -> tuple[Anatomy, Changes]:
-    """Make a team's ranks compute parts of a model together, as a plan says.
+    """Divide parts of a model over the ranks of a tensor-parallel group, according to a plan.
 
     Args:
-        plan: style by pattern of names of modules.
-        part: what this team computes, and nobody else does.
+        plan: style by pattern of module names.
+        part: the part computed by this group, and by no other.
         whole: modules of the root that are not divided.
-        sequence: units between whose divided modules, if they have any, each rank has its part of
-            the positions.
-        degree: into so many parts other teams divide what this one does, or has whole; default: as
-            many as it has ranks.
+        sequence: units in which each rank has a part of the positions between divided modules, if
+            there are any.
+        degree: number of parts into which other groups divide the modules that this group divides
+            or has whole; default: the number of this group's ranks.
 
     Returns:
-        The anatomy with the windows of this rank, and what was changed.
+        The anatomy with the windows of this rank, and the changes made.
 
     Raises:
         InputError: a style is unknown or not for its module, something cannot be divided by the
@@ -120,7 +120,7 @@ def divide(
     slots = [slot for unit in anatomy.all for slot in unit.slots]
     each = degree // team.world
     windows = _windows(styles, slots, Seat(team.rank * each, degree), names, inside)
-    # A stage may have nothing that can be divided: BERT's embeddings are a unit.
+    # A stage may have nothing to divide: BERT's embeddings are a unit.
     others = (n for n, m in model.named_modules() if inside.get(id(m), "") not in {"", *part.units})
     divided = any(
         number in inside and s.windows(m, Seat(0, degree)) for number, (m, s) in styles.items()
@@ -163,11 +163,11 @@ def divide(
 
 @dataclass(frozen=True)
 class _Apart:
-    """Units between whose divided modules positions are divided.
+    """Units with positions divided between their divided modules.
 
     Attributes:
-        early: parents of the modules that begin a region: what they do with hidden states before,
-            they do with all positions.
+        early: parents of the modules that begin a region; a parent's own code before the region
+            runs with all positions.
     """
 
     positions: Positions
@@ -183,14 +183,15 @@ class _Apart:
         styles: Mapping[int, tuple[nn.Module, Style]],
         names: Mapping[int, str],
     ) -> _Apart:
-        """
+        """Select the units with divided modules, and check their parameters.
+
         Raises:
-            InputError: of some parameter it is not clear whether each rank comes to a part of its
-                gradient or to all of it.
+            InputError: for some parameter, it is not clear whether each rank has a partial gradient
+                or the full gradient.
         """
         parents = {names[n].rpartition(".")[0] for n, (_, s) in styles.items() if s.begins}
         early = frozenset(parents - {unit.name for unit in anatomy.units})
-        # Of which nothing is divided, all ranks of the team compute the whole.
+        # A unit without divided modules is computed whole by all ranks of the group.
         divided = {name for name in units if any(_is_in(parent, name) for parent in parents)}
         found = cls(Positions(team), frozenset(divided), early)
         for unit in anatomy.all:
@@ -225,8 +226,8 @@ class _Apart:
             )
 
     def marked(self, anatomy: Anatomy) -> Anatomy:
-        """The same anatomy, of which these units compute a part of the positions: each rank comes
-        to a part of the gradient of what is not divided."""
+        """Return the anatomy with partial gradients noted: the units compute a part of the
+        positions, so each rank has a partial gradient of undivided parameters."""
 
         def changed(unit: Unit) -> Unit:
             if unit.name not in self.units:
@@ -240,12 +241,12 @@ class _Apart:
         return Anatomy(tuple(map(changed, anatomy.units)), anatomy.root)
 
     def made(self, anatomy: Anatomy, changes: Changes) -> Anatomy:
-        """Make units do so; the anatomy that is `marked`."""
+        """Make units compute parts of the positions; return the `marked` anatomy."""
 
         def changed(before: Unit, unit: Unit) -> Unit:
             if unit.name not in self.units:
                 return unit
-            # Inside of regions each rank has a part of a gradient anyway.
+            # Inside of regions, each rank has a partial gradient anyway.
             parts = [
                 now.name.removeprefix(f"{unit.name}.")
                 for slot, now in zip(before.slots, unit.slots)
@@ -263,7 +264,7 @@ class _Apart:
 def _own_modules(
     anatomy: Anatomy, part: Part, inside: Mapping[int, str], whole: Collection[nn.Module]
 ) -> list[tuple[str, nn.Module]]:
-    """Those of the units of a part, and of the root those that have parameters of it."""
+    """Return the modules in a part: in its units, or of the root with parameters in the part."""
     left = {id(module) for module in whole}
     root = {id(m) for s in anatomy.root.slots if s.name in part.root for m, _ in s.places}
     return [
@@ -275,8 +276,8 @@ def _own_modules(
 
 
 def check_heads(config: Any, degree: int) -> None:
-    """Raise an InputError where the heads of a model, by its configuration if it has one, cannot be
-    divided by so many ranks."""
+    """Raise an InputError if the model's heads, by the configuration if any, cannot be divided by
+    `degree` ranks."""
     of_text = getattr(config, "get_text_config", None)
     config = of_text() if callable(of_text) else config
     for what, said in (("num_attention_heads", "heads"), ("num_key_value_heads", "key heads")):
@@ -311,8 +312,8 @@ def _windows(
     names: Mapping[int, str],
     inside: Mapping[int, str],
 ) -> dict[str, Window]:
-    """Of each parameter that is divided, by its name. What cannot be divided outside of units, or
-    is used elsewhere in another way, stays whole: its modules lose their styles."""
+    """Return the window of each divided parameter, by name. Parameters outside of units that cannot
+    be divided, and parameters also used in another way, stay whole: modules lose their styles."""
     while True:
         found: dict[tuple[int, str], Window] = {}
         undone: set[int] = set()
@@ -348,9 +349,10 @@ def _with_windows(
     styles: Mapping[int, tuple[nn.Module, Style]],
     team: Communicator,
 ) -> Anatomy:
-    """
+    """Return the anatomy with windows, and with the styles' partial gradients noted.
+
     Args:
-        windows: the first of the parts that this rank has.
+        windows: the first of the parts on this rank.
     """
     parts = {(k, name) for k, (module, style) in styles.items() for name in style.summed(module)}
 
@@ -379,7 +381,7 @@ def _with_windows(
 
 
 def _is_in(name: str, outer: str) -> bool:
-    """Whether a module is another one or in it, by their names."""
+    """Return True if a module equals `outer` or is inside of `outer`, by names."""
     return name == outer or name.startswith(f"{outer}.")
 
 

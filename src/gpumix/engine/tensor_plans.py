@@ -1,8 +1,8 @@
-"""Which modules of a model are divided over a team, and how: `transformers`' own plans, or those
-for architectures that have none.
+"""Tensor-parallel plans: styles of a model's modules, by `transformers`, or given here for
+architectures without a plan.
 
-A plan maps patterns of names to styles (`engine.tensor`). In a pattern `*` stands for one part of a
-name, `**` for any number of them.
+A plan maps patterns of names to styles (`engine.tensor`). In a pattern, `*` matches one part of a
+name, and `**` any number of parts.
 """
 
 from __future__ import annotations
@@ -59,25 +59,25 @@ PLANS: dict[str, dict[str, str]] = {
     "t5": _T5,
     "mt5": _T5,
 }
-"""By `model_type`, for models that say nothing themselves."""
+"""Plans by `model_type`, for models without a plan of their own."""
 
 
 def tensor_plan(model: nn.Module, given: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """Style by pattern, of a model.
+    """Return the styles of a model, by pattern.
 
     Args:
-        given: the user's, instead of the model's own: names of styles, or torch's `ColwiseParallel`
-            and `RowwiseParallel`.
+        given: the user's plan in place of the model's own: names of styles, or torch's
+            `ColwiseParallel` and `RowwiseParallel`.
 
     Raises:
-        InputError: nobody says how this model is divided, or a pattern of `given` fits nothing, or
-            a style of torch's asks for what is not followed.
+        InputError: no plan exists for this model, or a pattern of `given` fits nothing, or a style
+            of torch's has an option that is not followed.
     """
     if given:
         found = {pattern: _named(pattern, style) for pattern, style in given.items()}
         _refuse_unused(model, found)
         return found
-    # `transformers`: with prefixes, and what the classes of heads add.
+    # `transformers`: with prefixes, and with additions by the classes of heads.
     own = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
     if own:
         return dict(own)
@@ -92,21 +92,21 @@ def tensor_plan(model: nn.Module, given: Mapping[str, Any] | None = None) -> dic
 
 
 def style_of(name: str, plan: Mapping[str, str]) -> str | None:
-    """That of the first pattern which fits a name."""
+    """Return the style of the first pattern that fits a name."""
     return next((style for pattern, style in plan.items() if _fits(pattern, name)), None)
 
 
 def _named(pattern: str, style: Any) -> str:
     if isinstance(style, str):
         return style
-    from gpumix.engine.torch_styles import name_of  # takes half a second, and few have use for it
+    from gpumix.engine.torch_styles import name_of  # takes half a second, and is rarely needed
 
     return name_of(pattern, style)
 
 
 def _refuse_unused(model: nn.Module, plan: Mapping[str, str]) -> None:
-    """Raise an InputError for a pattern that fits nothing: what it was meant for stayed whole,
-    beside modules that are divided."""
+    """Raise an InputError for a pattern that fits nothing: its intended modules would stay whole,
+    next to divided modules."""
     modules = [(name, module) for name, module in model.named_modules() if name]
     for pattern, style in plan.items():
         names = [name for name, _ in modules]

@@ -1,5 +1,5 @@
-"""How the modules of a model are divided over the ranks of a team: what each rank has of one, and
-what it does with that. `engine.tensor` says of which modules."""
+"""Tensor-parallel styles: a rank's part of a module, and the computation with the part.
+`engine.tensor` chooses the modules."""
 
 from __future__ import annotations
 
@@ -21,49 +21,49 @@ Forward = Callable[..., Any]
 
 
 class Seat(NamedTuple):
-    """One of so many equal parts that modules are divided into."""
+    """Index of a part, and the number of equal parts into which modules are divided."""
 
     part: int
     parts: int
 
 
 class Style:
-    """How a module is divided.
+    """Division of a module.
 
     Attributes:
-        begins: whether a region begins with it.
+        begins: True if a region begins with the module.
     """
 
     begins: ClassVar[bool] = False
 
     def windows(self, module: nn.Module, seat: Seat) -> dict[str, Window]:
-        """The part of a seat, of those of its parameters that are divided.
+        """Return the windows of the divided parameters, for one seat.
 
         Raises:
-            ValueError: they cannot be divided so.
+            ValueError: the parameters cannot be divided this way.
         """
         return {}
 
     def forward(self, module: nn.Module, entrances: Entrances, team: Communicator) -> Forward:
-        """What the module does, with what it has. It must not hold the module, which holds it."""
+        """Return the forward of the divided module, without a reference to the module."""
         return plain_forward(module)
 
     def attributes(self, module: nn.Module, team: Communicator) -> dict[str, Any]:
-        """What else is other with the part of this rank."""
+        """Return further attributes of the module, changed for this rank's part."""
         return {}
 
     def summed(self, module: nn.Module) -> tuple[str, ...]:
-        """Parameters that are not divided, of whose gradient each rank has a part."""
+        """Return the undivided parameters with a partial gradient on each rank."""
         return ()
 
 
 @dataclass(frozen=True)
 class Colwise(Style):
-    """A linear layer by its outputs.
+    """Linear layer divided by outputs.
 
     Args:
-        gathers: whether they leave side by side.
-        packed: how many tensors in a row they are.
+        gathers: True if the ranks' outputs are concatenated.
+        packed: number of tensors packed in the outputs.
     """
 
     gathers: bool = False
@@ -88,7 +88,7 @@ class Colwise(Style):
 
 
 class Rowwise(Style):
-    """A linear layer by its inputs, of which each rank has its part."""
+    """Linear layer divided by inputs; each rank has a part of the inputs."""
 
     def windows(self, module: nn.Module, seat: Seat) -> dict[str, Window]:
         return {"weight": _window(module, "weight", 1 - _outputs(module), seat)}
@@ -105,8 +105,8 @@ class Rowwise(Style):
 
 
 class EmbeddingRowwise(Style):
-    """A table by its rows: each rank looks up what it has. What the module's class does with that
-    (Gemma's scales it) each does with its own."""
+    """Embedding table divided by rows: each rank looks up its own rows. Each rank applies further
+    code of the module's class (Gemma scales the result) to its own result."""
 
     def windows(self, module: nn.Module, seat: Seat) -> dict[str, Window]:
         _require(module, nn.Embedding)
@@ -132,7 +132,7 @@ class EmbeddingRowwise(Style):
 
 
 class EmbeddingColwise(Style):
-    """A table by its columns, inside of a region."""
+    """Embedding table divided by columns, inside of a region."""
 
     def windows(self, module: nn.Module, seat: Seat) -> dict[str, Window]:
         _require(module, nn.Embedding)
@@ -140,14 +140,14 @@ class EmbeddingColwise(Style):
 
 
 class Repeated(Style):
-    """Inside of a region: what it does on each rank is a part of the whole."""
+    """Undivided module inside of a region: each rank's computation is a part of the whole."""
 
     def summed(self, module: nn.Module) -> tuple[str, ...]:
         return tuple(name for name, p in module._parameters.items() if p is not None)
 
 
 class PositionBias(Style):
-    """T5's attention: takes and returns a bias of all heads, [1, heads, queries, keys]."""
+    """Attention of T5, taking and returning a bias of all heads, [1, heads, queries, keys]."""
 
     def forward(self, module: nn.Module, entrances: Entrances, team: Communicator) -> Forward:
         inner = plain_forward(module)
@@ -176,12 +176,12 @@ STYLES: dict[str, Style | None] = {
     "position_bias": PositionBias(),
     "replicate": None,
 }
-"""By the names that `transformers` gives them, and some more. `divided` is for numbers that a
-module has as an attribute: how many heads there are, say."""
+"""Styles by the names in `transformers`, and some more. `divided` is for numbers in attributes of a
+module, such as the number of heads."""
 
 
 def plain_forward(module: nn.Module) -> Forward:
-    """The forward that a module has now, as a function that does not hold it."""
+    """Return the current forward of a module, as a function without a reference to the module."""
     replaced: Forward | None = vars(module).get("forward")
     if replaced is not None:
         return replaced
@@ -195,19 +195,19 @@ def _require(module: nn.Module, kind: type[nn.Module]) -> None:
 
 
 def _require_plain(module: nn.Module, kind: type[nn.Module]) -> None:
-    """One whose forward is replaced must do nothing else there."""
+    """Require a class with an unmodified forward, because a style replaces the forward."""
     _require(module, kind)
     if type(module).forward is not kind.forward:
         raise ValueError(f"a {type(module).__name__} does more than a {kind.__name__}")
 
 
 def _transposed(module: nn.Module) -> bool:
-    """Whether the weight is [inputs, outputs]: GPT-2's layers."""
+    """Return True if the weight is [inputs, outputs], as in GPT-2's layers."""
     return type(module).__name__ == "Conv1D"
 
 
 def _outputs(module: nn.Module) -> int:
-    """The dimension of the weight that is the layer's outputs."""
+    """Return the dimension of the weight for the layer's outputs."""
     if not _transposed(module):
         _require_plain(module, nn.Linear)
     return 1 if _transposed(module) else 0
@@ -224,7 +224,7 @@ def _product(
 
 
 def _rows(table: nn.Module, team: Communicator) -> tuple[int, int]:
-    """The first row that this rank has of a table, and how many."""
+    """Return the first row and the number of rows of a table on this rank."""
     assert isinstance(table, nn.Embedding)
     count = table.num_embeddings // team.world
     return team.rank * count, count

@@ -1,4 +1,4 @@
-"""torch's own styles of tensor parallelism, by the names that styles have here."""
+"""Names of torch's own tensor-parallel styles among the styles here."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _SEQUENCE = "positions are divided with `techniques: {sequence: true}`"
 
 
 def name_of(pattern: str, style: Any) -> str:
-    """The name of a `ColwiseParallel` or `RowwiseParallel` of torch's.
+    """Return the name of torch's `ColwiseParallel` or `RowwiseParallel`.
 
     Args:
-        pattern: of the modules that have it, for messages.
+        pattern: pattern of the modules with the style, for messages.
 
     Raises:
-        InputError: it is something else, or asks for what is not followed.
+        InputError: the style is something else, or has an option that is not followed.
     """
     if type(style) not in (ColwiseParallel, RowwiseParallel):
         of_torch = type(style).__module__ == ColwiseParallel.__module__
@@ -46,11 +46,11 @@ def name_of(pattern: str, style: Any) -> str:
 
 
 def _not_followed(pattern: str, style: Any, key: str) -> InputError:
-    """The error of what a style of torch's asks for, and modules here do not do."""
+    """Return the error of a torch style with an option that modules here do not follow."""
     value, fix = getattr(style, key), "leave it out"
     if key == "use_local_output":
         fix += ": modules return plain tensors"
-    elif value == _WHOLE:  # as torch has it of tables
+    elif value == _WHOLE:  # as in torch for tables
         fix += ", or of an embedding write 'embedding_rowwise'"
     elif value != _DIVIDED:
         fix += f": {_SEQUENCE}"

@@ -1,6 +1,6 @@
-"""Copies of state between a device and its host, each direction in a lane of its own
-(`engine.lanes`): a link carries both at once. Lanes and threads of a rank, and what a shard has of
-both.
+"""Copies of state between a device and its host, with a separate lane for each direction
+(`engine.lanes`): a link carries both at once. Lanes and threads of a rank, and the masters of a
+shard on the host.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gpumix.hardware.memory import host_memory
 
 
 class Transfers:
-    """Both lanes of a rank, and the thread that prepares what goes to the device."""
+    """Both lanes of a rank, and the thread that prepares copies to the device."""
 
     def __init__(self, device: torch.device) -> None:
         self.to_device = Lane(device)
@@ -24,26 +24,26 @@ class Transfers:
         self._thread: ThreadPoolExecutor | None = None
 
     def prepare(self, work: Callable[[], None]) -> Future[None]:
-        """Do `work` beside the main thread, in the order of calls."""
+        """Run `work` on the preparing thread, in the order of calls."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "gpumix-prepare")
         return self._thread.submit(work)
 
     def arrived(self) -> None:
-        """Wait until all that was to come to the host is there."""
+        """Wait until all copies to the host have arrived."""
         self.to_host.mark().wait()
 
 
 class HostMasters:
-    """A shard's masters on the host, and what the device is given of them: pinned, and in the dtype
-    that is gathered, so that no more is copied than is needed.
+    """Masters of a shard on the host, and the values for the device: in pinned memory, and in the
+    gathered dtype, so no more is copied than needed.
 
-    Masters are rounded once in a step: from its beginning to its end (`may_change`) what is given
-    stays the same, but for early updates, which come after a step's last gather of the shard that
-    rounds. The next step sees whatever was written into masters since, by whomever.
+    Masters are rounded once in a step: from its beginning to its end (`may_change`) the values for
+    the device stay the same, except for early updates, which come after a step's last gather of the
+    shard. The next step uses everything written into masters since, by any code.
 
     Args:
-        dtype: in which values are gathered.
+        dtypes: dtype of the masters, and dtype of gathered values.
     """
 
     def __init__(
@@ -64,14 +64,14 @@ class HostMasters:
         self._sent: Mark | None = None
 
     def round_ahead(self) -> None:
-        """A step begins: round them while others are gathered and computed with. Without a GPU the
-        thread would take from computing what it takes."""
+        """Begin a step: round masters while other shards are gathered and computed with. Without a
+        GPU, the thread would only slow down computing."""
         wanted = self._rounded is not None and not self._is_rounded and self._rounding is None
         if wanted and self._transfers.to_device.is_stream:
             self._rounding = self._transfers.prepare(self._round)
 
     def send(self, start: Callable[[torch.Tensor], None]) -> Mark:
-        """Let `start` copy the values to the device, on the lane; the mark of its end."""
+        """Let `start` copy the values to the device, on the lane; return the mark of its end."""
         values = self.values()
         with self._transfers.to_device.active():
             start(values)
@@ -79,7 +79,7 @@ class HostMasters:
         return self._sent
 
     def values(self) -> torch.Tensor:
-        """What the device is to be given in this step."""
+        """Return the values for the device in this step."""
         if self._rounded is None:
             return self.master
         if self._rounding is not None:
@@ -90,7 +90,7 @@ class HostMasters:
         return self._rounded
 
     def may_change(self) -> None:
-        """The step is over: somebody may write into masters."""
+        """Allow writes into masters at the end of a step."""
         if self._rounded is None and self._sent is not None:
             self._sent.wait()  # until then the device reads them
         if self._rounding is not None:

@@ -1,5 +1,5 @@
-"""Steps of an engine that leave no trace: rehearsals of the first one, replays of a batch, and
-those that are taken back."""
+"""Engine steps that leave no trace: rehearsals of the first step, replays of a batch, and steps
+taken back."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from gpumix.engine.switches import layer_drop
 from gpumix.engine.undo import Undo
 from gpumix.spec.plan import Plan
 
-_OF_A_STEP = (  # what a step leaves in the engine, beside buffers and gradients
+_OF_A_STEP = (  # left by a step in the engine, in addition to buffers and gradients
     "_rows", "_own_norm", "scaler", "steps", "losses_counted", "exchanged", "overflowed",
     "computed", "guard", "_to_take_back", "_objective", "_trims", "_settled", "_tells_samples",
     "_watch",
@@ -33,10 +33,10 @@ _OF_A_STEP = (  # what a step leaves in the engine, beside buffers and gradients
 
 
 class Trials(ShardedModel):
-    """An engine's steps that are undone.
+    """Engine base class for steps that are undone.
 
     Attributes:
-        tells_losses: whether this rank tells all others the losses of its micro-batches.
+        tells_losses: True if this rank reports the losses of its micro-batches to all ranks.
     """
 
     plan: Plan
@@ -68,8 +68,8 @@ class Trials(ShardedModel):
     def _in_step(self) -> contextlib.AbstractContextManager[None]: ...
 
     def take_back_step(self) -> None:
-        """Undo what the last step changed, its gradients aside: the buffers and the count of steps.
-        For a step whose gradients are not used; the next one draws the same dropout again. The step
+        """Undo the last step, except for gradients: restore the buffers and the count of steps. For
+        a step whose gradients are not used; the next step draws the same dropout again. The step
         before may be taken back next, and no more."""
         undo, self._to_take_back = self._to_take_back[-1], self._to_take_back[:-1]
         self.steps -= 1
@@ -77,17 +77,17 @@ class Trials(ShardedModel):
         undo.buffers.restore()
 
     def replay(self, batch: Any, see: See) -> int:
-        """Forward and backward of a batch, as in a step but without dropout, after which all is as
-        it was before. Collective, between two steps; there are no gradients.
+        """Run forward and backward of a batch as in a step, but without dropout, and restore all
+        state. Collective, between two steps, without gradients.
 
         Args:
-            batch: one micro-batch, which may be another one on each rank; None for none. In several
-                stages, and of a team, it is one sample, the same on all of them: stages compute it
-                in place of each of theirs.
-            see: is told what this rank has of the gradients.
+            batch: one micro-batch, possibly different on each rank; None for none. With several
+                stages, or in a tensor-parallel group, one sample, equal on all ranks: stages
+                compute it in place of each of their samples.
+            see: receives this rank's part of the gradients.
 
         Returns:
-            How many times this rank has computed it.
+            Number of times this rank has computed the batch.
         """
         times = 1
         rows = self._rows
@@ -111,13 +111,13 @@ class Trials(ShardedModel):
         backward: bool,
         seen: Callable[[Iterator[nn.Parameter]], Any],
     ) -> Any:
-        """What `seen` makes of this rank's parameters and their gradients after a step of a batch
-        of its own, by another objective, after which all is as it was before. Collective.
+        """Run a step of a separate batch with another objective, and restore all state. Return the
+        result of `seen` for this rank's parameters with gradients. Collective.
 
         Args:
-            rows: of each of this rank's micro-batches.
-            trims: whether columns of padding are cut off.
-            backward: or there are no gradients.
+            rows: rows of each of this rank's micro-batches.
+            trims: True to cut off padding columns.
+            backward: False: no gradients.
         """
         with self._as_before(self._own_norm.see):
             self._rows, self._objective, self._trims = rows, objective, trims
@@ -126,7 +126,7 @@ class Trials(ShardedModel):
             if backward:
                 steps = self.steps
                 self._step(batch)
-                while self.overflowed and self.scaler.scale > 1:  # which each time halves
+                while self.overflowed and self.scaler.scale > 1:  # each attempt halves the scale
                     self.steps = steps
                     self._step(batch)
             else:
@@ -136,8 +136,8 @@ class Trials(ShardedModel):
 
     @contextlib.contextmanager
     def _as_before(self, see: See) -> Iterator[None]:
-        """What a step inside changes, gradients and all, is undone. Gradients that later steps are
-        to be added to are as they were."""
+        """Undo all changes of a step inside, including gradients. Gradients of earlier steps, to be
+        added to, are restored."""
         before = {name: getattr(self, name) for name in _OF_A_STEP}
         kept = [(p, p.grad, p.grad.clone()) for p in self.parameters() if p.grad is not None]
         for parameter, *_ in kept:

@@ -1,4 +1,4 @@
-"""What the last steps changed in an engine beside weights and gradients, as it was before."""
+"""Undo of the last steps: earlier engine state except weights and gradients."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from torch import nn
 
 from gpumix.engine.buffers import BufferCopies
 
-# Steps that can be taken back: one that was bad, and the one that was given before that was known.
+# Steps that can be taken back: a bad step, and a step issued before the result was known.
 MOST_TAKEN_BACK = 2
 
 
 @dataclass(frozen=True)
 class Undo:
-    """Of one step: copies of the buffers, and `Engine.losses_counted`, from before it."""
+    """Copies of the buffers, and of `Engine.losses_counted`, from before a step."""
 
     buffers: BufferCopies
     losses_counted: torch.Tensor
 
     @classmethod
     def before(cls, keepers: Iterable[nn.Module], losses_counted: torch.Tensor) -> Undo:
-        """To be made before the step; `keepers` are the modules with buffers."""
+        """Make the copies before a step; `keepers` are the modules with buffers."""
         return cls(BufferCopies(keepers), losses_counted)
 
     def after(self, earlier: tuple[Undo, ...]) -> tuple[Undo, ...]:
-        """What can be undone when the step is done: it last, after `earlier` ones."""
+        """Return all undoable steps: the latest of `earlier` steps, and this step last."""
         self.buffers.keep_changed()
         return (*earlier, self)[-MOST_TAKEN_BACK:]

@@ -1,9 +1,9 @@
-"""Finds the units of a model: what is gathered and scheduled as one.
+"""Detection of a model's units, each gathered and scheduled as a whole.
 
-A unit is a transformer block; all else is the root unit. `transformers` models name their blocks
-in `_no_split_modules`; in other models a block is a member of a list of modules of one class, and
-where there is none each module that the model consists of is a unit. A model without modules that
-have parameters is one unit itself, whose name is empty.
+A unit is a transformer block; all the rest is the root unit. `transformers` models name their
+blocks in `_no_split_modules`. In other models a block is a member of a list of modules of one
+class; without any list, each child module of the model is a unit. A model without child modules
+with parameters is a single unit, with an empty name.
 A parameter used by more than one unit belongs to the root, which is gathered throughout a step.
 """
 
@@ -25,12 +25,12 @@ from gpumix.spec.profile import ROOT
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter and every place (module, attribute) that holds it; tied ones have several.
+    """Parameter with all places (module, attribute) of use; tied parameters have several.
 
     Attributes:
-        window: what this rank computes with.
-        parts: that in as many parts as other ranks divide it into, where it is several of them.
-        summed: whether ranks that compute together each have a part of its gradient only.
+        window: the part that this rank computes with.
+        parts: the window, in as many parts as other ranks divide it into, if this rank has several.
+        summed: True if each rank of a tensor-parallel group has only a partial gradient.
     """
 
     name: str
@@ -42,16 +42,16 @@ class Slot:
 
     @property
     def divided(self) -> bool:
-        """Whether ranks that compute together each have a part of it; these ranks, or others."""
+        """True if a tensor-parallel group divides the parameter, with or without this rank."""
         return bool(self.parts) or not self.window.whole
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A unit: its module name (`ROOT` for the root unit), its module and its own parameters.
+    """Unit: module name (`ROOT` for the root unit), module and own parameters.
 
     Attributes:
-        positions: what divides them, where ranks that compute it together do.
+        positions: division of the positions over a tensor-parallel group, if any.
     """
 
     name: str
@@ -62,38 +62,38 @@ class Unit:
 
     @property
     def trainable(self) -> int:
-        """Elements that get a gradient here."""
+        """Number of elements with a gradient on this rank."""
         return sum(s.window.numel for s in self.slots if s.parameter.requires_grad)
 
     def uses(self, slots: Iterable[Slot]) -> list[str]:
-        """The names of those parameters that lie in it, whether they are its own or not."""
+        """Return the names of parameters inside the unit, owned or not."""
         inside = set(self.module.modules())
         return [slot.name for slot in slots if any(owner in inside for owner, _ in slot.places)]
 
 
 @dataclass(frozen=True)
 class Anatomy:
-    """A model taken apart: its units in the order of registration, and the root unit."""
+    """Model taken apart: units in the order of registration, and the root unit."""
 
     units: tuple[Unit, ...]
     root: Unit
 
     @property
     def all(self) -> tuple[Unit, ...]:
-        """The root unit, then the others."""
+        """The root unit, followed by all units."""
         return (self.root, *self.units)
 
     def unit(self, name: str) -> Unit:
-        """The unit called `name`; raises KeyError if there is none."""
+        """Return the unit called `name`; raise KeyError without any."""
         return {u.name: u for u in self.units}[name]
 
     def of_kinds(self, kinds: Mapping[str, str]) -> Anatomy:
-        """The same with other kinds, by the names of units."""
+        """Return a copy with new kinds, by names of units."""
         units = (replace(unit, kind=kinds[unit.name]) for unit in self.units)
         return Anatomy(tuple(units), self.root)
 
     def fingerprint(self) -> str:
-        """Twelve hex digits of all names, shapes, dtypes and what is trainable."""
+        """Return twelve hex digits for all names, kinds, shapes, dtypes and `requires_grad`."""
         digest = hashlib.sha256()
         for unit in self.all:
             digest.update(f"{unit.name}|{unit.kind}\n".encode())
@@ -106,12 +106,13 @@ class Anatomy:
 
 
 def trains(model: nn.Module) -> bool:
-    """Whether any parameter requires a gradient."""
+    """Return True if any parameter requires a gradient."""
     return any(parameter.requires_grad for parameter in model.parameters())
 
 
 def check_trains(model: nn.Module) -> None:
-    """
+    """Refuse a model with nothing to train.
+
     Raises:
         InputError: no parameter of the model requires a gradient.
     """
@@ -130,11 +131,11 @@ def dissect(model: nn.Module, wanted: Sequence[str] = ()) -> Anatomy:
     """Take `model` apart into units.
 
     Args:
-        model: any module, its parameters real or on the meta device.
-        wanted: class names or module names of the units; by default they are found.
+        model: any module, with parameters real or on the meta device.
+        wanted: class names or module names of the units; default: detected.
 
     Raises:
-        InputError: a wanted unit does not exist, or a parameter is not one that can be sharded.
+        InputError: a wanted unit does not exist, or a parameter cannot be sharded.
     """
     _refuse_unfit(model)
     found = _outermost(_wanted(model, wanted) if wanted else _found(model))
@@ -152,7 +153,8 @@ def dissect(model: nn.Module, wanted: Sequence[str] = ()) -> Anatomy:
 
 
 def _refuse_unfit(model: nn.Module) -> None:
-    """
+    """Refuse parameters that cannot be sharded.
+
     Raises:
         InputError: a parameter has complex values, or forward changes it by itself.
     """
@@ -202,27 +204,27 @@ def _found(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _own_table(model: nn.Module) -> nn.Module | None:
-    """The table of token embeddings of a model whose text is one of several parts, by
-    `transformers`: its own code looks tokens up, to put what it makes of pictures in between."""
+    """Return the token embedding table of a `transformers` model with text as one of several parts;
+    else None. The model's own code looks up tokens, to insert results for pictures in between."""
     config: Any = getattr(model, "config", None)
     try:
         if config.get_text_config() is config:
             return None
         table = model.get_input_embeddings()  # type: ignore[operator]
-    except (AttributeError, NotImplementedError, ValueError):  # it has none, or several
+    except (AttributeError, NotImplementedError, ValueError):  # no table, or several
         return None
     return table if isinstance(table, nn.Embedding) else None
 
 
 def _named_classes(model: nn.Module) -> set[str]:
-    """As the model names its blocks; as those do that it is made of, if it does not itself."""
+    """Return the classes named as blocks by the model, or by its children if it names none."""
     own = set(getattr(model, "_no_split_modules", None) or ())
     return own or set().union(*map(_named_classes, model.children()))
 
 
 def _repeated(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Members of lists, and of dictionaries, whose members have one class and submodules of their
-    own; lists of lists have blocks inside, for a list itself is never called."""
+    """Yield members of lists and dictionaries of one class, with submodules of their own. Lists of
+    lists have blocks inside, because a list itself is never called."""
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
             continue
@@ -236,8 +238,8 @@ def _repeated(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _children(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """What a model without repeated blocks is made of; of a list, which is never called, its
-    members."""
+    """Yield the child modules of a model without repeated blocks; of a list, which is never called,
+    the members."""
     for name, child in model.named_children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from _children(child, f"{prefix}{name}.")
@@ -268,7 +270,7 @@ def _slots(model: nn.Module) -> list[Slot]:
 
 
 def _owners(found: list[tuple[str, nn.Module]], slots: list[Slot]) -> dict[str, str]:
-    """The name of the unit that owns each parameter."""
+    """Return the name of the owning unit of each parameter."""
     inside: dict[int, str] = {}
     for name, unit in found:
         for module in unit.modules():
@@ -282,8 +284,8 @@ def _owners(found: list[tuple[str, nn.Module]], slots: list[Slot]) -> dict[str, 
 
 
 def _kind(module: nn.Module, own: Sequence[Slot], kinds: dict[str, str]) -> str:
-    """A name shared by units of one structure, which own the like; `kinds` maps structures to names
-    so far."""
+    """Return a name shared by units with the same structure and ownership; `kinds` maps structures
+    to names so far."""
     structure = _structure(module, {id(slot.parameter) for slot in own})
     if structure not in kinds:
         base = type(module).__name__
@@ -317,8 +319,7 @@ def _is_setting(value: object) -> bool:
 
 
 def frozen_bytes(slots: Sequence[Slot], compute_dtype: torch.dtype) -> int:
-    """Bytes of parameters that are not trained: stored as they are gathered, floats in the compute
-    dtype."""
+    """Count the bytes of frozen parameters, stored as gathered: floats in the compute dtype."""
     frozen = [(s.window.numel, s.parameter) for s in slots if not s.parameter.requires_grad]
     return sum(
         numel * (compute_dtype.itemsize if p.is_floating_point() else p.element_size())
@@ -327,6 +328,6 @@ def frozen_bytes(slots: Sequence[Slot], compute_dtype: torch.dtype) -> int:
 
 
 def buffer_bytes(model: nn.Module) -> int:
-    """Bytes of all buffers, which every rank holds whole."""
+    """Count the bytes of all buffers, which every rank holds in full."""
     unique: dict[int, torch.Tensor] = {id(b): b for b in model.buffers()}
     return sum(b.numel() * b.element_size() for b in unique.values())

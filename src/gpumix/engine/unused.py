@@ -1,8 +1,8 @@
-"""Parameters that no rank has a gradient of in a step.
+"""Parameters without a gradient on any rank in a step.
 
 An optimizer of torch passes over a parameter whose gradient is None: neither weight decay nor
-momentum moves it. A rank sees which of the parameters got no gradient in its own micro-batches; all
-ranks together know which got none at all.
+momentum moves it. A rank sees which parameters got no gradient in its own micro-batches; only all
+ranks together know which parameters got none at all.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from gpumix.engine.inventory import Inventory
 
 
 class UnusedParameters:
-    """Takes the gradients of zero from parameters that no rank used.
+    """Removal of zero gradients from parameters that no rank used.
 
-    Ranks join one flag for each trained parameter. Only a rank that lacks a gradient itself reads
-    the flags: in most models none does, and updates go on meanwhile.
+    Ranks all-reduce one flag per trained parameter. Only a rank lacking a gradient itself reads the
+    flags: in most models none does, and updates proceed meanwhile.
     """
 
     def __init__(self, comm: Communicator, buckets: Sequence[Bucket], inventory: Inventory) -> None:
@@ -34,8 +34,8 @@ class UnusedParameters:
         self._told: Pending | None = None
 
     def drop(self) -> None:
-        """All gradients of the step are there: drop those of parameters that no rank used, where
-        earlier steps left none to be added to. Collective."""
+        """Drop the gradients of parameters that no rank used, unless earlier steps left gradients
+        to add to. All gradients of the step must be complete. Collective."""
         absent = [name for group in self._groups for name in group.unused_names()]
         if self._comm.world > 1:
             absent = self._used_by_none(absent)
@@ -47,7 +47,7 @@ class UnusedParameters:
                 shard.drop_new_gradients(names)
 
     def finish(self) -> None:
-        """The step ends: other ranks may read the flags until then."""
+        """End the step's exchange of flags; other ranks may read the flags until here."""
         if self._told is not None:
             self._wait(self._told)
             self._told = None
@@ -58,7 +58,7 @@ class UnusedParameters:
         self._comm.record.goes_on()
 
     def _used_by_none(self, absent: Iterable[str]) -> list[str]:
-        """Those of `absent`, which this rank has no gradient of, that the others have none of."""
+        """Return the parameters of `absent`, without a gradient here, unused on all other ranks."""
         absent = list(absent)
         flags = self._all_used.clone()
         if absent:

@@ -1,8 +1,8 @@
-"""The optimizer's step, bucket by bucket: each as soon as its gradient is done.
+"""Optimizer step bucket by bucket, for each bucket as soon as its gradient is complete.
 
-So updates hide behind what is left of the backward pass. Only where each element is updated for
-itself, and nothing must be known of all gradients first (no clipping, no check for overflow). State
-on the host is updated by a thread of its own, while the device goes on.
+Updates overlap with the rest of the backward pass. Only for optimizers that update each element by
+itself, and if nothing must be known of all gradients first (no clipping, no check for overflow).
+State on the host is updated by a separate thread, while the device continues.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ ELEMENTWISE = (Adam, AdamW, SGD)
 
 
 def updates_elements(optimizer: Optimizer) -> bool:
-    """Whether `optimizer` is known to update each element for itself."""
+    """Return True if `optimizer` is known to update each element by itself."""
     return type(optimizer) in ELEMENTWISE
 
 
 class StepsOnHost:
-    """Lets what a step makes for parameters on the host be the host's too, whoever calls it.
+    """Hooks that count allocations by optimizer steps for parameters on the host as host memory,
+    whoever calls the step.
 
     Args:
-        owner: as long as it lives.
-        parameters: those on the host.
+        owner: object whose lifetime the hooks share.
+        parameters: parameters on the host.
     """
 
     def __init__(self, owner: object, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -62,13 +63,13 @@ class StepsOnHost:
 
 
 class Updates:
-    """Steps `optimizer` for one bucket after the other.
+    """Steps of `optimizer` for one bucket after another.
 
     Attributes:
-        guard: holds the steps back, if there is one.
+        guard: holds back the steps, if set.
 
     Args:
-        arrivals: on which gradients come to the host, where the state is there.
+        arrivals: lane on which gradients come to the host, if the state is there.
     """
 
     def __init__(
@@ -88,8 +89,8 @@ class Updates:
             ]
 
     def update(self, bucket: Bucket) -> None:
-        """The gradient of `bucket` is done. Parameters without a gradient on this rank wait for
-        `finish`: until then it is not known whether other ranks have one."""
+        """Update a bucket whose gradient is complete. Parameters without a gradient on this rank
+        wait for `finish`, when the gradients of other ranks are known."""
         members = self._members[id(bucket)]
         unused = {name for group in bucket.trainable for name in group.unused_names()}
         if unused:
@@ -101,7 +102,7 @@ class Updates:
             self._update(members)
 
     def _update(self, members: list[list[torch.nn.Parameter]]) -> None:
-        """Step for these parameters of each group, once their gradients have arrived."""
+        """Step for some parameters of each group, once their gradients have arrived."""
         if self._arrivals is None or self._thread is None:
             self._step(members)
             return
@@ -109,7 +110,7 @@ class Updates:
         self._under_way.append(self._thread.submit(self._step, members, arrived))
 
     def finish(self) -> None:
-        """Wait for all of them; which parameters have no gradient is known."""
+        """Wait for all updates, including late parameters: missing gradients are known now."""
         late, self._late = self._late, [[] for _ in self._late]
         if any(p.grad is not None for group in late for p in group):
             self._update(late)

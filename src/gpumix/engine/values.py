@@ -1,7 +1,7 @@
-"""The values that cross a unit's boundary, as a list of leaves, and put together again.
+"""Values crossing a unit's boundary, as a list of leaves with a structure for reassembly.
 
-The leaves are those of `torch.utils._pytree`, in its order, which also handles all that is not said
-here. Most calls are of tensors and of tuples of them: for these it takes a fifth of the time.
+Leaves and their order are those of `torch.utils._pytree`, which also handles all types not handled
+here. Most calls are of tensors and tuples of tensors, for which this takes a fifth of the time.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 # Types of leaves that hold no other values.
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, str})
 
-# Of a leaf None, of a tuple, a list and a dict the structures of their items, of other values
-# pytree's own.
+# None for a leaf; for a tuple, list or dict the structures of the items; for other values pytree's
+# own structure.
 Structure = Union[
     None,
     tuple["Structure", ...],
@@ -32,15 +32,15 @@ Structure = Union[
 
 @dataclass(frozen=True)
 class OfObject:
-    """The structure of an object that `is_open`: its class, and what its attributes hold."""
+    """Structure of an object with `is_open`: class, and structures of attributes."""
 
     kind: type[Any]
     attributes: dict[str, Structure]
 
 
 def is_open(value: Any) -> bool:
-    """Whether a value is an object that holds others for blocks to share: a dict in the shape of an
-    object, a cache, a layer of one. To pytree it is a leaf."""
+    """Return True for an object of values shared by blocks: a dict-like object, a cache, or a layer
+    of a cache. For pytree the object is a leaf."""
     kind = type(value)
     return issubclass(kind, UserDict) or (
         hasattr(kind, "get_seq_length") and hasattr(value, "__dict__")
@@ -48,7 +48,7 @@ def is_open(value: Any) -> bool:
 
 
 def flatten(value: Any, leaves: list[Any]) -> Structure:
-    """Append the leaves of a value to `leaves`; returns how they were put together."""
+    """Append the leaves of a value to `leaves`; return the structure."""
     kind = type(value)
     if kind in PLAIN_TYPES:
         leaves.append(value)
@@ -67,7 +67,7 @@ def flatten(value: Any, leaves: list[Any]) -> Structure:
 
 
 def unflatten(structure: Structure, leaves: Iterator[Any]) -> Any:
-    """A value of this structure, of the next leaves."""
+    """Build a value of a structure from the next leaves."""
     if structure is None:
         return next(leaves)
     if isinstance(structure, tuple):
@@ -84,19 +84,19 @@ def unflatten(structure: Structure, leaves: Iterator[Any]) -> Any:
 
 
 class Arguments(NamedTuple):
-    """How the arguments of a call are put together."""
+    """Structure of the arguments of a call."""
 
     args: tuple[Structure, ...]
     kwargs: dict[str, Structure]
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Arguments]:
-        """The leaves of a call's arguments, and their structure."""
+        """Return the leaves of a call's arguments, with the structure."""
         leaves: list[Any] = []
         of_args = tuple([flatten(value, leaves) for value in args])
         return leaves, cls(of_args, {n: flatten(value, leaves) for n, value in kwargs.items()})
 
     def filled(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments of these leaves."""
+        """Return the arguments, with the given leaves."""
         rest = iter(leaves)
         return unflatten(self.args, rest), unflatten(self.kwargs, rest)

@@ -1,6 +1,6 @@
-"""Whether all ranks run the same gpumix and torch, which of most launchers nobody has compared.
+"""Check that all ranks run the same gpumix and torch, because most launchers do not compare.
 
-Unlike ones may wait for each other in collectives that do not fit, or compute unlike steps.
+Ranks of unlike versions may wait for each other in mismatched collectives, or compute unlike steps.
 """
 
 from __future__ import annotations
@@ -20,37 +20,38 @@ PACKAGES = ("gpumix", "torch")
 
 
 def own_versions() -> str:
-    """What a rank tells of itself, in JSON."""
-    # Builds for unlike GPUs are of one version.
+    """Return this rank's host and versions, in JSON."""
+    # Builds for unlike GPUs have the same version.
     torchs = str(torch.__version__).partition("+")[0]
     return json.dumps({"host": socket.gethostname(), "gpumix": gpumix.__version__, "torch": torchs})
 
 
 def digest_of(told: str) -> int:
-    """The same number for the same versions, in 63 bits."""
+    """Return a number of 60 bits, equal for equal versions."""
     known = json.loads(told)
     text = json.dumps([known[package] for package in PACKAGES])
     return int(hashlib.sha256(text.encode()).hexdigest()[:15], 16)
 
 
 def publish(told: str, rank: int) -> None:
-    """For `published`, in the store of the default process group if there is one."""
+    """Store versions for `published`, in the store of the default process group, if initialized."""
     if dist.is_initialized():
         _store().set(str(rank), told)
 
 
 def published(world: int) -> list[str]:
-    """What all ranks told, once each has."""
+    """Return the versions of all ranks, once every rank has published."""
     return [_store().get(str(rank)).decode() for rank in range(world)]
 
 
 def refuse_unlike(told: Sequence[str]) -> None:
-    """
+    """Refuse ranks of unlike versions.
+
     Args:
-        told: by each rank.
+        told: versions by rank.
 
     Raises:
-        InputError: a rank runs another version than the first one.
+        InputError: a rank runs another version than rank 0.
     """
     first, *others = map(json.loads, told)
     for rank, other in enumerate(others, 1):

@@ -1,4 +1,4 @@
-"""How long a device waits: for communication, or for copies."""
+"""Clock of a device's waits, for communication or for copies."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from gpumix.hardware import runtime
 
 @dataclass
 class Mark:
-    """A place in a device's waits; `seconds` of all before it, None until the device was there."""
+    """Position in a device's waits, with the `seconds` of earlier waits; None until reached."""
 
     seconds: float | None = None
 
 
 class WaitClock:
-    """Adds up the time that a device waits: for communication, or for copies.
+    """Clock adding up the time that a device waits, for communication or for copies.
 
-    On a CPU that is the host's time inside waits. On CUDA a wait returns at once and holds back the
-    stream, so events are recorded around it and read when the total is asked for.
+    On a CPU, this is the host's time inside waits. On CUDA, a wait returns at once and holds back
+    the stream, so events are recorded around it and read when the total is requested.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -49,14 +49,14 @@ class WaitClock:
             self._seconds += time.perf_counter() - self._entered
 
     def mark(self) -> Mark:
-        """This place in the waits, which `at_s` tells the seconds of; nothing is waited for."""
+        """Mark the current position for `at_s`, without waiting."""
         mark = Mark(None if self._on_stream else self._seconds)
         if self._on_stream:
             self._events.append(mark)
         return mark
 
     def at_s(self, mark: Mark) -> float:
-        """Seconds of all waits before `mark`; synchronises with the last of these."""
+        """Return the seconds of all waits before `mark`; synchronizes with the last of these."""
         self._add_up_finished()
         while mark.seconds is None:
             first = self._events[0]
@@ -66,7 +66,7 @@ class WaitClock:
         return mark.seconds
 
     def total_s(self) -> float:
-        """Seconds so far; on CUDA this synchronises with the last wait."""
+        """Return the seconds so far; on CUDA, synchronizes with the last wait."""
         return self.at_s(self.mark())
 
     def _add_up_finished(self) -> None:

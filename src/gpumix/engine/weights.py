@@ -1,5 +1,5 @@
-"""Where a parameter's initial values come from: the model itself, its recorded initialiser, or
-safetensors. Each rank asks for the intervals that it owns and gets no more than one parameter."""
+"""Sources of a parameter's initial values: the model itself, its recorded initializer, or
+safetensors. Each rank requests its own intervals and gets no more than one parameter."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from gpumix.spec.files import NotAFileError, check_is_file, why_unreadable
 
 
 def source_of(model: nn.Module, weights: Path | None = None) -> Source:
-    """What gives the initial values of `model`'s parameters.
+    """Return the source of initial values of `model`'s parameters.
 
     Args:
-        weights: a safetensors file or a folder of them; None takes the model's own values.
+        weights: a safetensors file or a folder of such files; None: the model's own values.
 
     Raises:
         InputError: the files cannot be read, lack a parameter or have it in another shape; or, when
-            a value is asked for, the model has none and no initialiser.
+            a value is requested, the model has no value and no initializer.
     """
     return _own_values(model) if weights is None else _from_files(_Files(weights), model)
 
 
 def unused(model: nn.Module, weights: Path) -> list[str]:
-    """The names of tensors in `weights` that are neither a parameter nor a buffer of `model`."""
+    """Return the names of tensors in `weights` that are no parameters or buffers of `model`."""
     known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     known |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
     return sorted(_Files(weights).holding.keys() - known)
 
 
 def load_buffers(model: nn.Module, weights: Path) -> None:
-    """Give `model`'s persistent buffers (running statistics, say) their values in `weights`; those
-    that are not in there stay."""
+    """Load `model`'s persistent buffers (running statistics, say) from `weights`; buffers not in
+    there stay as is."""
     files = _Files(weights)
     for prefix, module in model.named_modules():
         for key, buffer in module._buffers.items():
@@ -64,14 +64,14 @@ def _own_values(model: nn.Module) -> Source:
                 f"parameter '{name}' is on the meta device and nothing says what its values are",
                 fix="build the model with gpumix.build(function, seed), or give `weights`",
             )
-        # A transformer's parameters are made one at a time and whole: the largest is an embedding.
+        # A transformer's parameters are made one at a time, in full: the largest is an embedding.
         return log.materialize(parameter).reshape(-1)[start:end]
 
     return source
 
 
 def _from_files(files: _Files, model: nn.Module) -> Source:
-    # Of tied parameters a file holds one, by any of their names.
+    # A file holds tied parameters once, under any of their names.
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -96,8 +96,8 @@ def _from_files(files: _Files, model: nn.Module) -> Source:
 
 
 class _Files:
-    """A safetensors file, or all of a folder; `holding` tells which file holds which tensor,
-    `shapes` of which shape."""
+    """Safetensors file, or all files of a folder; `holding` has the file of each tensor, `shapes`
+    the shape."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -118,7 +118,7 @@ class _Files:
 
     @contextlib.contextmanager
     def opened(self, name: str) -> Iterator[Any]:
-        """Tensor `name`, still on the disk."""
+        """Open tensor `name`, without reading it."""
         with _opened(self.holding[name]) as opened:
             yield opened.get_slice(name)
 
@@ -126,7 +126,7 @@ class _Files:
 @contextlib.contextmanager
 def _opened(file: Path) -> Iterator[Any]:
     try:
-        check_is_file(file)  # which would be waited for with Python's lock held
+        check_is_file(file)  # opening anything else may block with Python's lock held
         with safe_open(file, framework="pt") as opened:
             yield opened
     except (OSError, SafetensorError) as error:
@@ -139,7 +139,7 @@ def _opened(file: Path) -> Iterator[Any]:
 
 
 def _interval(tensor: Any, shape: torch.Size, start: int, end: int) -> torch.Tensor:
-    """Elements [start, end) of a tensor on disk, flattened; reads only the rows they are in."""
+    """Return elements [start, end) of a tensor on disk, flattened; reads only the rows needed."""
     if not shape:
         return tensor[...].reshape(-1)[start:end]
     row = max(1, shape[1:].numel())

@@ -1,9 +1,9 @@
-"""Which part of a parameter a rank computes with: all of it, or, where ranks compute a unit
-together, runs along one dimension.
+"""Window of a parameter: the part that a rank computes with. All of the parameter, or, in a
+tensor-parallel group, runs along one dimension.
 
-What a rank has of a window, it has as an interval of its elements, flattened. Checkpoints hold
-boxes (an offset and a size in every dimension) of the whole parameter, which say where elements are
-without a word about who had them.
+A rank stores an interval of a window's elements, flattened. Checkpoints hold boxes (an offset and a
+size in every dimension) of the full parameter, which locate elements independently of the ranks
+that had them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Run = tuple[int, int]
 
 @dataclass(frozen=True)
 class Window:
-    """Part `part` of `parts` equal ones of a tensor of `shape`, along `dim`; where `packed` tensors
-    lie there in a row, that part of each.
+    """Part `part` of `parts` equal parts of a tensor of `shape`, along `dim`; if `packed` tensors
+    lie there in a row, the part of each.
 
     Raises:
-        ValueError: it cannot be divided so.
+        ValueError: the size along `dim` cannot be divided this way.
     """
 
     shape: torch.Size
@@ -43,24 +43,24 @@ class Window:
 
     @property
     def whole(self) -> bool:
-        """Whether it shows all of the tensor."""
+        """True if the window shows all of the tensor."""
         return self.parts == 1
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        """The indices along `dim` that it shows, as (begin, end)."""
+        """Ranges of indices along `dim` in the window, as (begin, end)."""
         of_one = self.shape[self.dim] // self.packed
         size = of_one // self.parts
         begins = (tensor * of_one + self.part * size for tensor in range(self.packed))
         return tuple((begin, begin + size) for begin in begins)
 
     def of_member(self, part: int) -> Window:
-        """The same for another part."""
+        """Return the window of another part."""
         return replace(self, part=part)
 
     @property
     def local_shape(self) -> torch.Size:
-        """That of what the window shows."""
+        """Shape of the window's content."""
         if self.whole:
             return self.shape
         sizes = list(self.shape)
@@ -72,14 +72,14 @@ class Window:
         return prod(self.local_shape)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What it shows of a tensor of `shape`."""
+        """Return the window's content in a tensor of `shape`."""
         if self.whole:
             return tensor
         shown = [tensor.narrow(self.dim, begin, end - begin) for begin, end in self.runs]
         return shown[0] if len(shown) == 1 else torch.cat(shown, self.dim)
 
     def put(self, local: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Write what it shows into a tensor of `shape`."""
+        """Write the window's content into a tensor of `shape`."""
         if self.whole:
             tensor.copy_(local)
             return
@@ -88,8 +88,8 @@ class Window:
             tensor.narrow(self.dim, begin, end - begin).copy_(part)
 
     def boxes(self, start: int, flat: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
-        """The boxes of the whole tensor that elements [start, start + len(flat)) of the window are,
-        each with a view of `flat`."""
+        """Yield the boxes of the full tensor that elements [start, start + len(flat)) of the window
+        fill, each with a view of `flat`."""
         found = boxes(self.local_shape, start, start + flat.numel())
         stretches = flat.split([prod(size) for _, size in found]) if found else ()
         for (offset, size), stretch in zip(found, stretches):
@@ -98,12 +98,12 @@ class Window:
     def _unfolded(
         self, offset: Sequence[int], part: torch.Tensor
     ) -> Iterator[tuple[Box, torch.Tensor]]:
-        """Where `part`, at `offset` of the window, is in the whole tensor."""
+        """Locate `part`, at `offset` of the window, in the full tensor."""
         if self.whole:
             yield (tuple(offset), tuple(part.shape)), part
             return
         first, length = offset[self.dim], part.shape[self.dim]
-        before = 0  # of the window's indices
+        before = 0  # indices of the window so far
         for begin, end in self.runs:
             low, high = max(first, before), min(first + length, before + end - begin)
             if low < high:

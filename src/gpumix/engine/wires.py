@@ -1,8 +1,8 @@
-"""What the ranks of different stages send each other: outputs forward, their gradients back.
+"""Point-to-point messages between pipeline stages: outputs forward, gradients backward.
 
-Every pair of ranks has a line of its own for each pair of stages, one of which takes of the other,
-and for each direction, on which messages come in order. Both ends know the order of all from the
-plan, and the looks of what comes too: so nothing is sent but values.
+Every pair of ranks has a separate line for each pair of connected stages and each direction;
+messages on a line arrive in order. Both ends know the order of all messages from the plan, and
+know their looks too, so only values are sent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 @dataclass(frozen=True)
 class Message:
-    """What stage `to` takes of an earlier stage's call, of one micro-batch; or its gradient."""
+    """Output of an earlier stage's call taken by stage `to` in a micro-batch, or the gradient."""
 
     direction: Direction
     to: int
@@ -33,7 +33,7 @@ class Message:
     taken: Taken
 
     def __str__(self) -> str:
-        """As error messages name it."""
+        """Return the name used in error messages."""
         what = f"output {self.taken.output} of unit call {self.taken.call + 1}"
         way = "to" if self.direction == "forward" else "back from"
         gradient = "" if self.direction == "forward" else "gradient of "
@@ -45,8 +45,8 @@ class Message:
 
 @dataclass(frozen=True)
 class _Line:
-    """From one rank to another, in one direction, for what one stage takes `of` another. With other
-    stages of the same ranks it would be in no order that both know."""
+    """Line from one rank to another in one direction, for outputs of stage `of` taken by `to`.
+    On a line of several stage pairs, messages would have no order known to both ends."""
 
     direction: Direction
     of: int
@@ -56,10 +56,10 @@ class _Line:
 
 
 class Wires:
-    """The lines of one rank. Collective to make: all ranks make all lines.
+    """Lines of one rank. Construction is collective: all ranks make all lines.
 
     Args:
-        dtype: that floating values are sent in.
+        dtype: dtype in which floating values are sent.
     """
 
     def __init__(self, plan: Plan, comm: Communicator, dtype: torch.dtype) -> None:
@@ -67,14 +67,14 @@ class Wires:
         self._dtype = dtype
         self._stage_of_call = [n for n, stage in enumerate(plan.stages) for _ in stage.units]
         self._lines: dict[_Line, Communicator] = {}
-        self._made: set[_Line] = set()  # those of all ranks
+        self._made: set[_Line] = set()  # lines of all ranks
         self._here: dict[Message, torch.Tensor] = {}  # between two stages of this rank
         self._coming: dict[Message, tuple[torch.Tensor, Pending]] = {}
         self._going: deque[Pending] = deque()
         self.replan(plan)
 
     def replan(self, plan: Plan) -> None:
-        """Go on by a plan of the same stages, whose workers have other micro-batches. Collective,
+        """Continue with a plan of the same stages and other micro-batches per worker. Collective,
         between two steps."""
         self._team_of = {
             (number, batch): plan.ranks_of(number)[one.seats.start : one.seats.stop]
@@ -98,7 +98,7 @@ class Wires:
         return found
 
     def _all_lines(self, message: Message) -> list[_Line]:
-        """Those of a message, to all members of a team."""
+        """Return the lines of a message, to all members of a tensor-parallel group."""
         of = self._stage_of_call[message.taken.call]
         givers = self._team_of[of, message.batch]
         takers = self._team_of[message.to, message.batch]
@@ -110,15 +110,15 @@ class Wires:
         ]
 
     def _line(self, message: Message) -> _Line:
-        """That on which this rank gets it."""
+        """Return the line on which this rank receives a message."""
         lines = self._all_lines(message)
         return next(line for line in lines if line.taker == self._comm.rank)
 
     def send(self, message: Message, value: torch.Tensor) -> None:
-        """Begin to send; `value` is not changed any more.
+        """Begin to send; `value` must not change afterwards.
 
         Raises:
-            ModelError: it has no values.
+            ModelError: `value` is a tensor without values.
         """
         refuse_without_values(value, str(message))
         lines = [line for line in self._all_lines(message) if line.giver == self._comm.rank]
@@ -135,7 +135,7 @@ class Wires:
             self._going.append(going)
 
     def expect(self, message: Message, look: Look) -> None:
-        """Begin to receive what looks so."""
+        """Begin to receive a tensor of the given look."""
         line = self._line(message)
         if line.giver == line.taker or message in self._coming:
             return
@@ -147,7 +147,7 @@ class Wires:
         self._coming[message] = (room, coming)
 
     def receive(self, message: Message, look: Look) -> torch.Tensor:
-        """What was sent, in the dtype of its look."""
+        """Return the tensor received, in the dtype of `look`."""
         if message in self._here:
             return self._here.pop(message)
         self.expect(message, look)
@@ -158,20 +158,20 @@ class Wires:
         return room.to(look.dtype)
 
     def finish(self) -> None:
-        """Wait until all that was sent is there."""
+        """Wait until all messages sent have arrived."""
         self._comm.record.meets("other stage")
         while self._going:
             self._going.popleft().wait()
         self._comm.record.goes_on()
 
     def abandon(self) -> None:
-        """Leave nothing of a step that failed."""
+        """Drop the messages of a failed step."""
         self._here.clear()
         self._coming.clear()
         self._going.clear()
 
     def _pass_of(self, message: Message) -> Action:
-        """What comes to what is sent."""
+        """Return the pass producing the content of a message."""
         forward = message.direction == "forward"
         stage = self._stage_of_call[message.taken.call] if forward else message.to
         return Action(message.direction, stage, message.batch)
@@ -180,6 +180,6 @@ class Wires:
         return self._lines[line].rank
 
     def _reap(self) -> None:
-        """Let go of what has arrived."""
+        """Release completed sends."""
         while self._going and all(work.is_completed() for work in self._going[0].works):
             self._going.popleft().wait()
