@@ -1,11 +1,11 @@
-"""gpumix trains transformers on whatever mixture of GPUs there is, at the speed they add up to.
+"""gpumix trains transformers on any mixture of GPUs, at their combined speed.
 
     profile = gpumix.profile(build, make_batch, sequence_length=512, global_batch=64)
     plan = gpumix.plan(profile, global_batch=64)
     engine = gpumix.prepare(gpumix.build(build, seed=0), plan)
     optimizer = torch.optim.AdamW(engine.parameters())
 
-Names are imported when they are first used, so that `import gpumix` does not import torch.
+Names are imported on first use, so that `import gpumix` does not import torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m gpumix`, which is also what torchrun starts: `torchrun ... -m gpumix train JOB`."""
+"""Entry point of `python -m gpumix`, also for torchrun: `torchrun ... -m gpumix train JOB`."""
 
 from gpumix.cli import main
 

@@ -1,9 +1,9 @@
-"""Plans that are written by hand, to test a model of one's own under an uneven split on a CPU.
+"""Hand-written plans, to test a model under an uneven split on a CPU.
 
     plan = plan_for(model, [Share(5, 2, state=1), Share(1, 1, state=3)])
 
 is for two ranks: the first computes 5 of 6 samples, 2 at a time, and stores a quarter of the state.
-`gpumix.prepare` and the `plan` of `Trainer` and `Accelerator` take it; nothing is measured.
+`gpumix.prepare` and the `plan` of `Trainer` and `Accelerator` accept it; nothing is measured.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ __all__ = ["Share", "plan_for"]
 
 
 class Share(NamedTuple):
-    """One rank's part of a plan.
+    """Part of a plan for one rank.
 
     Attributes:
         samples: of each global batch; 0 for a rank that only stores.
-        micro_batch: the most samples that it computes at once.
-        state: its part of the state, relative to those of the other ranks.
+        micro_batch: the most samples computed at once.
+        state: its part of the state, relative to other ranks.
         mode: how it runs micro-batches.
-        kept: of how many pairs of unit call and micro-batch it keeps the graph though the mode
-            recomputes.
+        kept: the number of (call, micro-batch) pairs exempt from activation checkpointing.
         host: its name.
     """
 
@@ -55,15 +54,15 @@ def plan_for(
     compute_dtype: ComputeDtype | Sequence[ComputeDtype] = "fp32",
     **settings: Any,
 ) -> Plan:
-    """A plan of one stage for `model`, with a share for each rank.
+    """Make a plan of one stage for `model`, with a share for each rank.
 
     Args:
-        calls: the order of the unit calls; default: that in which units are registered.
+        calls: the order of the unit calls; default: the order of registration.
         units: class or module names of the units, as for `gpumix.prepare`; default: found.
-        length: tokens of a sample, which the plan tells; nothing depends on it.
+        length: tokens of a sample, recorded in the plan without effect.
         stage: further fields of the stage.
-        on_host: ranks that keep their state in their host's memory.
-        head: of all ranks, instead of what their modes say.
+        on_host: ranks with CPU offload of their state.
+        head: of all ranks, instead of their modes' head.
         compute_dtype: of all ranks, or of each.
         settings: further fields of the plan, such as `zero_stage`.
 

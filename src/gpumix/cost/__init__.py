@@ -1,1 +1,1 @@
-"""What a plan costs: time, memory, network. Pure: no torch."""
+"""Cost model of a plan: time, memory and network. Pure Python: no torch."""

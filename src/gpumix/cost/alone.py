@@ -1,8 +1,8 @@
-"""What devices reach alone: the mark that a mixture of them is held against.
+"""Speed of devices running alone: the upper bound for a mixture of devices.
 
-A device that computes without a pause, in the micro-batch and mode that were measured to be its
-fastest, needs so many seconds for a sample; it sends nothing, waits for nobody, and lacks no
-memory. Added up over devices that is a speed that no plan without better kernels goes beyond.
+A device computing without pause needs a fixed time per sample, at its fastest measured micro-batch
+and mode. It sends nothing, waits for no rank and does not run out of memory. The sum over devices
+is a speed that no plan exceeds without better kernels.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HEADS = ("whole", "chunked")
 
 
 def samples_per_s_alone(profile: Profile, device_class: str) -> float:
-    """Of one device of a class."""
+    """Return the samples per second of one device of a class."""
     measured = profile.of_class(device_class)
     sizes = sorted({size for one in measured.units.values() for size in one.forward.sizes})
     most = measured.largest_micro_batch or max(measured.units[ROOT].forward.sizes)
@@ -39,7 +39,7 @@ def samples_per_s_alone(profile: Profile, device_class: str) -> float:
 
 
 def ideal_tokens_per_s(profile: Profile, device_classes: Iterable[str]) -> float:
-    """Of devices of these classes together, each named as often as there are devices of it."""
+    """Return the tokens per second of devices running alone; list a class once per device."""
     counts = Counter(device_classes)
     samples_per_s = sum(n * samples_per_s_alone(profile, name) for name, n in counts.items())
     return samples_per_s * profile.sequence_length

@@ -1,8 +1,8 @@
-"""What a step gathers and reduces as one, from the model's profile and what a plan says of it.
+"""Buckets of a step: parameters gathered and reduced together, by model profile and plan.
 
-As in `engine.parts`: units in a row lie in one bucket, and the root's parameters in up to three. A
-*run* is a row of unit calls that compute with one bucket. Buckets are named by the kinds of their
-units, so that those that are alike are counted once; the root's are `ROOT`, `BEFORE` and `AFTER`.
+As in `engine.parts`, consecutive units share a bucket, and the root's parameters are in up to
+three. A *run* is a row of unit calls that compute with one bucket. A unit bucket is named by the
+kinds of its units, so equal buckets are counted once; the root's are `ROOT`, `BEFORE` and `AFTER`.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ Names = tuple[str, ...]
 
 @dataclass(frozen=True)
 class UnitSize:
-    """What a bucket, or one unit of a kind, holds: elements with a gradient, and bytes without."""
+    """Size of a bucket or unit: elements with a gradient, and bytes of frozen parameters."""
 
     trainable: int
     frozen_bytes: int
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of the whole gradient."""
+        """Bytes of the full gradient."""
         return self.trainable * GRADIENT_BYTES
 
 
 @dataclass(frozen=True)
 class Joining:
-    """How a plan puts parameters into buckets: so many units in a row, and whether what the root
-    uses only before the first unit, and only after the last, has buckets of its own."""
+    """Grouping of parameters into buckets: units per bucket, and separate buckets for root
+    parameters used only before the first unit or only after the last."""
 
     joined: int = 1
     before: bool = False
@@ -57,10 +57,10 @@ class Joining:
 
     @classmethod
     def of(cls, model: ModelProfile, plan: Plan) -> Joining:
-        """Of a plan.
+        """Return the grouping of a plan.
 
         Raises:
-            InputError: the profile does not know how large the plan's ends of the root are.
+            InputError: the profile does not know the size of the plan's ends of the root.
         """
         stage, root = plan.stages[0], model.root
         for planned, known in ((stage.before, root.before), (stage.after, root.after)):
@@ -79,7 +79,7 @@ SINGLE = Joining()
 
 @dataclass(frozen=True)
 class Run:
-    """Unit calls in a row, from number `first` on, by kind; and the number of their bucket."""
+    """Consecutive unit calls, from number `first` on, by kind; and the number of their bucket."""
 
     bucket: int
     first: int
@@ -90,13 +90,12 @@ class Run:
         return self.first + len(self.kinds) - 1
 
 
-NOTHING = ""  # in the place of a bucket: no collective runs
+NOTHING = ""  # no bucket: no collective runs
 
 
 @dataclass(frozen=True)
 class Beside:
-    """What happens at one run: the kinds that are computed, and the buckets that are gathered and
-    reduced meanwhile."""
+    """Work of one run: the kinds computed, and the buckets gathered and reduced meanwhile."""
 
     kinds: Names
     gathered: str = NOTHING
@@ -105,12 +104,12 @@ class Beside:
 
 @dataclass(frozen=True)
 class Buckets:
-    """The buckets of a model.
+    """Buckets of a model.
 
     Attributes:
         runs: in the order of the forward pass.
-        kinds: the name of each of the units' buckets.
-        sizes: by name; the root's among them, also where nothing is in them.
+        kinds: the name of each unit bucket.
+        sizes: by name, including empty buckets of the root.
     """
 
     runs: tuple[Run, ...]
@@ -119,21 +118,21 @@ class Buckets:
     joining: Joining
 
     def of_part(self, model: ModelProfile) -> Buckets:
-        """The same buckets, of what a rank has of the model."""
+        """Return the equivalent buckets of a rank's part of the model."""
         return buckets_of(model, self.joining)
 
     def kind(self, run: int) -> str:
-        """The name of the bucket of a run."""
+        """Return the bucket name of a run."""
         return self.kinds[self.runs[run].bucket]
 
     @property
     def names(self) -> Names:
-        """Of every bucket, in the order in which the engine lays them out."""
+        """Name of every bucket, in the engine's layout order."""
         return (*self.kinds, BEFORE, AFTER, ROOT)
 
     @cached_property
     def reduced_after(self) -> Mapping[int, int]:
-        """By number of the run after whose backward it is: the bucket whose gradient is done."""
+        """Bucket by number of the run completing the bucket's gradient."""
         first: dict[int, int] = {}
         for number, run in enumerate(self.runs):
             first.setdefault(run.bucket, number)
@@ -141,13 +140,13 @@ class Buckets:
 
     @cached_property
     def forward(self) -> tuple[Beside, ...]:
-        """Of each run in the forward pass."""
+        """Work of each run in the forward pass."""
         ahead = [*(self.kind(k) for k in range(1, len(self.runs))), AFTER]
         return tuple(Beside(run.kinds, name) for run, name in zip(self.runs, ahead))
 
     @cached_property
     def backward(self) -> tuple[Beside, ...]:
-        """The same of the backward pass, in the order of the forward pass."""
+        """Work of each run in the backward pass, listed in forward order."""
         done = self.reduced_after
         reduced = [self.kinds[done[k]] if k in done else NOTHING for k in range(1, len(self.runs))]
         return tuple(
@@ -157,21 +156,24 @@ class Buckets:
 
     @cached_property
     def forward_counts(self) -> tuple[tuple[Beside, int], ...]:
-        """How often each of them happens."""
+        """Distinct runs of the forward pass and their counts."""
         return tuple(Counter(self.forward).items())
 
     @cached_property
     def backward_counts(self) -> tuple[tuple[Beside, int], ...]:
-        """How often each of them happens."""
+        """Distinct runs of the backward pass and their counts."""
         return tuple(Counter(self.backward).items())
 
     def counts(self) -> Counter[str]:
-        """Buckets of each name."""
+        """Return the number of buckets of each name."""
         return Counter(self.names)
 
     def full_bytes(self, compute_dtype: str, zero_stage: ZeroStage, *, widened: int = 1) -> int:
-        """Memory of all gathered parameters, the whole run. `widened`: by how much frozen ones are
-        wider where they are computed with than where they are stored."""
+        """Return the bytes allocated throughout training for gathered parameters.
+
+        Args:
+            widened: width of frozen parameters in the compute dtype over their stored width.
+        """
         sizes = [
             aligned(size.trainable * DTYPE_BYTES[compute_dtype])
             + aligned(size.frozen_bytes * widened)
@@ -182,15 +184,15 @@ class Buckets:
         return _shared(self._places, tuple(sizes), gathered=True)
 
     def arriving_bytes(self, communication_dtype: str) -> int:
-        """Memory in which one bucket after the other arrives in another dtype than it is computed
-        with, the whole run."""
+        """Return the bytes, allocated throughout training, where each bucket in turn arrives before
+        a cast to the compute dtype."""
         return max(
             aligned(size.trainable * DTYPE_BYTES[communication_dtype]) + aligned(size.frozen_bytes)
             for size in self.sizes.values()
         )
 
     def gradient_bytes(self, zero_stage: ZeroStage) -> int:
-        """Memory of all whole gradients, the whole run."""
+        """Return the bytes allocated throughout training for full gradients."""
         sizes = [aligned(self.sizes[name].gradient_bytes) for name in self.names]
         if zero_stage < 2:
             return sum(sizes)
@@ -203,7 +205,7 @@ class Buckets:
 
 @lru_cache(maxsize=256)
 def _shared(places: tuple[int, ...], sizes: tuple[int, ...], *, gathered: bool) -> int:
-    """Bytes of the slots that buffers share, the root's ends and the root behind those of units."""
+    """Return the bytes of the slots shared by buffers, in the order: units, root ends, root."""
     uses = [
         *bucket_uses(places, len(sizes) - 3),
         *end_uses(places),
@@ -214,13 +216,13 @@ def _shared(places: tuple[int, ...], sizes: tuple[int, ...], *, gathered: bool) 
 
 
 def unit_sizes(model: ModelProfile) -> dict[str, UnitSize]:
-    """The size of each unit kind, and of the whole root under `ROOT`."""
+    """Return the size of each unit kind, and of the whole root under `ROOT`."""
     sizes = {k.name: UnitSize(k.trainable, k.frozen_bytes) for k in model.kinds}
     return sizes | {ROOT: UnitSize(model.root.trainable, model.root.frozen_bytes)}
 
 
 def buckets_of(model: ModelProfile, joining: Joining) -> Buckets:
-    """The buckets of a model."""
+    """Return the buckets of a model."""
     root = model.root
     ends = (root.before if joining.before else End(), root.after if joining.after else End())
     return _buckets(
@@ -254,7 +256,7 @@ def _sum(sizes: Sequence[UnitSize]) -> UnitSize:
 
 
 def _laid_out(calls: Names, kinds: Names, joined: int) -> tuple[tuple[Run, ...], tuple[Names, ...]]:
-    """The runs, and the kinds of the units of each bucket."""
+    """Return the runs, and the kinds of the units of each bucket."""
     kind_of = dict(zip(calls, kinds))  # in the order of their first calls
     names = tuple(kind_of)
     rows = [names[k : k + joined] for k in range(0, len(names), joined)]
@@ -268,6 +270,6 @@ def _laid_out(calls: Names, kinds: Names, joined: int) -> tuple[tuple[Run, ...],
 
 
 def _name(kinds: Names) -> str:
-    """The name of a bucket of units of these kinds."""
+    """Return the name of a bucket with units of these kinds."""
     alike = ((kind, len(list(group))) for kind, group in groupby(kinds))
     return " + ".join(kind if count == 1 else f"{count} {kind}" for kind, count in alike)

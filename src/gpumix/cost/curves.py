@@ -1,7 +1,7 @@
-"""Values between and beyond measured points, and sums over a worker's micro-batches.
+"""Interpolation between measured points, and sums over a worker's micro-batches.
 
-Measured points are kept; nothing is fitted. All functions take arrays, so that the planner looks
-at every choice of a device class at once and the prediction of one plan uses the same code.
+Measured points are kept; nothing is fitted. All functions take arrays, so the planner evaluates
+every choice of a device class at once, with the code that also predicts one plan.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ ValuesAt = Callable[[IntArray], FloatArray]
 
 
 def bytes_at(curve: Curve, sizes: npt.ArrayLike) -> FloatArray:
-    """Bytes at each of `sizes`. A point below an earlier one is raised to it: memory that was once
-    needed may be needed again."""
+    """Return the bytes at each of `sizes`. A point below an earlier one is raised to it: memory
+    once needed may be needed again."""
     return _between(curve, np.maximum.accumulate(np.asarray(curve.values)), sizes)
 
 
 def seconds_at(curve: Curve, sizes: npt.ArrayLike) -> FloatArray:
-    """Seconds at each of `sizes`. A point above a later one is lowered to it: what disturbs a
-    measurement makes it longer, and less work does not take longer than more."""
+    """Return the seconds at each of `sizes`. A point above a later one is lowered to it: noise only
+    adds time, and less work takes no longer than more."""
     return _between(curve, np.asarray(_lowered(curve)), sizes)
 
 
 def seconds_of(curve: Curve, size: float) -> float:
-    """The same for one size, without arrays: links are asked one message at a time."""
+    """Return the seconds at one size, without arrays: for links, queried per message."""
     at, values = curve.sizes, _lowered(curve)
     if size <= 0:
         return 0.0
@@ -52,7 +52,7 @@ def seconds_of(curve: Curve, size: float) -> float:
 
 
 def undisturbed(seconds: Sequence[float]) -> tuple[float, ...]:
-    """Times of growing work, none above a later one."""
+    """Return times of growing work, each lowered to the least later time."""
     return tuple(accumulate(reversed(seconds), min))[::-1]
 
 
@@ -62,11 +62,11 @@ def _lowered(curve: Curve) -> tuple[float, ...]:
 
 
 def _between(curve: Curve, values: FloatArray, sizes: npt.ArrayLike) -> FloatArray:
-    """Points are met exactly and joined by straight lines.
+    """Interpolate linearly between points.
 
-    Below the first point the value stays that of the first (a latency floor); size 0 costs nothing.
-    Beyond the last point the value grows in proportion to the size: nothing is taken to get better
-    where nobody has looked.
+    Below the first point the value stays constant (a latency floor); size 0 costs nothing. Beyond
+    the last point the value grows in proportion to the size: unmeasured sizes are not assumed to be
+    more efficient.
     """
     wanted = np.asarray(sizes, dtype=np.float64)
     at = np.asarray(curve.sizes, dtype=np.float64)
@@ -76,10 +76,10 @@ def _between(curve: Curve, values: FloatArray, sizes: npt.ArrayLike) -> FloatArr
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """How workers cut their samples: `full` micro-batches of `size` and one of `rest` samples.
+    """Split of workers' samples: `full` micro-batches of `size` and one of `rest` samples.
 
-    One entry per worker or per choice; the arrays have one shape. Size 0 means no samples. What is
-    summed of a curve is kept, for a search asks again and again.
+    One entry per worker or per choice; all arrays have one shape. Size 0 means no samples. Sums
+    over a curve are cached, because a search repeats them.
     """
 
     size: IntArray
@@ -104,44 +104,44 @@ class MicroBatches:
 
     @property
     def count(self) -> IntArray:
-        """How many micro-batches there are."""
+        """Number of micro-batches."""
         return self.full + (self.rest > 0)
 
     def last_of(self, number: IntArray) -> tuple[IntArray, IntArray]:
-        """Of the last so many micro-batches: those of `size`, and those of `rest` samples."""
+        """Return how many of the last `number` micro-batches have `size` and `rest` samples."""
         rest = np.where(self.rest > 0, np.minimum(number, 1), 0)
         return number - rest, rest
 
     def seconds(self, curve: Curve) -> FloatArray:
-        """Seconds of all micro-batches together."""
+        """Return the seconds of all micro-batches together."""
         return self._once("all", curve, lambda: self.over_all(partial(seconds_at, curve)))
 
     def smallest_seconds(self, curve: Curve) -> FloatArray:
-        """Seconds of the smallest micro-batch."""
+        """Return the seconds of the smallest micro-batch."""
         at = partial(seconds_at, curve)
         return self._once("smallest", curve, lambda: self._looked_up(at)(self.smallest))
 
     def largest_seconds(self, curve: Curve) -> FloatArray:
-        """Seconds of the largest micro-batch."""
+        """Return the seconds of the largest micro-batch."""
         at = partial(seconds_at, curve)
         return self._once("longest", curve, lambda: self._looked_up(at)(self.size))
 
     def bytes(self, curve: Curve) -> FloatArray:
-        """Bytes of all micro-batches together."""
+        """Return the bytes of all micro-batches together."""
         return self._once("bytes", curve, lambda: self.over_all(partial(bytes_at, curve)))
 
     def largest_bytes(self, curve: Curve) -> FloatArray:
-        """Bytes of the largest micro-batch: they run one after the other."""
+        """Return the bytes of the largest micro-batch: micro-batches run one after another."""
         at = partial(bytes_at, curve)
         return self._once("largest", curve, lambda: self._looked_up(at)(self.size))
 
     def over_all(self, value_at: ValuesAt) -> FloatArray:
-        """Sum over micro-batches of the value at each size."""
+        """Sum the value at each size over micro-batches."""
         at = self._looked_up(value_at)
         return self.full * at(self.size) + at(self.rest)
 
     def _looked_up(self, value_at: ValuesAt) -> ValuesAt:
-        """The same values, from a table where many are asked for of few sizes."""
+        """Return a table lookup for `value_at` where many values of few sizes are needed."""
         if self._most >= self.size.size:
             return value_at
         table = value_at(np.arange(self._most + 1))
@@ -149,11 +149,11 @@ class MicroBatches:
 
     @cached_property
     def _most(self) -> int:
-        """The size of the largest micro-batch of all."""
+        """Size of the largest micro-batch over all entries."""
         return int(self.size.max(initial=0))
 
     def _once(self, what: str, curve: Curve, make: Callable[[], FloatArray]) -> FloatArray:
-        key = (what, id(curve))  # a curve is hashed from all its points; kept, it keeps its id
+        key = (what, id(curve))  # hashing a curve reads all points; the cache keeps the id alive
         if key not in self._known:
             self._known[key] = curve, make()
         return self._known[key][1]

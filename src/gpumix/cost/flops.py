@@ -1,9 +1,9 @@
-"""FLOPs of a plan's workers in one step: of the model, and all that is computed.
+"""FLOPs of a plan's workers in one step: model FLOPs and hardware FLOPs.
 
-The *model's* are what its mathematics asks for, whatever the plan: forward, and backward of what is
-trained. The *hardware's* have besides what is computed again: units in the backward pass, unless
-their graph was kept, and scores inside fused attention's backward. Whoever divides them by time and
-peak has the utilisation (MFU and HFU). Profiles say what was counted of one sample.
+*Model* FLOPs are what the mathematics requires under any plan: forward, and backward of trained
+parameters. *Hardware* FLOPs add recomputation: units in the backward pass, unless their graph was
+kept, and scores inside fused attention's backward. Divided by time and peak, they give the
+utilization (MFU and HFU). Profiles hold the count per sample.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from gpumix.spec.profile import ModelProfile, Profile, UnitKind
 
 
 class Flops(NamedTuple):
-    """Of one worker in one step."""
+    """FLOPs of one worker in one step."""
 
     model: float
     hardware: float
 
 
 def with_flops(profile: Profile, plan: Plan, found: Prediction) -> Prediction:
-    """The prediction with each worker's FLOPs, if they were counted, and its class's peak."""
+    """Add each worker's FLOPs, where counted, and each class's peak to a prediction."""
     peaks = {c.device_class: c.peak for c in profile.classes if c.peak is not None}
     told = flops_of_workers(profile, plan)
     if told is None:
@@ -39,7 +39,7 @@ def with_flops(profile: Profile, plan: Plan, found: Prediction) -> Prediction:
 
 
 def flops_of_workers(profile: Profile, plan: Plan) -> list[Flops] | None:
-    """Of each rank; None if the profile does not say."""
+    """Return the FLOPs of each rank; None if the profile has no counts."""
     rank_of = {worker.device: rank for rank, worker in enumerate(plan.workers)}
     own = [Flops(0.0, 0.0)] * len(rank_of)
     for number, stage in enumerate(plan.stages):
@@ -67,8 +67,8 @@ def flops_of_workers(profile: Profile, plan: Plan) -> list[Flops] | None:
 
 
 def _root(model: ModelProfile, *, first: bool, last: bool) -> float:
-    """Of one sample, what a stage computes of the root: the code before the units is the first
-    stage's, all else goes with the loss."""
+    """Return the FLOPs per sample of a stage's part of the root. The first stage runs the code
+    before the units, the last stage runs the rest with the loss."""
     root = model.root
     before = root.before_flops + root.before_backward_flops
     whole = root.flops + (root.backward_flops or 0.0)
@@ -76,7 +76,7 @@ def _root(model: ModelProfile, *, first: bool, last: bool) -> float:
 
 
 class _Counted:
-    """Workers of one stage, whose unit calls are of these kinds."""
+    """FLOPs of workers of one stage, by the kinds of the stage's unit calls."""
 
     def __init__(self, calls: Sequence[UnitKind], root: float) -> None:
         self._calls = calls
@@ -91,7 +91,8 @@ class _Counted:
         return Flops(model, model + again)
 
     def _recomputed(self, sizes: Sequence[int], kept_graphs: int) -> float:
-        """Pairs of call and micro-batch keep their graph from the end of the forward pass on."""
+        """Return the recomputed FLOPs. The last `kept_graphs` pairs of call and micro-batch in
+        forward order keep their graph."""
         calls, place = divmod(max(0, len(self._calls) * len(sizes) - kept_graphs), len(sizes))
         whole = sum(kind.flops for kind in self._calls[:calls]) * sum(sizes)
         part = self._calls[calls].flops * sum(sizes[:place]) if place else 0.0

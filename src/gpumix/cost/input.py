@@ -1,12 +1,13 @@
-"""What the data costs: the samples of a step are read while the one before is computed, by the
-cores of the hosts whose ranks take them. A host that reads them more slowly than its devices
-compute sets the pace of all:
+"""Input cost: the time to read a step's samples while the previous step computes.
+
+The cores of each host read the samples of its ranks. A host reading more slowly than its devices
+compute is the bottleneck of all ranks:
 
     step >= max over hosts (samples of its ranks x core seconds of a sample / cores)
 
-Samples that only wait, for a network say, take no cores: workers are added for those, up to what
-the disk or the network gives all of them. Where their number is given, a rank gets no more than so
-many read one after the other, whatever its host could do:
+Samples that only wait, on a network for example, use no cores: workers are added up to the limit of
+the disk or network. With a given number of workers, a rank reads at most that many samples at a
+time, whatever its host could do:
 
     step >= max over ranks (samples x seconds of a sample / workers)
 """
@@ -19,13 +20,12 @@ from collections import Counter
 from gpumix.spec.plan import Plan, Prediction
 from gpumix.spec.profile import HostInput, Profile
 
-# Of a step, or of a window of them; what waits for its data for less is told from noise by nobody.
+# Share of a step, or of a window of steps; a shorter wait for data is indistinguishable from noise.
 STARVED_SHARE = 0.03
 
 
 def input_seconds(profile: Profile, plan: Plan) -> float:
-    """To read the samples of a step, on the host or for the rank where that takes longest; 0 if
-    nothing is known of that."""
+    """Return the seconds to read a step's samples on the slowest host or rank; 0 if unmeasured."""
     of_hosts, of_ranks = rates_of(profile), rates_of_ranks(profile)
     read: Counter[str] = Counter()
     most: Counter[str] = Counter()  # of one rank
@@ -39,8 +39,8 @@ def input_seconds(profile: Profile, plan: Plan) -> float:
 
 
 def rates_of(profile: Profile) -> dict[str, float]:
-    """Of each host that is known, samples a second that it can read, with all of its cores and the
-    readers of all ranks that it has devices for."""
+    """Return the samples per second of each known host, using all cores and the readers of all
+    ranks with a device there."""
     ranks = Counter(device.host for device in profile.cluster.devices)
     of_ranks = rates_of_ranks(profile)
     return {
@@ -54,7 +54,7 @@ def rates_of(profile: Profile) -> dict[str, float]:
 
 
 def rates_of_ranks(profile: Profile) -> dict[str, float]:
-    """Of each host that is known, samples a second that one rank's readers can read."""
+    """Return the samples per second of one rank's readers, for each known host."""
     return {one.host: _rate_of_rank(one) for one in profile.inputs}
 
 
@@ -64,7 +64,7 @@ def _rate_of_rank(one: HostInput) -> float:
 
 
 def no_faster_than_input(profile: Profile, plan: Plan, found: Prediction) -> Prediction:
-    """What is expected of a step of `plan`, if its samples cannot be read as fast."""
+    """Limit a prediction of `plan` to the input rate."""
     input_s = input_seconds(profile, plan)
     if input_s <= found.step_s:
         return found.model_copy(update={"input_s": input_s})

@@ -1,11 +1,10 @@
-"""How many bytes a worker holds at its peak, by cause. All amounts are bytes.
+"""Peak memory of a worker, by cause. All amounts are bytes.
 
-Parameters, gradients and what collectives fill lie where the engine laid them out before the first
-step; what samples hold is largest at one of the moments in `cost.phases`. What is laid out is
-linear in the worker's share of the state (its state, and the buffer that receives gradients), so a
-choice of samples and micro-batch leaves room for a largest share: `MemoryModel.capacity`, which the
-planner searches with. `cost.predict` counts a finished plan exactly, by the intervals that
-`spec.cut.cut` gives.
+Parameters, gradients and collective buffers are laid out by the engine before the first step.
+Memory of samples peaks at one of the phases in `cost.phases`. The layout is linear in the worker's
+share of the state (its state, and the buffer that receives gradients), so a choice of samples and
+micro-batch leaves room for a largest share: `MemoryModel.capacity`, used by the planner's search.
+`cost.predict` counts a finished plan exactly, from the intervals of `spec.cut.cut`.
 """
 
 from __future__ import annotations
@@ -31,17 +30,18 @@ from gpumix.spec.plan import ZeroStage
 from gpumix.spec.profile import ROOT, ModelProfile, Profile, UnitKind
 from gpumix.spec.stage import DTYPE_BYTES, ComputeDtype, Mode, Place
 
-# An owned element: its fp32 parameter and its fp32 gradient, the optimizer's state apart.
+# Bytes per owned element of the fp32 parameter and the fp32 gradient; optimizer state is separate.
 MASTER_BYTES = 4
 SHARD_GRADIENT_BYTES = 4
 
-# What an allocator cannot hand out. CUDA's caching allocator loses memory to fragments between
-# blocks of unlike size; layered passes reuse equal blocks, so 6 % is left for that. Allocation on
-# the CPU is capped to the byte; 2 % covers the temporaries of the framework's own kernels.
+# Share of memory that an allocator cannot hand out. CUDA's caching allocator loses memory to
+# fragmentation between blocks of unequal size; layered passes reuse equal blocks, so 6 % is enough.
+# Allocation on the CPU is capped to the byte; 2 % covers temporaries of the framework's own
+# kernels.
 CUDA_RESERVE = 0.06
 CPU_RESERVE = 0.02
 
-# Where teams of unlike sizes divide a model, a bucket has up to so many buffers more.
+# Extra buffers per bucket, at most, where tensor-parallel groups of different sizes divide a model.
 GROUPS_APART = 2
 
 # A cut rounds both ends of an interval: at most one element a bucket, one more for the float sums.
@@ -50,8 +50,8 @@ ROUNDING_ELEMENTS = 2
 
 @dataclass(frozen=True)
 class Owned:
-    """What one rank stores: elements of one bucket of each name, and all its frozen bytes; and how
-    many ranks divide the state with it, itself among them."""
+    """Storage of one rank: elements of one bucket of each name, all frozen bytes of the rank, and
+    the number of ranks dividing the state."""
 
     elements: tuple[tuple[str, int], ...]  # by name
     frozen_bytes: int
@@ -59,13 +59,13 @@ class Owned:
 
 
 def usable_bytes(device_class: DeviceClass) -> int:
-    """What a plan may fill of a device's memory, the framework's own bytes included."""
+    """Return the bytes of a device's memory that a plan may fill, including framework overhead."""
     reserve = CUDA_RESERVE if device_class.is_gpu else CPU_RESERVE
     return int(device_class.memory_bytes * (1.0 - reserve))
 
 
 def owned_by_rank(buckets: Buckets, shares: tuple[float, ...]) -> tuple[Owned, ...]:
-    """What each rank stores at these shares, to the element."""
+    """Return the exact storage of each rank at the given shares."""
     counts, sizes = buckets.counts(), buckets.sizes
     trainable = {name: cut_sizes(size.trainable, shares) for name, size in sizes.items()}
     frozen = {name: cut_sizes(size.frozen_bytes, shares) for name, size in sizes.items()}
@@ -80,7 +80,7 @@ def owned_by_rank(buckets: Buckets, shares: tuple[float, ...]) -> tuple[Owned, .
 
 
 def owned_by_each(buckets: Sequence[Buckets], shares: tuple[float, ...]) -> tuple[Owned, ...]:
-    """The same where ranks have unlike parts of a model: of each its buckets."""
+    """Return the exact storage of each rank where ranks have different buckets."""
     distinct = {id(of_rank): of_rank for of_rank in buckets}
     found = {key: owned_by_rank(of_rank, shares) for key, of_rank in distinct.items()}
     return tuple(found[id(of_rank)][rank] for rank, of_rank in enumerate(buckets))
@@ -88,10 +88,10 @@ def owned_by_each(buckets: Sequence[Buckets], shares: tuple[float, ...]) -> tupl
 
 @dataclass(frozen=True)
 class Demands:
-    """Bytes of many choices: without state, and what a share of it adds; on the device, and on its
+    """Memory of many choices: bytes without state, and bytes per share of the state, on device and
     host.
 
-    `rounding` is set aside for the rounding of a cut, so that every share up to the capacity fits.
+    `rounding` is reserved for the rounding of a cut, so that every share up to the capacity fits.
     """
 
     fixed: FloatArray
@@ -101,10 +101,10 @@ class Demands:
     host_per_share: float
 
     def capacity(self, free_bytes: float, host_bytes: float | None) -> FloatArray:
-        """The largest share of the state, at most 1, that each choice leaves room for.
+        """Return the largest share of the state, at most 1, that each choice leaves room for.
 
-        `free_bytes` is what the device has besides the framework, `host_bytes` what its host has
-        for it (None: no limit). -1 where the choice does not fit even without state.
+        `free_bytes` is device memory without the framework, `host_bytes` the device's part of host
+        memory (None: no limit). -1 where a choice does not fit even without state.
         """
         room = free_bytes - self.fixed
         share = (room - self.rounding) / self.per_share
@@ -117,8 +117,8 @@ class Demands:
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """What a model holds whose state is divided over `ranks` ranks, for any samples, micro-batch,
-    mode and share, in any dtype that was measured."""
+    """Memory of a model with state divided over `ranks` ranks, for any samples, micro-batch, mode,
+    share and measured dtype."""
 
     profile: Profile
     links: Links
@@ -126,7 +126,7 @@ class MemoryModel:
     zero_stage: ZeroStage = 3
 
     def demands(self, held: Activations, *, state_on: Place = "device") -> Demands:
-        """What each choice takes at its peak, to compare with any amount of memory."""
+        """Return the peak memory of each choice, for comparison with any memory size."""
         state = self.state(held.model, state_on)
         divided = self.zero_stage > 0
         return Demands(
@@ -138,7 +138,7 @@ class MemoryModel:
         )
 
     def state(self, model: ModelProfile, state_on: Place = "device") -> StateModel:
-        """What does not depend on samples, on a device that computes this model."""
+        """Return the memory independent of samples, on a device computing this model."""
         key = (id(model), state_on)
         if key not in self._states:
             self._states[key] = StateModel(
@@ -151,10 +151,10 @@ class MemoryModel:
         return {}
 
     def ones_are_least(self, largest: int) -> bool:
-        """Whether no cut of samples takes less memory than micro-batches of one sample.
+        """Check if micro-batches of one sample take the least memory of all cuts.
 
-        True where keeping m samples at once takes at least m times what one takes, up to `largest`
-        and but for the last digits.
+        True where keeping m samples at once takes at least m times one sample's memory, up to
+        `largest` and except for rounding errors.
         """
         models: list[ModelProfile] = [self.profile.model, *self.profile.other_models]
         if isinstance(self.profile, ProfileOfRanks):
@@ -164,7 +164,7 @@ class MemoryModel:
     def peaks(
         self, held: Activations, owned: Sequence[Owned], *, state_on: Place = "device"
     ) -> list[dict[str, int]]:
-        """Peak by cause, the framework apart, of each choice, if it stores `owned`."""
+        """Return the peak by cause, without the framework, of each choice storing `owned`."""
         found: list[dict[str, int]] = []
         state = self.state(held.model, state_on)
         of_samples = [held.by_cause(phase) for phase in held.phases]
@@ -187,15 +187,15 @@ def _ones_are_least(model: ModelProfile, largest: int) -> bool:
 
 @dataclass(frozen=True)
 class StateModel:
-    """What a device holds of the state, and of what collectives fill, whatever its samples are.
+    """Memory of state and collective buffers on a device, independent of samples.
 
-    Each ZeRO stage shards what the one before it replicates: the optimizer's state and the fp32
-    parameters beside a rounded copy (1), the gradients (2), the parameters (3). Parameters that
-    nothing rounds are their own masters. What arrives in another dtype than that of this device
-    needs memory of its own, and frozen parameters are stored as they are gathered.
+    Each ZeRO stage shards more: the optimizer state, and fp32 parameters stored next to a rounded
+    copy (1), gradients (2), parameters (3). Parameters without rounding are their own masters. Data
+    arriving in a dtype other than the device's needs memory of its own, and frozen parameters are
+    stored as they are gathered.
 
-    With its state on the host a device keeps neither fp32 parameters nor their gradients, summed,
-    nor the optimizer's state: only what it computes with.
+    With CPU offload of the state, a device keeps no fp32 parameters, no reduced gradients and no
+    optimizer state: only its compute copy.
     """
 
     profile: Profile
@@ -216,7 +216,7 @@ class StateModel:
 
     @property
     def _in_parts(self) -> bool:
-        """Whether parameters arrive in parts, into which other ranks divide them."""
+        """Flag: parameters arrive in several parts, because larger groups divide them further."""
         return isinstance(self.model, ModelOfRank) and self.model.in_parts
 
     @property
@@ -237,7 +237,7 @@ class StateModel:
 
     @cached_property
     def sharded_per_element(self) -> float:
-        """Bytes of one element's state that its owner alone keeps; the mean over the model."""
+        """Mean bytes per element of state stored by the owner alone."""
         if self.state_on == "host":
             return 0.0
         rounded = self._casts or self.compute_dtype != "fp32"
@@ -247,14 +247,14 @@ class StateModel:
 
     @cached_property
     def _part_in_parts(self) -> float:
-        """Of all elements, those that arrive in several parts: apart from where they are used."""
+        """Fraction of elements arriving in several parts, stored apart from the compute copy."""
         if not isinstance(self.model, ModelOfRank) or not self.model.in_parts:
             return 0.0
         return 1.0 - self.model.undivided.parameters / max(1, self.model.parameters)
 
     @cached_property
     def _divided(self) -> Mapping[str, UnitSize]:
-        """Of each bucket what is divided into parts; nothing where no teams are of unlike sizes."""
+        """Divided size of each bucket; zero unless tensor-parallel groups differ in size."""
         if not isinstance(self.model, ModelOfRank):
             return dict.fromkeys(self.sizes, UnitSize(0, 0))
         rest = self.buckets.of_part(self.model.undivided).sizes
@@ -267,11 +267,11 @@ class StateModel:
 
     @cached_property
     def on_host_bytes(self) -> int:
-        """State of the whole model, as far as it would be on the host."""
+        """Bytes of the whole model's state on the host, with offload."""
         return self._bytes_on_host(self.model.parameters)
 
     def owned_bytes_on_host(self, owned: Owned) -> int:
-        """What a rank that stores `owned` keeps of it on its host."""
+        """Return the bytes on the host of a rank storing `owned`."""
         if self.zero_stage == 0:
             return self.on_host_bytes
         return self._bytes_on_host(self._elements(owned))
@@ -289,7 +289,7 @@ class StateModel:
 
     @cached_property
     def sharded_bytes(self) -> int:
-        """State of the whole model, as far as the shares divide it."""
+        """Bytes of the whole model's state, as far as shares divide it."""
         return 0 if self.zero_stage == 0 else self._whole_bytes
 
     @cached_property
@@ -299,7 +299,7 @@ class StateModel:
 
     @cached_property
     def replicated_bytes(self) -> int:
-        """State that every rank keeps whole."""
+        """Bytes of state replicated on every rank."""
         if self.zero_stage == 3:
             return 0
         held = self._full_bytes
@@ -317,7 +317,7 @@ class StateModel:
 
     @property
     def _stores_frozen(self) -> bool:
-        """Whether frozen parameters are stored beside those that are computed with."""
+        """Flag: frozen parameters are stored in addition to the compute copy."""
         return self.zero_stage == 3 or self._casts or self._in_parts
 
     @cached_property
@@ -326,7 +326,7 @@ class StateModel:
 
     @cached_property
     def laid_out(self) -> dict[str, int]:
-        """Bytes by cause that depend neither on samples nor on the share."""
+        """Bytes by cause, independent of samples and share."""
         gathered = gradients = 0
         if self.zero_stage == 3:
             gathered = self._full_bytes
@@ -337,7 +337,7 @@ class StateModel:
         if isinstance(self.model, ModelOfRank):
             gathered += GROUPS_APART * ALIGNMENT * len(self.buckets.names)
             gradients += GROUPS_APART * ALIGNMENT * len(self.buckets.names)
-        if self._in_parts:  # of one bucket, as it arrives, and as it is handed over
+        if self._in_parts:  # of one bucket, as it arrives, and as it is passed on
             divided, width = self._divided.values(), DTYPE_BYTES[self.gathered_dtype]
             if not self._casts:
                 gathered += max(s.trainable * width + s.frozen_bytes for s in divided)
@@ -351,7 +351,7 @@ class StateModel:
 
     @cached_property
     def rounding(self) -> float:
-        """What is set aside for the rounding of a cut."""
+        """Bytes reserved for the rounding of a cut."""
         one_off = dict.fromkeys(self.sizes, ROUNDING_ELEMENTS)
         filled = (n for name, n in self.counts.items() if self.sizes[name] != UnitSize(0, 0))
         elements = ROUNDING_ELEMENTS * sum(filled)
@@ -360,33 +360,33 @@ class StateModel:
 
     @cached_property
     def bytes_per_share(self) -> int:
-        """What is held more at share 1 than at share 0; at least 1."""
+        """Additional bytes at share 1 compared to share 0; at least 1."""
         whole = {name: size.trainable for name, size in self.sizes.items()}
         return max(1, self.sharded_bytes + self.received_bytes(whole, self.ranks))
 
     def owned_bytes(self, owned: Owned) -> int:
-        """State of a rank that stores `owned`."""
+        """Return the bytes of state of a rank storing `owned`."""
         if self.zero_stage == 0:
             return 0
         frozen = owned.frozen_bytes if self._stores_frozen else 0
         return ceil(self._elements(owned) * self.sharded_per_element) + frozen
 
     def received_bytes(self, own: Mapping[str, int], ranks: int) -> int:
-        """The buffers in which all ranks' parts of the own interval arrive, to be summed there, and
-        in which hosts add up theirs; `own` is the length of that interval by bucket. One reduction
-        runs at a time, and the next one finds the same memory."""
+        """Return the bytes of the buffers receiving all ranks' parts of the own interval to sum,
+        and for the sum over hosts. `own` is the interval's length by bucket. Reductions run one at
+        a time and reuse the memory."""
         if self.zero_stage == 0:
             return 0
         arriving = [own[name] for name in self.links.all_to_all] if ranks > 1 else []
         copied = self.links.copied_rows * max(own.values())
         most = ranks * max(arriving, default=0)
-        if isinstance(self.model, ModelOfRank):  # what no team divides arrives apart, from all
+        if isinstance(self.model, ModelOfRank):  # undivided ones arrive apart, from all
             apart = (own[name] * self._part_undivided(name) for name in self.links.all_to_all)
             most += ranks * self.model.degree * ceil(max(apart, default=0.0))
         return (most + copied) * GRADIENT_BYTES
 
     def _part_undivided(self, name: str) -> float:
-        """Of the elements of a bucket, those that no team divides."""
+        """Return the fraction of a bucket's elements that no tensor-parallel group divides."""
         size = self.sizes[name].trainable
         return 1.0 - self._divided[name].trainable / size if size else 0.0
 
@@ -396,17 +396,17 @@ def _at(sizes: FloatArray | float, place: int) -> int:
 
 
 class Activations:
-    """What samples hold in each phase, each curve summed once. Whole bytes, rounded up.
+    """Memory of samples in each phase, with each curve summed once. Whole bytes, rounded up.
 
-    In layers all micro-batches wait at every call; one after the other, only one does, whose one
-    backward holds the gradient of a unit that is called again until it is through. Without
-    recompute a call leaves its graph behind, and needs so much less for itself. What is kept on the
-    host passes through two buffers of one micro-batch each; but what the model itself has between
-    two calls is on the device.
+    In layered order all micro-batches wait at every call. In sequential order only one waits; its
+    backward keeps the gradient of a unit called several times until the last call is done. Without
+    activation checkpointing a call leaves its graph behind, and its own working set is that much
+    smaller. With CPU offload, activations pass through two buffers of one micro-batch each, but
+    tensors of the model itself between two calls are on the device.
 
     Args:
-        kept_graphs: of each worker's pairs of call and micro-batch, how many keep their graph
-            though the mode recomputes; those that come last in the forward pass.
+        kept_graphs: for each worker, the number of (call, micro-batch) pairs exempt from activation
+            checkpointing: the last in the forward pass.
     """
 
     def __init__(
@@ -445,7 +445,7 @@ class Activations:
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """The moments of a step."""
+        """Phases of a step."""
         return phases(self.model, every_call=self._graphs is not None)
 
     @cached_property
@@ -463,7 +463,7 @@ class Activations:
 
     @cached_property
     def on_host(self) -> FloatArray:
-        """The most that calls leave on the host until their backward."""
+        """Peak bytes left by calls on the host until the backward pass."""
         most = np.zeros(self._micro.size.shape)
         if self._mode.boundary == "host":
             for phase in self.phases:
@@ -472,9 +472,8 @@ class Activations:
         return most
 
     def by_cause(self, phase: Phase) -> dict[str, FloatArray | float]:
-        """Bytes on the device in `phase`: what calls leave until their backward, gradients between
-        two calls of all micro-batches that are under way, and what the one that is computed needs.
-        """
+        """Return the bytes on the device in `phase`: activations kept for backward, gradients
+        between two calls of all micro-batches in flight, and the working set of the current one."""
         return {
             "activations": self._kept_in(phase),
             "boundary gradients": self._gradients_in(phase),
@@ -496,7 +495,7 @@ class Activations:
         return np.where(self._micro.size > 0, float(held), 0.0)
 
     def _working_in(self, phase: Phase) -> FloatArray:
-        """Of micro-batches of which some keep the graph of the call, whichever takes the most."""
+        """Return the working set of the largest micro-batch, where some keep the call's graph."""
         working, (name, computed) = self._working[phase.working], phase.working
         if self._graphs is None or name == ROOT:
             return working
@@ -525,7 +524,7 @@ class Activations:
 
 
 def _working_sets(kind: UnitKind, *, kept: bool) -> tuple[Curve, Curve]:
-    """Of forward and of backward, of a call whose graph is kept or is not."""
+    """Return the forward and backward working sets of a call with or without a kept graph."""
     if not kept:
         return kind.forward, kind.backward
     assert kind.saved_forward and kind.saved_backward, "graphs are kept, which were not measured"
@@ -533,10 +532,10 @@ def _working_sets(kind: UnitKind, *, kept: bool) -> tuple[Curve, Curve]:
 
 
 class _KeptGraphs:
-    """What graphs add that are kept though the mode recomputes.
+    """Additional memory of graphs kept although the mode recomputes.
 
     Attributes:
-        bytes_before: of all calls before each, and of all, as rows: what is held at once.
+        bytes_before: rows of additional bytes, before each call and after the last.
     """
 
     def __init__(
@@ -561,25 +560,25 @@ class _KeptGraphs:
         self.bytes_before = np.stack(rows)
 
     def of_call(self, call: int) -> IntArray:
-        """How many of the micro-batches keep the graph of `call`."""
+        """Return the number of micro-batches keeping the graph of `call`."""
         count = self._micro.count
         return np.asarray(np.clip(self._kept - (self._calls - 1 - call) * count, 0, count))
 
     def largest(self, call: int) -> IntArray:
-        """Samples of the largest micro-batch that keeps the graph of `call`; 0 if none does."""
+        """Return the samples of the largest micro-batch keeping the graph of `call`; 0 if none."""
         full, rest = self._micro.last_of(self.of_call(call))
         return np.where(full > 0, self._micro.size, np.where(rest > 0, self._micro.rest, 0))
 
     def all_kept(self, call: int) -> IntArray:
-        """Where all micro-batches keep the graph of `call`."""
+        """Return True where all micro-batches keep the graph of `call`."""
         return np.asarray(self.of_call(call) == self._micro.count)
 
 
 def element_bytes(
     profile: Profile, device_class: str, zero_stage: ZeroStage
 ) -> tuple[float, float]:
-    """What one parameter element takes on each device of a class, and where it is owned, beside
-    what collectives fill; at stage 0 every device owns it."""
+    """Return the bytes per parameter element on each device of a class, and at the owner, without
+    collective buffers. At stage 0 every device owns all elements."""
     dtype = profile.of_class(device_class).compute_dtype
     whole = (DTYPE_BYTES[dtype] if zero_stage < 3 else 0) + (4 if zero_stage < 2 else 0)
     owned = profile.optimizer_bytes_per_element
@@ -589,7 +588,7 @@ def element_bytes(
 
 
 def free_bytes(profile: Profile, device_class: str) -> int:
-    """What a device of this class has for tensors."""
+    """Return the bytes of a device of this class available to tensors."""
     usable = usable_bytes(profile.cluster.class_named(device_class))
     return usable - profile.of_class(device_class).framework_bytes
 

@@ -1,9 +1,9 @@
-"""How long the collectives of a plan take, and which form each of them has.
+"""Duration of a plan's collectives, and the form of each.
 
-`Links` holds, by name of the bucket (`cost.buckets`), the seconds of each gather and reduction.
-They come from a `Wire`: measured over the ranks that ran, or worked out from stated links. As in
-`engine.comm`, a buffer whose intervals are equal goes by the backend's native collective, where
-there is one; all others go by the form that the plan names.
+`Links` maps bucket names (`cost.buckets`) to the seconds of each gather and reduction, taken from a
+`Wire`: measured over the ranks that ran, or computed from stated links. As in `engine.comm`, a
+buffer with equal intervals uses the backend's native collective where available; all others use the
+form named by the plan.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from gpumix.spec.stage import DTYPE_BYTES, ComputeDtype
 
 @dataclass(frozen=True)
 class Cuts:
-    """How buffers are cut into intervals, one for each of `ranks`: all at `shares`, or equally if
-    they divide by the ranks (`even`), or never equally."""
+    """Cuts of buffers into one interval for each of `ranks`: at `shares`, or equal where the ranks
+    divide the buffer (`even`), or never equal."""
 
     ranks: int
     even: bool = False
@@ -41,21 +41,21 @@ class Cuts:
 
     @classmethod
     def alike(cls, ranks: int) -> Self:
-        """All ranks have the same share."""
+        """Return cuts for equal shares."""
         return cls(ranks, even=True)
 
     @classmethod
     def unlike(cls, ranks: int) -> Self:
-        """The ranks have shares that differ by much."""
+        """Return cuts for shares that differ a lot."""
         return cls(ranks, even=ranks == 1)
 
     @classmethod
     def at(cls, shares: tuple[float, ...]) -> Self:
-        """Each rank has its share."""
+        """Return cuts at the given share of each rank."""
         return cls(len(shares), even=max(shares) == min(shares), shares=shares)
 
     def equal(self, numel: int) -> bool:
-        """Whether a buffer of `numel` elements is cut into equal intervals."""
+        """Check if a buffer of `numel` elements is cut into equal intervals."""
         if self.even:
             return numel % self.ranks == 0
         # Rounding moves each end of an interval by half an element at most.
@@ -66,11 +66,10 @@ class Cuts:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the state is divided: the ZeRO stage, among whom, by which collectives, into which cuts,
-    in which buckets.
+    """Layout of the sharded state: ZeRO stage, ranks, collectives, cuts and buckets.
 
-    Where each host divides the whole state, the cuts are those of one host; `hosts` of them do, and
-    `alike` says whether all cut in the same way.
+    Where each host divides the whole state, the cuts are those of any of `hosts` hosts, and `alike`
+    says if all hosts cut equally.
     """
 
     zero_stage: ZeroStage
@@ -84,19 +83,19 @@ class Layout:
 
     @property
     def group(self) -> RankGroup:
-        """Between whom parameters are gathered."""
+        """Group of ranks that gathers parameters."""
         return "inside" if self.sharding == "host" else "all"
 
 
 @dataclass(frozen=True)
 class Links:
-    """Seconds of each collective by bucket, and who needs a receive buffer.
+    """Seconds of each collective by bucket, and the buckets needing a receive buffer.
 
-    `gather_s` is of the forward pass, `regather_s` of the backward pass, `reduce_s` of all that
-    happens to a gradient. `contention` is what a collective and computing cost each other.
-    `padding_bytes` is what padded collectives fill beside the units' own buffers. `copied_rows` is
-    how many times its own interval a rank needs to sum its gradient over hosts. Without a
-    `communication_dtype` parameters are rounded to nothing but what a rank computes in.
+    `gather_s` is for the forward pass, `regather_s` for the backward pass, `reduce_s` for
+    everything done to a gradient. `contention` is the mutual slowdown of a collective and
+    computation. `padding_bytes` is the memory of padded collectives besides the units' own buffers.
+    `copied_rows` is the number of own intervals that a rank needs to sum its gradient over hosts.
+    Without `communication_dtype`, parameters are gathered in each rank's compute dtype.
     """
 
     buckets: Buckets
@@ -111,16 +110,16 @@ class Links:
 
     @property
     def take_no_time(self) -> bool:
-        """Whether nobody ever waits for a collective."""
+        """Flag: all collectives take zero seconds."""
         every = (self.gather_s, self.regather_s, self.reduce_s)
         return not any(any(seconds.values()) for seconds in every)
 
 
 def links_for(profile: Profile, wire: Wire, layout: Layout) -> Links:
-    """The collectives of a plan whose state is divided by `layout`.
+    """Return the collectives of a plan with state divided by `layout`.
 
     Raises:
-        InputError: nothing is known of a form that is needed.
+        InputError: nothing is known of a required form.
     """
     moves, buckets = _Moves(wire, layout), _buckets_of(profile, layout)
     sizes = buckets.sizes
@@ -142,20 +141,20 @@ def links_for(profile: Profile, wire: Wire, layout: Layout) -> Links:
 
 
 def _buckets_of(profile: Profile, layout: Layout) -> Buckets:
-    """As they are gathered. Only frozen parameters depend on the dtype; they are taken as measured
-    where nothing was measured in that of the communication."""
+    """Return the buckets as gathered. Only frozen parameters depend on the dtype; without a
+    measurement in the communication dtype, their measured size is used."""
     known = {m.compute_dtype: m for m in (profile.model, *profile.other_models)}
     return buckets_of(known.get(layout.communication_dtype, profile.model), layout.joining)
 
 
 def free_links(buckets: Buckets) -> Links:
-    """Collectives that take neither time nor memory: those of one rank, and of no network."""
+    """Return collectives without time or memory: for one rank, or without a network."""
     none = dict.fromkeys(buckets.sizes, 0.0)
     return Links(buckets, none, none, none)
 
 
 class _Moves:
-    """The collectives of one layout."""
+    """Collectives of one layout."""
 
     def __init__(self, wire: Wire, layout: Layout) -> None:
         self._wire = wire
@@ -164,7 +163,7 @@ class _Moves:
         self._padding = layout.collectives.padding
 
     def gather_s(self, size: UnitSize) -> float:
-        """Of a unit's parameters; those without gradient lie in a buffer of their own."""
+        """Return the seconds to gather a unit; frozen parameters have a buffer of their own."""
         if self._layout.zero_stage == 0:
             return 0.0
         trainable = size.trainable * DTYPE_BYTES[self._dtype]
@@ -174,7 +173,8 @@ class _Moves:
         return seconds
 
     def reduce_s(self, size: UnitSize) -> float:
-        """Of a unit's gradient, until every owner has the sum over all ranks."""
+        """Return the seconds to reduce a unit's gradient, until every owner has the sum over all
+        ranks."""
         if self._layout.zero_stage == 0:
             return self._sum_s(size)
         seconds = self._seconds("reduce", size.trainable, size.gradient_bytes)
@@ -183,30 +183,30 @@ class _Moves:
         return seconds
 
     def _sum_s(self, size: UnitSize) -> float:
-        """To all ranks. Where that was not timed: to owners, and back."""
+        """Return the seconds of an all-reduce; if not timed, of a reduction and a gather."""
         if size.trainable and self._wire.knows("sum", "native", self._layout.group):
             return self._wire.seconds("sum", "native", self._layout.group, size.gradient_bytes)
         both: tuple[Operation, ...] = ("reduce", "gather")
         return sum(self._seconds(op, size.trainable, size.gradient_bytes) for op in both)
 
     def needs_receive_buffer(self, size: UnitSize) -> bool:
-        """Whether all ranks' parts of the own interval arrive in a buffer of their own."""
+        """Check if all ranks' parts of the own interval arrive in a separate buffer."""
         divided = self._layout.zero_stage > 0
         return divided and self._form("reduce", size.trainable) == "all_to_all"
 
     @property
     def copied_rows(self) -> int:
-        """Own intervals in the sum over hosts: two that last, for the next bucket is reduced
-        meanwhile; where hosts cut unlike, also what is sent to all others and arrives from them,
-        and the sum."""
+        """Number of own intervals needed by the sum over hosts. Two persist, because the next
+        bucket is reduced meanwhile. Where hosts cut unequally, add one sent and one received for
+        each other host, and the sum."""
         layout = self._layout
         if layout.sharding == "all" or layout.zero_stage == 0 or layout.hosts == 1:
             return 0
         return 2 if layout.alike else 2 + 2 * (layout.hosts - 1) + 1
 
     def padding_bytes(self, buckets: Buckets) -> int:
-        """What padded collectives fill, the whole run: of a reduction, and of as many gathers as
-        there are at once, which are three at the beginning of a step."""
+        """Return the bytes of padded collectives throughout training: one reduction, and the three
+        concurrent gathers at the beginning of a step."""
         if self._layout.zero_stage == 0:
             return 0
         gathers = {name: self._padded_gather(size) for name, size in buckets.sizes.items()}
@@ -221,7 +221,8 @@ class _Moves:
         return trainable + self._padded("gather", UnitSize(size.frozen_bytes, 0), 1)
 
     def _padded(self, operation: Operation, size: UnitSize, width: int) -> int:
-        """Every rank's interval as long as the longest may be, and one more of them."""
+        """Return the bytes of all ranks' intervals, padded to the largest possible, and one
+        more."""
         ranks = self._layout.cuts.ranks
         if not size.trainable or self._form(operation, size.trainable) != "padded":
             return 0
@@ -236,7 +237,7 @@ class _Moves:
         return self._wire.seconds(operation, form, self._layout.group, size)
 
     def _form(self, operation: Operation, numel: int) -> str:
-        """The form of one collective over a buffer of `numel` elements."""
+        """Return the form of one collective over a buffer of `numel` elements."""
         layout = self._layout
         named = layout.collectives.gather if operation == "gather" else layout.collectives.reduce
         equal = layout.cuts.equal(numel)

@@ -1,7 +1,7 @@
-"""Whether a plan is one for a model: its units, in their order, and what its stages need.
+"""Checks of a plan against a model: units, order of units, and the inputs of each stage.
 
-Plans are edited by hand. What is wrong in one is found here, before ranks start: there a stage that
-lacks something would leave the others waiting.
+Plans are edited by hand. Errors are found here, before ranks start: at run time, a stage with
+missing inputs leaves the other stages waiting.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ FIX = "mend the plan, or make one for this model: gpumix plan JOB.yaml"
 
 
 def check_units(plan: Plan, model: ModelProfile) -> None:
-    """Refuse a plan that is not for the calls of this model.
+    """Refuse a plan with calls other than the model's.
 
     Raises:
-        InputError: units are missing, unknown, doubled or in another order, or a stage does not
-            have what its units need of the root and of other stages.
+        InputError: units are missing, unknown, doubled or in another order, or a stage lacks
+            parameters of the root or outputs of other stages that its units need.
     """
     planned = tuple(name for stage in plan.stages for name in stage.units)
     if planned != model.calls:
@@ -36,13 +36,13 @@ def check_units(plan: Plan, model: ModelProfile) -> None:
 
 
 def check_ends(plan: Plan, before: Collection[str], after: Collection[str]) -> None:
-    """Refuse a plan that takes other parameters for those that only one end of the model uses.
+    """Refuse a plan with wrong parameters in `before` or `after`.
 
     Args:
-        before, after: those that may be.
+        before, after: the allowed names, used at only one end of the model.
 
     Raises:
-        InputError: it names another.
+        InputError: the plan names another.
     """
     for number, stage in enumerate(plan.stages, 1):
         for key, named, allowed in (
@@ -62,10 +62,10 @@ def check_ends(plan: Plan, before: Collection[str], after: Collection[str]) -> N
 
 
 def check_use(plan: Plan) -> None:
-    """Refuse values that a person wrote and that would have no effect, or one that is not foretold.
+    """Refuse values written by hand without effect or without a prediction.
 
     Raises:
-        InputError: there is such a value.
+        InputError: a value is refused.
     """
     of_stages = [(n, stage, w) for n, stage in enumerate(plan.stages, 1) for w in stage.workers]
     for number, stage, worker in of_stages:
@@ -103,10 +103,10 @@ def check_use(plan: Plan) -> None:
 
 
 def check_names(plan: Plan, units: Collection[str]) -> None:
-    """Refuse a plan whose units are not those that a model has.
+    """Refuse a plan with units other than a model's.
 
     Raises:
-        InputError: some are missing, or unknown.
+        InputError: units are missing or unknown.
     """
     planned = {name: n for n, stage in enumerate(plan.stages, 1) for name in stage.units}
     unknown = [name for name in planned if name not in units]
@@ -126,7 +126,7 @@ def check_names(plan: Plan, units: Collection[str]) -> None:
 
 
 def _listed(names: Collection[str], most: int = 4) -> str:
-    """The first of them."""
+    """Format the first names as a list."""
     shown = ", ".join(f"'{name}'" for name in list(dict.fromkeys(names))[:most])
     return f"{shown} and others" if len(set(names)) > most else shown
 
@@ -154,7 +154,7 @@ def _reordered(planned: Sequence[str], calls: Sequence[str]) -> str:
 
 
 def _check_needs(plan: Plan, number: int, model: ModelProfile) -> None:
-    """Refuse a stage that lacks what it computes with."""
+    """Refuse a stage lacking parameters or outputs to compute with."""
     stage, begin = plan.stages[number], plan.first_call(number)
     needs = model.needs_of(begin, begin + len(stage.units))
     where = f"stage {number + 1}"

@@ -1,10 +1,11 @@
-"""Workers of one stage that differ in their tensor parallel degree, in the cost model.
+"""Cost model of one stage with workers of different tensor-parallel degrees.
 
-Each leader of a team counts as a device of a class that computes a smaller model, as in
-`cost.teams`; here the smaller models are of unlike sizes. All leaders together gather and reduce
-what the largest of these models has: a team's ranks do as much between them, at the same time.
+The leader of each tensor-parallel group counts as a device of a class computing a smaller model, as
+in `cost.teams`; here the smaller models differ in size. All leaders together gather and reduce the
+largest of these models: between them, a group's ranks do as much, at the same time.
 
-What no team divides is divided among all ranks of all teams, and reduced apart (`engine.division`).
+Undivided parameters are sharded over all ranks of all groups and reduced separately
+(`engine.division`).
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ Sized = TypeVar("Sized", UnitKind, RootUnit, RootParameter, End)
 
 
 class ModelOfRank(ModelProfile):
-    """What a rank computes of a model of which others compute other parts.
+    """Part of a model computed by a rank, for tensor-parallel groups of different sizes.
 
     Attributes:
-        in_parts: what is divided is gathered and reduced in several parts, for others divide it
-            into more.
-        undivided: a model of what no team divides; of its parameters alone.
-        degree: into so many parts the rest is divided.
+        in_parts: divided parameters are gathered and reduced in several parts, because other groups
+            divide them into more.
+        undivided: a model of the parameters that no group divides.
+        degree: the number of parts into which the rest is divided.
     """
 
     in_parts: bool
@@ -32,7 +33,7 @@ class ModelOfRank(ModelProfile):
 
 
 class ProfileOfRanks(Profile):
-    """A profile of leaders whose teams are of one size for each class.
+    """Profile of leaders, with tensor-parallel groups of one size per class.
 
     Attributes:
         models: by class.
@@ -41,16 +42,16 @@ class ProfileOfRanks(Profile):
     models: dict[str, ModelOfRank]
 
     def model_of(self, name: str) -> ModelProfile:
-        """What ranks of a class have of the model; raises KeyError if the class is not known."""
+        """Return a rank's part of the model, by class; raises KeyError for an unknown class."""
         return self.models[name]
 
 
 def undivided(most: ModelProfile, least: ModelProfile, teams: tuple[int, int]) -> ModelProfile:
-    """What no team divides of a model: of u and v elements that are not divided and that are, a
-    rank of a team of n has u + v / n.
+    """Return a model of the parameters that no tensor-parallel group divides. With u undivided and
+    v divided elements, a rank in a group of n has u + v / n.
 
     Args:
-        most, least: what a rank has in teams of so many, of few and of many ranks.
+        most, least: a rank's part in groups of few and of many ranks, of sizes `teams`.
     """
     few, many = teams
 

@@ -1,7 +1,7 @@
-"""One stage of a plan as a model of its own: all that the cost model says of a model holds of it.
+"""Pipeline stage of a plan as a model of its own: the cost model of a model applies unchanged.
 
-What lies before the first unit is computed in the first stage, head and loss in the last one.
-Parameters of the root that several stages have are none of a stage's own: `Shared`.
+The first stage computes the code before the first unit, the last stage the head and loss. Root
+parameters used by several stages belong to no single stage: `Shared`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from gpumix.spec.stage import of_several
 
 @dataclass(frozen=True)
 class Shared:
-    """Parameters of the root that several stages have.
+    """Root parameters used by several stages.
 
     Attributes:
-        stages: the numbers of those stages.
+        stages: the numbers of the stages.
     """
 
     stages: tuple[int, ...]
@@ -43,17 +43,17 @@ class Shared:
         return sum(p.trainable for p in self.parameters)
 
     def frozen_bytes(self, model: ModelProfile) -> int:
-        """In the dtype of `model`."""
+        """Return the frozen bytes in the dtype of `model`."""
         names = {p.name for p in self.parameters}
         return sum(p.frozen_bytes for p in model.root.parameters if p.name in names)
 
 
 @dataclass(frozen=True)
 class StagedModel:
-    """A model cut into stages.
+    """Model cut into pipeline stages.
 
     Args:
-        ends: the number of the call behind each stage's last one.
+        ends: the number of the call after each stage's last one.
     """
 
     model: ModelProfile
@@ -64,15 +64,15 @@ class StagedModel:
         return len(self.ends)
 
     def calls(self, stage: int) -> range:
-        """Numbers of a stage's unit calls."""
+        """Return the numbers of a stage's unit calls."""
         return range(self.ends[stage - 1] if stage else 0, self.ends[stage])
 
     @cached_property
     def needs(self) -> tuple[Needs, ...]:
-        """Of each stage.
+        """Needs of each stage.
 
         Raises:
-            InputError: the profile does not say.
+            InputError: the profile lacks them.
         """
         if not self.model.needs:
             raise InputError(
@@ -84,7 +84,7 @@ class StagedModel:
 
     @cached_property
     def shared(self) -> tuple[Shared, ...]:
-        """What several stages have of the root, by those stages."""
+        """Root parameters used by several stages, grouped by stages."""
         together = of_several([needs.root for needs in self.needs])
         return tuple(
             Shared(stages, tuple(self._parameters[name] for name in names))
@@ -96,7 +96,7 @@ class StagedModel:
         return {p.name: p for p in self.model.root.parameters}
 
     def of(self, stage: int, model: ModelProfile | None = None) -> ModelProfile:
-        """A stage as a model, in the dtype of `model`."""
+        """Return a stage as a model, in the dtype of `model`."""
         model = model or self.model
         calls, last = self.calls(stage), stage == self.count - 1
         shared = {p.name for one in self.shared for p in one.parameters}
@@ -125,7 +125,7 @@ class StagedModel:
         )
 
     def profile_of(self, profile: Profile, stage: int) -> Profile:
-        """A stage as a profile of its own."""
+        """Return a stage as a profile of its own."""
         first, last = stage == 0, stage == self.count - 1
         update: dict[str, Any] = {
             "model": self.of(stage, profile.model),
@@ -143,7 +143,7 @@ class StagedModel:
 
 
 def staged_model(model: ModelProfile, units: Sequence[tuple[str, ...]]) -> StagedModel:
-    """The model cut into stages that have these units."""
+    """Cut the model into stages with the given units."""
     ends, end = [], 0
     for of_stage in units:
         end += len(of_stage)
@@ -152,7 +152,7 @@ def staged_model(model: ModelProfile, units: Sequence[tuple[str, ...]]) -> Stage
 
 
 def _times(device: ClassProfile, *, first: bool, last: bool) -> ClassProfile:
-    """Of the root, what a stage computes of it."""
+    """Return a class profile with only the times of the root that a stage computes."""
     root = device.units[ROOT]
     nothing = _nothing(root.backward)
     before = nothing if root.gradient is None else root.gradient

@@ -1,11 +1,10 @@
-"""What samples hold at each moment of a step, named but not yet counted in bytes.
+"""Phases of a step by the samples' memory, named but not yet counted in bytes.
 
-All else that the engine holds lies where it was laid out before the first step (`cost.buckets`), so
-only samples make one moment's memory differ from another's. `phases` follows a step and lists the
-moments at which the peak can lie. Of moments that differ only in how many calls' outputs are kept,
-the one that keeps the most is listed. So the list is as long as the model has kinds of units,
-however many calls it has; but where more gradients wait at earlier calls, and for workers that keep
-some graphs, where each call differs.
+All other memory of the engine is laid out before the first step (`cost.buckets`), so only samples
+make memory differ between phases. `phases` follows a step and lists the phases at which the peak
+can occur. Of phases that differ only in the number of kept outputs, the one keeping the most is
+listed. So the list has one entry per kind of unit, however many calls the model has. Exceptions:
+more gradients waiting at earlier calls, and workers that keep some graphs, where each call differs.
 """
 
 from __future__ import annotations
@@ -24,13 +23,14 @@ Pass = Literal["forward", "backward", "head"]
 
 @dataclass(frozen=True)
 class Phase:
-    """What samples hold at one moment; units are named by kind, the root is `ROOT`.
+    """Memory of samples in one phase; units are named by kind, the root is `ROOT`.
 
-    `kept` counts the calls of each kind that wait for their backward, `calls` of them in all.
-    `boundary` is the kind of the call between whose gradients, those of its outputs and those of
-    its inputs, the micro-batches stand; `waiting` are bytes by sample of gradients beside these.
-    `working` is what is computed. `again` are units that a backward pass has come to, and will come
-    to again. `standing` are calls whose outputs the model itself has, in all micro-batches.
+    `kept` counts the calls of each kind waiting for their backward, `calls` counts all of them.
+    `boundary` is the kind of the call being crossed by the backward pass: each micro-batch has the
+    gradient of either its outputs or its inputs. `waiting` is the bytes per sample of further
+    gradients. `working` is the current computation. `again` lists units already reached by a
+    backward pass that will reach them again. `standing` lists calls with outputs referenced by the
+    model itself, in all micro-batches.
     """
 
     kept: tuple[tuple[str, int], ...]
@@ -42,13 +42,13 @@ class Phase:
 
     @property
     def calls(self) -> int:
-        return sum(count for _, count in self.kept) - 1  # the root's is no call
+        return sum(count for _, count in self.kept) - 1  # the root is not a call
 
 
 def phases(model: ModelProfile, *, every_call: bool = False) -> tuple[Phase, ...]:
-    """The moments of a step at which its peak can lie, in the order of a step.
+    """Return the phases of a step at which the peak can occur, in the order of a step.
 
-    The ends of a step and the optimizer's moment hold only what all others hold too, and so are
+    The ends of a step and the optimizer update need only memory needed in all phases, so they are
     never the peak.
     """
     waiting = model.waiting or (0.0,) * len(model.calls)
@@ -76,13 +76,13 @@ def _phases(
 
 
 def _step(calls: Names, kinds: Names, waiting: tuple[float, ...]) -> Iterator[Phase]:
-    """All moments of a step."""
+    """Yield all phases of a step."""
     kept = _kept_before(kinds)
     kind_of = dict(zip(calls, kinds))
     first = {name: number for number, name in reversed([*enumerate(calls)])}
     last = {name: number for number, name in enumerate(calls)}
     for k, kind in enumerate(kinds):
-        # The model is not resumed after its last call before its head is computed.
+        # The model does not resume after its last call before its head is computed.
         standing = kinds[-2:] if k == len(kinds) - 1 else (kind,)
         yield Phase(kept[k + 1], None, (kind, "forward"), standing=standing)
     head: tuple[str, Pass] = (ROOT, "head")
@@ -93,7 +93,7 @@ def _step(calls: Names, kinds: Names, waiting: tuple[float, ...]) -> Iterator[Ph
 
 
 def _kept_before(kinds: Names) -> list[tuple[tuple[str, int], ...]]:
-    """What is kept before each call, and after the last: of the root, and of each call before."""
+    """Return the kept calls by kind, with the root, before each call and after the last."""
     count = Counter({ROOT: 1})
     kept = [tuple(count.items())]
     for kind in kinds:

@@ -1,20 +1,20 @@
-"""In which order ranks take micro-batches through stages, and when they are done.
+"""Pipeline schedules: the order of micro-batches on each rank, and the replay of a step.
 
-A stage's workers share its micro-batches, as many each as it is fast; each takes numbers that
-follow one another. So every worker of a stage is busy for about the same time, and one with n
-micro-batches takes 1 / n of it for each: orders follow from these counts alone, and all ranks find
-the same. A rank that has several stages (interleaved) takes turns between them.
+A stage's workers share its micro-batches in proportion to their speed; each takes consecutive
+numbers. So all workers of a stage are busy for about the same time, and a worker with n
+micro-batches spends 1 / n of it on each: orders follow from these counts alone, and all ranks
+compute the same orders. A rank with several stages (interleaved) alternates between them.
 
 * `gpipe`: all forward passes, then all backward passes.
-* `1f1b`: a backward pass as soon as there is one to run. No more micro-batches wait for their
-  backward than come through the later stages meanwhile (Narayanan et al., PipeDream-Flush): for
-  equal stages as many as there are stages from this one on.
-* `eager-1f1b`: the same with nearly twice as many, so that messages have time to arrive (Zhuang et
+* `1f1b`: a backward pass as soon as one is ready. No more micro-batches wait for their backward
+  than pass through the later stages meanwhile (Narayanan et al., PipeDream-Flush): for equal
+  stages, as many as there are stages from this one on.
+* `eager-1f1b`: as `1f1b` with nearly twice as many, so that messages have time to arrive (Zhuang et
   al. 2022, AlpaComm).
-* `interleaved`: as `1f1b` where a rank has several stages; micro-batches go through them in groups
-  of as many as there are ranks in a row (Narayanan et al. 2021, Megatron-LM).
-* `zero-bubble`: the backward pass of weights, which nobody waits for, is put off to when a rank
-  would wait otherwise; no more are put off than `1f1b` keeps (Qi et al., ZB-H1).
+* `interleaved`: as `1f1b` where a rank has several stages; micro-batches pass through the stages in
+  groups as large as the number of ranks in a row (Narayanan et al. 2021, Megatron-LM).
+* `zero-bubble`: the weights' backward pass, needed by no other rank, is deferred until a rank would
+  otherwise wait; no more are deferred than `1f1b` keeps (Qi et al., ZB-H1).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Kind = Literal["forward", "backward", "weights"]
 
 
 class Action(NamedTuple):
-    """A stage's part of one micro-batch, or of one wave of them, in one pass. With a schedule that
-    has `weights`, its `backward` is that of activations alone."""
+    """Part of a stage in one pass of one micro-batch, or of one wave of micro-batches. In a
+    schedule with `weights`, `backward` computes gradients of activations only."""
 
     kind: Kind
     stage: int
@@ -43,8 +43,8 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Seat:
-    """A worker of a stage, and the numbers of its micro-batches: some that follow one another. A
-    team, or all workers where they go through all waves together, is known by its first `rank`."""
+    """Worker of a stage, and its consecutive micro-batch numbers. A tensor-parallel group, or all
+    workers running waves together, is identified by its first `rank`."""
 
     stage: int
     rank: int
@@ -53,11 +53,11 @@ class Seat:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Who is to run which micro-batches.
+    """Assignment of micro-batches to workers.
 
     Args:
-        seats: of each stage, its workers in the order of their micro-batches.
-        waves: of each stage, the wave of each micro-batch; () where batches are micro-batches.
+        seats: the workers of each stage, in the order of their micro-batches.
+        waves: the wave of each micro-batch, by stage; () where batches are micro-batches.
     """
 
     schedule: Schedule
@@ -66,8 +66,8 @@ class Pipeline:
 
     @classmethod
     def of(cls, plan: Plan) -> Self:
-        """That of a plan. From ZeRO stage 2 on, where a stage's workers gather and reduce for each
-        other, its batches are waves."""
+        """Return the pipeline of a plan. From ZeRO stage 2 on, a stage's workers gather and reduce
+        together, and its batches are waves."""
         together = plan.in_waves
         stages = range(len(plan.stages))
         return cls(
@@ -83,17 +83,17 @@ class Pipeline:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """All of them, in order."""
+        """All ranks, in order."""
         return tuple(sorted({seat.rank for seats in self.seats for seat in seats}))
 
     @cached_property
     def turns(self) -> dict[tuple[int, int], tuple[int, ...]]:
-        """By (stage, rank): its micro-batches in the order in which it takes them.
+        """Order of micro-batches by (stage, rank).
 
-        All take them as the workers of the stage with the most of these come to them, each by its
-        numbers: so none of those waits until others are through, and what two workers send each
-        other is in the same order for both. Where a rank has several stages, all take them by their
-        numbers, or they might wait for each other.
+        All ranks use the order in which the workers of the stage with the most workers reach the
+        micro-batches, each by number. So no worker of that stage waits until others are done, and
+        the messages between two workers have one order on both sides. If a rank has several stages,
+        all ranks use the order of numbers, or they might deadlock.
         """
         key: dict[int, float] = {}
         if not self._goes_round:
@@ -111,7 +111,7 @@ class Pipeline:
 
     @cached_property
     def seat_of(self) -> dict[tuple[int, int], Seat]:
-        """The worker by (stage, micro-batch)."""
+        """Worker by (stage, micro-batch)."""
         return {
             (seat.stage, batch): seat
             for seats in self.seats
@@ -121,13 +121,13 @@ class Pipeline:
 
     @cached_property
     def in_flight(self) -> dict[int, int]:
-        """By rank: the most of its forward passes that may wait for their backward, stages of the
-        same rank counted together."""
+        """Limit of forward passes waiting for their backward, by rank, over all stages of the
+        rank."""
         if self.schedule == "gpipe":
             return {rank: sum(map(len, self._batches(rank))) for rank in self.ranks}
         if self._goes_round:
             return {rank: self._interleaved_in_flight(rank) for rank in self.ranks}
-        turnaround: dict[int, float] = {}  # of a micro-batch: busy time of this and later stages
+        turnaround: dict[int, float] = {}  # busy time of this and later stages, by micro-batch
         limits: dict[int, int] = {}
         following: dict[int, float] = {}
         for seats in reversed(self.seats):
@@ -137,7 +137,7 @@ class Pipeline:
                 count = len(seat.batches)
                 here |= {b: 1.0 / count + turnaround.get(b, 0.0) for b in seat.batches}
                 longest = max(here[b] for b in seat.batches) * count
-                # Each of those that come after it has one to go on with beside those it holds.
+                # Each later worker has one more to continue with, in addition to its limit.
                 feeding = sum(following.get(b, 0.0) for b in seat.batches)
                 limits[seat.rank] = min(count, ceil(max(longest, feeding) - 1e-9))
                 shares |= dict.fromkeys(seat.batches, (limits[seat.rank] + 1) / count)
@@ -147,8 +147,8 @@ class Pipeline:
         return limits
 
     def _interleaved_in_flight(self, rank: int) -> int:
-        """As Megatron-LM counts: of `v` stages on each of `p` ranks in a row, the one at place `r`
-        runs 2 (p - r - 1) + (v - 1) p forward passes before it alternates."""
+        """Return Megatron-LM's limit: with `v` stages on each of `p` ranks in a row, the rank at
+        place `r` runs 2 (p - r - 1) + (v - 1) p forward passes before it alternates."""
         stages = self._stages_of(rank)
         in_row = len(self.seats) // len(stages)
         warm_up = 2 * (in_row - stages[0] - 1) + (len(stages) - 1) * in_row
@@ -156,12 +156,12 @@ class Pipeline:
 
     @cached_property
     def _goes_round(self) -> bool:
-        """Whether ranks have several stages."""
+        """Flag: ranks have several stages."""
         return any(len(self._stages_of(rank)) > 1 for rank in self.ranks)
 
     @cached_property
     def _all_alike(self) -> bool:
-        """Whether all ranks have as many micro-batches of each stage, the same in each wave."""
+        """Flag: all ranks have equally many micro-batches per stage, in equal waves."""
         counts = {len(seat.batches) for seats in self.seats for seat in seats}
         return len(counts) == 1 and len(set(self.waves)) <= 1
 
@@ -172,18 +172,18 @@ class Pipeline:
         return (order for (_, of), order in self.turns.items() if of == rank)
 
     def forwards(self, rank: int) -> list[Action]:
-        """All forward passes of a rank, in order."""
+        """Return all forward passes of a rank, in order."""
         return self._in_groups("forward", rank, self._stages_of(rank))
 
     def backwards(self, rank: int) -> list[Action]:
-        """All backward passes of a rank, in order."""
+        """Return all backward passes of a rank, in order."""
         return self._in_groups("backward", rank, self._stages_of(rank)[::-1])
 
     def _in_groups(self, kind: Kind, rank: int, stages: Sequence[int]) -> list[Action]:
         orders = [self.turns[stage, rank] for stage in stages]
         most = max(map(len, orders))
-        # With one stage there is nothing to take turns with; and groups of those that have fewer
-        # would hold others that theirs wait for.
+        # A single stage needs no alternation. Groups of ranks with fewer micro-batches would
+        # contain micro-batches that the groups of others wait for.
         takes_turns = len(stages) > 1 and self._all_alike
         size = len(self.seats) // len(stages) if takes_turns else max(1, most)
         return [
@@ -194,7 +194,7 @@ class Pipeline:
         ]
 
     def needs(self, action: Action) -> Iterator[Action]:
-        """What must be done before, beside what comes earlier on the same rank."""
+        """Yield the prerequisites of an action, except earlier actions on the rank."""
         last = len(self.seats) - 1
         if action.kind == "forward" and action.stage > 0:
             yield from self._of_others("forward", action, action.stage - 1)
@@ -206,8 +206,8 @@ class Pipeline:
             yield Action("backward", action.stage, action.batch)
 
     def _of_others(self, kind: Kind, action: Action, stage: int) -> Iterator[Action]:
-        """The passes of another stage that an action's micro-batches go through; workers who have
-        unlike many divide them into waves in unlike ways."""
+        """Yield the passes of another stage with an action's micro-batches; workers with
+        different counts divide micro-batches into different waves."""
         if not self.waves:
             yield Action(kind, stage, action.batch)
             return
@@ -216,8 +216,8 @@ class Pipeline:
 
     @cached_property
     def _met(self) -> dict[tuple[int, int], dict[int, tuple[int, ...]]]:
-        """By two stages, one after the other: of each wave of the first, the second's waves with
-        the same micro-batches."""
+        """Waves with common micro-batches, by pair of adjacent stages and wave of the first
+        stage."""
         found: dict[tuple[int, int], dict[int, tuple[int, ...]]] = {}
         for one, other in ((n + a, n + 1 - a) for n in range(len(self.waves) - 1) for a in (0, 1)):
             met: dict[int, dict[int, None]] = {}
@@ -228,10 +228,10 @@ class Pipeline:
 
     @cached_property
     def orders(self) -> dict[int, tuple[Action, ...]]:
-        """What each rank does in a step, in order.
+        """Actions of each rank in a step, in order.
 
-        The textbook's limits are for as many micro-batches on each rank; where they keep ranks from
-        going on, more may wait for their backward.
+        Published limits assume equally many micro-batches on each rank. Where they lead to a
+        deadlock, more micro-batches may wait for their backward.
         """
         for more in range(sum(len(seat.batches) for seats in self.seats for seat in seats) + 1):
             found = _Trial(self, more).run()
@@ -240,7 +240,7 @@ class Pipeline:
         raise AssertionError("ranks wait for each other, however much may wait")
 
     def actions_of(self, plan: Plan, rank: int) -> tuple[Action, ...]:
-        """What a rank does in a step of the plan whose pipeline this is."""
+        """Return the actions of a rank in a step of the pipeline's plan."""
         stage = plan.stages_of(rank)[0]
         leader = plan.team_of(rank, stage)[0]
         return self.orders[self.seats[stage][0].rank if plan.in_waves else leader]
@@ -260,7 +260,7 @@ Seconds = Callable[[Action], float]
 
 @dataclass(frozen=True)
 class Transfer:
-    """What one rank sends another: it takes so long, and one at a time goes `over` a link."""
+    """Message between two ranks: its seconds, and the link `over` which messages are serialized."""
 
     seconds: float
     over: Hashable = None
@@ -271,8 +271,8 @@ NOTHING_SENT = Transfer(0.0)
 
 @dataclass(frozen=True)
 class Times:
-    """When each action and each transfer begins and ends, in seconds from the beginning of the
-    step. A transfer is named by the action that it comes from and the one that it is for."""
+    """Begin and end of each action and transfer, in seconds from the beginning of the step. A
+    transfer is named by its source action and the action waiting for it."""
 
     begin_s: Mapping[Action, float]
     end_s: Mapping[Action, float]
@@ -290,13 +290,13 @@ def replay(
     transfer: Callable[[Action, Action], Transfer],
     earliest_s: Seconds = lambda action: 0.0,
 ) -> Times:
-    """When ranks that each keep to their order are done.
+    """Replay a step of ranks running their actions in the given orders.
 
     Args:
-        needs: what must be done before an action, beside what comes earlier on the same rank.
-        seconds: that an action takes.
-        transfer: from the end of an action until what it sends is there for another one.
-        earliest_s: no action ends before.
+        needs: the prerequisites of an action, except earlier actions on the rank.
+        seconds: the duration of an action.
+        transfer: the message between two actions, from the end of the first.
+        earliest_s: a lower bound for the end of an action.
 
     Raises:
         ValueError: two ranks wait for each other.
@@ -305,7 +305,7 @@ def replay(
 
 
 class _Replay:
-    """Events in the order of time: an action ends, or what it has sent arrives."""
+    """Event queue in the order of time: an action ends, or its message arrives."""
 
     def __init__(
         self,
@@ -351,7 +351,7 @@ class _Replay:
         return Times(self._begin, self._end, self._sent)
 
     def _start(self, rank: int, now: float) -> None:
-        """The rank's next action, if it has all that it needs."""
+        """Start the rank's next action if all prerequisites are done."""
         order, at = self._orders[rank], self._at[rank]
         if rank in self._running or at == len(order) or self._needs[order[at]]:
             return
@@ -377,21 +377,21 @@ class _Replay:
         self._start(rank, now)
 
     def _push(self, time: float, action: Action, there: Action | None) -> None:
-        self._pushed += 1  # events of one moment come as they were found
+        self._pushed += 1  # simultaneous events keep their order of insertion
         heapq.heappush(self._events, (time, self._pushed, action, there))
 
 
 @dataclass
 class _Trial:
-    """A step in which every worker of a stage is busy for the same time: what each does next is
-    what there is to do then."""
+    """Simulated step, with equally busy workers per stage, to choose each rank's next action by
+    readiness."""
 
     pipeline: Pipeline
-    more: int = 0  # forward passes that may wait for their backward, beside `Pipeline.in_flight`
+    more: int = 0  # forward passes allowed to wait, beyond `Pipeline.in_flight`
     _done: dict[Action, float] = field(default_factory=dict)
 
     def run(self) -> dict[int, tuple[Action, ...]] | None:
-        """What each rank did; None if they came to wait for each other."""
+        """Return each rank's actions; None after a deadlock."""
         pipeline = self.pipeline
         ranks = {rank: _Rank(pipeline, rank, self.more) for rank in pipeline.ranks}
         wakes = [(0.0, rank) for rank in ranks]
@@ -406,7 +406,7 @@ class _Trial:
                 continue
             one.free = now + self._seconds(action)
             self._done[action] = one.free
-            # The rank itself, and whoever waits for this.
+            # The rank itself, and ranks waiting for this action.
             for other in {rank, *self._after(action)}:
                 heapq.heappush(wakes, (one.free, other))
         if not all(one.finished for one in ranks.values()):
@@ -417,21 +417,22 @@ class _Trial:
         return all(self._done.get(one, float("inf")) <= now for one in self.pipeline.needs(action))
 
     def _after(self, action: Action) -> Iterator[int]:
-        """Ranks that may wait for the end of `action`."""
+        """Yield the ranks that may wait for the end of `action`."""
         step = 1 if action.kind == "forward" else -1
         seat = self.pipeline.seat_of.get((action.stage + step, action.batch))
         if seat is not None:
             yield seat.rank
 
     def _seconds(self, action: Action) -> float:
-        """A forward takes half of a backward, a backward of activations alone as long as it."""
+        """Return relative seconds: a full backward takes two forwards, activations or weights
+        one."""
         seat = self.pipeline.seat_of[action.stage, action.batch]
         whole = action.kind == "backward" and self.pipeline.schedule != "zero-bubble"
         return (2.0 if whole else 1.0) / len(seat.batches)
 
 
 class _Rank:
-    """What a rank has done, and has yet to do."""
+    """Progress of a rank: actions done, and actions left."""
 
     def __init__(self, pipeline: Pipeline, rank: int, more: int) -> None:
         self.order: list[Action] = []
@@ -450,7 +451,7 @@ class _Rank:
         return not (self._forwards or self._backwards or self._weights)
 
     def choose(self, ready: Callable[[Action], bool]) -> Action | None:
-        """The next action, if there is one that need not wait."""
+        """Return the next action that need not wait, if any."""
         action = self._next(ready)
         if action is not None:
             self.order.append(action)

@@ -1,7 +1,7 @@
-"""What one step of a plan takes and holds: the cost model applied to a whole plan.
+"""Prediction of a plan's step time and memory: the cost model applied to a whole plan.
 
-The planner, the simulator, the memory check and the report all ask here. Time follows the formula
-in `cost.time`, memory the moments in `cost.phases`.
+The planner, the simulator, the memory check and the report all use this module. Time follows the
+formula in `cost.time`, memory the phases in `cost.phases`.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from gpumix.spec.stage import Mode, Place, Worker
 
 
 def predict(profile: Profile, plan: Plan) -> Prediction:
-    """What `cost.time` and `cost.memory` expect of one step of `plan`.
+    """Predict one step of `plan` with `cost.time` and `cost.memory`.
 
-    `exposed_communication_s` is how much shorter the step were if the collectives took no time.
+    `exposed_communication_s` is the reduction of the step time if collectives took no time.
 
     Raises:
-        InputError: the profile is of another model, sequence length or precision, or lacks a
-            class, a mode or a collective form of the plan.
+        InputError: the profile is of another model, sequence length or precision, or lacks a class,
+            a mode or a collective form of the plan.
     """
     check_match(profile, plan)
     if len(plan.stages) > 1:
@@ -62,10 +62,10 @@ def predict(profile: Profile, plan: Plan) -> Prediction:
 
 
 def plan_seconds(profile: Profile, plan: Plan) -> float:
-    """The step time of `predict` alone.
+    """Return only the step time of `predict`.
 
     Raises:
-        InputError: as `predict` does.
+        InputError: see `predict`.
     """
     check_match(profile, plan)
     input_s = input_seconds(profile, plan)
@@ -76,7 +76,7 @@ def plan_seconds(profile: Profile, plan: Plan) -> float:
 
 @dataclass(frozen=True)
 class _Alike:
-    """Workers that compute alike: one class, one mode."""
+    """Workers of one class and one mode."""
 
     device_class: str
     mode: Mode
@@ -85,13 +85,13 @@ class _Alike:
     kept_graphs: IntArray
 
 
-# Whether it keeps some graphs though it recomputes, what it has of the model, by its identity, and
-# where its state is.
+# Mode, whether some graphs are kept although the mode recomputes, identity of the rank's model, and
+# place of the state.
 _Holding = tuple[Mode, bool, int, Place]
 
 
 class _Step:
-    """One step of a plan. Workers that are alike are counted once, however many there are."""
+    """Step of a plan. Equal workers are counted once, however many there are."""
 
     def __init__(self, profile: Profile, plan: Plan) -> None:
         self._profile = profile
@@ -130,7 +130,7 @@ class _Step:
             tokens_per_s=tokens / step if step > 0 else float("inf"),
             exposed_communication_s=max(0.0, step - hidden - self._profile.step_overhead_s),
             workers=tuple(
-                WorkerPrediction.model_construct(  # for it may be one of very many
+                WorkerPrediction.model_construct(  # without validation: there may be very many
                     device=worker.device,
                     forward_s=float(forward[rank]),
                     backward_s=float(backward[rank]),
@@ -150,7 +150,7 @@ class _Step:
         return float((forward + backward).max())
 
     def _passes(self, links: Links) -> tuple[FloatArray, FloatArray]:
-        """Forward and backward seconds of each worker, in their order."""
+        """Return the forward and backward seconds of each worker, by rank."""
         forward, backward = np.zeros(len(self._workers)), np.zeros(len(self._workers))
         for alike in self._alike():
             forward[alike.ranks], backward[alike.ranks] = pass_seconds(
@@ -164,7 +164,8 @@ class _Step:
         return forward, backward
 
     def _peaks(self) -> tuple[list[dict[str, int]], list[int]]:
-        """The peak of each worker by cause, exact for the plan's cuts, and what its host keeps."""
+        """Return the peak of each worker by cause, exact for the plan's cuts, and its bytes on the
+        host."""
         owned = self._owned()
         same: dict[_Holding, dict[tuple[int, int, int, Owned], list[int]]] = {}
         models: dict[int, ModelProfile] = {}
@@ -218,7 +219,7 @@ class _Step:
 
 
 def links_of_plan(profile: Profile, plan: Plan) -> Links:
-    """The seconds of each collective of `plan`.
+    """Return the seconds of each collective of `plan`.
 
     Raises:
         InputError: nothing is known of a collective form of the plan, or of a link.
@@ -239,7 +240,7 @@ def links_of_plan(profile: Profile, plan: Plan) -> Links:
 
 
 def update_seconds(profile: Profile, plan: Plan) -> list[float]:
-    """Seconds in which each worker updates what it stores; at stage 0 that is everything."""
+    """Return the seconds of each worker's optimizer update; at stage 0 each updates everything."""
     stage, gathered = plan.zero_stage, plan.communication_dtype
     kinds = {(w.device_class, w.state_on) for w in plan.workers}
     whole = {
@@ -252,7 +253,7 @@ def update_seconds(profile: Profile, plan: Plan) -> list[float]:
 
 
 def by_host(workers: tuple[Worker, ...]) -> dict[str, list[int]]:
-    """The ranks on each host."""
+    """Return the ranks on each host."""
     found: dict[str, list[int]] = {}
     for rank, worker in enumerate(workers):
         found.setdefault(worker.host, []).append(rank)
@@ -260,7 +261,7 @@ def by_host(workers: tuple[Worker, ...]) -> dict[str, list[int]]:
 
 
 def shares_by_host(plan: Plan) -> list[tuple[float, ...]]:
-    """The shares of the ranks of each host."""
+    """Return the shares of the ranks of each host."""
     workers = plan.workers
     return [
         tuple(workers[rank].state_share for rank in ranks) for ranks in by_host(workers).values()
@@ -268,15 +269,15 @@ def shares_by_host(plan: Plan) -> list[tuple[float, ...]]:
 
 
 def shares_of_group(plan: Plan) -> tuple[float, ...]:
-    """The shares of those that divide the state between them; of several hosts, those that are the
-    least even, for all wait for them."""
+    """Return the shares of the ranks dividing the state; of several hosts, the least even shares,
+    because all hosts wait for them."""
     if plan.sharding == "all":
         return plan.stages[0].shares
     return max(shares_by_host(plan), key=lambda shares: (max(shares) * len(shares), len(shares)))
 
 
 def check_match(profile: Profile, plan: Plan) -> None:
-    """Refuse a plan that was made for something else.
+    """Refuse a plan made for something else.
 
     Raises:
         InputError: model, sequence length, precision or device classes differ.
@@ -322,7 +323,8 @@ def _check_classes(profile: Profile, plan: Plan) -> None:
 
 
 def _check_teams(profile: Profile, plan: Plan) -> None:
-    """A team is counted as its first worker, over links inside one host: see `cost.teams`."""
+    """Refuse unmeasured tensor-parallel groups. A group counts as its first worker, over links
+    inside one host: see `cost.teams`."""
     for team in (team for stage in plan.stages if stage.tensor > 1 for team in stage.teams):
         if len({(worker.host, worker.device_class) for worker in team}) > 1:
             raise InputError(

@@ -1,7 +1,7 @@
-"""Which buffers may lie in the same memory, because they are never in use at the same time.
+"""Memory slots shared by buffers that are never in use simultaneously.
 
-The engine lays its gathered units and its gradient buffers out once, before the first step, so that
-a step allocates nothing; the memory model counts what it lays out. Both ask here.
+The engine lays out its gathered units and gradient buffers once, before the first step, so that a
+step allocates nothing; the memory model counts the layout. Both use this module.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-ALIGNMENT = 512  # bytes, as CUDA's allocator aligns what it gives out
+ALIGNMENT = 512  # bytes, the alignment of CUDA's allocator
 
-# Closed intervals of whole numbers.
+# Closed intervals of integers.
 Times = tuple[tuple[int, int], ...]
 ALWAYS: Times = ((-(2**60), 2**60),)
 
 
 def aligned(size: int) -> int:
-    """`size` in bytes, rounded up so that what lies behind it is aligned."""
+    """Round `size` in bytes up to the alignment."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """Memory that is in use at some times."""
+    """Memory in use at some times."""
 
     bytes: int
     times: Times
@@ -32,7 +32,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Slots:
-    """Of each buffer, the slot that it lies in; and the bytes of each slot."""
+    """Slot of each buffer, and the bytes of each slot."""
 
     of_buffer: tuple[int, ...]
     bytes: tuple[int, ...]
@@ -43,10 +43,10 @@ class Slots:
 
 
 def share_slots(buffers: Sequence[Buffer]) -> Slots:
-    """Put buffers into slots, none together with one that it meets.
+    """Assign buffers to slots without overlaps in time.
 
-    Of two greedy orders the one that takes less memory: by the beginning of use, which needs the
-    fewest slots for intervals, and by size, which wastes the least within a slot.
+    Two greedy orders are tried, and the one using less memory is returned: by the beginning of use,
+    needing the fewest slots for intervals, and by size, wasting the least within a slot.
     """
     numbers = range(len(buffers))
     by_time = sorted(numbers, key=lambda n: min(buffers[n].times, default=(0, 0)))
@@ -72,14 +72,14 @@ def _in_order(buffers: Sequence[Buffer], order: Sequence[int]) -> Slots:
 
 
 class _Held:
-    """A slot: when it is in use, by buffers none of which meets another."""
+    """Slot and the times of use by non-overlapping buffers."""
 
     def __init__(self) -> None:
         self.bytes = 0
         self._times: list[tuple[int, int]] = []  # sorted
 
     def free(self, buffer: Buffer) -> bool:
-        """Whether nobody uses the slot while `buffer` is in use."""
+        """Check if the slot is unused while `buffer` is in use."""
         for begin, end in buffer.times:
             after = bisect_left(self._times, (begin, begin))
             if after < len(self._times) and self._times[after][0] <= end:
@@ -99,25 +99,24 @@ class _Held:
 
 @dataclass(frozen=True)
 class BucketUses:
-    """When a step uses a bucket: when it is gathered (ZeRO stage 3), and when its gradient buffer
-    is in use (stages 2 and 3)."""
+    """Times of use of a bucket: of gathered parameters (ZeRO stage 3), and of the gradient buffer
+    (stages 2 and 3)."""
 
     gathered: Times
     gradient: Times
 
 
 def bucket_uses(sequence: Sequence[int], count: int) -> list[BucketUses]:
-    """The times of `count` buckets that hold the units.
+    """Return the times of use of `count` unit buckets.
 
-    In the forward pass the time is the place in `sequence`; while one bucket is computed the next
-    is gathered, in the backward pass the one before. The last stays between the passes. Of
-    gradients, time 0 is the head, time t the backward of the t-th last place; a bucket is reduced
-    after the first of its calls, while the next one is differentiated, and one reduction ends
-    before another begins.
+    In the forward pass the time is the place in `sequence`. While one bucket is computed, the next
+    is gathered; in the backward pass the previous. The last stays between the passes. For
+    gradients, time 0 is the head, time t the backward of the t-th last place. A bucket is reduced
+    after the first of its calls, while the next is differentiated, and one reduction ends before
+    another begins.
 
     Args:
-        sequence: numbers of the buckets in the order in which the forward pass uses them, none
-            twice in a row.
+        sequence: numbers of the buckets in forward order, with no number twice in a row.
     """
     last = len(sequence) - 1
     gathered: list[list[tuple[int, int]]] = [[] for _ in range(count)]
@@ -134,8 +133,8 @@ def bucket_uses(sequence: Sequence[int], count: int) -> list[BucketUses]:
 
 
 def end_uses(sequence: Sequence[int]) -> tuple[BucketUses, BucketUses]:
-    """The same of what the root unit has beside: what is used before the first unit only, and after
-    the last one only. The gradient of the former is in use throughout."""
+    """Return the times of use of root parameters used only before the first unit, and only after
+    the last. The gradient of the former is in use throughout."""
     last = len(sequence)
     first_done = min(last - place for place in _first_places(sequence))
     before = BucketUses(gathered=((-1, -1),), gradient=((0, last + 1),))

@@ -1,7 +1,7 @@
-"""What one pass of micro-batches through one stage takes and holds, on each of its workers.
+"""Time and memory of one pass of micro-batches through one stage, for each worker.
 
-The stage is a model of its own (`cost.of_stage`), so the cost model of one stage tells. What a rank
-does with its passes in a step, `cost.staged` puts together.
+The stage is a model of its own (`cost.of_stage`), so the cost model of one stage applies.
+`cost.staged` combines a rank's passes into a step.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from gpumix.spec.stage import DTYPE_BYTES, Mode, Worker
 
 @dataclass(frozen=True)
 class Passes:
-    """Seconds of one pass through a stage's units on a worker. `forward_s` and `backward_s` are of
-    computing alone, `first_s` and `last_s` where parameters are gathered, or gradients reduced;
-    `weights_s` and `weights_last_s` are of what is put off of a split backward."""
+    """Seconds of one pass through a stage's units on a worker. `forward_s` and `backward_s` are
+    computation only; `first_s` and `last_s` include gathers of parameters and reductions of
+    gradients; `weights_s` and `weights_last_s` are for the deferred part of a split backward."""
 
     forward_s: float
     first_s: float
@@ -44,9 +44,9 @@ class Passes:
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of one pass through a stage's units: what it leaves until its backward, what that
-    leaves where it is split, and by cause what forward, head and loss, and backward take at their
-    most, that of other micro-batches apart."""
+    """Bytes of one pass through a stage's units, without other micro-batches: `left` until its
+    backward, `split` after the first part of a split backward, and the peaks by cause of forward,
+    of head and loss, and of backward."""
 
     left: int
     split: int
@@ -56,11 +56,11 @@ class Held:
 
 
 class StageCost:
-    """One stage of a plan.
+    """Cost of one stage of a plan.
 
     Args:
-        near: how near its workers are to each other.
-        moved: whether communication takes time.
+        near: the network distance between its workers.
+        moved: communication takes time.
     """
 
     def __init__(
@@ -83,7 +83,8 @@ class StageCost:
         self.links = links if moved else free
         self._free = free
         self.memory = MemoryModel(self.profile, links, len(self.workers), plan.zero_stage)
-        # Found before it is added: the gradient of what the code before the first unit looks up.
+        # Computed before accumulation: the gradient of tables looked up by the code before the
+        # first unit.
         sizes = {p.name: p.trainable for p in whole.model.root.parameters}
         self._looked_up = max((sizes[n] for n in whole.model.needs[0].root), default=0)
         self._looked_up *= number == 0
@@ -91,13 +92,13 @@ class StageCost:
         self._held: dict[tuple[int, int, int], Held] = {}
 
     def micro_batches(self, worker: int, batch: int) -> tuple[int, int]:
-        """Samples of a worker in one micro-batch, or in one wave, and the most of them at once."""
+        """Return a worker's samples in one micro-batch or wave, and the most of them at once."""
         sizes = self._sizes[worker].get(batch, ())
         return sum(sizes), max(sizes, default=0)
 
     @cached_property
     def _sizes(self) -> list[dict[int, list[int]]]:
-        """Of each worker: samples of its micro-batches, by number or by wave."""
+        """Sizes of each worker's micro-batches, by number or by wave."""
         found: list[dict[int, list[int]]] = [{} for _ in self.workers]
         in_waves = self.plan.in_waves
         stage = self.plan.stages[self.number]
@@ -107,7 +108,7 @@ class StageCost:
         return found
 
     def passes(self, worker: int, batch: int) -> Passes:
-        """Of a worker's part of a micro-batch or wave."""
+        """Return the seconds of a worker's part of a micro-batch or wave."""
         samples, size = self.micro_batches(worker, batch)
         key = (worker, samples, size)
         if key not in self._passes:
@@ -132,7 +133,7 @@ class StageCost:
         return Passes(forward, first + gathered, backward, last, weights, weights_last + reduced)
 
     def held(self, worker: int, batch: int) -> Held:
-        """Of a worker's part of a micro-batch or wave."""
+        """Return the bytes of a worker's part of a micro-batch or wave."""
         samples, size = self.micro_batches(worker, batch)
         key = (worker, samples, size)
         if key not in self._held:
@@ -152,12 +153,12 @@ class StageCost:
         return replace(held, backward=backward)
 
     def before_s(self) -> float:
-        """Seconds to gather what is gathered once, before anything is computed."""
+        """Return the seconds of the gathers done once, before any computation."""
         return self.links.gather_s[ROOT] + self.links.gather_s[BEFORE]
 
     def after_s(self, *, beside: bool) -> float:
-        """Seconds to reduce what the last backward leaves to be reduced; `beside` it the buckets of
-        units were."""
+        """Return the seconds of the reductions after the last backward; with `beside`, unit buckets
+        are already reduced concurrently with it."""
         reduce_s, buckets = self.links.reduce_s, self.links.buckets
         ends = reduce_s[ROOT] + reduce_s[BEFORE]
         return ends if beside else ends + sum(reduce_s[name] for name in buckets.kinds)
@@ -180,7 +181,7 @@ class StageCost:
 
     @cached_property
     def state(self) -> list[dict[str, int]]:
-        """Of each worker, bytes of state and of what collectives fill."""
+        """State and collective buffers of each worker, in bytes by cause."""
         found = []
         for worker, own in zip(self.workers, self._owned):
             state = self._state(worker)
@@ -195,17 +196,17 @@ class StageCost:
 
 
 def _one(seconds: FloatArray) -> float:
-    """Of the only worker."""
+    """Return the seconds of the only worker."""
     return float(seconds[0])
 
 
 def in_layers(mode: Mode) -> Mode:
-    """How a pass of a stage runs."""
+    """Return the mode with layered order, in which a stage's passes run."""
     return mode if mode.order == "layered" else mode.model_copy(update={"order": "layered"})
 
 
 def _held(held: Activations) -> Held:
-    """At the moments of a pass."""
+    """Return the peaks over the phases of a pass."""
     most: dict[Pass, dict[str, int]] = {"forward": {}, "head": {}, "backward": {}}
     left = 0
     for phase in held.phases:
@@ -218,8 +219,8 @@ def _held(held: Activations) -> Held:
 def _held_in_parts(
     model: ModelProfile, calls: Sequence[str], micro: MicroBatches, held: Held
 ) -> Held:
-    """The same where the backward of calls of these kinds is in two parts, or put off as a whole
-    where no input comes before."""
+    """Return the bytes with a split backward of calls of these kinds, or with a deferred full
+    backward where no input comes before."""
     split, working = _of_all(micro, model.root.kept), 0
     for kind in map(model.kind, calls):
         split += _of_all(micro, kind.split)
@@ -233,10 +234,10 @@ def _held_in_parts(
 
 
 def _of_all(micro: MicroBatches, curve: Curve | None) -> int:
-    """Bytes of all micro-batches."""
+    """Return the bytes of all micro-batches."""
     return 0 if curve is None else int(micro.bytes(curve)[0])
 
 
 def larger(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
-    """Of bytes by cause, those that are more in all."""
+    """Return the mapping of bytes by cause with the larger total."""
     return other if sum(other.values()) >= sum(one.values()) else one

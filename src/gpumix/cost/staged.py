@@ -1,19 +1,18 @@
-"""What one step of a plan of several stages takes and holds.
+"""Prediction of one step of a plan with several pipeline stages.
 
-Each stage is a model of its own (`cost.of_stage`), of which the rest of the cost model tells how
-long one pass of one micro-batch takes on each of its workers, and what it leaves behind.
-`cost.pipeline` says in which order; the replay of that order, with what stages send each other, is
-the step:
+Each stage is a model of its own (`cost.of_stage`). The rest of the cost model gives the time of one
+pass of one micro-batch on each of its workers, and the memory left behind. `cost.pipeline` gives
+the order; a replay of the order, with the messages between stages, is the step:
 
 * Below ZeRO stage 2 the first forward of a stage waits for its parameters, and its gradients are
-  reduced after its last backward; at stage 0, where a rank has one stage, beside it.
-* From stage 2 on all workers of a stage go through waves together: a wave takes what the slowest of
-  them takes, its gathers and reductions with it.
-* What several stages have of the root is gathered before the step and reduced after it.
-* One message at a time goes from one host to another; inside a host they do not hinder each other.
+  reduced after its last backward; at stage 0, if a rank has one stage, concurrently with it.
+* From stage 2 on all workers of a stage run waves together: a wave takes the time of its slowest
+  worker, including gathers and reductions.
+* Root parameters used by several stages are gathered before the step and reduced after it.
+* Between two hosts, messages are serialized; inside a host, messages do not slow each other down.
 
-A rank holds the state of its stages, what the micro-batches leave that are between their forward
-and their backward, and the working set of the one that it computes.
+A rank stores the state of its stages, the activations of micro-batches between their forward and
+their backward, and the working set of the current one.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ from gpumix.spec.plan import Plan, Prediction, WorkerPrediction
 from gpumix.spec.profile import Profile
 from gpumix.spec.stage import DTYPE_BYTES, MicroBatchOf, Taken, Worker
 
-MESSAGES_AHEAD = 2  # actions whose messages are expected, or on their way, at once
+MESSAGES_AHEAD = 2  # actions with messages expected or in flight at once
 
 
 def predict_stages(profile: Profile, plan: Plan) -> Prediction:
-    """What is expected of one step of a plan of several stages.
+    """Predict one step of a plan with several stages.
 
     Raises:
         InputError: the profile does not say what units need of each other, or nothing is known of a
@@ -63,7 +62,7 @@ def predict_stages(profile: Profile, plan: Plan) -> Prediction:
 
 @dataclass(frozen=True)
 class Reductions:
-    """When the reduction of each stage begins and ends."""
+    """Begin and end of each stage's reduction."""
 
     of_stages: Mapping[int, tuple[float, float]]
 
@@ -72,10 +71,10 @@ class Reductions:
 
 
 class StagedStep:
-    """One step of a plan of several stages; of a team the first rank stands for all.
+    """Step of a plan with several stages; a tensor-parallel group counts as its first rank.
 
     Args:
-        moved: whether communication takes time.
+        moved: communication takes time.
     """
 
     def __init__(self, profile: Profile, plan: Plan, *, moved: bool = True) -> None:
@@ -106,7 +105,7 @@ class StagedStep:
         self._workers = plan.workers
         rank_of = {worker.device: rank for rank, worker in enumerate(self._workers)}
         self._ranks = [tuple(rank_of[w.device] for w in stage.workers) for stage in plan.stages]
-        # By (stage, rank): which of the stage's workers the rank is.
+        # By (stage, rank): the rank's place among the stage's workers.
         self.place_of = {
             (number, rank): place
             for number, ranks in enumerate(self._ranks)
@@ -120,7 +119,7 @@ class StagedStep:
 
     @cached_property
     def times(self) -> Times:
-        """When each action is done; of waves that of a stage's first rank, which is all ranks'."""
+        """Times of each action; a wave's are stored under the stage's first rank, for all ranks."""
         return replay(
             self.pipeline.orders,
             self.pipeline.needs,
@@ -131,7 +130,7 @@ class StagedStep:
 
     @cached_property
     def seconds(self) -> float:
-        """Of the step; a rank updates all of its stages when the last of them is reduced."""
+        """Seconds of the step; a rank updates all of its stages after the last reduction of any."""
         updated = (
             max(self.reductions[-1].end_of(number) for number in stages)
             + sum(self.stages[number].update_s(self.place_of[number, rank]) for number in stages)
@@ -141,8 +140,8 @@ class StagedStep:
 
     @cached_property
     def reductions(self) -> tuple[Reductions, ...]:
-        """Of gradients after the last backward: of what each stage has alone, then of what several
-        share. Each has the ends of those before it that it does not change."""
+        """Reductions of gradients after the last backward: first each stage's own, then the shared.
+        Each entry copies the unchanged ends of the previous entries."""
         own: dict[int, tuple[float, float]] = {}
         for number, cost in enumerate(self.stages):
             of_stage = {a: end for a, end in self.times.end_s.items() if a.stage == number}
@@ -159,7 +158,7 @@ class StagedStep:
         return tuple(found)
 
     def _sums_beside(self, stage: int) -> bool:
-        """Whether all ranks of a stage begin to sum gradients beside the last action of a step."""
+        """Check if all ranks of a stage begin an all-reduce during the last action of a step."""
         return self.plan.zero_stage == 0 and all(
             len(self._stages_of[rank]) == 1
             and all(self._adds(action, place) for action in self.order(rank)[-1:])
@@ -167,13 +166,13 @@ class StagedStep:
         )
 
     def _adds(self, action: Action, worker: int) -> bool:
-        """Whether an action of a stage's worker computes gradients of units' parameters."""
+        """Check if an action of a stage's worker computes parameter gradients of units."""
         one = self.plan.stages[action.stage].workers[worker]
         ends: Kind = "weights" if self.plan.puts_off(action.stage, one) else "backward"
         return action.kind == ends
 
     def _shared_s(self, shared: Shared) -> float:
-        """To reduce what several stages have of the root, and to gather it."""
+        """Return the seconds to reduce and gather the root parameters used by several stages."""
         ranks = self._whole.shares_among(shared.stages)
         workers = [self._whole.workers[rank] for rank in ranks]
         if not self._moved or len(workers) == 1:
@@ -188,14 +187,14 @@ class StagedStep:
         return reduced + wire.seconds("gather", forms.gather, "all", shared.trainable * width)
 
     def action_s(self, action: Action) -> float:
-        """Seconds of an action, on the slowest of those that do it together."""
+        """Return the seconds of an action, on the slowest of the workers running it together."""
         key = (action.kind, action.stage, self._amount(action), action in self._firsts)
         if key not in self._seconds:
             self._seconds[key] = self._timed_action(action)
         return self._seconds[key]
 
     def _amount(self, action: Action) -> Hashable:
-        """The same for actions of a stage that as much is computed in, on the same workers."""
+        """Return a key: equal for actions of a stage with equal samples on equal workers."""
         key = (action.stage, action.batch)
         if key not in self._amounts:
             micro_batches = self.stages[action.stage].micro_batches
@@ -206,7 +205,7 @@ class StagedStep:
 
     @cached_property
     def _firsts(self) -> set[Action | None]:
-        """Of each stage and rank the first forward."""
+        """First forward of each stage and rank."""
         return set(self._first.values())
 
     def _timed_action(self, action: Action) -> float:
@@ -219,7 +218,8 @@ class StagedStep:
         )
 
     def _earliest_s(self, action: Action) -> float:
-        """An action cannot end before what is gathered once, from the step's beginning, is here."""
+        """Return a lower bound for an action's end: the arrival of parameters gathered only once,
+        from the beginning of the step."""
         if action not in self._firsts:
             return 0.0
         waits = (
@@ -230,7 +230,7 @@ class StagedStep:
         return max(waits, default=0.0)
 
     def _together(self, action: Action) -> Iterable[int]:
-        """Those of a stage's workers that do an action together."""
+        """Return the workers of a stage running an action together."""
         if self.in_waves:
             return range(len(self.stages[action.stage].workers))
         seat = self.pipeline.seat_of[action.stage, action.batch]
@@ -240,15 +240,15 @@ class StagedStep:
         return self.plan.zero_stage < 3 and self._gathers_once(action, worker)
 
     def _gathers_once(self, action: Action, worker: int) -> bool:
-        """Whether this is the first that a worker computes of a stage."""
+        """Check if an action is a worker's first of a stage."""
         return self._first[action.stage, self._ranks[action.stage][worker]] == action
 
     def _pass_s(self, action: Action, worker: int) -> float:
-        """Of an action that nothing was gathered before for."""
+        """Return the seconds of an action without earlier gathers."""
         return self._computed_s(action, worker) + self._told_s(action, worker)
 
     def _told_s(self, action: Action, worker: int) -> float:
-        """What a team tells each other at the ends of its stage."""
+        """Return the seconds of a tensor-parallel group's collectives at the ends of its stage."""
         cost = self.stages[action.stage]
         samples = cost.micro_batches(worker, action.batch)[0]
         one = self._whole.stages[action.stage].leaders[worker]
@@ -268,8 +268,8 @@ class StagedStep:
         return passes.last_s if self.in_waves else passes.backward_s
 
     def _beside_s(self, action: Action) -> float:
-        """How long after an action gradients are summed that began to be beside it: where a rank
-        sums them once, beside its last one. What goes to other stages is sent before."""
+        """Return the seconds after an action until an all-reduce begun during it is done: for the
+        last action of a rank with one all-reduce. Messages to other stages are sent before."""
         if self.plan.zero_stage > 0:
             return 0.0
         rank = self.pipeline.seat_of[action.stage, action.batch].rank
@@ -283,13 +283,13 @@ class StagedStep:
         return passes.last_s - passes.backward_s
 
     def order(self, rank: int) -> tuple[Action, ...]:
-        """What a rank does in a step."""
+        """Return the actions of a rank in a step."""
         stage = self._stages_of[rank][0]
         return self.pipeline.orders[self._ranks[stage][0] if self.in_waves else rank]
 
     @cached_property
     def _first(self) -> dict[tuple[int, int], Action | None]:
-        """By (stage, rank): its first forward."""
+        """First forward by (stage, rank)."""
         return {
             (stage, rank): next(
                 (a for a in self.order(rank) if a.kind == "forward" and a.stage == stage), None
@@ -300,8 +300,8 @@ class StagedStep:
     # -- messages ------------------------------------------------------------------------------
 
     def _transfer(self, action: Action, other: Action) -> Transfer:
-        """What `action` sends, for `other`: over one link one message after the other, to each of a
-        team its own."""
+        """Return the message from `action` to `other`; over one link, messages are serialized, and
+        each rank of a tensor-parallel group receives its own."""
         if action.stage == other.stage:
             return NOTHING_SENT
         pairs = tuple((g.device, t.device, n) for g, t, n in self._pairs(action, other))
@@ -326,7 +326,8 @@ class StagedStep:
         return Transfer(seconds, link)
 
     def sent(self, action: Action, other: Action) -> Iterator[tuple[Worker, Worker, int]]:
-        """From whom to whom so many bytes go between two actions; of teams, from first to first."""
+        """Yield sender, receiver and bytes of messages between two actions; of groups, first
+        ranks."""
         takes = self._taken[max(action.stage, other.stage), action.kind != "forward"]
         for giver, taker, samples in self._pairs(action, other):
             size = sum(self.taken_bytes(taken, samples) for taken in takes)
@@ -334,12 +335,12 @@ class StagedStep:
 
     @cached_property
     def _parts(self) -> list[tuple[MicroBatchOf, ...]]:
-        """Of each stage, its micro-batches."""
+        """Micro-batches of each stage."""
         return [stage.micro_batches(self.plan.waves) for stage in self.plan.stages]
 
     @cached_property
     def _taken(self) -> dict[tuple[int, bool], tuple[Taken, ...]]:
-        """By stage, and whether gradients go back: what it takes of the stage before it."""
+        """Outputs taken from the previous stage, by stage and direction (True: gradients back)."""
         found: dict[tuple[int, bool], tuple[Taken, ...]] = {}
         for stage in range(1, len(self.stages)):
             earlier = self.cut.calls(stage - 1)
@@ -359,7 +360,7 @@ class StagedStep:
     def _wave_totals(
         self, stage: int, other: int
     ) -> dict[tuple[int, int], dict[tuple[int, int], int]]:
-        """By waves of two stages, the samples that pass from each worker to each."""
+        """Return the samples passing from each worker to each, by waves of two stages."""
         key = (stage, other)
         if key not in self._totals:
             found: dict[tuple[int, int], dict[tuple[int, int], int]] = {}
@@ -372,11 +373,11 @@ class StagedStep:
 
     @cached_property
     def takes(self) -> list[tuple[Taken, ...]]:
-        """What each stage takes of earlier ones."""
+        """Outputs of earlier stages taken by each stage."""
         return [needs.outputs for needs in self.cut.needs]
 
     def taken_bytes(self, taken: Taken, samples: int) -> int:
-        """Of so many samples, in the dtype in which it is sent."""
+        """Return the bytes of an output for `samples` samples, in the dtype of the message."""
         key = (taken.call, taken.output, samples)
         if key not in self._sizes:
             self._sizes[key] = self._taken_bytes(taken, samples)
@@ -395,7 +396,7 @@ class StagedStep:
     # -- workers -------------------------------------------------------------------------------
 
     def workers(self) -> Iterator[WorkerPrediction]:
-        """Of each rank, in their order."""
+        """Yield the prediction of each rank, in order."""
         for rank, worker in enumerate(self._workers):
             passes = {"forward": 0.0, "backward": 0.0, "weights": 0.0}
             for action in self.order(rank):
@@ -416,7 +417,7 @@ class StagedStep:
             )
 
     def _computed(self, rank: int) -> Iterator[float]:
-        """Seconds of the actions of a rank, without waiting for others of its stage."""
+        """Yield the seconds of a rank's actions, without waiting for workers of the stage."""
         for action in self.order(rank):
             passes = self.stages[action.stage].passes(
                 self.place_of[action.stage, rank], action.batch
@@ -427,7 +428,7 @@ class StagedStep:
                 yield passes.backward_s if action.kind == "backward" else passes.weights_s
 
     def peak(self, rank: int) -> dict[str, int]:
-        """Bytes at a rank's peak by cause."""
+        """Return the bytes at a rank's peak by cause."""
         worker = self._workers[rank]
         causes: dict[str, int] = {}
         for number in self._stages_of[rank]:
@@ -443,7 +444,7 @@ class StagedStep:
         return causes | {"framework": framework}
 
     def _shared_bytes(self, rank: int) -> dict[str, int]:
-        """What a rank holds of the root's parameters that several stages have."""
+        """Return a rank's bytes for root parameters used by several stages."""
         worker, found = self._workers[rank], {"state": 0, "replicas": 0}
         zero_stage = min(self.plan.zero_stage, 1)
         rank = self._whole_rank[worker.device]
@@ -468,13 +469,13 @@ class StagedStep:
             frozen = shared.frozen_bytes(self.profile.model_in(worker.compute_dtype))
             found["replicas"] += aligned(numel * width) + aligned(frozen)
             found["replicas"] += aligned(numel * GRADIENT_BYTES)
-            if zero_stage and len(ranks) > 1:  # what arrives, to be summed
+            if zero_stage and len(ranks) > 1:  # receive buffer, to be summed
                 found["replicas"] += len(ranks) * own * MASTER_BYTES
         return found
 
     @cached_property
     def _team_size(self) -> dict[str, int]:
-        """Of each leader's team."""
+        """Size of each leader's tensor-parallel group."""
         return {
             leader.device: stage.team_size(leader)
             for stage in self._whole.stages
@@ -483,11 +484,11 @@ class StagedStep:
 
     @cached_property
     def _whole_rank(self) -> dict[str, int]:
-        """By device the rank in a plan of which not only leaders are counted."""
+        """Rank by device in the whole plan, not only of leaders."""
         return {worker.device: rank for rank, worker in enumerate(self._whole.workers)}
 
     def _most_held(self, rank: int) -> dict[str, int]:
-        """What samples hold at the peak."""
+        """Return the samples' memory at the peak."""
         waiting: dict[tuple[int, int], int] = {}
         most: dict[str, int] = {}
         splits = self.plan.schedule == "zero-bubble"
@@ -508,8 +509,8 @@ class StagedStep:
         return most
 
     def _message_bytes(self, rank: int) -> int:
-        """What is on its way, to this rank and from it: a slower one may leave messages unread of
-        as many micro-batches as wait here for their backward."""
+        """Return the bytes of messages in flight from and to a rank: a slower peer may leave unread
+        the messages of as many micro-batches as wait here for their backward."""
         most, ahead = 0, max(MESSAGES_AHEAD, self._most_waiting(rank))
         for stage in self._stages_of[rank]:
             worker = self.place_of[stage, rank]
@@ -525,7 +526,7 @@ class StagedStep:
         return most
 
     def _most_waiting(self, rank: int) -> int:
-        """How many forward passes of a rank wait for their backward at most."""
+        """Return the maximum number of a rank's forward passes waiting for their backward."""
         steps = {"forward": 1, "backward": -1, "weights": 0}
         return max(accumulate(steps[action.kind] for action in self.order(rank)), default=0)
 

@@ -1,8 +1,9 @@
-"""Teams in the cost model: the ranks that compute each unit together count as one worker.
+"""Tensor-parallel groups ("teams") in the cost model: each group counts as one worker.
 
-To each rank of a team the model is a smaller one, of its parts of the divided modules, and its
-passes are longer by what the team's ranks tell each other meanwhile: nothing hides it. So a plan
-with teams is counted as that of their first workers, on such a profile; the others do the same.
+To each rank of a group the model is smaller: its parts of the divided modules. Its passes are
+longer by the group's collectives, which nothing hides. So a plan with tensor-parallel groups is
+predicted as the plan of their first workers ("leaders"), on a profile changed in this way; the
+other ranks do the same.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ from gpumix.spec.stage import Mode, Stage, Taken, Worker
 def in_team(
     profile: Profile, degree: int, *, sequence: bool = False, in_stages: bool = False
 ) -> Profile:
-    """The profile of a rank that computes together with others, `degree` in all, and divides the
-    positions of samples with them too or not.
+    """Return the profile of a rank in a tensor-parallel group of `degree` ranks, with sequence
+    parallelism or without.
 
     Args:
-        in_stages: in one of several stages: where hidden states come whole and leave whole there,
-            `end_seconds` says.
+        in_stages: for one of several stages; `end_seconds` then gives the collectives at entry and
+            exit of full hidden states.
 
     Raises:
-        InputError: such teams were not measured.
+        InputError: no group of this kind was measured.
     """
     if degree == 1:
         return profile
@@ -51,7 +52,7 @@ def in_team(
 
 
 class _Identity:
-    """A profile that is compared as an object: to compare what it holds takes long."""
+    """Profile compared by identity: comparing its contents takes long."""
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
@@ -69,7 +70,7 @@ def _in_team(of: _Identity, degree: int, *, sequence: bool, in_stages: bool) -> 
     team = team_of(profile, degree, sequence=sequence)
     cluster, network = profile.cluster, profile.network
     if len({device.host for device in cluster.devices}) > 1:
-        # All members of teams divide state with their likes at once, over the same links.
+        # All ranks of groups share state with their peers at once, over the same links.
         network = tuple(
             one
             if one.group in ("inside", "island")
@@ -95,10 +96,10 @@ def _in_team(of: _Identity, degree: int, *, sequence: bool, in_stages: bool) -> 
 
 
 def of_stage(profile: Profile, stage: Stage, *, in_stages: bool = False) -> OfStage:
-    """The leaders of a stage's teams, and their profile; see `in_team`.
+    """Return the leaders of a stage's tensor-parallel groups, and their profile; see `in_team`.
 
     Raises:
-        InputError: such teams were not measured.
+        InputError: no group of this kind was measured.
     """
     if not stage.unlike_teams:
         size = stage.team_size(stage.workers[0])
@@ -115,7 +116,7 @@ def of_stage(profile: Profile, stage: Stage, *, in_stages: bool = False) -> OfSt
 
 
 def in_one_stage(profile: Profile, plan: Plan) -> tuple[Profile, Plan]:
-    """The same of a plan of one stage, as a plan of leaders."""
+    """Return the profile and plan of leaders for a plan of one stage."""
     found, leaders = of_stage(profile, plan.stages[0])
     alone = plan.of_leaders
     stages = (alone.stages[0].model_copy(update={"workers": leaders}),)
@@ -123,14 +124,14 @@ def in_one_stage(profile: Profile, plan: Plan) -> tuple[Profile, Plan]:
 
 
 class OfStage(NamedTuple):
-    """Leaders by the names that their classes have in a profile."""
+    """Leaders with the class names used in a profile."""
 
     profile: Profile
     leaders: tuple[Worker, ...]
 
 
 class TeamOf(NamedTuple):
-    """A team of so many devices of a class."""
+    """Tensor-parallel group of `size` devices of a class."""
 
     device_class: str
     size: int
@@ -143,8 +144,8 @@ def in_teams(
     sequence: bool,
     in_stages: bool = False,
 ) -> Profile:
-    """The profile of leaders of these teams, by the leaders' devices. Of a class that has teams of
-    several sizes, each size is a class of its own there."""
+    """Return the profile of leaders, by the leaders' devices. If a class has groups of several
+    sizes, each size becomes a class of its own."""
     kinds = sorted(set(teams.values()))
     of_size = {
         size: in_team(profile, size, sequence=sequence and size > 1, in_stages=in_stages)
@@ -177,7 +178,7 @@ def in_teams(
 
 
 def _names(kinds: Iterable[TeamOf]) -> dict[TeamOf, str]:
-    """What the classes of leaders of such teams are called."""
+    """Name the classes of the groups' leaders."""
     every = sorted(set(kinds))
     sizes = Counter(kind.device_class for kind in every)
     return {
@@ -191,7 +192,7 @@ def _names(kinds: Iterable[TeamOf]) -> dict[TeamOf, str]:
 def _with_classes(
     cluster: Cluster, teams: Mapping[str, TeamOf], names: Mapping[TeamOf, str]
 ) -> Cluster:
-    """A cluster whose devices that lead teams have their classes' names."""
+    """Return the cluster with the leaders' devices renamed to their classes."""
     new = {name: kind.device_class for kind, name in names.items() if name != kind.device_class}
     if not new:
         return cluster
@@ -212,7 +213,7 @@ def _with_classes(
 
 
 def refuse_unmeasured(profile: Profile, kind: TeamOf, mode: Mode, *, sequence: bool) -> None:
-    """Raise an InputError where the profile does not say what teams take in a mode."""
+    """Raise an InputError if groups were not measured in a mode."""
     team = team_of(profile, kind.size, sequence=sequence)
     if all(one.device_class != kind.device_class for one in team.classes):
         raise _not_measured(*kind)
@@ -234,7 +235,7 @@ def _not_measured(name: str, size: int) -> InputError:
 
 
 def team_of(profile: Profile, degree: int, *, sequence: bool) -> TeamProfile:
-    """What was measured of teams of so many ranks; see `in_team`."""
+    """Return the measurements of groups of `degree` ranks; see `in_team`."""
     for team in profile.teams:
         if (team.degree, team.sequence) == (degree, sequence):
             return team
@@ -249,7 +250,7 @@ def team_of(profile: Profile, degree: int, *, sequence: bool) -> TeamProfile:
 
 
 def of_members(profile: Profile, plan: Plan, found: Prediction) -> Prediction:
-    """A prediction of `plan.of_leaders` for all workers of the plan."""
+    """Expand a prediction of `plan.of_leaders` to all workers of the plan."""
     leaders = {w.device: expected for w, expected in zip(plan.of_leaders.workers, found.workers)}
     for number, stage in enumerate(plan.stages):
         for worker in (leader for leader in stage.leaders if stage.team_size(leader) > 1):
@@ -273,8 +274,8 @@ def of_members(profile: Profile, plan: Plan, found: Prediction) -> Prediction:
 
 
 def told_in(profile: Profile, plan: Plan, stage: int, worker: Worker) -> list[TeamTraffic]:
-    """What a worker's team tells each other, by the unit calls of a stage; then between them: of
-    the root, as far as the stage computes it, and where positions are divided."""
+    """Return the collectives of a worker's tensor-parallel group, for each unit call of a stage,
+    and last those between units: of the stage's part of the root, and of sequence parallelism."""
     one, name = plan.stages[stage], worker.device_class
     team, first = _team_of(profile, one, worker), plan.first_call(stage)
     calls = profile.model.kind_of_call[first : first + len(one.units)]
@@ -291,9 +292,8 @@ def told_in(profile: Profile, plan: Plan, stage: int, worker: Worker) -> list[Te
 
 
 class _Ends(NamedTuple):
-    """What makes divided positions whole between the units of a stage, and at its ends: forward
-    what is sent to other stages and what the code between units uses; backward the gradients of
-    what comes whole."""
+    """Gathers of divided positions between the units of a stage and at its ends: forward of tensors
+    sent to other stages or used between units, backward of gradients of full inputs."""
 
     sent: tuple[TeamCollective, ...]
     left: tuple[TeamCollective, ...]
@@ -313,7 +313,7 @@ class _Ends(NamedTuple):
 
 
 def _gathers(team: TeamProfile, name: str, calls: Iterable[int]) -> tuple[TeamCollective, ...]:
-    """Of the hidden states of calls, as far as they are divided."""
+    """Return the gathers of the calls' hidden states, as far as divided."""
     kinds, told = team.model.kind_of_call, team.told[name]
     parts = (told[kinds[call]].part for call in calls if kinds[call] in told)
     return tuple(
@@ -324,7 +324,7 @@ def _gathers(team: TeamProfile, name: str, calls: Iterable[int]) -> tuple[TeamCo
 
 
 def _is_part(profile: Profile, team: TeamProfile, taken: Taken) -> bool:
-    """Whether each rank of a team has a part of what a call returns: it is smaller there."""
+    """Check if each rank of a group has only a part of a call's output: a smaller tensor."""
     kind = profile.model.kind_of_call[taken.call]
     whole, own = (m.kind(kind).outputs.get(taken.output) for m in (profile.model, team.model))
     return whole is not None and own is not None and own.values[0] < whole.values[0]
@@ -333,8 +333,8 @@ def _is_part(profile: Profile, team: TeamProfile, taken: Taken) -> bool:
 def end_seconds(
     profile: Profile, plan: Plan, stage: int, worker: Worker, samples: int
 ) -> tuple[float, float]:
-    """That a micro-batch waits forward and backward in one stage of several, where hidden states
-    come whole and leave whole."""
+    """Return the seconds of a micro-batch's collectives, forward and backward, at entry and exit of
+    full hidden states in one of several stages."""
     one = plan.stages[stage]
     if not one.sequence or one.team_size(worker) == 1:
         return 0.0, 0.0
@@ -346,7 +346,8 @@ def end_seconds(
 
 
 def buffer_bytes(profile: Profile, plan: Plan, stage: int, worker: Worker) -> int:
-    """What a worker keeps to tell its team things in: over gloo, which CPUs use."""
+    """Return the bytes of a worker's buffers for its group's collectives over gloo, used by
+    CPUs."""
     if profile.cluster.class_named(worker.device_class).accelerator != "cpu":
         return 0
     degree = plan.stages[stage].team_size(worker)
@@ -355,7 +356,7 @@ def buffer_bytes(profile: Profile, plan: Plan, stage: int, worker: Worker) -> in
         for one in (*told.forward, *told.backward):
             size = int(float(bytes_at(one.bytes, worker.micro_batch))) // max(1, one.times)
             largest[one.operation] = max(largest[one.operation], size)
-    # What is reduced lies there in rows, and what of it arrives.
+    # Reductions need rows for their input and for the received parts.
     return largest["all_reduce"] + (degree + 1) * largest["exchange"] + 2 * largest["reduce"]
 
 
@@ -410,7 +411,7 @@ def _seconds(
     samples: float,
     of_pass: Iterable[TeamCollective],
 ) -> float:
-    """That a micro-batch waits in a pass."""
+    """Return the seconds of a micro-batch's collectives in a pass."""
     return sum(
         one.times
         * team_seconds(

@@ -1,43 +1,43 @@
-"""How long a step of a plan takes. One formula, for the planner's search and for the report.
+"""Step time of a plan: one formula, for the planner's search and for the report.
 
-What happens in a step of layered accumulation at ZeRO stage 3 (`engine.layered`), and what it
-costs. A *run* is a row of calls that compute with one bucket (`cost.buckets`).
+The following happens in a step of layered accumulation at ZeRO stage 3 (`engine.layered`). A *run*
+is a row of calls that compute with one bucket (`cost.buckets`).
 
-* The root is gathered first, what only its beginning uses before the rest, and nothing hides that.
-  The code before the first unit then runs while the first run's bucket is gathered:
+* The root is gathered first, parameters used only at its beginning before the rest; nothing hides
+  these gathers. The code before the first unit then runs while the first run's bucket is gathered:
   max(root forward, G_first).
-* Forward. All of a worker's micro-batches run through run k while the bucket of run k+1 is
-  gathered, so run k takes the longer of the two: max(F_k, G_{k+1}), where F_k is the sum over its
-  calls and the micro-batches. While the last run computes, what only the head uses is gathered.
+* Forward. All of a worker's micro-batches pass through run k while the bucket of run k+1 is
+  gathered, so run k takes max(F_k, G_{k+1}), where F_k is the sum over its calls and the
+  micro-batches. While the last run computes, parameters used only by the head are gathered.
 * Head and loss of each micro-batch run forward and backward. The last run's bucket stays.
 * Backward. While run k is recomputed and differentiated, the bucket of run k-1 is gathered and the
-  gradient of run k+1 is reduced, beside the last run that of what only the head uses. Both use the
-  same links, so their times add: max(B_k, G_{k-1} + R_{k+1}). A bucket that several runs use is
-  reduced once, after the first of them.
+  gradient of run k+1 is reduced; during the last run, the gradient of the head's own parameters is
+  reduced. Both use the same links, so their times add: max(B_k, G_{k-1} + R_{k+1}). A bucket used
+  by several runs is reduced once, after the first of them.
 * Nothing hides the reductions of the first run and of the root, which end the step.
-* The optimizer updates what a worker stores: its share x parameters x seconds per element.
+* The optimizer updates the state of each worker: its share x parameters x seconds per element.
 
     step = exposed + max_w forward_w + max_w backward_w + max_w optimizer_w
     exposed = G_root + R_first + R_root + overhead of a step
 
-The maxima are taken apart because ranks wait for one another at the turn from forward to backward
-(nobody's first backward reduction ends before everybody has come there) and before the optimizer.
-Within a pass every rank's own sum counts: ranks drift by a run or so and need not meet at each.
-A rank without samples still takes part in every collective. All times are seconds.
+The maxima are separate because ranks wait for one another between forward and backward (no rank's
+first backward reduction ends before all ranks have arrived) and before the optimizer. Within a pass
+each rank's own sum counts: ranks may drift apart by about a run. A rank without samples still takes
+part in every collective. All times are seconds.
 
 Below ZeRO stage 3 parameters stay gathered, so the backward gathers nothing; at stage 0 nothing is
 gathered at all, and R is an all-reduce. There no reduction has to end before the next one begins,
-and ranks meet only at the end: the longest sum of forward and backward counts.
+and ranks wait only at the end: the longest sum of forward and backward counts.
 
-A worker that runs its micro-batches one after the other (`sequential`) hides gathers behind its
-first forward only, reductions behind its last backward; if one is smaller it goes first, for there
-is more to reduce than to gather. All but its last head and backward counts as its forward: before
-those it reduces nothing. Of pairs of call and micro-batch whose graph is kept though the mode
-recomputes, the backward takes what that of a kept graph takes.
+A worker running its micro-batches one after another (`sequential`) hides gathers behind its first
+forward only, and reductions behind its last backward. A smaller micro-batch goes first, because
+there is more to reduce than to gather. Everything except its last head and backward counts as its
+forward, since it reduces nothing before. With `kept_graphs`, pairs of call and micro-batch keep
+their graph although the mode recomputes; their backward takes the time measured with a kept graph.
 
-What runs at the same time is not free: max(a, b) above stands for max(a, b) + c min(a, b), where
-the profile's contention c is between 0 (perfect overlap) and 1 (none). Inputs that are kept on the
-host are copied beside it all: a run takes no less than its copies.
+Overlap is not free: max(a, b) above means max(a, b) + c min(a, b), with the profile's
+contention c between 0 (perfect overlap) and 1 (none). CPU offload of inputs copies at the same
+time: a run takes no less than its copies.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def pass_seconds(
     mode: Mode,
     kept_graphs: IntArray | None = None,
 ) -> tuple[FloatArray, FloatArray]:
-    """Seconds of the forward and of the backward pass, the head and loss with the latter, for each
-    worker, or each choice, of `micro` on a device of class `name`."""
+    """Return the seconds of forward and backward (with head and loss) for each worker or choice of
+    `micro` on a device of class `name`."""
     computing = Computing(profile.model_of(name), profile.of_class(name), micro, mode)
     work = _Work(computing, links, kept_graphs)
     forward, backward = work.forward_seconds(), work.backward_seconds()
@@ -81,19 +81,19 @@ def pass_seconds(
 def split_seconds(
     profile: Profile, name: str, links: Links, micro: MicroBatches, mode: Mode
 ) -> tuple[FloatArray, FloatArray]:
-    """The same of the two parts of a backward pass that computes the gradients of parameters, and
-    reduces them, in a pass of its own.
+    """Return the seconds of the two parts of a split backward pass: activations, and then the
+    parameters' gradients with reductions.
 
     Raises:
-        InputError: they were not measured.
+        InputError: the parts were not measured.
     """
     computing = Computing(profile.model_of(name), profile.of_class(name), micro, mode)
     return _Work(computing, links).split_seconds()
 
 
 def work_seconds(profile: Profile, name: str, micro: MicroBatches, mode: Mode) -> FloatArray:
-    """Seconds of all that a device of class `name` computes and copies in both passes, one after
-    the other: of ways that take as long, the one with the least work is the better one."""
+    """Return the seconds of all computation and copies of a device of class `name` in both passes,
+    without overlap. Among equally fast choices, the planner prefers the least work."""
     computing = Computing(profile.model_of(name), profile.of_class(name), micro, mode)
     total = computing.forward_s(ROOT) + computing.backward_s(ROOT)
     for kind, count in Counter(profile.model.kind_of_call).items():
@@ -103,19 +103,19 @@ def work_seconds(profile: Profile, name: str, micro: MicroBatches, mode: Mode) -
 
 
 def passes_meet(zero_stage: ZeroStage) -> bool:
-    """Whether all ranks wait for one another between forward and backward."""
+    """Check if all ranks wait for one another between forward and backward."""
     return zero_stage >= 1
 
 
 def exposed_seconds(profile: Profile, links: Links) -> float:
-    """Seconds of a step that no computing hides, whatever the workers' samples are."""
+    """Return the seconds of a step that computation never hides, whatever the workers' samples."""
     ends = links.gather_s[ROOT] + links.gather_s[BEFORE]
     ends += links.reduce_s[links.buckets.kind(0)] + links.reduce_s[ROOT] + links.reduce_s[BEFORE]
     return ends + profile.step_overhead_s
 
 
 def moved_seconds(links: Links) -> tuple[float, float]:
-    """Seconds of the two passes of a rank without samples: it waits for the collectives."""
+    """Return the seconds of both passes of a rank without samples: it waits for collectives."""
     forward = links.gather_s[links.buckets.kind(0)]
     for beside, count in links.buckets.forward_counts:
         forward += count * links.gather_s.get(beside.gathered, 0.0)
@@ -133,12 +133,12 @@ def optimizer_seconds(
     state_on: Place = "device",
     gathered: ComputeDtype = "fp32",
 ) -> float:
-    """Seconds that a device of this class would need to update the whole model. State on the host
-    is updated there: gradients are copied to it in fp32 and parameters, for each gather, back.
-    Nothing of the copies is taken to be hidden, though they run beside computing.
+    """Return the seconds to update the whole model on one device of this class. With offload, the
+    host updates: gradients are copied to it in fp32 and parameters back, once for each gather.
+    Copies count as not hidden, although they run concurrently with computation.
 
     Args:
-        gathered: the dtype in which parameters are gathered, and copied to the device.
+        gathered: the dtype in which parameters are gathered and copied to the device.
     """
     device, elements = profile.of_class(device_class), profile.model_of(device_class).parameters
     if state_on == "device":
@@ -152,14 +152,14 @@ def optimizer_seconds(
 
 
 def can_keep_state_on_host(profile: Profile, device_class: str) -> bool:
-    """Whether enough was measured of a class to predict that."""
+    """Check if a class was measured with its state on the host."""
     device = profile.of_class(device_class)
     return device.host_copy is not None and device.host_optimizer_s_per_element is not None
 
 
 @dataclass(frozen=True)
 class Computing:
-    """What devices of one class compute and copy in a step, collectives left out: seconds of all
+    """Computation and copies of devices of one class in a step, without collectives: seconds of all
     micro-batches of each worker, or each choice, of `micro`."""
 
     model: ModelProfile
@@ -168,15 +168,16 @@ class Computing:
     mode: Mode
 
     def forward_s(self, kind: str) -> FloatArray:
-        """Of a call; of the code before the first unit for `ROOT`."""
+        """Return the seconds of a call; for `ROOT`, of the code before the first unit."""
         return self.micro.seconds(self.forward_curve(kind))
 
     def backward_s(self, kind: str) -> FloatArray:
-        """Of a call; of head and loss, forward and backward, for `ROOT`."""
+        """Return the backward seconds of a call; for `ROOT`, of head and loss, forward and
+        backward."""
         return self.micro.seconds(self.backward_curve(kind))
 
     def copied_s(self, kind: str) -> FloatArray:
-        """To copy what a call leaves behind to the host, or back."""
+        """Return the seconds to copy a call's kept activations to the host, or back."""
         if self.mode.boundary == "device":
             return np.zeros(self.micro.size.shape)
         assert self.device.host_copy is not None, "the mode copies, which was not measured"
@@ -184,8 +185,8 @@ class Computing:
         return self.micro.over_all(lambda sizes: seconds_at(copy, bytes_at(kept, sizes)))
 
     def backward_with_graphs(self, kind: str, kept: IntArray, call: int) -> FloatArray:
-        """Of call number `call` if of all pairs of call and micro-batch the last `kept` of the
-        forward pass keep their graph."""
+        """Return the backward seconds of call number `call`, if the last `kept` pairs of call and
+        micro-batch in forward order keep their graph."""
         times, micro = self.device.units[kind], self.micro
         assert times.gradient is not None, "graphs are kept, which were not measured"
         later = (len(self.model.calls) - 1 - call) * micro.count
@@ -197,11 +198,11 @@ class Computing:
         return np.asarray(micro.seconds(times.backward) - full * less[0] - rest * less[1])
 
     def forward_curve(self, kind: str) -> Curve:
-        """Of one micro-batch by its samples."""
+        """Return the seconds of a micro-batch's forward, by samples."""
         return self.device.units[kind].forward
 
     def backward_curve(self, kind: str) -> Curve:
-        """Of one micro-batch by its samples."""
+        """Return the seconds of a micro-batch's backward, by samples."""
         times = self.device.units[kind]
         if kind == ROOT and self.mode.head == "chunked":
             assert self.device.chunked_head is not None, "the head was not measured in chunks"
@@ -212,7 +213,7 @@ class Computing:
         return times.gradient
 
     def split_curves(self, kind: str) -> tuple[Curve, Curve]:
-        """Of the parts of one micro-batch's backward, towards inputs and towards parameters."""
+        """Return the curves of a micro-batch's split backward: towards inputs and parameters."""
         times = self.device.units[kind]
         if times.inputs is None or times.weights is None:
             raise InputError(
@@ -224,7 +225,7 @@ class Computing:
         return times.inputs, times.weights
 
     def seconds_before_last(self) -> FloatArray:
-        """Of heads and backward passes of all micro-batches but the one that runs last."""
+        """Return the seconds of head and backward of all micro-batches except the last to run."""
         micro, total = self.micro, np.zeros(self.micro.size.shape)
         for kind, count in ((ROOT, 1), *Counter(self.model.kind_of_call).items()):
             curve = self.backward_curve(kind)
@@ -234,7 +235,7 @@ class Computing:
 
 @dataclass(frozen=True)
 class _Work:
-    """What devices of one class do in a step, with these links."""
+    """Work of devices of one class in a step, with the given links."""
 
     computing: Computing
     links: Links
@@ -261,8 +262,8 @@ class _Work:
         return total
 
     def split_seconds(self) -> tuple[FloatArray, FloatArray]:
-        """What only the head uses is reduced beside the first part, units beside the second; each
-        gathers what it needs."""
+        """Return the seconds of both parts. The head's own parameters are reduced during the first
+        part, units during the second; each part gathers its parameters."""
         computing, links = self.computing, self.links
         inputs, weights = computing.backward_s(ROOT), np.zeros(computing.micro.size.shape)
         for beside, count in links.buckets.backward_counts:
@@ -273,7 +274,7 @@ class _Work:
             inputs = inputs + count * self._beside([*first], gathered + of_head, self._last)
             moved = gathered + reduced - of_head
             weights = weights + count * self._beside([*second], moved, self._last)
-        # The parameters of the last run went with the first part.
+        # The parameters of the last run were freed with the first part.
         last = links.buckets.kind(len(links.buckets.runs) - 1)
         return inputs, weights + links.regather_s.get(last, 0.0)
 
@@ -283,7 +284,7 @@ class _Work:
         return self._no_less_than_copies(taken, beside.kinds)
 
     def _backward_with_graphs(self, kept: IntArray) -> FloatArray:
-        """Run by run: each may keep other graphs."""
+        """Sum run by run: each may keep other graphs."""
         computing, total = self.computing, self.computing.backward_s(ROOT)
         call = len(computing.model.calls)
         for beside in reversed(self.links.buckets.backward):
@@ -312,14 +313,15 @@ class _Work:
 
     @property
     def _first(self) -> Callable[[Curve], FloatArray]:
-        """What hides a gather: in layers, all micro-batches; else the first that runs."""
+        """Seconds that hide a gather: layered, all micro-batches; sequential, the first to run."""
         micro = self.computing.micro
         in_layers = self.computing.mode.order == "layered"
         return micro.seconds if in_layers else micro.smallest_seconds
 
     @property
     def _last(self) -> Callable[[Curve], FloatArray]:
-        """The same of a reduction: the last that runs."""
+        """Seconds that hide a reduction: layered, all micro-batches; sequential, the last to
+        run."""
         micro = self.computing.micro
         in_layers = self.computing.mode.order == "layered"
         return micro.seconds if in_layers else micro.largest_seconds
@@ -327,7 +329,7 @@ class _Work:
     def _beside(
         self, curves: list[Curve], moved_s: float, at_once: Callable[[Curve], FloatArray]
     ) -> FloatArray:
-        """All micro-batches, with a collective beside what `at_once` tells of."""
+        """Return the seconds of all micro-batches, with a collective during the `at_once` part."""
         computed = _sum(self.computing.micro.seconds, curves)
         if moved_s == 0.0:
             return computed
@@ -347,7 +349,7 @@ def _sum(seconds: Callable[[Curve], FloatArray], curves: list[Curve]) -> FloatAr
 
 
 def can(profile: Profile, device_class: str, mode: Mode) -> bool:
-    """Whether enough was measured of a class to predict what it does in this mode."""
+    """Check if enough was measured of a class to predict this mode."""
     device = profile.of_class(device_class)
     if mode.boundary == "host" and device.host_copy is None:
         return False
@@ -363,8 +365,8 @@ def can(profile: Profile, device_class: str, mode: Mode) -> bool:
 
 
 def chunks_cost_nothing(profile: Profile, device_class: str) -> bool:
-    """Whether a head in chunks was measured to take no longer than a whole one, and no more memory,
-    at any number of samples."""
+    """Check if chunked cross-entropy was measured to take no more time and memory than the
+    unchunked head, at any number of samples."""
     device, root = profile.of_class(device_class), profile.model_of(device_class).root
     if device.chunked_head is None or root.chunked_head is None:
         return False

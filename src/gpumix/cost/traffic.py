@@ -1,8 +1,8 @@
-"""Which collectives a step issues and how many bytes it gives them, counted from a plan.
+"""Collectives of a step and their bytes, counted from a plan.
 
-A pure count, by the names by which `engine.comm` counts what it really does. It is of any step but
-the first one, which also gathers what is frozen below ZeRO stage 3. Left out are the flags of which
-parameters have a gradient, a byte for each.
+The counts use the operation names by which `engine.comm` counts real collectives. They hold for any
+step except the first, which also gathers frozen parameters below ZeRO stage 3. The flags of which
+parameters have a gradient, one byte each, are left out.
 """
 
 from __future__ import annotations
@@ -30,15 +30,14 @@ OVERFLOW_BYTES = 4
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives of one step on one rank, and the bytes of the buffers that it gives them, by
-    operation."""
+    """Collectives of a step on a rank: counts and buffer bytes by operation."""
 
     counts: Counter[str]
     bytes: Counter[str]
 
 
 def traffic(profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
-    """Of each rank. With one stage the counts are the same on all of them.
+    """Return the traffic of each rank. With one stage all ranks have equal counts.
 
     Raises:
         InputError: the profile is of another model, sequence length or precision.
@@ -55,7 +54,7 @@ def traffic(profile: Profile, plan: Plan) -> tuple[Traffic, ...]:
 
 
 def _in_one(profile: Profile, whole: Plan) -> Iterator[Traffic]:
-    """Of each leader of a plan of one stage."""
+    """Yield the traffic of each leader of a plan with one stage."""
     of_leaders, plan = in_one_stage(profile, whole)
     buckets = links_of_plan(of_leaders, plan).buckets
     over_hosts = _over_hosts(plan, buckets)
@@ -75,9 +74,9 @@ def _in_one(profile: Profile, whole: Plan) -> Iterator[Traffic]:
 def _apart(
     profile: Profile, plan: Plan, number: int, of_leaders: Profile, buckets: Buckets, worker: Worker
 ) -> list[Buckets]:
-    """The buckets of a stage, or where its teams differ in size those of each part that a rank has,
-    and those of what no team divides: of which each rank comes to all of the gradient, or to a part
-    of it."""
+    """Return the buckets of a stage. Where its tensor-parallel groups differ in size, return those
+    of each part of a rank and those of undivided parameters: with the complete gradient on each
+    rank, or with only a part to be summed."""
     model = of_leaders.model_of(worker.device_class)
     if not isinstance(model, ModelOfRank):
         return [buckets]
@@ -90,7 +89,8 @@ def _apart(
     rest = model.undivided
 
     def with_sizes(of: Callable[[str, int, int], int]) -> Buckets:
-        """`of` a kind's name, what a rank has of it, and what of that is not divided."""
+        """Return buckets with sizes `of` a kind's name, a rank's elements and the undivided
+        part."""
 
         def sized(name: str, own: Sized, undivided: Sized) -> Sized:
             trainable = of(name, own.trainable, undivided.trainable)
@@ -115,7 +115,8 @@ def _apart(
 def _with_members(
     profile: Profile, plan: Plan, of_leaders: Sequence[Traffic]
 ) -> tuple[Traffic, ...]:
-    """Of all ranks: those of a team do the same, and tell each other what units need of it."""
+    """Return the traffic of all ranks: a leader's, with the group's own collectives, for each
+    rank."""
     if not plan.in_teams:
         return tuple(of_leaders)
     leaders = {w.device: t for w, t in zip(plan.of_leaders.workers, of_leaders)}
@@ -133,7 +134,7 @@ def _with_members(
 def _told(
     profile: Profile, plan: Plan, number: int, worker: Worker
 ) -> Iterator[tuple[str, int, int]]:
-    """The operation, how often, and the bytes of what a team tells each other in a step."""
+    """Yield operation, count and bytes of a tensor-parallel group's collectives in a step."""
     if plan.stages[number].team_size(worker) == 1:
         return
     *of_units, root = told_in(profile, plan, number, worker)
@@ -151,14 +152,14 @@ def _told(
 
 
 def _at_ends(plan: Plan) -> Iterator[tuple[str, int]]:
-    """The operation and the bytes of what all ranks tell each other at a step's end."""
+    """Yield operation and bytes of the exchanges between all ranks at a step's end."""
     yield "exchange", EXCHANGE_BYTES
     if any(worker.compute_dtype == "fp16" for worker in plan.workers):
         yield "all_reduce", OVERFLOW_BYTES
 
 
 def _of_all(plan: Plan, buckets: Buckets) -> Iterator[tuple[str, int]]:
-    """The same of each collective that every rank gives as much."""
+    """Yield operation and bytes of collectives with equal bytes on every rank."""
     sizes, width = buckets.sizes, DTYPE_BYTES[plan.communication_dtype]
     every = [sizes[name] for name in buckets.names if sizes[name].trainable]
     for size in every:
@@ -176,7 +177,7 @@ def _of_all(plan: Plan, buckets: Buckets) -> Iterator[tuple[str, int]]:
 
 
 def _over_hosts(plan: Plan, buckets: Buckets) -> list[tuple[dict[str, int], dict[str, int]]]:
-    """Of each rank the counts and bytes of what sums gradients over hosts."""
+    """Return the counts and bytes of each rank's gradient sums over hosts."""
     found: list[tuple[dict[str, int], dict[str, int]]] = [({}, {})] * len(plan.workers)
     hosts = by_host(plan.workers)
     if plan.sharding == "all" or plan.zero_stage == 0 or len(hosts) == 1:
@@ -190,7 +191,7 @@ def _over_hosts(plan: Plan, buckets: Buckets) -> list[tuple[dict[str, int], dict
     for host, ranks in hosts.items():
         for rank, owned in zip(ranks, owned_by_rank(buckets, shares[host])):
             elements = sum(counts[name] * n for name, n in owned.elements)
-            # All of them with their like, or to each other host what it has in common.
+            # All elements with the peers, or the common elements with each other host.
             operation, times = ("all_reduce", 1) if alike else ("exchange_parts", len(hosts) - 1)
             size = times * elements * GRADIENT_BYTES
             found[rank] = {operation: trained}, {operation: size}
@@ -198,14 +199,14 @@ def _over_hosts(plan: Plan, buckets: Buckets) -> list[tuple[dict[str, int], dict
 
 
 class _InStages:
-    """The same of a plan of several stages: collectives of each, and messages between them."""
+    """Traffic of a plan with several stages: collectives of each, and messages in between."""
 
     def __init__(self, profile: Profile, plan: Plan) -> None:
         self._step = StagedStep(profile, plan)
         self._plan, self._whole = self._step.plan, plan
 
     def of_leaders(self) -> Iterator[Traffic]:
-        """Collectives alone."""
+        """Yield the collectives of each leader."""
         for rank in range(len(self._plan.workers)):
             of_rank = Traffic(Counter(), Counter())
             for operation, size in self._collectives(rank):
@@ -213,7 +214,7 @@ class _InStages:
             yield of_rank
 
     def messages(self) -> Iterator[tuple[int, int, int]]:
-        """Giver, taker and bytes of each."""
+        """Yield sender, receiver and bytes of each message."""
         plan, step = self._whole, self._step
         cuts = [stage.micro_batches(plan.waves) for stage in plan.stages]
         stage_of = [n for n, stage in enumerate(plan.stages) for _ in stage.units]
@@ -274,7 +275,7 @@ class _InStages:
             puts_off = plan.puts_off(number, plan.worker_of(rank, number))
             for before, action in zip((None, *order), order):
                 if action.stage == number and (puts_off or action.kind != "weights"):
-                    # The last run's stays where the backward follows at once.
+                    # The last run's bucket stays if the backward follows at once.
                     stays = before == Action("forward", number, action.batch)
                     gathered += runs[: len(runs) - stays]
             for size in gathered:

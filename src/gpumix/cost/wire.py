@@ -1,9 +1,9 @@
-"""How long one collective takes: looked up where it was measured, worked out from stated links.
+"""Duration of one collective: measured, or computed from stated links.
 
 A stated link gives the seconds of one message. A ring of n devices moves its buffer in n - 1 steps
-of an nth each, at the pace of its slowest link (Patarasuk and Yuan, JPDC 2009). Over several hosts
-NCCL runs either one ring through all devices or first between hosts and then inside each; the
-faster counts. So it does for an all-reduce between hosts, of a ring and two trees. Unequal
+of an nth each, at the speed of its slowest link (Patarasuk and Yuan, JPDC 2009). Over several hosts
+NCCL uses either one ring through all devices, or one between hosts and then one inside each; the
+faster counts. For an all-reduce between hosts, the faster of a ring and two trees counts. Unequal
 intervals take one broadcast, or one reduction, per owner.
 """
 
@@ -30,31 +30,32 @@ from gpumix.spec.profile import CollectiveTimes, Profile, RankGroup, TeamOperati
 OnHosts = Mapping[str, Mapping[str, int]]
 Operation = Literal["gather", "reduce", "sum"]
 
-# Per-owner collectives against the native one, on NCCL: the constant that Cephalo plans with
-# (arXiv 2411.01075).
+# Per-owner collectives compared to the native one, on NCCL: Cephalo's planning constant (arXiv
+# 2411.01075).
 PER_OWNER = 1.25
 
-# What NCCL's trees pass on at a time, at most: an eighth of its buffer of 4 MiB.
+# Largest piece that NCCL's trees forward at a time: an eighth of its buffer of 4 MiB.
 TREE_PIECE_BYTES = 2**19
 
 
 class Wire(Protocol):
-    """The links between the ranks of a plan."""
+    """Links between the ranks of a plan."""
 
     def seconds(self, operation: Operation, form: str, group: RankGroup, size: float) -> float:
-        """Of one collective of `size` bytes in all; a padded one is a native one that is larger.
+        """Return the seconds of one collective of `size` bytes in all; for a padded form, pass the
+        padded size of the native form.
 
         Raises:
             InputError: nothing is known of this form.
         """
 
     def knows(self, operation: Operation, form: str, group: RankGroup) -> bool:
-        """Whether this form can be told at all."""
+        """Check if the seconds of this form are known."""
 
 
 @dataclass(frozen=True)
 class Free:
-    """Collectives that take no time: those of one rank, and of no network."""
+    """Collectives without duration: for one rank, or without a network."""
 
     def seconds(self, operation: Operation, form: str, group: RankGroup, size: float) -> float:
         return 0.0
@@ -65,7 +66,7 @@ class Free:
 
 @dataclass(frozen=True)
 class Measured:
-    """Collectives as they were timed between the ranks of the cluster."""
+    """Collectives timed between the ranks of the cluster."""
 
     times: tuple[CollectiveTimes, ...]
 
@@ -91,10 +92,10 @@ class Measured:
 
 @dataclass(frozen=True)
 class Stated:
-    """Collectives over stated links between devices that stand in hosts.
+    """Collectives over stated links between devices in hosts.
 
-    `inside` has the number of devices of a host and their link, once for all hosts that are alike;
-    `between` is the slowest link between two hosts, None if there is only one host.
+    `inside` has the number of devices of a host and their link, once for all equal hosts; `between`
+    is the slowest link between two hosts, None if there is only one host.
     """
 
     inside: tuple[tuple[int, Link], ...]
@@ -104,7 +105,7 @@ class Stated:
 
     @classmethod
     def of(cls, network: Network, on_host: OnHosts, near: Near = "all") -> Stated:
-        """The links between the devices on these hosts, which are as `near` to each other.
+        """Return the links between the devices on these hosts, at network distance `near`.
 
         Raises:
             InputError: no link is stated between some of them.
@@ -124,13 +125,13 @@ class Stated:
         return cls(tuple(inside), between, len(on_host), ranks)
 
     def seconds(self, operation: Operation, form: str, group: RankGroup, size: float) -> float:
-        if group == "across":  # an all-reduce: replicas add up what they reduced
+        if group == "across":  # an all-reduce: replicas sum their reduced gradients
             return 2 * min(self._between(size), self._tree(size))
         whole = self._inside(size) if group == "inside" else self._everywhere(size)
         return whole * (PER_OWNER if form in ("list", "broadcast", "all_to_all") else 1.0)
 
     def knows(self, operation: Operation, form: str, group: RankGroup) -> bool:
-        if operation == "sum":  # is told as a reduction and a gather
+        if operation == "sum":  # predicted as a reduction and a gather
             return False
         return form in ("native", "list") and (self.hosts > 1 or group == "all")
 
@@ -157,9 +158,9 @@ class Stated:
         return (self.hosts - 1) * seconds_of(self.between.times, size / self.hosts)
 
     def _tree(self, size: float) -> float:
-        """To one host from all, or from it to all, by two trees that share the work (Sanders, Speck
-        and Traeff, Parallel Computing 2009; NCCL's since 2.4): the buffer passes each link once, in
-        pieces that move at the same time, and the first of them climbs all levels."""
+        """Return the seconds from all hosts to one, or from one to all, over two trees sharing the
+        work (Sanders, Speck and Traeff, Parallel Computing 2009; in NCCL since 2.4). The buffer
+        passes each link once, in pipelined pieces, and the first piece climbs all levels."""
         if self.between is None:
             return 0.0
         stream = seconds_of(self.between.times, size)
@@ -169,7 +170,7 @@ class Stated:
 
 @dataclass(frozen=True)
 class Either:
-    """Measured times, and stated links for groups of ranks that were not measured."""
+    """Measured times, with stated links for unmeasured groups of ranks."""
 
     measured: Measured
     stated: Stated
@@ -187,8 +188,8 @@ class Either:
 
 @dataclass(frozen=True)
 class Fewer:
-    """Collectives of `ranks` ranks, told from those that were timed between `timed` of them: the
-    steps of a ring take as long, there are fewer, and each moves a larger part."""
+    """Collectives of `ranks` ranks, derived from times between `timed` ranks: a ring's steps take
+    equally long, but there are fewer, and each moves a larger part."""
 
     measured: Measured
     group: RankGroup
@@ -205,7 +206,7 @@ class Fewer:
 
 
 class Remembered:
-    """A wire that is asked for the same collectives again and again."""
+    """Wire with a cache for repeated queries."""
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
@@ -222,7 +223,7 @@ class Remembered:
 
 
 def on_hosts(places: Iterable[tuple[str, str]]) -> dict[str, dict[str, int]]:
-    """Devices of each class on each host, from the host and the class of each device."""
+    """Count the devices of each class on each host, from the host and class of each device."""
     found: dict[str, dict[str, int]] = {}
     for (host, name), count in Counter(places).items():
         found.setdefault(host, {})[name] = count
@@ -230,7 +231,7 @@ def on_hosts(places: Iterable[tuple[str, str]]) -> dict[str, dict[str, int]]:
 
 
 def like_hosts(on_host: OnHosts) -> dict[tuple[tuple[str, int], ...], list[str]]:
-    """Hosts by the devices that they have."""
+    """Group hosts by their devices."""
     kinds: dict[tuple[tuple[str, int], ...], list[str]] = {}
     for host in sorted(on_host):
         kinds.setdefault(tuple(sorted(on_host[host].items())), []).append(host)
@@ -238,8 +239,8 @@ def like_hosts(on_host: OnHosts) -> dict[tuple[tuple[str, int], ...], list[str]]
 
 
 def wire_for(profile: Profile, on_host: OnHosts, near: Near = "all") -> Wire:
-    """The links between the devices on these hosts, as far as the profile or its cluster knows
-    them; they are as `near` to each other."""
+    """Return the links between the devices on these hosts, at network distance `near`, from the
+    profile or its cluster."""
     if sum(sum(counts.values()) for counts in on_host.values()) == 1:
         return Free()
     network, measured = profile.cluster.network, Measured(profile.network)
@@ -250,11 +251,11 @@ def wire_for(profile: Profile, on_host: OnHosts, near: Near = "all") -> Wire:
 
 
 def wire_among(profile: Profile, places: Sequence[tuple[str, str]], near: Near = "all") -> Wire:
-    """The links between some of the cluster's devices, from host and class of each: what was timed
-    between all of them, or inside hosts, islands or racks, tells of fewer.
+    """Return the links between some of the cluster's devices, from host and class of each. Times
+    between all devices, or inside hosts, islands or racks, apply to fewer devices.
 
     Args:
-        near: how near they are to each other.
+        near: the network distance between the devices.
     """
     network, measured = profile.cluster.network, Measured(profile.network)
     every = profile.cluster.devices
@@ -279,9 +280,9 @@ def team_seconds(
     degree: int,
     size: float,
 ) -> float:
-    """Of one collective between so many devices of a class on one host, to which each gives `size`
-    bytes: as it was timed, or an all-reduce as a reduction and a gather, and these as half of it;
-    an exchange of what each has is a gather."""
+    """Return the seconds of one collective of a tensor-parallel group: `degree` devices of a class
+    on one host, each giving `size` bytes. An untimed all-reduce counts as a reduction and a gather,
+    an untimed gather or reduction as half an all-reduce; an exchange is a gather."""
     timed = {"all_reduce": "sum", "exchange": "team_gather", "reduce": "team_reduce"}[operation]
     whole = size * degree if operation == "exchange" else size
     for times in profile.network:
@@ -299,11 +300,10 @@ def team_seconds(
 
 
 class Messages:
-    """How long one message takes from a device to another: as it was timed, or as links are
-    stated.
+    """Seconds of one message between two devices, as timed or by stated links.
 
     Args:
-        moved: whether communication takes time.
+        moved: communication takes time.
     """
 
     def __init__(self, profile: Profile, moved: bool = True) -> None:
@@ -312,7 +312,7 @@ class Messages:
         self._curves: dict[Hashable, Curve | None] = {}
 
     def transfer(self, giver: Device, taker: Device, size: float) -> Transfer:
-        """Of so many bytes. One at a time goes from a host to another.
+        """Return the transfer of `size` bytes. Messages from one host to another are serialized.
 
         Raises:
             InputError: no link is stated between the two.
@@ -323,7 +323,7 @@ class Messages:
         return Transfer(self.seconds(giver, taker, size), over)
 
     def seconds(self, giver: Device, taker: Device, size: float) -> float:
-        """Of so many bytes from one to the other."""
+        """Return the seconds of `size` bytes between two devices."""
         link = self.link(giver, taker)
         if link not in self._curves:
             self._curves[link] = self._times(giver, taker)
@@ -331,13 +331,13 @@ class Messages:
         return 0.0 if curve is None else seconds_of(curve, size)
 
     def link(self, giver: Device, taker: Device) -> Hashable:
-        """The same for links that take as long."""
+        """Return a key, equal for equally fast links."""
         if self._profile.links.times(giver, taker) is not None:
             return between(giver, taker)
         return near((giver, taker)), giver.device_class, taker.device_class
 
     def timed(self, giver: Device, taker: Device) -> Curve | None:
-        """As it was measured; None: it was not."""
+        """Return the measured curve; None if not measured."""
         timed = self._profile.links.times(giver, taker)
         if timed is not None:
             return timed
@@ -348,7 +348,7 @@ class Messages:
         return None
 
     def _times(self, giver: Device, taker: Device) -> Curve | None:
-        """None: nothing is known of any link."""
+        """Return the curve of a link; None if nothing is known of any link."""
         timed = self.timed(giver, taker)
         network, where = self._profile.cluster.network, near((giver, taker))
         if timed is not None or network is None:
@@ -358,20 +358,20 @@ class Messages:
 
 
 def forms_for(profile: Profile) -> Collectives:
-    """The forms for unequal intervals: those that were measured to be fastest, or NCCL's lists."""
+    """Return the forms for unequal intervals: the fastest by measurement, or NCCL's lists."""
     if profile.cluster.network is not None and not profile.network:
         return Collectives(gather="list", reduce="list")
     return profile.collectives
 
 
 def _neighbours(kind: tuple[tuple[str, int], ...]) -> list[tuple[str, str]]:
-    """Pairs of classes of which a host has two devices."""
+    """Return pairs of classes with two devices on one host."""
     names = [name for name, _ in kind]
     return [*((name, name) for name, count in kind if count > 1), *combinations(names, 2)]
 
 
 def _across(kinds: Mapping[tuple[tuple[str, int], ...], int]) -> list[tuple[str, str]]:
-    """Pairs of classes that stand on two different hosts."""
+    """Return pairs of classes on two different hosts."""
     hosts_with: Counter[str] = Counter()
     together: Counter[tuple[str, str]] = Counter()
     for kind, count in kinds.items():
@@ -383,7 +383,7 @@ def _across(kinds: Mapping[tuple[tuple[str, int], ...], int]) -> list[tuple[str,
     unlike = [
         (a, b)
         for a, b in combinations(names, 2)
-        if hosts_with[a] * hosts_with[b] > together[a, b]  # else they share their only host
+        if hosts_with[a] * hosts_with[b] > together[a, b]  # otherwise both share their only host
     ]
     return alike + unlike
 

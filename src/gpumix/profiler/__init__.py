@@ -1,1 +1,1 @@
-"""How fast it is: compute, memory and network, measured."""
+"""Profiler: measured speed of compute, memory and network."""

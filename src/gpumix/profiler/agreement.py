@@ -1,9 +1,9 @@
-"""Does a device compute the same in the way that was chosen for it? What does not is not used.
+"""Check of a device's compute settings against plain fp32: mismatching settings are disabled.
 
-One unit of each kind runs forward and backward on one sample, in plain fp32 and in the other way:
-same weights, same inputs, same gradients of the outputs; so does what comes before the first unit.
-What is compared are outputs, gradients of inputs, and gradients of parameters, each by the norm of
-the difference over the norm.
+One unit of each kind runs forward and backward on one sample, in plain fp32 and in the chosen way,
+with equal weights, inputs and gradients of the outputs; so does the code before the first unit. The
+check compares outputs, gradients of inputs, and gradients of parameters, each by the norm of the
+difference over the norm.
 """
 
 from __future__ import annotations
@@ -41,32 +41,31 @@ from gpumix.spec.stage import ComputeDtype
 if TYPE_CHECKING:
     from gpumix.profiler.measure import Subject
 
-# Norms of errors over norms. Some bits are lost in each of a unit's products: what is wrong is
-# wrong by far more than that.
+# Norms of errors over norms. Each of a unit's products loses some bits: a real error is far larger.
 TOLERANCE: Mapping[str, float] = {"fp32": 1e-4, "tf32": 5e-3, "fp16": 5e-3, "bf16": 3e-2}
-# Where a mixture's router comes to another choice in another dtype, a unit is off by far more than
-# rounding; what is broken is off by more than that.
+# Where another dtype changes the choice of a mixture's router, a unit's error is far larger than
+# rounding; a broken unit's error is larger still.
 TOLERANCE_OF_DTYPE = 0.3
 WORTHWHILE = 1.02
 REPEATS = 5
-DRAWN = 1e-2  # two runs of the same are further apart than rounding explains
+DRAWN = 1e-2  # two equal runs differ by more than rounding explains: random numbers are drawn
 NUMERIC = ("tf32", "attention", "kernels", "channels_last")
 OPTIMIZER_ELEMENTS = 1000
 STEPS = 3
-ROOT_ELEMENTS = 2**26  # of a parameter of the root whose gradients are compared
-BLOCK = 2**20  # random numbers, over and over again in larger tensors
+ROOT_ELEMENTS = 2**26  # largest parameter of the root with compared gradients
+BLOCK = 2**20  # random numbers, repeated in larger tensors
 
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPE.items()}
 
 Computed = dict[str, torch.Tensor]
-"""What a unit computed, by a name, in fp32 on the host."""
+"""Results of a unit by name, in fp32 on the host."""
 
 
 def agreed(
     subject: Subject, runtime: DeviceRuntime, device_class: str, progress: Progress
 ) -> Subject:
-    """The subject with those of its choices that compute the same, and what was found with them.
-    Nothing is computed where all is done in plain fp32."""
+    """Return the subject with only the choices that agree with fp32, and the findings. Nothing is
+    computed if the device uses plain fp32 only."""
     dtype, chosen = subject.dtypes[device_class], subject.chosen_for(device_class)
     check = _Check(subject, runtime)
     for name, way in _ways(dtype, chosen.efficiency):
@@ -76,7 +75,7 @@ def agreed(
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            # What it computes in cannot be given up for that.
+            # The compute dtype is not given up for lack of memory.
             wrong, told = name != "dtype", "there is no room to check it beside fp32"
         if wrong:
             progress(f"{device_class}: its {name} is not used: {told}")
@@ -94,7 +93,7 @@ def agreed(
 
 
 def _ways(dtype: ComputeDtype, efficiency: Efficiency) -> Iterator[tuple[str, Efficiency]]:
-    """What is not as in plain fp32, one thing at a time."""
+    """Yield the differences from plain fp32, one at a time."""
     if dtype != "fp32":
         yield "dtype", PLAIN_EFFICIENCY
     plain, settings = PLAIN_EFFICIENCY.settings(), efficiency.settings()
@@ -108,8 +107,8 @@ def _tolerance(way: Efficiency, dtype: ComputeDtype) -> float:
 
 
 class _Check:
-    """Compares ways with plain fp32, which is computed once, of a batch that is the same for all:
-    a program may make another one each time."""
+    """Comparison with plain fp32, computed once. All ways share one batch: a program may make a
+    different batch each time."""
 
     def __init__(self, subject: Subject, runtime: DeviceRuntime) -> None:
         self._subject = subject
@@ -126,22 +125,22 @@ class _Check:
     def difference(
         self, way: Efficiency, dtype: ComputeDtype, tolerance: float
     ) -> tuple[bool, str]:
-        """Whether a way computes something else, and how far it is off, or why it cannot be had."""
+        """Return if a way is wrong, and its error or the reason for failure."""
         reference = self._reference
         try:
             found = computed(self._subject, self._runtime, way, dtype, self._batch)
-        except Exception as failure:  # a library's own, of any kind
+        except Exception as failure:  # any library error
             if is_out_of_memory(failure):
                 raise
             return True, first_line(failure)
         error = worst(found, reference)
-        if not error <= tolerance:  # nor if it is no number
+        if not error <= tolerance:  # NaN fails too
             return True, f"a unit is {error:.1%} off fp32, {tolerance:.2%} is borne"
         return False, f"a unit is {error:.2g} off fp32"
 
 
 def worst(found: Computed, reference: Computed) -> float:
-    """The largest error of any tensor."""
+    """Return the largest error of any tensor."""
     errors = [0.0]
     for name, right in reference.items():
         size = right.norm().item()
@@ -153,14 +152,14 @@ def worst(found: Computed, reference: Computed) -> float:
 def computed(
     subject: Subject, runtime: DeviceRuntime, way: Efficiency, dtype: ComputeDtype, batch: Any
 ) -> Computed:
-    """What one unit of each kind computes of a batch in a way."""
+    """Compute a batch in a way, with one unit of each kind."""
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
         return _computed(subject, runtime, way, dtype, batch)
     finally:
         torch.set_float32_matmul_precision(precision)
-        gc.collect()  # a model holds itself, and its memory is wanted
+        gc.collect()  # a model has reference cycles, and its memory is needed
 
 
 def _computed(
@@ -199,8 +198,8 @@ def _computed(
 
 
 def root_gradients(specimens: Specimens, batch: Any, found: Computed) -> None:
-    """Of what is computed before the first unit, as patches of images are: those of its parameters
-    go into `found`, of tables of a size that a host has room for."""
+    """Add gradients of root parameters used before the first unit, as in patch embeddings, to
+    `found`, if the tables fit on the host."""
     groups = specimens.root.bucket.trainable
     with specimens.start(on_device(specimens, batch)) as walk:
         walk.go_on()
@@ -218,7 +217,7 @@ def root_gradients(specimens: Specimens, batch: Any, found: Computed) -> None:
 
 
 def run_unit(specimens: Specimens, call: Any, kind: str, found: Computed) -> Outputs:
-    """Forward and backward of a call; what it computes goes into `found`."""
+    """Run forward and backward of a call, and add the results to `found`."""
     unit, generator = specimens.of_kind[kind], torch.Generator().manual_seed(1)
     for group in unit.bucket.trainable:
         group.begin_gradient()
@@ -239,8 +238,8 @@ def run_unit(specimens: Specimens, call: Any, kind: str, found: Computed) -> Out
 
 
 def compiled_error(specimens: Specimens, batch: Any) -> float | None:
-    """How far compiled units are off the same units without, in their dtype. None: of dropout
-    nothing can be said by single numbers, and without it other code would have to be compiled."""
+    """Return the error of compiled units relative to uncompiled units in their dtype. None with
+    dropout: single numbers say nothing, and disabling dropout would compile other code."""
     found: list[Computed] = [{}, {}, {}]
     with specimens.start(on_device(specimens, batch)) as walk:
         walk.go_on()
@@ -259,14 +258,14 @@ def compiled_error(specimens: Specimens, batch: Any) -> float | None:
 
 
 def _fill(values: torch.Tensor, generator: torch.Generator) -> None:
-    """Of the size of trained weights, some a little off one as norms are; the same in any dtype."""
+    """Fill values at the scale of trained weights, equal in any dtype."""
     block = torch.randn(min(BLOCK, max(1, values.numel())), generator=generator).mul_(0.05)
     for part in values.split(len(block)) if values.numel() else ():
         part.copy_(block[: len(part)])
 
 
 def _optimizer_agreed(subject: Subject, runtime: DeviceRuntime, chosen: Chosen) -> Chosen:
-    """The fused update beside torch's plain one."""
+    """Check the fused optimizer update against torch's plain one."""
     if not chosen.efficiency.fused_optimizer:
         return chosen
     start, device = torch.randn(OPTIMIZER_ELEMENTS), runtime.torch_device
@@ -293,7 +292,7 @@ def _optimizer_agreed(subject: Subject, runtime: DeviceRuntime, chosen: Chosen) 
 def _loss_agreed(
     subject: Subject, runtime: DeviceRuntime, chosen: Chosen, dtype: torch.dtype
 ) -> Chosen:
-    """The fused kernel of the loss beside torch's way: used where it computes the same, faster."""
+    """Check the fused loss kernel against torch's loss; keep a correct and faster kernel."""
     if chosen.efficiency.loss != "triton":
         return chosen
     model = subject.model()
@@ -302,7 +301,7 @@ def _loss_agreed(
         return chosen.without("loss", "the model has no linear output layer")
     try:
         error, faster = compare_losses(layer.in_features, layer.out_features, runtime, dtype)
-    except Exception as failure:  # of the kernel's compiler, of any kind
+    except Exception as failure:  # any error of the kernel's compiler
         if is_out_of_memory(failure):
             raise
         told = first_line(failure)
@@ -318,7 +317,7 @@ def _loss_agreed(
 def compare_losses(
     width: int, classes: int, runtime: DeviceRuntime, dtype: torch.dtype
 ) -> tuple[float, float]:
-    """How far the fused kernel is off torch's way, of a chunk of a head, and how much faster."""
+    """Return the error and speedup of the fused kernel over torch's loss, for a chunk of a head."""
     generator, device = torch.Generator().manual_seed(0), runtime.torch_device
     on_gpu = is_gpu(runtime.torch_device)
     most = GPU_MOST_ROWS if on_gpu else LEAST_ROWS
@@ -348,5 +347,5 @@ def compare_losses(
             seconds[number].append(time.perf_counter() - begun)
             assert into.hidden is not None
             found.append({"loss": loss.cpu(), "gradient": into.hidden.float().cpu()})
-    fused_s, plain_s = (median(taken[1:]) for taken in seconds)  # the first one compiles
+    fused_s, plain_s = (median(taken[1:]) for taken in seconds)  # the first run compiles
     return worst(*found), plain_s / fused_s

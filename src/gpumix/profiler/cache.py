@@ -1,4 +1,4 @@
-"""Where measurements are kept, and how a profile is put together from them.
+"""Measurement cache, and the assembly of a profile from cached measurements.
 
 A measurement depends on the device class with its driver, on torch, on the model and on the shape
 of the work; its file is named after a hash of all these. No torch here: `gpumix plan` reads the
@@ -38,25 +38,25 @@ from gpumix.spec.stage import ComputeDtype
 from gpumix.spec.teams import degrees_of, refuse_too_large
 
 U = TypeVar("U", UnitKind, RootUnit)
-# Of a job's data, what tells how its samples come about.
+# Fields of a job's data that determine its samples.
 SAMPLES = {"pattern", "document", "column", "factory", "arguments", "packing", "tokenize"}
 HOST_PART = 0.8  # of a host's memory; the rest is for loaders, libraries, the system
 
 
 class MeasurementCache(MeasurementFiles):
-    """The measurements of one job's model on one cluster.
+    """Measurements of one job's model on one cluster.
 
     Args:
-        job: the job; what matters of it is the model, the shape, the dtypes and the optimizer.
+        job: the job; only the model, the shape, the dtypes and the optimizer matter.
         cluster: its devices.
-        folder: where relative names in the job start from.
+        folder: the base of relative paths in the job.
 
-    `dtypes` is what each class computes in, `compiled` are the names of the classes that are
-    measured with compiled units, `chosen` is how else each computes, `degrees` tells how many
-    devices of a class may compute together.
+    `dtypes` is the compute dtype of each class, `compiled` are the names of the classes measured
+    with compiled units, `chosen` holds each class's other compute settings, `degrees` gives the
+    tensor-parallel degrees of a class.
 
     Raises:
-        InputError: the job wants of a class what it cannot do.
+        InputError: the job asks a class for something unsupported.
     """
 
     def __init__(self, job: Job, cluster: Cluster, folder: Path) -> None:
@@ -81,7 +81,7 @@ class MeasurementCache(MeasurementFiles):
         )
 
     def input_file(self) -> Path:
-        """The file of what reading the job's samples takes on these hosts."""
+        """Return the file with the cost of reading the job's samples on these hosts."""
         work = {
             **reading_key(self._job, self._job_folder),
             "hosts": sorted({device.host for device in self._cluster.devices}),
@@ -90,29 +90,29 @@ class MeasurementCache(MeasurementFiles):
         return self._folder / f"input-{hash_of(work)}.json"
 
     def missing(self) -> list[str]:
-        """Names of the classes that were not measured yet."""
+        """Return the names of unmeasured classes."""
         return [c.name for c in self._cluster.classes if self._known(c) is None]
 
     def load(self) -> Profile | None:
-        """The profile, None if any part of it was not measured yet."""
+        """Return the profile; None if any part is unmeasured."""
         found, inputs = self.without_inputs(), self.inputs()
         if found is None or inputs is None:
             return None
         return reading_as(self._job, found.model_copy(update={"inputs": inputs.inputs}))
 
     def without_inputs(self) -> Profile | None:
-        """The profile of devices and links alone, None if any of them was not measured yet."""
+        """Return the profile of devices and links without input; None if any is unmeasured."""
         found, links = self.measured(), self.links()
         if links is None or len(found) < len(self._cluster.classes):
             return None
         return self.named(assemble(self._job.sequence_length, self._cluster, found, links))
 
     def named(self, profile: Profile) -> Profile:
-        """The profile with the model that it is of."""
+        """Add the hash of the job's model to a profile."""
         return profile.model_copy(update={"job_model": model_hash(self._job, self._job_folder)})
 
     def save_inputs(self, inputs: InputMeasurement) -> None:
-        """Keep what reading samples takes."""
+        """Save the cost of reading samples."""
         keep(inputs, self.input_file())
 
     def inputs(self) -> InputMeasurement | None:
@@ -122,7 +122,7 @@ class MeasurementCache(MeasurementFiles):
         found = super()._known(device_class)
         alone = 1 in self._job.techniques.tensor or not self.degrees.get(device_class.name)
         if found is not None and not found.teams and not alone:
-            return None  # measured again, it tells why the model has no teams
+            return None  # a new measurement says why the model has no teams
         return found
 
 
@@ -132,7 +132,7 @@ def assemble(
     classes: Mapping[str, ClassMeasurement],
     links: LinkMeasurement,
 ) -> Profile:
-    """The profile of a cluster, from its parts.
+    """Assemble the profile of a cluster from its parts.
 
     Raises:
         InputError: the measurements are of different models.
@@ -168,14 +168,14 @@ def assemble(
 
 
 def _with_peak(found: ClassProfile, cluster: Cluster) -> ClassProfile:
-    """What is stated counts for more than what a single product reached."""
+    """Replace a measured peak by the stated one: a single product may not reach the real peak."""
     device_class, tf32 = cluster.class_named(found.device_class), found.efficiency.tf32
     stated = stated_peak(device_class, found.compute_dtype, tf32=tf32)
     return found if stated is None else found.model_copy(update={"peak": stated})
 
 
 def _by_dtype(models: Iterable[ModelProfile]) -> list[ModelProfile]:
-    """One of each dtype."""
+    """Return one model of each dtype."""
     found: dict[ComputeDtype, list[ModelProfile]] = {}
     for model in models:
         found.setdefault(model.compute_dtype, []).append(model)
@@ -183,7 +183,7 @@ def _by_dtype(models: Iterable[ModelProfile]) -> list[ModelProfile]:
 
 
 def _teams(measured: Sequence[ClassMeasurement], cluster: Cluster) -> Iterator[TeamProfile]:
-    """By degree, without and with divided positions, of the classes that were measured so."""
+    """Yield tensor-parallel measurements by degree and sequence parallelism."""
     every = [(one, team) for one in measured for team in one.teams]
     for degree, sequence in sorted({(team.degree, team.sequence) for _, team in every}):
         teams = [(o, t) for o, t in every if (t.degree, t.sequence) == (degree, sequence)]
@@ -203,8 +203,8 @@ def _teams(measured: Sequence[ClassMeasurement], cluster: Cluster) -> Iterator[T
 def _with_host_bytes(
     measured: ClassMeasurement, found: ClassProfile, cluster: Cluster
 ) -> ClassProfile:
-    """What of a host's memory each of its devices may keep something in, on the fullest host of a
-    class; devices that are CPUs have theirs from it too."""
+    """Set each device's share of host memory, on the fullest host of a class; devices that are CPUs
+    also take their memory from it."""
     if measured.host_memory_bytes is None:
         return found
     memory = {c.name: c.memory_bytes if c.accelerator == "cpu" else 0 for c in cluster.classes}
@@ -217,8 +217,8 @@ def _with_host_bytes(
 
 
 def _most(models: list[ModelProfile]) -> ModelProfile:
-    """At each size the most that any device held: kernels differ, and so do their working sets. A
-    small device runs out of memory early, and says nothing of larger sizes."""
+    """Return the largest memory of any device at each size: kernels and their working sets differ.
+    A small device runs out of memory early, and says nothing of larger sizes."""
     widest = max(models, key=lambda m: len(m.root.kept.sizes))
     kinds = tuple(_raised(kind, [m.kind(kind.name) for m in models]) for kind in widest.kinds)
     root = _raised(widest.root, [m.root for m in models])
@@ -241,13 +241,13 @@ def _upper(widest: Curve, curves: list[Curve]) -> Curve:
 
 
 def work_key(job: Job, folder: Path) -> dict[str, object]:
-    """What a measurement depends on besides the device."""
+    """Return everything that a measurement depends on besides the device."""
     return {
         **software_key(),
         "model": _model(job, folder),
         "code": [code_of_factory(f, folder) for f in (job.model.factory, job.data.factory)],
         "data": (job.data.factory, job.data.arguments) if job.data.factory else "tokens",
-        # Attention takes another way where documents are packed, or padded.
+        # Attention uses another kernel for packed or padded documents.
         **({} if job.data.packing == "concatenate" else {"packing": job.data.packing}),
         "tokenizer": str(job.tokenizer),
         "sequence_length": job.sequence_length,
@@ -257,8 +257,8 @@ def work_key(job: Job, folder: Path) -> dict[str, object]:
 
 
 def reading_key(job: Job, folder: Path) -> dict[str, object]:
-    """What reading a sample depends on besides the hosts: not who reads, how far ahead and in which
-    order, nor what is done with samples."""
+    """Return everything that reading a sample depends on besides the hosts: not workers, prefetch
+    or order, nor the later use of samples."""
     data = job.data.model_dump(mode="json", include=SAMPLES)
     return {
         **software_key(),
@@ -271,7 +271,7 @@ def reading_key(job: Job, folder: Path) -> dict[str, object]:
 
 
 def reading_as(job: Job, profile: Profile) -> Profile:
-    """The profile with as many readers for each rank as the job wants."""
+    """Set the job's number of data workers per rank in a profile."""
     wanted = job.data.workers
     readers = None if wanted == "auto" else max(1, wanted)
     inputs = [
@@ -281,7 +281,7 @@ def reading_as(job: Job, profile: Profile) -> Profile:
 
 
 def model_hash(job: Job, folder: Path) -> str:
-    """What tells the models of two jobs apart, without building them."""
+    """Hash the model of a job without building it."""
     return hash_of([_model(job, folder), code_of_factory(job.model.factory, folder)])
 
 

@@ -1,4 +1,4 @@
-"""Profiles a cluster: one device of each class measures compute, all ranks the links."""
+"""Profiler of a cluster: one device of each class measures compute, all ranks the links."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from gpumix.spec.profile import ModelProfile, Profile
 
 
 class ClusterProfiler:
-    """Measures what is not in the cache. Collective: every rank of the run makes one.
+    """Measurement of everything missing in the cache. Collective: every rank of the run makes one.
 
     Args:
         devices: the device of each rank.
-        cache: where measurements are kept; None keeps none.
+        cache: the place of measurements; None keeps none.
         fresh: measure everything again.
     """
 
@@ -49,7 +49,7 @@ class ClusterProfiler:
         self._fresh = fresh or cache is None
 
     def run(self, progress: Progress) -> Profile:
-        """The profile, the same on every rank.
+        """Return the profile, equal on every rank.
 
         Raises:
             GpumixError: a device failed to measure; the same error on every rank.
@@ -72,7 +72,7 @@ class ClusterProfiler:
         return assemble(shape.sequence_length, self._cluster, classes, links)
 
     def _known_classes(self) -> dict[str, ClassMeasurement]:
-        """What rank 0 finds in its cache; hosts may hold different ones."""
+        """Return the classes in rank 0's cache; caches of hosts may differ."""
         found = list(self._cache.measured().values()) if self._cache and not self._fresh else []
         text = "\n".join(m.model_dump_json() for m in found)
         told = self._ranks.share("known classes", text if self._ranks.rank == 0 else None)
@@ -84,7 +84,7 @@ class ClusterProfiler:
         known: Mapping[str, ClassMeasurement],
         progress: Progress,
     ) -> list[ClassMeasurement]:
-        """All classes that were missing, each measured by the first rank that has it."""
+        """Measure all missing classes, each on its first rank."""
         name = self._devices[self._ranks.rank].device_class
         first = [d.device_class for d in self._devices].index(name)
         text, failure = "", None
@@ -116,20 +116,20 @@ class ClusterProfiler:
                 largest_bytes=_largest_buffer_bytes(model, self._cluster),
                 progress=progress if self._ranks.rank == 0 else lambda line: None,
                 devices=self._devices,
-                # Links of emulated devices are all the same.
+                # Links of emulated devices are all equal.
                 each_two=not self._cluster.emulated,
                 synchronize=self._runtime.synchronize,
                 degrees=self._subject.degrees,
             )
-        # Each rank's own clock says how long it took.
+        # Each rank's own clock gives a different duration.
         return LinkMeasurement.model_validate_json(
             self._ranks.share("links", links.model_dump_json())
         )
 
 
 def _largest_buffer_bytes(model: ModelProfile, cluster: Cluster) -> int:
-    """The largest buffer that a collective moves, a unit's fp32 gradient; where that is too much
-    for the smallest device, what it bears."""
+    """Return the bytes of the largest buffer of a collective, a unit's fp32 gradient, at most an
+    eighth of the smallest device's memory."""
     largest = max(model.root.trainable, *(k.trainable for k in model.kinds))
     smallest = min(c.memory_bytes for c in cluster.classes)
     return min(largest * GRADIENT_BYTES, smallest // 8)

@@ -1,4 +1,4 @@
-"""What source code a measurement depends on: a changed model must be measured again."""
+"""Hashes of the source code behind a measurement: a changed model must be measured again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpumix.spec.files import read_bytes
 
 
 def code_of_factory(factory: str | None, folder: Path) -> str:
-    """A hash of the source of a factory's module and of all that it imports from beside it, which
+    """Hash the source of a factory's module and of all modules imported from the same folder: code
     may change while names stay."""
     if factory is None:
         return ""
@@ -30,10 +30,10 @@ def code_of_factory(factory: str | None, folder: Path) -> str:
 
 
 def _imported(module: str, folder: Path, within: str = "") -> set[Path]:
-    """The files of `module` and of all modules in `folder` that it imports, at any remove.
+    """Return the files of `module` and of all modules in `folder` imported directly or indirectly.
 
     Args:
-        within: only those of this package; all of the folder if empty.
+        within: only files of this package; the whole folder if empty.
     """
     found: set[Path] = set()
     waiting = [module]
@@ -52,8 +52,8 @@ def _imported(module: str, folder: Path, within: str = "") -> set[Path]:
 
 
 def _imports_of(file: Path, package: str) -> Iterator[str]:
-    """Names of modules that a file may import; a name taken from a module may be one too."""
-    with suppress(SyntaxError):  # told when it is run
+    """Yield names of modules that a file may import; an imported name may be a module too."""
+    with suppress(SyntaxError):  # reported when the module is run
         for node in ast.walk(ast.parse(read_bytes(file))):
             if isinstance(node, ast.Import):
                 yield from (alias.name for alias in node.names)
@@ -69,7 +69,7 @@ def _parent(name: str) -> str:
 
 
 def hash_of_files(files: Iterable[Path]) -> str:
-    """Of their contents, in the order of their names."""
+    """Hash the contents of files in the order of their names."""
     digest = hashlib.sha256()
     for file in sorted(files):
         digest.update(read_bytes(file))

@@ -1,9 +1,9 @@
-"""Times the units of a model on one device, and counts what they hold in memory.
+"""Time and memory measurements of a model's units on one device.
 
 Only one unit of each kind is computed, and the root unit, at micro-batches of 1, 2, 4, ... until
-memory runs out (then once more half-way), a larger one brings nothing, or the budget is spent.
-Memory is read from the device's own allocator while the engine's own parts run: so it is what the
-kernels of this device really take, for any model, also one whose flow depends on its data.
+memory runs out (then once more half-way), a larger one brings no gain, or the budget is spent.
+Memory is read from the device's own allocator while the engine's own parts run: the numbers are
+real for the device's kernels, for any model, including models with data-dependent control flow.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from gpumix.profiler.order import all_called
 from gpumix.profiler.specimen import Outputs, Specimens, Told, Walk, tensor_bytes
 from gpumix.spec.profile import ROOT
 
-# A larger micro-batch that is less than this much faster per sample, twice in a row, ends it.
+# A micro-batch less than this much faster per sample than the previous, twice in a row, ends it.
 WORTHWHILE_GAIN = 0.02
 REPEATS = 3
-TRIES = 3  # of a size, where an emulated device falls behind its speed
+TRIES = 3  # per size, where an emulated device falls behind its speed
 GRADIENT_STD = 1e-3
 
 Batch = Any
@@ -49,23 +49,23 @@ Progress = Callable[[str], None]
 
 @dataclass
 class Point:
-    """One micro-batch size: seconds and bytes by unit kind, `ROOT` for the root unit.
+    """Measured seconds and bytes of a micro-batch size by unit kind, `ROOT` for the root unit.
 
-    `overruns` of an emulated device while the times were taken spoil them.
+    Times are invalid if an emulated device has `overruns` while they are taken.
     """
 
     size: int
     overruns: int = 0
     forward_s: dict[str, float] = field(default_factory=dict)
     backward_s: dict[str, float] = field(default_factory=dict)
-    # Backward of a graph that was kept; for the root, of the code before the first unit.
+    # Backward of a kept graph; for the root, of the code before the first unit.
     gradient_s: dict[str, float] = field(default_factory=dict)
     parts_s: dict[str, tuple[float, float]] = field(default_factory=dict)  # of a split backward
     kept: dict[str, int] = field(default_factory=dict)
     split: dict[str, int] = field(default_factory=dict)
     split_backward_bytes: dict[str, int] = field(default_factory=dict)
     saved: dict[str, int] = field(default_factory=dict)
-    # Of one sample's forward, and of its backward; of the root before the first unit, too.
+    # Per sample, of forward and backward; of the root before the first unit, too.
     flops: dict[str, float] = field(default_factory=dict)
     backward_flops: dict[str, float] = field(default_factory=dict)
     rerun_flops: dict[str, float] = field(default_factory=dict)
@@ -73,33 +73,33 @@ class Point:
     before_backward_flops: float = 0.0
     outputs: dict[str, dict[int, int]] = field(default_factory=dict)  # bytes by place
     gradient: dict[str, int] = field(default_factory=dict)
-    # Of gradients: what there is when a backward has left call 0, call 1, ..., and the head.
+    # Bytes of gradients alive after the backward of call 0, call 1, ..., and of the head.
     gradients: list[int] = field(default_factory=list)
-    # Working set of the code after calls of a kind, up to the next one, and of its backward.
+    # Working set of the code between a call of a kind and the next call, and of its backward.
     after_bytes: dict[str, int] = field(default_factory=dict)
     before_backward_bytes: dict[str, int] = field(default_factory=dict)
     forward_bytes: dict[str, int] = field(default_factory=dict)
     backward_bytes: dict[str, int] = field(default_factory=dict)
     saved_forward_bytes: dict[str, int] = field(default_factory=dict)
     saved_backward_bytes: dict[str, int] = field(default_factory=dict)
-    # Bytes of a team member's part of hidden states, where they are divided.
+    # Bytes of a rank's part of hidden states, with sequence parallelism.
     part: dict[str, int] = field(default_factory=dict)
-    # What a team tells each other, by unit kind and pass: the operation and the bytes of each.
+    # Collectives of a tensor-parallel group by unit kind and pass: operation and bytes of each.
     told: dict[tuple[str, Pass], list[Told]] = field(default_factory=dict)
-    chunked_head_s: float | None = None  # as `backward_s` of the root; None: it cannot run so
+    chunked_head_s: float | None = None  # as `backward_s` of the root; None: not supported
     chunked_head_bytes: int | None = None
 
     @property
     def whole_head(self) -> bool:
-        """Whether there was room for whole logits; else the times of the root are in chunks."""
+        """Flag: full logits fit in memory; otherwise times of the root are chunked."""
         return ROOT in self.backward_bytes
 
     def forward_most(self, of_calls: dict[str, int], kind: str) -> int:
-        """Working set of a forward call, by kind, or of the code after it."""
+        """Return the peak working set of a kind's forward and the code after it."""
         return max(of_calls[kind], self.after_bytes.get(kind, 0))
 
     def backward_most(self, of_calls: dict[str, int], kind: str) -> int:
-        """Working set of a call's backward, by kind, or of that of the code before it."""
+        """Return the peak working set of a kind's backward, and of the code before in backward."""
         return max(of_calls[kind], self.before_backward_bytes.get(kind, 0))
 
     def seconds_per_sample(self) -> float:
@@ -109,9 +109,9 @@ class Point:
 
 @dataclass
 class Sweep:
-    """All points of one device, in growing size; `cut_short`: there was no time for more;
-    `compiled`: the times are of compiled code; `of_code`: how far that is off. See `Walk` for
-    `enters` and `leaves`."""
+    """Points of one device, in growing size. `cut_short`: the budget ended before the largest size;
+    `compiled`: the times are of compiled code; `of_code`: its error. See `Walk` for `enters` and
+    `leaves`."""
 
     calls: tuple[str, ...]
     points: list[Point]
@@ -135,7 +135,7 @@ def sweep(
     """Measure micro-batches of growing size.
 
     Args:
-        make_batch: a batch of so many samples, on the host.
+        make_batch: makes a batch of a number of samples, on the host.
         largest: the largest micro-batch of interest.
         budget_s: no new size is begun that would probably end later than this.
 
@@ -143,8 +143,8 @@ def sweep(
         torch.OutOfMemoryError: one sample is too much.
     """
     with MemoryCounter(runtime) as memory:
-        # What libraries allocate at their first call is none of the model's; nor is what compiling
-        # takes, which is done for one sample, and for more.
+        # Allocations of libraries at their first call do not belong to the model, nor does memory
+        # for compiling, done for one sample and for more.
         for size in (1, 2)[: largest if specimens.compiled else 1]:
             measurement, batch = _Measurement(specimens, runtime, memory), make_batch(size)
             calls = measurement.warm_up(batch)
@@ -198,7 +198,7 @@ def _saturated(points: list[Point]) -> bool:
 
 
 class _Measurement:
-    """One micro-batch size: a first walk counts memory and warms up, more walks take times."""
+    """Measurement of one micro-batch size: a first walk counts memory, later walks are timed."""
 
     def __init__(self, specimens: Specimens, runtime: DeviceRuntime, memory: MemoryCounter) -> None:
         self._specimens = specimens
@@ -206,11 +206,11 @@ class _Measurement:
         self._memory = memory
         self._splits = not split_backward.why_not()
         self._seen: dict[str, tuple[UnitCall, Outputs]] = {}
-        self._outputs: dict[object, Outputs] = {}  # by kind and what a call is given
+        self._outputs: dict[object, Outputs] = {}  # by kind and inputs of a call
         self.ends: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
     def warm_up(self, batch: Batch) -> tuple[str, ...]:
-        """Compute everything once; the names of the calls."""
+        """Compute everything once, and return the names of the calls."""
         size = samples_in(batch)
         self._point = Point(size)
         calls: tuple[str, ...] = ()
@@ -220,7 +220,7 @@ class _Measurement:
         except Exception as error:
             if self._specimens.head.layer is None or not is_out_of_memory(error):
                 raise
-        if not calls:  # whole logits may find no room where they need not exist whole
+        if not calls:  # full logits may not fit, and need not exist
             calls = self._first_walk(batch, in_chunks=True)
         all_called(self._specimens.kind_of, calls)
         for kind, (call, _) in self._seen.items():
@@ -230,7 +230,7 @@ class _Measurement:
         return calls
 
     def flows(self, batch: Batch) -> Flows:
-        """What calls are computed from, after `warm_up`."""
+        """Return the data flow between calls, after `warm_up`."""
         specimens, in_chunks = self._specimens, not self._point.whole_head
         return find_flows(specimens, on_device(specimens, batch), in_chunks=in_chunks)
 
@@ -249,7 +249,7 @@ class _Measurement:
     # -- memory --------------------------------------------------------------------------------
 
     def _first_walk(self, batch: Batch, *, in_chunks: bool = False) -> tuple[str, ...]:
-        """Run the model once; find a call of each kind, and what lies between the calls."""
+        """Run the model once to find a call of each kind, and measure the code between calls."""
         specimens, point = self._specimens, self._point
         point.kept[ROOT] = 0
         self._seen.clear()
@@ -273,9 +273,9 @@ class _Measurement:
                 before = self._memory.current()
                 self._memory.reset_peak()
                 before_stretch = flops.total
-                with flops, self._listening(ROOT, "backward"):  # of the last one: the head's
+                with flops, self._listening(ROOT, "backward"):  # after the last call: the head's
                     walk.go_on(outputs)
-                if walk.call is not None:  # the code between two calls; else it was the head
+                if walk.call is not None:  # the code between two calls; otherwise the head
                     kept = max(0, self._memory.current() - before)
                     point.kept[ROOT] += kept
                     _raise(point.after_bytes, kind, self._memory.peak() - before - kept)
@@ -295,14 +295,14 @@ class _Measurement:
             return tuple(walk.calls)
 
     def _shows_more(self, kind: str, call: UnitCall) -> bool:
-        """Whether a call does more than that of its kind which was seen: it may be made without
-        gradients, and where all before it is frozen, its inputs want none."""
+        """Check if a call does more than the recorded call of its kind: a call may run without
+        gradients, and if everything before it is frozen, its inputs need none."""
         known = self._seen.get(kind)
         return known is None or _of_gradients(call) > _of_gradients(known[0])
 
     @contextmanager
     def _listening(self, name: str, way: Pass, *, more: bool = False) -> Iterator[None]:
-        """Count what a team tells each other inside; `more` is added to what was counted before."""
+        """Record a tensor-parallel group's collectives in a `with` block; `more` appends."""
         team = self._specimens.team
         if team is None:
             yield
@@ -328,7 +328,7 @@ class _Measurement:
         return max(0, self._memory.peak() - before - walk.gradient_bytes)
 
     def _count_gradients(self, walk: Walk) -> None:
-        """Go back from call to call, the units not computed."""
+        """Run backward from call to call, without computing the units."""
         point, found = self._point, [walk.gradient_bytes]
         for number in reversed(range(len(walk.calls))):
             before = self._memory.current()
@@ -341,7 +341,7 @@ class _Measurement:
         point.gradients = found[::-1]
 
     def _head_flops(self, outputs: Any) -> float:
-        """Of the logits, which found no room."""
+        """Return the FLOPs of logits that did not fit in memory."""
         layer = self._specimens.head.layer
         assert layer is not None, "else it does not run in chunks"
         rows = max(t.numel() for t in _leaves(outputs)) // layer.in_features
@@ -357,7 +357,7 @@ class _Measurement:
         return made[0]
 
     def _forward_counted(self, kind: str, call: UnitCall) -> Outputs:
-        with FlopCount() as flops:  # which compiled code does not show
+        with FlopCount() as flops:  # compiled code hides operations
             returned = self._specimens.returned(call)
         sizes = {n: t.nbytes for n, t in enumerate(returned.leaves) if torch.is_tensor(t)}
         self._point.outputs[kind] = sizes
@@ -372,7 +372,7 @@ class _Measurement:
         cut = self._specimens.cut(call)
         with self._listening(kind, "forward"):
             outputs = Outputs.of(cut)
-        kept = self._memory.current() - before  # what the cut keeps for its backward too
+        kept = self._memory.current() - before  # includes the cut's memory for its backward
         self._point.kept[kind] = max(0, kept)
         self._point.forward_bytes[kind] = max(0, self._memory.peak() - before - kept)
         return outputs
@@ -400,7 +400,7 @@ class _Measurement:
             self._count_backward_flops(kind, call)
 
     def _count_backward_flops(self, kind: str, call: UnitCall) -> None:
-        with self._specimens.uncompiled():  # compiled code does not show them
+        with self._specimens.uncompiled():  # compiled code hides operations
             cut = self._specimens.cut(call, recompute=False)
             cut.forward()
             _give_gradients(cut.leaves)
@@ -410,7 +410,7 @@ class _Measurement:
         self._point.rerun_flops[kind] = float(flops.rerun)
 
     def _count_split(self, kind: str, call: UnitCall) -> None:
-        """What is between the two parts of a split backward, and the working set of either."""
+        """Measure memory between the two parts of a split backward, and the larger working set."""
         point, memory, before = self._point, self._memory, self._memory.current()
         cut = self._specimens.cut(call, recompute=False)
         cut.forward()
@@ -426,7 +426,7 @@ class _Measurement:
         point.split[kind], point.split_backward_bytes[kind] = max(0, left - before), working
 
     def _backward_counted(self, cut: Cut) -> tuple[int, int]:
-        """The working set of a backward, and of it the gradients of the inputs."""
+        """Return the working set of a backward, and the bytes of input gradients in it."""
         _give_gradients(cut.leaves)
         before = self._memory.current()
         self._memory.reset_peak()
@@ -464,7 +464,7 @@ class _Measurement:
                 self._point.parts_s[kind] = self._parts_timed(call)
 
     def _parts_timed(self, call: UnitCall) -> tuple[float, float]:
-        """Both parts of a split backward."""
+        """Return the seconds of both parts of a split backward."""
         halved = self._specimens.cut(call, recompute=False)
         halved.forward()
         _give_gradients(halved.leaves)
@@ -478,7 +478,7 @@ class _Measurement:
         specimens, point = self._specimens, self._point
         forward: list[float] = []
         before: list[float] = []
-        ways: dict[bool, list[float]] = {}  # whether in chunks
+        ways: dict[bool, list[float]] = {}  # by chunked
         if point.chunked_head_bytes is not None:
             ways[True] = []
         if point.whole_head:
@@ -500,13 +500,13 @@ class _Measurement:
         point.backward_s[ROOT] = taken[False] if point.whole_head else taken[True]
 
     def _to_last_call(self, walk: Walk, calls: int) -> Any:
-        """Hand over the outputs of all calls but the last: what those of that one are."""
+        """Hand over the outputs of all calls except the last, and return the last outputs."""
         while len(walk.calls) < calls:
             walk.go_on(self._again(walk) if walk.calls else None)
         return self._again(walk)
 
     def _again(self, walk: Walk) -> Any:
-        """What the call returns, as the first one that was alike."""
+        """Return the outputs of the current call, copied from the first equal call."""
         assert walk.call is not None
         alike = self._alike(walk.call)
         if alike not in self._outputs:
@@ -517,7 +517,7 @@ class _Measurement:
         return self._specimens.kind_of[call.unit], given_looks(call)
 
     def _timed(self, work: Callable[[], Any]) -> tuple[float, Any]:
-        """Seconds of `work` on the device, and its result."""
+        """Return the seconds of `work` on the device, and its result."""
         self._runtime.synchronize()
         self._runtime.idle()
         begun = time.perf_counter()
@@ -527,7 +527,7 @@ class _Measurement:
 
 
 def on_device(specimens: Specimens, batch: Batch) -> Batch:
-    """A copy of the batch as the engine would have it."""
+    """Copy a batch to the device, in the engine's layout and dtype."""
     dtype, device = specimens.compute_dtype, specimens.device
 
     def move(value: Any) -> Any:
@@ -550,7 +550,7 @@ def _leaves(outputs: Any) -> list[torch.Tensor]:
 
 
 def _of_gradients(call: UnitCall) -> tuple[bool, bool]:
-    """Whether a call is made with gradients, and whether one of its inputs wants one."""
+    """Return if a call runs with gradients, and if any input requires a gradient."""
     tensors = tree_leaves((call.args, call.kwargs))
     wanted = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tensors)
     return call.state.gradients, wanted

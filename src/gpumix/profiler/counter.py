@@ -1,4 +1,4 @@
-"""Bytes in use on a device, from its allocator where that counts, else from its tensors."""
+"""Memory counter of a device: from the allocator if it counts, otherwise from tensors."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from gpumix.hardware.emulation.flops import formula_of, scores_again
 
 
 class MemoryCounter:
-    """Current and peak bytes while its `with` block runs.
+    """Current and peak bytes while a `with` block runs.
 
-    Where the runtime cannot count (a CPU without compiler), every operation's tensors are tracked
-    instead, which misses what kernels allocate for themselves.
+    If the runtime cannot count (a CPU without compiler), the tensors of every operation are tracked
+    instead, without the internal allocations of kernels.
     """
 
     def __init__(self, runtime: DeviceRuntime) -> None:
@@ -37,7 +37,7 @@ class MemoryCounter:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """No tracking inside, so that it costs no time there; nothing may be counted afterwards."""
+        """Stop tracking, which costs time; nothing may be counted afterwards."""
         self._stack.close()
         yield
 
@@ -54,14 +54,14 @@ class MemoryCounter:
             self._runtime.reset_peak()
 
     def added(self, work: Callable[[], object]) -> int:
-        """Bytes that are in use after `work` and were not before."""
+        """Return the bytes allocated by `work` and still in use."""
         before = self.current()
         work()
         return max(0, self.current() - before)
 
 
 class _Tracker(TorchDispatchMode):
-    """Adds up the storages of all tensors that operations return, until they are freed."""
+    """Sum of the storages of all tensors returned by operations, until freed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,8 +95,8 @@ class _Tracker(TorchDispatchMode):
 
 
 class FlopCount(TorchDispatchMode):
-    """FLOPs of the operations in its `with` block, as far as there are formulas; of them `rerun`
-    are scores that fused attention computes again in its backward."""
+    """FLOPs of the operations in a `with` block with a known formula; `rerun` is the part of scores
+    recomputed in the backward of fused attention."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,10 +1,11 @@
-"""From what a model's unit calls and its loss are computed, and what of the root is used where.
+"""Data flow of a model: the inputs of each unit call and of the loss, and the use of root
+parameters.
 
-The model is run once, and every function that the code between units calls is noted: what it gives
-comes from all that it is given. So each call, and the loss, is known by the parameters of the root
-and the earlier calls that it needs; a stage must have those parameters, and take what those calls
-return. What the code before the first unit looks up is needed nowhere else, not in backward either:
-the gradient of a lookup takes indices alone. What head and loss use need not be here before them.
+The model runs once, recording every function called by the code between units: outputs depend on
+all inputs. So the needs of each call, and of the loss, are root parameters and earlier calls; a
+stage must have these parameters, and receive the outputs of these calls. Tables looked up by the
+code before the first unit are needed nowhere else, not even in backward: the gradient of a lookup
+needs only indices. Parameters of head and loss are needed only there.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from gpumix.spec.profile import End, Needs
 from gpumix.spec.stage import Taken
 
 LOOKUPS = (nn.functional.embedding, torch.embedding)
-INSIDE = -1  # of a unit: what it does is its own affair
-# What takes a tensor's shape, dtype or device, but none of its values.
+INSIDE = -1  # place of a unit: its own operations are not recorded
+# Functions of a tensor's shape, dtype or device, but not of its values.
 LIKE_FIRST = frozenset(
     getattr(torch if name.endswith("_like") else torch.Tensor, name)
     for name in (*FILLS, "new_tensor")
@@ -42,7 +43,7 @@ LIKE_FIRST = frozenset(
 LIKE_SECOND = frozenset(
     getattr(torch.Tensor, name) for name in ("to", "type_as", "expand_as", "view_as", "reshape_as")
 )
-# What makes values of Python, or a shape, of those of a tensor: all code after may go by these.
+# Functions from a tensor's values to Python values or a shape: all later code may depend on them.
 LOOKS = frozenset(
     getattr(torch.Tensor, name)
     for name in (
@@ -56,18 +57,18 @@ LOOKS = frozenset(
 }  # fmt: skip
 
 Source = str | Taken
-"""A parameter of the root, by its name, or what a unit call returns."""
+"""Name of a root parameter, or an output of a unit call."""
 
 
 @dataclass(frozen=True)
 class Flows:
-    """What was found.
+    """Data flow of a model.
 
     Attributes:
-        before, after: what of the root is looked up before the first unit only, and what is used
-            after the last one only.
+        before, after: root parameters only looked up before the first unit, and only used after the
+            last.
         needs: of each call, then of the loss.
-        no_stages: why that cannot be told; then there is nothing else.
+        no_stages: the reason why the flow is unknown; all else is empty then.
     """
 
     before: End
@@ -77,8 +78,8 @@ class Flows:
 
 
 class _Notes(TorchFunctionMode):
-    """Notes where and by what parameters are used (the number of unit calls before, and whether
-    they are looked up), from what each tensor is computed, and what was `looked` at so far."""
+    """Recorder of parameter uses (number of previous unit calls, and if looked up), of the sources
+    of each tensor, and of all sources `looked` at so far."""
 
     def __init__(self, names: dict[int, str]) -> None:
         super().__init__()
@@ -87,7 +88,7 @@ class _Notes(TorchFunctionMode):
         self.looked: set[Source] = set()
         self._names = names
         self._handed: dict[int, tuple[torch.Tensor, Taken]] = {}  # by the id of a leaf
-        self._behind: list[set[int]] = []  # of what each call is given, the ids of leaves
+        self._behind: list[set[int]] = []  # for each call's inputs, the ids of leaves
         self._sources = WeakTensorKeyDictionary()
 
     def __torch_function__(
@@ -113,13 +114,13 @@ class _Notes(TorchFunctionMode):
             self.add(tensor, sources)
         with torch._C.DisableTorchFunctionSubclass():
             written = [t for t, version in zip(given, versions) if t._version != version]
-            bases = [t._base for t in written]  # and so whatever else is a view of them
+            bases = [t._base for t in written]  # and any other views of the same base
         for tensor in (*written, *(base for base in bases if base is not None)):
             self.add(tensor, sources)
         return result
 
     def sources(self, value: Any) -> set[Source]:
-        """What the tensors in a pytree are computed from."""
+        """Return the sources of the tensors in a pytree."""
         found: set[Source] = set()
         with torch._C.DisableTorchFunctionSubclass():
             for tensor in _tensors(value):
@@ -130,41 +131,40 @@ class _Notes(TorchFunctionMode):
         return found
 
     def stands_for(self, tensor: torch.Tensor, sources: set[Source]) -> None:
-        """It is computed from these and nothing else."""
+        """Set the sources of a tensor, replacing any known ones."""
         self._sources[tensor] = sources
 
     def handed(self, leaf: torch.Tensor, taken: Taken) -> None:
-        """A leaf is in the place of what a call returns."""
+        """Record a leaf in place of a call's output."""
         self._handed[id(leaf)] = leaf, taken
 
     def given(self, values: Any) -> None:
-        """A call, or the loss, is given these: a pytree."""
+        """Record a pytree of inputs of a call or the loss."""
         with torch._C.DisableTorchFunctionSubclass():
             self._behind.append(set(leaves_behind(_tensors(values))))
 
     def without_gradient(self) -> set[Taken]:
-        """What gets no gradient from what is computed of it: the model's code rounds it, or
-        detaches it. At the end."""
+        """Return the outputs without a gradient from later computation: rounded or detached by the
+        model's code. Call at the end."""
         *of_calls, found = self._behind
-        for number in reversed(range(len(of_calls))):  # each of which passes on what it gets
+        for number in reversed(range(len(of_calls))):  # each call passes gradients on to its inputs
             if any(taken.call == number for n, (_, taken) in self._handed.items() if n in found):
                 found |= of_calls[number]
         return {taken for number, (_, taken) in self._handed.items() if number not in found}
 
     def add(self, tensor: torch.Tensor, sources: set[Source]) -> None:
-        """`tensor` is computed from these too."""
+        """Add sources to a tensor."""
         if sources:
             self._sources[tensor] = self._sources.get(tensor, set()) | sources
 
 
 def find_flows(specimens: Specimens, batch: Any, *, in_chunks: bool) -> Flows:
-    """Run the model on `batch`, whose tensors are on the device; `in_chunks` is without whole
-    logits."""
+    """Run the model on `batch`, with tensors on the device; `in_chunks` avoids full logits."""
     try:
         return _found(specimens, batch, in_chunks=in_chunks)
     except Untold as error:
         told = f"{error.what}: {error.why}"
-    except Exception as error:  # of the model's code, which runs in one stage
+    except Exception as error:  # from the model's code, which runs in one stage
         if is_out_of_memory(error) or isinstance(error, GpumixError):
             raise
         told = f"run on what its units return it fails: {first_line(error)}"
@@ -204,7 +204,7 @@ def _found(specimens: Specimens, batch: Any, *, in_chunks: bool) -> Flows:
     for number, unit in enumerate(walk.calls[:-1]):
         if number not in taken:
             raise Untold(f"call {number}, of unit '{unit}'", why="nothing uses what it returns")
-    # The first stage keeps what no stage computes with: it is a part of what is saved.
+    # The first stage keeps parameters used by no stage: they belong to checkpoints.
     unused = {slot.name for slot in specimens.root_slots}.difference(*needed)
     needed[0] = needed[0] | unused
     before = [name for name, uses in notes.uses.items() if uses == {(0, True)}]
@@ -217,7 +217,7 @@ def _found(specimens: Specimens, batch: Any, *, in_chunks: bool) -> Flows:
 
 
 def _fresh(returned: Returned, call: int, notes: _Notes, *, gradients: bool) -> list[Any]:
-    """What a unit returned, again, as what `call` returns."""
+    """Copy a unit's recorded outputs as outputs of `call`."""
     leaves = []
     for place, leaf in enumerate(returned.leaves):
         value = leaf
@@ -241,14 +241,14 @@ def _with_gradients(sources: set[Source], without: set[Taken]) -> set[Source]:
 
 
 def _read(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Those of a function's arguments whose values it looks at."""
+    """Return the arguments of a function read by value."""
     if func in LIKE_FIRST:
         return args[1:], {name: value for name, value in kwargs.items() if name != "input"}
     return args[:1] if func in LIKE_SECOND else (args, kwargs)
 
 
 def _chooses(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-    """Whether a function takes of a tensor what a mask says."""
+    """Check if a function selects elements by a mask."""
     return func is torch.Tensor.__getitem__ and any(
         t.dtype == torch.bool for t in _tensors(args[1])
     )

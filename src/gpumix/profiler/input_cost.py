@@ -1,4 +1,4 @@
-"""Measures what reading samples takes of a host's cores, and how many a disk or network gives."""
+"""Input measurement: core time per sample on a host, and the sample rate of its disk or network."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from gpumix.spec.profile import HostInput
 
 LONGEST_S = 0.5
 MOST_SAMPLES, AT_ONCE = 512, 32
-READERS = (4, 16)  # that read at once
-WAITS = 2.0  # seconds by the clock for each of a core, from which on more readers are tried
-SCALES = 1.5  # times the rate of the fewer, that the more have where nothing holds them back
-BUSY = 0.8  # of a core (of all cores, for processes): readers that compute so much wait for that
-SHORT = 0.2  # of the time, in which something waits for a core: then rates are of that
-CHUNK_S = 0.01  # that one reader is to take for a chunk; many that end together tell too much
-ROUNDS = 4  # of all readers, that are waited for
-MOST_S = 4.0  # that any number of readers is looked at
+READERS = (4, 16)  # concurrent readers
+WAITS = 2.0  # wall seconds per core second: beyond this, more readers are tried
+SCALES = 1.5  # times the rate of few readers: expected of many without a bottleneck
+BUSY = 0.8  # share of a core (of all cores, for processes) beyond which readers are compute-bound
+SHORT = 0.2  # share of the time with cores oversubscribed, beyond which rates are not valid
+CHUNK_S = 0.01  # target seconds of a reader's chunk; many ending together inflate the rate
+ROUNDS = 4  # of all readers, to wait for
+MOST_S = 4.0  # limit of seconds for any number of readers
 
 
 def measure_input(
@@ -40,11 +40,13 @@ def measure_input(
     *,
     reading: Reading,
 ) -> tuple[HostInput, ...]:
-    """Of each host, by the first of its ranks; nothing of a stream, of which ranks read also what
-    others take: what that takes does not go by their samples. Collective.
+    """Measure the input cost of each host, by the first of its ranks. Collective.
+
+    Empty for a stream: each rank also reads the samples of other ranks, so its cost does not depend
+    on its samples.
 
     Args:
-        devices: in the order of ranks. Hosts of emulated ones share the cores that are here.
+        devices: in the order of ranks. Hosts of emulated devices share this machine's cores.
     """
     if source.in_order:
         return ()
@@ -65,15 +67,15 @@ def measure_input(
             parallel=can_fork() or _in_threads(source),
         )
         told = one.model_dump_json()
-    # Who reads may wait as long for a sample as the others for it; it says so itself.
+    # A reading rank may wait `timeout_s` for a sample, and reports a timeout itself.
     every = ranks.gather("input", told, patience_s=reading.timeout_s)
     return tuple(HostInput.model_validate_json(text) for text in every if text)
 
 
 def cost_alone(source: Source, reading: Reading) -> Cost:
-    """Of some samples, by one reader."""
+    """Measure one reader on some samples."""
     drawn = np.random.default_rng(0)
-    fetch_in_time(source, drawn.integers(0, len(source), 1), reading)  # opens what it has to open
+    fetch_in_time(source, drawn.integers(0, len(source), 1), reading)  # opens files
     read, begun_s, cpu_s = 0, time.perf_counter(), time.process_time()
     while read < MOST_SAMPLES and time.perf_counter() - begun_s < LONGEST_S:
         size = min(AT_ONCE, max(1, read))
@@ -83,20 +85,21 @@ def cost_alone(source: Source, reading: Reading) -> Cost:
 
 
 def _waits(alone: Cost) -> bool:
-    """Whether that is most of what one reader does."""
+    """Check if one reader mostly waits."""
     return alone.wall_s >= WAITS * alone.cpu_s
 
 
 def _short_since(begun_s: float, short_s: float) -> bool:
-    """Whether others kept the cores busy since the clocks told these times."""
+    """Check if other processes kept the cores busy since the given clock readings."""
     return short_of_cores_s() - short_s > SHORT * (time.perf_counter() - begun_s)
 
 
 def most_samples_per_s(source: Source, reading: Reading, alone: Cost, cores: float) -> float | None:
-    """That any number of readers gets; None where cores set that, or more readers always get more.
+    """Return the highest rate of any number of readers; None if the cores are the bottleneck, or
+    more readers always read more.
 
-    What mostly waits is read by few and by many at once: a disk or a network that gives the many
-    little more than the few gives nobody more. Nothing is said where others keep the cores busy.
+    Samples that mostly wait are read by few and by many readers at once: if many gain little over
+    few on a disk or network, more gain nothing. None also if other processes keep the cores busy.
     """
     if not _waits(alone):
         return None
@@ -105,12 +108,12 @@ def most_samples_per_s(source: Source, reading: Reading, alone: Cost, cores: flo
     few, many = (read_at_once(source, reading, readers, size) for readers in READERS)
     if _short_since(begun_s, short_s):
         return None
-    # Threads that compute wait for the interpreter: one core is all they have.
+    # Threads that compute wait for the interpreter lock: one core is all they have.
     return most_of(few, many, 1.0 if _in_threads(source) else cores)
 
 
 def most_of(few: Cost, many: Cost, cores: float) -> float | None:
-    """By what few and many readers got. Pure."""
+    """Return the highest rate from the rates of few and many readers. Pure."""
     if any(one.cpu_s > BUSY * cores * one.wall_s for one in (few, many)):
         return None
     few_per_s, many_per_s = few.samples / few.wall_s, many.samples / many.wall_s
@@ -118,8 +121,8 @@ def most_of(few: Cost, many: Cost, cores: float) -> float | None:
 
 
 def read_at_once(source: Source, reading: Reading, readers: int, size: int) -> Cost:
-    """By so many readers, in chunks of `size`, from when each of them has read one: seconds by the
-    clock, and of cores in all."""
+    """Measure `readers` concurrent readers in chunks of `size`, after each has read one chunk: wall
+    seconds, and core seconds in all."""
     drawn, numbers = np.random.default_rng(readers), count()
     done: SimpleQueue[Fetched | Exception] = SimpleQueue()
     crew = _crew(source, reading, readers, done)
@@ -147,7 +150,7 @@ def read_at_once(source: Source, reading: Reading, readers: int, size: int) -> C
             begin()
             samples, cpu_s = samples + cost.samples, cpu_s + cost.cpu_s
             took_s = time.perf_counter() - begun_s
-        for _ in range(readers):  # nobody is ended in the middle of a sample, with a lock in hand
+        for _ in range(readers):  # let readers finish: a reader in a sample may own a lock
             end()
     finally:
         crew.close()
@@ -157,7 +160,7 @@ def read_at_once(source: Source, reading: Reading, readers: int, size: int) -> C
 def _crew(
     source: Source, reading: Reading, readers: int, done: SimpleQueue[Fetched | Exception]
 ) -> Crew:
-    """As a loader would have it."""
+    """Make a crew of readers like a loader's."""
 
     def tell(_: Chunk, found: Fetched | Exception) -> None:
         done.put(found)
@@ -165,10 +168,10 @@ def _crew(
     policy, timeout_s = reading.bad_samples, reading.timeout_s
     if _in_threads(source):
         return Threads(source, policy, tell, readers, timeout_s=timeout_s)
-    arena = Arena(1, 1)  # nothing is written there: what was read is handed over
+    arena = Arena(1, 1)  # unused: samples are returned directly
     return Processes(source, policy, tell, readers, arena=arena, timeout_s=timeout_s)
 
 
 def _in_threads(source: Source) -> bool:
-    """Where the dataset is safe for them, and what it draws at random is its own affair."""
+    """Check if threads are allowed: a thread-safe dataset without random draws."""
     return source.thread_safe and not source.draws

@@ -1,7 +1,8 @@
-"""Units of one structure that do not do alike, told apart before one of each kind is measured.
+"""Separation of units of equal structure but different behavior, before measuring one of each kind.
 
-What a block returns may go by its number, or by an object that it has; and a model may give a block
-less than the one before. Each unit's own forward is run without values, which takes milliseconds.
+The outputs of a block may depend on its number or on an object it has, and a model may give a block
+fewer inputs than the previous block. Each unit's own forward is run without values, which takes
+milliseconds.
 """
 
 from __future__ import annotations
@@ -19,11 +20,10 @@ from gpumix.profiler.specimen import WEIGHT_STD, Specimens
 
 
 def tell_apart(specimens: Specimens, batch: Any) -> list[str]:
-    """Make kinds of their own of units that are given, or return, what looks otherwise than what
-    others of their kind do. Gives the units that the model called.
+    """Make separate kinds of units with different inputs or outputs, and return the called units.
 
     Args:
-        batch: a small one, whose tensors are on the device.
+        batch: a small batch, with tensors on the device.
     """
     assert specimens.elsewhere is not None, "a team's units are of the kinds that one rank's are"
     done: dict[str, set[object]] = defaultdict(set)
@@ -37,7 +37,7 @@ def tell_apart(specimens: Specimens, batch: Any) -> list[str]:
             try:
                 returned = specimens.elsewhere.returned(call)
             except Untold:
-                returned = computed[kind]  # as others of its kind do
+                returned = computed[kind]  # assume the outputs of its kind
             looks = _looks(returned)
             done[call.unit].add((given_looks(call), looks))
             if looks == _looks(computed[kind]):
@@ -49,7 +49,8 @@ def tell_apart(specimens: Specimens, batch: Any) -> list[str]:
 
 
 def _kinds(kind_of: Mapping[str, str], done: Mapping[str, Set[object]]) -> dict[str, str]:
-    """Of each unit; the first one of a kind, and those that do as it does, keep it."""
+    """Return the kind of each unit; the first of a kind, and units behaving like it, keep the
+    name."""
     names: dict[tuple[str, frozenset[object]], str] = {}
     taken = set(kind_of.values())
     found = {}
@@ -81,7 +82,7 @@ def _looks(returned: Returned) -> object:
 
 
 def _values(leaf: Any, call: UnitCall, device: torch.device) -> Any:
-    """What the model goes on with: where only looks are known, any values."""
+    """Return values to continue the model with: arbitrary values if only the look is known."""
     if isinstance(leaf, Look):
         values = torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
         values = values.normal_(0.0, WEIGHT_STD) if values.is_floating_point() else values

@@ -1,7 +1,7 @@
-"""For a program with a loop of its own: `gpumix.profile`, `gpumix.open_device`.
+"""Python API for a custom training loop: `gpumix.profile`, `gpumix.open_device`.
 
-Here the caller has made the process group, or that of torchrun's processes is made; `gpumix train`
-goes by `train.context` instead, which makes both group and device itself.
+Here the caller has made the process group, or the one of torchrun's processes is made; `gpumix
+train` uses `train.context` instead, which makes both group and device itself.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ from gpumix.spec.read import read_cluster
 from gpumix.spec.space import EVERYTHING, Space
 from gpumix.spec.teams import degrees_of
 
-_WARNED: set[str] = set()  # of files that are not used
+_WARNED: set[str] = set()  # unused cluster files
 
 
-# More parameters than elsewhere: a program has no job file to say these things in.
+# More parameters than elsewhere: a program has no job file for these settings.
 def profile(
     build: Callable[[], nn.Module],
     make_batch: Callable[[int], Any],
@@ -78,38 +78,34 @@ def profile(
     progress: Callable[[str], None] = print,
     same_as: object = None,
 ) -> Profile:
-    """Measure a model on the devices of the default process group. Collective. If there is none,
-    that of the ranks which torchrun started is made.
+    """Measure a model on the devices of the default process group. Collective. Without a group, the
+    group of the ranks started by torchrun is made.
 
     Args:
         build: makes the model; it is called under `gpumix.build`, so its weights take no memory.
-        make_batch: a batch of so many samples on the host, a pytree of tensors.
+        make_batch: makes a batch of a number of samples on the host, a pytree of tensors.
         cluster: the devices, rank r on the r-th in rank order; default: those of the cluster file
-            that the environment variable `GPUMIX_CLUSTER` names; without it each rank's own GPU,
-            the one that `torch.cuda.set_device` chose, or, where the group is made here, the one of
-            its number on the host.
-        optimizer: makes the optimizer for given parameters, without a layout; default: fused
-            AdamW.
-        precision: what is computed in: `auto` by what each device class does best, one for all, or
-            by class.
+            in the environment variable `GPUMIX_CLUSTER`; without it each rank's own GPU, chosen by
+            `torch.cuda.set_device` or, if the group is made here, by local rank.
+        optimizer: makes the optimizer for given parameters, without a layout; default: fused AdamW.
+        precision: the compute dtype: `auto` for each device class's best, one for all, or by class.
         loss, units, tensor: as for `gpumix.prepare`.
-        dataset, collate: of the `gpumix.Loader` that is to feed the ranks: how fast each host can
-            read its samples is measured too, and plans give none more than that. Nothing is of a
-            stream.
-        space: what plans may use; of it the tensor parallel degrees are measured.
-        compile: whether units run in compiled code, on all classes that can, or by class.
-        efficiency: how devices compute, beside dtype and compiled code; default: by the table.
-        budget_s: how long one device may measure.
-        timeout_s: how long a rank waits for the others beyond that; default: as long as in
-            the default process group.
-        progress: called with a line for each measurement; before the first one with a line that
-            says that all is on the CPU, where no cluster was given and no GPU was found.
-        same_as: what tells this work from any other's, of what JSON can hold: what was measured of
-            the same before is not measured again. Default: all is measured.
+        dataset, collate: the arguments of the `gpumix.Loader` feeding the ranks: the input rate of
+            each host is measured too and limits plans. Streams are not measured.
+        space: limits of plans; the tensor-parallel degrees in it are measured.
+        compile: use compiled units, on all classes that support it, or by class.
+        efficiency: compute settings besides dtype and compilation; default: by the table.
+        budget_s: the time limit for measuring one device.
+        timeout_s: how long a rank waits for other ranks beyond that; default: as in the default
+            process group.
+        progress: called with a line for each measurement; first with a line that all ranks are on
+            the CPU, if no cluster was given and no GPU was found.
+        same_as: a key for this work, of JSON values: earlier measurements with an equal key are
+            reused. Default: measure everything.
 
     Raises:
-        InputError: the cluster has another number of devices than there are ranks, or two ranks
-            have the same device; or a class does not compute in what it is to.
+        InputError: the cluster's number of devices is not the number of ranks, two ranks have one
+            device, or a class does not support its dtype.
         NoFeasiblePlanError: a device cannot hold one unit with one sample.
     """
     cluster, named_by = _wanted(cluster)
@@ -160,20 +156,20 @@ def profile(
 
 
 def open_device(cluster: Cluster | None = None) -> DeviceRuntime:
-    """Make this process the user of its device while a `with` block runs.
+    """Open this process's device while a `with` block runs.
 
-    On an emulated device this is what slows compute and limits memory, so a loop on emulated
-    devices runs inside; on a GPU it holds allocations below the memory of its class. Not around
-    `gpumix.profile`, which opens the devices itself.
+    An emulated device slows compute and limits memory only inside the block, so run the loop
+    inside; a GPU keeps allocations below its class's memory. Not around `gpumix.profile`, which
+    opens the devices itself.
 
     Args:
         cluster: the devices, rank r on the r-th in rank order; default: those of the cluster file
-            that the environment variable `GPUMIX_CLUSTER` names; without it this rank's own GPU,
-            the one that `torch.cuda.set_device` chose.
+            in the environment variable `GPUMIX_CLUSTER`; without it this rank's own GPU, chosen by
+            `torch.cuda.set_device`.
 
     Raises:
-        InputError: the cluster has another number of devices than there are ranks.
-        MachineError: there is no such GPU, or it is not what its class says.
+        InputError: the cluster's number of devices is not the number of ranks.
+        MachineError: there is no such GPU, or it does not match its class.
     """
     cluster, named_by = _wanted(cluster)
     _join(cluster)
@@ -188,8 +184,7 @@ def open_device(cluster: Cluster | None = None) -> DeviceRuntime:
 
 
 def _wanted(cluster: Cluster | None) -> tuple[Cluster | None, str]:
-    """The devices that the caller or the environment names, if one does; and what named them, where
-    that is a file."""
+    """Return the devices named by the caller or the environment, if any, and the file's name."""
     file = cluster_file()
     if file is None:
         return cluster, ""
@@ -202,8 +197,8 @@ def _wanted(cluster: Cluster | None) -> tuple[Cluster | None, str]:
 
 
 def _warn_of_others(cluster: Cluster, file: Path, named_by: str) -> None:
-    """What the program names counts; who started it with other devices may not know. Said once, by
-    the first rank."""
+    """Warn once, on the first rank, if a cluster file differs from the program's cluster: the
+    program's devices are used, and the user may not know."""
     place = torchrun_place()
     if named_by in _WARNED or (place is not None and place.rank):
         return
@@ -218,18 +213,17 @@ def _warn_of_others(cluster: Cluster, file: Path, named_by: str) -> None:
 
 
 def join() -> torch.device:
-    """Meet the ranks that a launcher started, if the program has not; the device that this one is
-    to compute on, which is not opened.
+    """Join the ranks started by a launcher, if not joined, and return this rank's device, unopened.
 
     Raises:
-        InputError: there are several processes, and nothing says how they meet.
+        InputError: there are several processes, but no rendezvous is given.
     """
     cluster, _ = _wanted(None)
     return current_device() if _join(cluster) else torch.device("cpu")
 
 
 def cluster_of_ranks() -> Cluster:
-    """The devices of all ranks, as a profile has them. Collective."""
+    """Return the devices of all ranks, in a profile's form. Collective."""
     cluster, named_by = _wanted(None)
     _join(cluster)
     with _ranks(None) as ranks, placed(named_by):
@@ -237,13 +231,13 @@ def cluster_of_ranks() -> Cluster:
 
 
 def on_gpus() -> bool:
-    """Whether ranks compute on GPUs: on those of the cluster that is named, or of their hosts."""
+    """Check if ranks compute on GPUs, of the named cluster or of their hosts."""
     cluster, _ = _wanted(None)
     return _has_gpus(cluster)
 
 
 def _join(cluster: Cluster | None) -> bool:
-    """The other ranks, if the program has not; whether ranks compute on GPUs."""
+    """Join the other ranks, if not joined, and check if ranks compute on GPUs."""
     count_gpus_by_nvml()
     found = _has_gpus(cluster)
     join_launched(on_gpus=found)
@@ -256,8 +250,8 @@ def _has_gpus(cluster: Cluster | None) -> bool:
 
 
 def _ranks(timeout_s: float | None) -> Ranks:
-    """The ranks of the default process group, with words of their own: what an earlier profile of
-    the same program said there must not be heard again."""
+    """Return the ranks of the default process group, with a separate store: messages of an earlier
+    profile in the same program must not be read again."""
     store, (rank, world) = None, _place()
     if dist.is_initialized():
         default = dist.distributed_c10d._get_default_store()
@@ -265,18 +259,18 @@ def _ranks(timeout_s: float | None) -> Ranks:
         store = dist.PrefixStore(f"gpumix/profile{number}", default)
     if timeout_s is None:
         waits = group_timeout()
-        timeout_s = waits.total_seconds() if waits else 0.0  # alone, there is nobody
-    # The device is told when it is open.
+        timeout_s = waits.total_seconds() if waits else 0.0  # alone, without other ranks
+    # The device is set once it is open.
     return Ranks(store, rank=rank, world=world, device=torch.device("cpu"), timeout_s=timeout_s)
 
 
 def _place() -> tuple[int, int]:
-    """This process's rank, and how many there are."""
+    """Return this process's rank, and the world size."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def _devices(ranks: Ranks, cluster: Cluster | None) -> tuple[Cluster, tuple[Device, ...]]:
-    """The cluster, and the device of each rank."""
+    """Return the cluster, and the device of each rank."""
     if cluster is not None:
         return cluster, _by_rank(cluster, ranks.world)
     device_class, device = _own_device()
@@ -295,7 +289,7 @@ def _by_rank(cluster: Cluster, world: int) -> tuple[Device, ...]:
 
 
 def _own_device() -> tuple[DeviceClass, Device]:
-    """What this rank computes on: CUDA and NVML may number GPUs differently, so it goes by UUID."""
+    """Return this rank's device, by UUID: CUDA and NVML may number GPUs differently."""
     here = discover()
     device = here.devices[0]
     if is_available():
@@ -307,8 +301,8 @@ def _own_device() -> tuple[DeviceClass, Device]:
 
 
 def _together(found: list[Cluster]) -> tuple[Cluster, tuple[Device, ...]]:
-    """The cluster of all ranks' devices, in their order. What one host calls by the same name as
-    another but is not the same (another driver, say) gets a number."""
+    """Merge the clusters of all ranks, in order. Different classes of equal name on different hosts
+    (another driver, for example) get a number."""
     classes: dict[str, DeviceClass] = {}
     devices: list[Device] = []
     for one in found:

@@ -1,4 +1,4 @@
-"""Measures one device class, and puts the points together into what the planner reads."""
+"""Measurement of one device class, assembled into the planner's input."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ OptimizerOf = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Shape:
-    """The work that is measured: samples of so many tokens, at most `global_batch` at once."""
+    """Size of the measured work: samples of `sequence_length` tokens, at most `global_batch` at
+    once."""
 
     sequence_length: int
     global_batch: int
@@ -73,20 +74,20 @@ class Shape:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is measured: a model at a shape of work.
+    """Subject of a measurement: a model and a shape of work.
 
     Args:
-        build: makes the model, by choice without its weights.
-        make_batch: a batch of so many samples, on the host.
+        build: makes the model, optionally without its weights.
+        make_batch: makes a batch of a number of samples, on the host.
         optimizer_of: makes the optimizer for given parameters.
-        budget_s: how long one device may measure.
+        budget_s: the time limit for measuring one device.
         loss, units, tensor: as for `engine.prepare`.
-        dtypes: what each class computes in.
-        compiled: the classes whose units are compiled.
-        degrees: of each class, how many of its devices may compute units together.
-        sequence: whether they divide the positions of samples too.
-        must_divide: whether a model that cannot be divided in any of these ways is an error.
-        chosen: how else each class computes; what it does not name computes plainly.
+        dtypes: the compute dtype of each class.
+        compiled: the classes with compiled units.
+        degrees: the tensor-parallel degrees of each class.
+        sequence: without and with sequence parallelism.
+        must_divide: raise an error if no degree can divide the model.
+        chosen: other compute settings of each class; plain for classes not named.
     """
 
     build: Callable[[], nn.Module]
@@ -105,7 +106,8 @@ class Subject:
     chosen: Mapping[str, Chosen] = field(default_factory=dict)
 
     def model(self) -> nn.Module:
-        """
+        """Build the model.
+
         Raises:
             InputError: it has nothing to train.
         """
@@ -114,14 +116,14 @@ class Subject:
         return model
 
     def chosen_for(self, device_class: str) -> Chosen:
-        """How a class computes."""
+        """Return the compute settings of a class."""
         return self.chosen.get(device_class, PLAIN)
 
 
 def measure_class(
     subject: Subject, runtime: DeviceRuntime, *, device_class: str, progress: Progress
 ) -> ClassMeasurement:
-    """Measure the units of a model on this process's device. No other rank takes part.
+    """Measure the units of a model on the local device. No other rank takes part.
 
     Raises:
         NoFeasiblePlanError: the device cannot hold one unit with one sample.
@@ -200,11 +202,11 @@ def _swept(
     sequence: bool = False,
     kinds: Mapping[str, str] | None = None,
 ) -> tuple[Sweep, Anatomy, ModelProfile]:
-    """All points of the device, as one of `degree` that compute together, and divide the positions
-    of samples too or not.
+    """Measure all points of the device, as one rank of a tensor-parallel group of `degree`, with
+    sequence parallelism or without.
 
     Args:
-        kinds: of units, by name, if they have been told apart.
+        kinds: of units, by name, if already separated.
     """
     model = subject.model()
     anatomy = dissect(model, subject.units)
@@ -234,7 +236,7 @@ def _swept(
     if kinds is None:
         calls = tell_apart(specimens, on_device(specimens, subject.make_batch(1)))
         called = tuple(unit.name for unit in anatomy.units if unit.name in calls)
-        if 0 < len(called) < len(anatomy.units):  # as what looks at pictures, of texts alone
+        if 0 < len(called) < len(anatomy.units):  # for example, image blocks with text-only samples
             others = len(anatomy.units) - len(called)
             progress(f"{device_class}: {others} blocks are not called, and gathered with the rest")
             of_called = replace(subject, units=called)
@@ -277,8 +279,8 @@ def _teams(
     kinds: Mapping[str, str],
     progress: Progress,
 ) -> Iterator[TeamMeasurement]:
-    """The device as one of so many that compute the units together: those degrees by which the
-    model can be divided, without and with divided positions if they can be."""
+    """Yield the measurements of the device in a tensor-parallel group: for each degree that divides
+    the model, without and with sequence parallelism where possible."""
     for degree in subject.degrees.get(alone.device_class, ()):
         refused: GpumixError | None = None
         found = False
@@ -290,7 +292,7 @@ def _teams(
                 found = True
             except (InputError, ModelError) as error:
                 if isinstance(error, ModelError) and not sequence:
-                    raise  # of a model that does not run alone either
+                    raise  # a model failing without tensor parallelism, too
                 refused = refused or error
                 how = ", positions divided" if sequence else ""
                 told = f"{error.what} ({error.why})" if error.why else error.what
@@ -354,7 +356,7 @@ def _team(
 
 
 def _told(found: Sweep, name: str, way: Pass) -> tuple[TeamCollective, ...]:
-    """Those of the same size are one."""
+    """Merge collectives of equal size."""
     every = zip(*(point.told.get((name, way), []) for point in found.points), strict=True)
     times = Counter((of_points[0][0], tuple(size for _, size in of_points)) for of_points in every)
     return tuple(
@@ -366,7 +368,7 @@ def _told(found: Sweep, name: str, way: Pass) -> tuple[TeamCollective, ...]:
 
 
 def _largest_shapes(anatomy: Anatomy) -> list[torch.Size]:
-    """Of the trained parameters of the largest unit, small ones first."""
+    """Return the shapes of trained parameters of the largest unit, small ones first."""
     unit = max(anatomy.all, key=lambda u: (u.name != ROOT, u.trainable))
     shapes = [s.parameter.shape for s in unit.slots if s.parameter.requires_grad]
     return sorted(shapes, key=lambda shape: shape.numel())
@@ -401,8 +403,8 @@ def _times(found: Sweep) -> dict[str, UnitTimes]:
 
 
 def _part(found: Sweep, kind: str, part: int) -> Curve | None:
-    """A part of a split backward. It was timed once at each size: so the median over sizes says how
-    it compares with the whole backward. None where nothing is split."""
+    """Return the seconds of a part of a split backward, or None without splits. Parts are timed
+    once per size, so the median ratio to the whole backward over sizes is used."""
     if kind == ROOT or not found.points[0].parts_s:
         return None
     ratios = [
@@ -475,7 +477,7 @@ def _model_profile(
             after=found.flows.after,
             parameters=tuple(_root_parameters(anatomy.root, TORCH_DTYPE[compute_dtype])),
             kept=_curve(found, [p.kept[ROOT] for p in found.points]),
-            # What found no room takes more than there is.
+            # A head that did not fit takes more than all memory.
             head=_curve(found, [p.backward_bytes.get(ROOT, memory_bytes) for p in found.points]),
             backward=_curve(found, [p.before_backward_bytes[ROOT] for p in found.points]),
             chunked_head=_if_known(found, [p.chunked_head_bytes for p in found.points]),
@@ -488,7 +490,7 @@ def _model_profile(
 
 
 def _waiting(point: Point, kinds: Sequence[str]) -> tuple[float, ...]:
-    """See `ModelProfile.waiting`."""
+    """Return `ModelProfile.waiting`."""
     most = map(max, pairwise(point.gradients))
     above = tuple(max(0, n - point.gradient[k]) / point.size for n, k in zip(most, kinds))
     return above if any(above) else ()
@@ -505,7 +507,7 @@ def _root_parameters(root: Unit, compute_dtype: torch.dtype) -> Iterator[RootPar
 
 
 def _in_matrices(unit: Unit) -> int:
-    """Trained elements of parameters of two dimensions."""
+    """Count trained elements of two-dimensional parameters."""
     trained = [slot for slot in unit.slots if slot.parameter.requires_grad]
     return sum(slot.window.numel for slot in trained if slot.parameter.dim() == 2)
 
@@ -519,6 +521,6 @@ def _if_known(
     values: Sequence[float | None],
     mended: Callable[[Sequence[float]], Sequence[float]] = tuple,
 ) -> Curve | None:
-    """The curve of what was measured at every size; None if it was not."""
+    """Return the curve of values measured at every size; None if any is missing."""
     known = [value for value in values if value is not None]
     return _curve(found, mended(known)) if len(known) == len(values) else None

@@ -1,6 +1,6 @@
-"""Files of measurements: what they are named after, and how they are kept and found again.
+"""Measurement files: naming, storing and loading.
 
-No torch here: `gpumix plan` reads them.
+No torch here: `gpumix plan` reads the files.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from gpumix.spec.stage import ComputeDtype
 
 D = TypeVar("D", ClassMeasurement, LinkMeasurement, InputMeasurement)
 
-# What is measured is the engine's own parts, by the profiler, on a device that may be emulated.
+# Measured are the engine's own parts, by the profiler, on a device that may be emulated.
 MEASURED_CODE = ("engine", "profiler", "hardware")
 
 
 class MeasurementFiles:
-    """The measurements of one model on one cluster, in files named after what they depend on.
+    """Measurements of one model on one cluster, in files named by a hash of dependencies.
 
     Args:
         folder: of the files.
-        work: what tells the model and what is done with it from any other, of what JSON can hold.
-        dtypes, compiled, chosen, degrees, sequence: how each class computes; see `Subject`.
-        budget_s: how long one device may measure.
+        work: a key for the model and its use, of JSON values.
+        dtypes, compiled, chosen, degrees, sequence: of each class; see `Subject`.
+        budget_s: the time limit for measuring one device.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class MeasurementFiles:
         self._budget_s = budget_s
 
     def class_file(self, device_class: DeviceClass) -> Path:
-        """The file of a class's measurement; what the class is called does not matter."""
+        """Return the file of a class's measurement, independent of the class's name."""
         name = device_class.name
         work = {
             **self._work,
@@ -76,13 +76,13 @@ class MeasurementFiles:
         return self._folder / f"class-{hash_of(work)}.json"
 
     def link_file(self) -> Path:
-        """The file of the links' measurement: of these devices on these hosts."""
+        """Return the file of the link measurement, by devices and hosts."""
         degrees = sorted({n for of_class in self.degrees.values() for n in of_class})
         work = {**self._work, "devices": _devices_key(self._cluster), "degrees": degrees}
         return self._folder / f"links-{hash_of(work)}.json"
 
     def measured(self) -> dict[str, ClassMeasurement]:
-        """What is known already, by class name."""
+        """Return the known measurements, by class name."""
         found = {c.name: self._known(c) for c in self._cluster.classes}
         return {name: one for name, one in found.items() if one is not None}
 
@@ -90,7 +90,7 @@ class MeasurementFiles:
         return load(LinkMeasurement, self.link_file())
 
     def save(self, classes: Mapping[str, ClassMeasurement], links: LinkMeasurement | None) -> None:
-        """Keep measurements, by class name; None keeps the links that are there."""
+        """Save measurements, by class name; None keeps the existing links."""
         for name, measurement in classes.items():
             keep(measurement, self.class_file(self._cluster.class_named(name)))
         if links is not None:
@@ -104,7 +104,7 @@ class MeasurementFiles:
 
 
 def _renamed(found: ClassMeasurement, name: str) -> ClassMeasurement:
-    """The measurement of a class that is called so here."""
+    """Rename the class of a measurement to its local name."""
     called = {"device_class": name}
     teams = tuple(
         t.model_copy(update={"device_class": t.device_class.model_copy(update=called)})
@@ -115,18 +115,18 @@ def _renamed(found: ClassMeasurement, name: str) -> ClassMeasurement:
 
 
 def _devices_key(cluster: Cluster) -> list[tuple[str, ...]]:
-    """Which devices are where, in rank order, whatever they are called."""
+    """Return a key of the devices in rank order, independent of names."""
     classes = {c.name: hash_of(c.model_dump(exclude={"name"})) for c in cluster.classes}
     return [(d.host, d.island, d.rack, classes[d.device_class]) for d in cluster.in_rank_order()]
 
 
 def profiles_folder() -> Path:
-    """Where measurements are kept, if nothing else is said."""
+    """Return the default folder of measurements."""
     return cache_folder() / "profiles"
 
 
 def software_key() -> dict[str, object]:
-    """What a measurement depends on of what is installed."""
+    """Return the installed software that a measurement depends on."""
     return {
         "gpumix": _own_code(),
         "torch": importlib.metadata.version("torch"),
@@ -137,7 +137,7 @@ def software_key() -> dict[str, object]:
 
 @functools.cache
 def _own_code() -> str:
-    """A hash of the code that measures and is measured."""
+    """Hash the measuring and the measured code."""
     home = Path(__file__).parents[1]
     return hash_of_files(f for package in MEASURED_CODE for f in (home / package).rglob("*.py"))
 
@@ -150,24 +150,24 @@ def _version_of(package: str) -> str:
 
 
 def hash_of(value: object) -> str:
-    """Sixteen hex digits that change when the value, which JSON can hold, does."""
+    """Return sixteen hex digits, as a hash of a JSON value."""
     text = json.dumps(value, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _more_time(measurement: ClassMeasurement, budget_s: float) -> bool:
-    """Whether a larger budget may find more than it did."""
+    """Check if a larger budget may find more."""
     return measurement.ended_by_budget_s is not None and budget_s > measurement.ended_by_budget_s
 
 
 def keep(measurement: ClassMeasurement | LinkMeasurement | InputMeasurement, path: Path) -> None:
     """Write a measurement into its file."""
-    remove(path)  # what is broken is nobody's
+    remove(path)  # replaces a broken file, folder or link
     measurement.save(path)
 
 
 def load(kind: type[D], path: Path) -> D | None:
-    """What a file holds; None if it is not there, or cannot be used."""
+    """Return a file's measurement; None if the file is missing or unusable."""
     try:
         return kind.load(path) if path.is_file() else None
     except InputError:

@@ -1,4 +1,4 @@
-"""Times the collectives of the engine between the ranks that will run."""
+"""Measurement of the engine's collectives between the ranks that will run."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ RankPair = tuple[int, int]
 
 REPEATS = 5
 SMALLEST_BYTES = 64 * 1024
-# Small collectives in a step that nothing hides: losses, and the gradient norm.
+# Small exposed collectives per step: losses, and the gradient norm.
 SMALL_PER_STEP = 2
-# Of a message between each two devices: enough to tell bandwidths apart.
+# For a message between two devices: enough to distinguish bandwidths.
 PAIR_BYTES, PAIR_REPEATS = 8 * 1024**2, 3
-# Rows of the square matrices that are multiplied while a collective runs, at least and at most, and
-# how long a product takes at least: a GPU spends more time on starting a small one than on
-# computing it, and computes it on a few of its cores, beside which a collective loses nothing.
+# Minimum and maximum rows of the square matrices multiplied during a collective, and minimum
+# seconds of a product: a GPU takes longer to launch a small product than to compute it, on a few of
+# its cores, which does not slow a collective.
 LEAST_PRODUCT, MOST_PRODUCT = 192, 4096
 PRODUCT_S = 2e-4
 
@@ -46,18 +46,18 @@ def measure_links(
     synchronize: Callable[[], None] | None = None,
     degrees: Mapping[str, Sequence[int]] | None = None,
 ) -> LinkMeasurement:
-    """Time every form of gather and reduction that the backend has, at growing sizes.
+    """Time every form of gather and reduction of the backend, at growing sizes.
 
-    Collective: every rank calls it, and gets the same result, the slowest rank's times.
+    Collective: every rank calls it, and gets one result, the slowest rank's times.
 
     Args:
         largest_bytes: of the largest buffer of interest.
-        devices: that of each rank. Where they are on several hosts, the links inside them and those
-            between them are timed apart too.
-        each_two: whether to time messages between each two, and collectives inside the islands and
-            racks that are found so.
-        synchronize: waits for what the device computes; without it contention is not measured.
-        degrees: by class, of how many devices teams are that compute units together.
+        devices: the device of each rank. On several hosts, the links inside and between hosts are
+            timed separately too.
+        each_two: time messages between all pairs, and collectives inside the islands and racks
+            found by these times.
+        synchronize: waits for the device's computation; without it contention is not measured.
+        degrees: the tensor-parallel degrees by class.
     """
     begun = time.perf_counter()
     if comm.world == 1:
@@ -70,7 +70,7 @@ def measure_links(
     sizes = _sizes(largest_bytes)
     gather_s = {form: [_gather_s(comm, form, n) for n in sizes] for form in gathers}
     reduce_s = {form: [_reduce_s(comm, form, n) for n in sizes] for form in reduces}
-    # `native` is for equal shares, and used there in any case; the choice is among the others.
+    # `native` is always used for equal shares; the choice is among the other forms.
     best = Collectives(
         gather=min(gathers, key=lambda form: gather_s[form][-1]),
         reduce=min(reduces, key=lambda form: reduce_s[form][-1]),
@@ -145,7 +145,7 @@ def _reduce_s(
 
 
 def _contention(comm: Communicator, size: int, synchronize: Callable[[], None]) -> float:
-    """How much of the shorter one a gather and a matrix product lose when they run at once."""
+    """Return the mutual slowdown of a gather and a matrix product, as a fraction of the shorter."""
     intervals = _layout(comm, size, even=False)
     full = torch.zeros(intervals.numel, device=comm.device)
     shard = torch.zeros(intervals.sizes[comm.rank], device=comm.device)
@@ -175,10 +175,10 @@ def _contention(comm: Communicator, size: int, synchronize: Callable[[], None]) 
 
 
 def product_rows(time_product: Callable[[int], float]) -> int:
-    """Rows of square matrices whose product keeps a device busy for `PRODUCT_S`; ranks may differ.
+    """Return the rows of square matrices with a product of at least `PRODUCT_S`; ranks may differ.
 
     Args:
-        time_product: seconds of a product of matrices of so many rows.
+        time_product: seconds of a product of matrices of a number of rows.
     """
     rows = LEAST_PRODUCT
     while rows < MOST_PRODUCT and time_product(rows) < PRODUCT_S:
@@ -187,7 +187,7 @@ def product_rows(time_product: Callable[[int], float]) -> int:
 
 
 def _product_s(device: torch.device, rows: int) -> float:
-    """Seconds of a product of square matrices of so many rows, the shortest of some."""
+    """Return the seconds of a product of square matrices, the shortest of some."""
     square, seconds = torch.zeros(rows, rows, device=device), []
     for _ in range(REPEATS):
         synchronize(device)
@@ -201,7 +201,8 @@ def _product_s(device: torch.device, rows: int) -> float:
 def _between_groups(
     comm: Communicator, hosts: Sequence[str], best: Collectives, sizes: list[int]
 ) -> Iterator[CollectiveTimes]:
-    """Collectives inside each host, all hosts at once; and sums over hosts, of all devices at once.
+    """Yield collectives inside each host, all hosts at once, and sums over hosts, all devices at
+    once.
 
     Nothing if there is only one host, or no host has two devices.
     """
@@ -219,7 +220,7 @@ def _between_groups(
 def _near(
     comm: Communicator, devices: Sequence[Device], best: Collectives, sizes: list[int]
 ) -> Iterator[CollectiveTimes]:
-    """Collectives inside each island, then inside each rack, all at once."""
+    """Yield collectives inside each island, then inside each rack, all at once."""
     names: dict[RankGroup, list[tuple[str, str]]] = {
         "island": [(device.host, device.island) for device in devices],
         "rack": [("", device.rack) for device in devices],
@@ -241,7 +242,7 @@ def _all_forms(
     *,
     agree: Communicator,
 ) -> Iterator[CollectiveTimes]:
-    """Collectives of ranks of one group, all groups at once."""
+    """Yield collectives between ranks of a group, all groups at once."""
     gathers: list[GatherForm] = ["native", best.gather]
     for gather in dict.fromkeys(gathers):
         seconds = [_gather_s(comm, gather, n, agree=agree) for n in sizes]
@@ -257,8 +258,8 @@ def _all_forms(
 def _messages(
     comm: Communicator, hosts: Sequence[str], sizes: list[int]
 ) -> Iterator[CollectiveTimes]:
-    """One message between two ranks, as stages send: of one host, and of two hosts. All other ranks
-    are at rest."""
+    """Yield messages between two ranks, as stages send: on one host, and on two hosts. All other
+    ranks are idle."""
     of_hosts = [tuple(r for r, h in enumerate(hosts) if h == x) for x in _unique(hosts)]
     of_hosts = of_hosts or [tuple(range(comm.world))]
     pairs: dict[RankGroup, tuple[int, ...]] = {}
@@ -276,9 +277,8 @@ def _messages(
 def _pairs(
     comm: Communicator, devices: Sequence[Device], largest_bytes: int
 ) -> Iterator[PairTimes]:
-    """A message between each two devices of a host, on all hosts at once; then between each two
-    hosts, one after the other, for they share what links them. None where there are only two, or
-    too many."""
+    """Yield messages between pairs of devices of a host, on all hosts at once; then between pairs
+    of hosts, one after another, because pairs share links. None with only two, or too many."""
     ends = _sizes(min(PAIR_BYTES, largest_bytes))
     sizes = sorted({ends[0], ends[-1]})
     of_hosts: dict[str, list[int]] = {}
@@ -303,8 +303,8 @@ def _pairs(
 
 
 def _pair_seconds(comm: Communicator, pairs: Sequence[RankPair], size: int) -> list[float]:
-    """Of a message there and back, halved, between the two ranks of each pair, all pairs at once:
-    the shortest of some, for what disturbs makes them longer."""
+    """Return the seconds of a message between the two ranks of each pair, all pairs at once: half a
+    round trip, the shortest of some, because noise only adds time."""
     partner = {a: b for pair in pairs for a, b in (pair, pair[::-1])}.get(comm.rank)
     value = torch.zeros(size, dtype=torch.uint8, device=comm.device)
     nothing, own = value[:0], [size if rank == partner else 0 for rank in range(comm.world)]
@@ -329,10 +329,10 @@ def _pair_seconds(comm: Communicator, pairs: Sequence[RankPair], size: int) -> l
 def team_ranks(
     devices: Sequence[Device], degrees: Mapping[str, Sequence[int]]
 ) -> dict[int, tuple[int, ...]]:
-    """Of each degree some ranks that may compute together: of one class, host and island.
+    """Return some ranks for each tensor-parallel degree, of one class, host and island.
 
     Args:
-        degrees: those of each class.
+        degrees: by class.
     """
     found: dict[int, tuple[int, ...]] = {}
     places = [(device.host, device.island, device.device_class) for device in devices]
@@ -347,7 +347,7 @@ def team_ranks(
 def _of_teams(
     comm: Communicator, teams: Mapping[int, Sequence[int]], sizes: list[int]
 ) -> Iterator[CollectiveTimes]:
-    """What one team tells each other, all other ranks being at rest."""
+    """Yield the collectives of a tensor-parallel group while remaining ranks are idle."""
     for degree, ranks in sorted(teams.items()):
         team = comm.among(ranks) or comm.alone()
         for operation, seconds_of in TEAM_COLLECTIVES.items():
@@ -356,8 +356,8 @@ def _of_teams(
 
 
 def message_s(line: Communicator | None, size: int, *, agree: Communicator) -> float:
-    """Seconds of one message on a line of two ranks: there and back, halved, so that it is known at
-    the sender when it has arrived. Collective for `agree`."""
+    """Return the seconds of a message between the two ranks of a line: half a round trip, because
+    the sender cannot observe the arrival. Collective for `agree`."""
     value = torch.zeros(size, dtype=torch.uint8, device=agree.device)
 
     def there_and_back() -> None:
@@ -409,7 +409,7 @@ def _small_s(comm: Communicator) -> float:
 
 
 def _layout(comm: Communicator, size: int, *, even: bool) -> Intervals:
-    """The ranks' intervals of a buffer: equal ones, or one element off."""
+    """Return the ranks' intervals of a buffer: equal, or off by one element."""
     part = -(-size // 4 // comm.world)
     numel = part * comm.world
     offsets = list(cut(numel, (1.0 / comm.world,) * comm.world))
@@ -423,14 +423,15 @@ def _with_forms(comm: Communicator, forms: Collectives) -> Communicator:
 
 
 def _agreed_s(comm: Communicator, work: Callable[[], object]) -> float:
-    """Median seconds of `work`, of the slowest rank."""
+    """Return the median seconds of `work` on the slowest rank."""
     mine = torch.tensor([sorted(_seconds(comm, work, REPEATS))[REPEATS // 2]], device=comm.device)
     table = comm.exchanged(mine, "exchange of times")
     return float(table.max())
 
 
 def _seconds(comm: Communicator, work: Callable[[], object], repeats: int) -> list[float]:
-    """Those of `work` on this rank, which all begin together; the first run is not counted."""
+    """Return the seconds of `work` on this rank, with a common start; the first run is not
+    counted."""
     seconds = []
     for _ in range(1 + repeats):
         comm.exchanged(torch.zeros(1, device=comm.device), "trial barrier")

@@ -1,4 +1,4 @@
-"""Times what an optimizer takes on one device, or on its host, and copies between the two."""
+"""Optimizer measurements: updates on a device or its host, and copies between the two."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from gpumix.hardware.memory import host_memory
 from gpumix.profiler.specimen import tensor_bytes
 from gpumix.spec.curve import Curve
 
-OPTIMIZER_NUMEL = 2**26  # enough to hide that a GPU takes time to start
-HOST_NUMEL = 2**22  # beyond what caches hold
+OPTIMIZER_NUMEL = 2**26  # enough to hide a GPU's launch time
+HOST_NUMEL = 2**22  # larger than caches
 COPIED_BYTES = (2**16, 2**20, 2**24, 2**26)
 REPEATS = 3
 
 
 @dataclass(frozen=True)
 class OptimizerCost:
-    """What the optimizer takes for one element: seconds of a step, and bytes of its state, of the
-    units' matrices and of all else."""
+    """Optimizer cost per element: seconds of a step, and bytes of state, first of the units'
+    matrices, then of everything else."""
 
     s_per_element: float
     state_bytes: tuple[int, int]
@@ -40,8 +40,8 @@ def time_optimizer(
     optimizer_of: Callable[[list[torch.nn.Parameter]], Any],
     unit_shapes: Sequence[torch.Size],
 ) -> OptimizerCost:
-    """Run the optimizer on a shard of its own, a small part of the device's memory; one that looks
-    at whole matrices on parameters of a unit's shapes, as many as fit in there."""
+    """Time the optimizer on one shard, a small part of the device's memory. An optimizer of whole
+    matrices runs on parameters of a unit's shapes, as many as fit."""
     device = runtime.torch_device
     numel = min(OPTIMIZER_NUMEL, runtime.memory_limit_bytes // 64)
     parameters = _trial_parameters(device, [torch.Size([numel])])
@@ -54,7 +54,7 @@ def time_optimizer(
         numel = sum(p.numel() for p in parameters)
         optimizer = optimizer_of(parameters)
     seconds = _timed_again(runtime, optimizer.step)
-    # What does not grow with the parameter (a step counter) is nothing per element.
+    # State independent of parameter size (a step counter) is zero per element.
     state = 0 if whole else tensor_bytes(optimizer.state[parameters[0]]) // numel
     per_element = optimizer.state_bytes if whole else (state, state)
     return OptimizerCost(seconds / numel, per_element)
@@ -63,8 +63,8 @@ def time_optimizer(
 def time_host_optimizer(
     runtime: DeviceRuntime, optimizer_of: Callable[[list[torch.nn.Parameter]], Any]
 ) -> float | None:
-    """Seconds of one element where its state is on the host; None for an optimizer that looks at
-    whole matrices, which are where they are computed with."""
+    """Return the seconds per element with offload; None for an optimizer of whole matrices, which
+    updates on the device."""
     with host_memory():
         parameters = _trial_parameters(torch.device("cpu"), [torch.Size([HOST_NUMEL])])
         optimizer = optimizer_of(parameters)
@@ -74,7 +74,7 @@ def time_host_optimizer(
 
 
 def time_host_copies(runtime: DeviceRuntime) -> Curve:
-    """Seconds to copy so many bytes to the host, or back: the slower of the two."""
+    """Return the seconds to copy bytes to the host, or back: the slower direction."""
     device, seconds = runtime.torch_device, []
     sizes = [n for n in COPIED_BYTES if n <= max(COPIED_BYTES[0], runtime.memory_limit_bytes // 64)]
     for size in sizes:
@@ -87,7 +87,7 @@ def time_host_copies(runtime: DeviceRuntime) -> Curve:
 
 
 def _timed_again(runtime: DeviceRuntime, work: Callable[[], Any]) -> float:
-    """Seconds of `work` when it is not run for the first time."""
+    """Return the seconds of `work`, without the first run."""
     seconds = []
     for _ in range(1 + REPEATS):
         runtime.synchronize()
@@ -101,7 +101,7 @@ def _timed_again(runtime: DeviceRuntime, work: Callable[[], Any]) -> float:
 def _trial_parameters(
     device: torch.device, shapes: Sequence[torch.Size]
 ) -> list[torch.nn.Parameter]:
-    """Parameters with gradients, all zero."""
+    """Make parameters with gradients, all zero."""
     made = []
     for shape in shapes:
         parameter = torch.nn.Parameter(torch.zeros(shape, device=device))

@@ -1,7 +1,7 @@
-"""The calls of a model's units: all of them, in one order, whatever the data.
+"""Order of a model's unit calls: complete, and independent of data.
 
-What is measured of a model that does it otherwise would not be true of its next batch, and no plan
-could say who computes what; so it is told here, before anything is planned.
+For any other model, measurements would not hold for the next batch, and no plan could assign the
+computation; so the error is raised here, before planning.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from gpumix.engine.coroutine import ModelError
 
 
 def all_called(units: Iterable[str], calls: Sequence[str]) -> None:
-    """Raise a ModelError for units that a pass did not come by."""
+    """Raise a ModelError for units skipped in a pass."""
     skipped = [name for name in units if name not in calls]
     if skipped:
         raise ModelError(
@@ -28,17 +28,17 @@ def all_called(units: Iterable[str], calls: Sequence[str]) -> None:
 
 
 class OneOrder:
-    """The calls of every pass, as the first whole one made them."""
+    """Order of unit calls, recorded in the first complete pass."""
 
     def __init__(self) -> None:
         self._calls: list[str] = []
         self._whole = False
 
     def reached(self, number: int, unit: str) -> None:
-        """A pass has come to its call `number`, counted from 1; no unit: to its end.
+        """Check call `number` of a pass, counted from 1; an empty `unit` means the end of the pass.
 
         Raises:
-            ModelError: an earlier one came to another there.
+            ModelError: an earlier pass had another call there.
         """
         if not self._whole:
             self._calls[number - 1 :] = [unit] if unit else []

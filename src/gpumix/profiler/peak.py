@@ -1,4 +1,4 @@
-"""What a device reaches in one large matrix product: its peak, where no datasheet says one."""
+"""Peak of a device, measured by large matrix products where no data sheet gives one."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from gpumix.hardware.device import DeviceRuntime
 from gpumix.spec.peak import Peak
 
-LARGEST = {"cuda": 8192, "cpu": 1024}  # rows and columns; larger ones are not faster
-PART_OF_MEMORY = 16  # of it, what the three matrices may take
+LARGEST = {"cuda": 8192, "cpu": 1024}  # rows and columns; larger products are not faster
+PART_OF_MEMORY = 16  # the three matrices fill at most this fraction of memory
 REPEATS = 5
 
 
 def measured_peak(runtime: DeviceRuntime, dtype: torch.dtype) -> Peak:
-    """The fastest of some products of square matrices."""
+    """Return the fastest of some products of square matrices."""
     one, other, into = matrices(runtime, dtype)
     fastest = min(_seconds(runtime, one, other, into) for _ in range(1 + REPEATS))
     return Peak(flops_per_s=2 * len(one) ** 3 / fastest, source="measured")
@@ -24,7 +24,7 @@ def measured_peak(runtime: DeviceRuntime, dtype: torch.dtype) -> Peak:
 def matrices(
     runtime: DeviceRuntime, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Two square matrices, as large as a product is fast, and room for theirs."""
+    """Return two square matrices, of the size of the fastest product, and the output."""
     device = runtime.torch_device
     size = LARGEST.get(device.type, LARGEST["cuda"])
     while size > 64 and 3 * size**2 * dtype.itemsize > runtime.memory_limit_bytes // PART_OF_MEMORY:

@@ -1,7 +1,7 @@
-"""Where the measurements of a program are kept, which says itself what tells its model from others.
+"""Measurement cache of a program with its own key for the model.
 
-A job's are in `profiler.cache`; this is for `gpumix.profile`, which is given a function and cannot
-see what it makes.
+The cache of a job is in `profiler.cache`; this module is for `gpumix.profile`, where the model is a
+function's result and unknown before the call.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from gpumix.spec.cluster import Cluster
 
 
 def program_cache(told: object, subject: Subject, cluster: Cluster) -> MeasurementFiles:
-    """The measurements of one program's model on one cluster.
+    """Return the measurement files of a program's model on a cluster.
 
     Args:
-        told: what tells the program's work from any other's; see `work_of`.
+        told: a key for the program's work; see `work_of`.
     """
     work = {
         **software_key(),
@@ -46,11 +46,11 @@ def program_cache(told: object, subject: Subject, cluster: Cluster) -> Measureme
 
 
 def work_of(model: nn.Module, batch: Any, *more: object) -> dict[str, object]:
-    """What tells a model and its batches from others, for measurements: its modules with their
-    settings and their code, its parameters, what a batch looks like.
+    """Return a key for measurements of a model and its batches: modules with settings and code,
+    parameters, and the look of a batch.
 
     Args:
-        more: what else matters.
+        more: further dependencies.
     """
     classes = {type(module) for module in model.modules()}
     files = {file for one in classes if (file := _file_of(one)) is not None}
@@ -72,6 +72,6 @@ def _named(model: nn.Module) -> Any:
 def _file_of(kind: type) -> Path | None:
     try:
         file = inspect.getsourcefile(kind)
-    except TypeError:  # it is built in, or was made in an interactive session
+    except TypeError:  # built in, or from an interactive session
         return None
     return Path(file) if file is not None and Path(file).is_file() else None

@@ -1,8 +1,8 @@
-"""One unit of each kind, and the root unit, ready to run on one device.
+"""Runnable specimens of a model on one device: one unit of each kind, and the root unit.
 
-The model's own forward decides what a unit is called with. Of each kind only one unit has memory
-and is computed; the others stand in line and are handed its outputs. So a model that does not fit
-on a device can be profiled on it.
+The model's own forward determines the inputs of a unit. Only one unit of each kind has memory and
+is computed; all others receive its outputs. So a model too large for a device can be profiled on
+it.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ from gpumix.profiler.order import OneOrder
 from gpumix.spec.cut import Intervals
 from gpumix.spec.profile import TeamOperation
 
-# Small and not zero: like trained weights for the clock, and no loss overflows.
+# Small and not zero: realistic for timing, and no loss overflows.
 WEIGHT_STD = 0.02
-# Of the sum of all losses: of the order of one over the tokens of a batch.
+# Of the sum of all losses: about one over the tokens of a batch.
 SCALE = 2.0**-16
 
 Told = tuple[TeamOperation, int]
-"""One collective of a team, and the bytes that a rank gives to it."""
+"""Collective of a tensor-parallel group, and a rank's bytes in it."""
 
 
 class Specimens:
-    """A model of which one unit per kind can run.
+    """Model with one runnable unit per kind.
 
     Args:
         model: on the meta device or not; its parameters are replaced by random ones.
         device: where it runs.
         objective: the loss of a batch, as for the engine.
-        team: the ranks that this one computes with, if the anatomy is divided between them.
-        images_last: whether channels come last in batches of images.
-        fused_loss: whether a head in chunks has its losses from the fused kernel.
+        team: the tensor-parallel group, if the anatomy is divided.
+        images_last: channels come last in batches of images.
+        fused_loss: chunked cross-entropy uses the fused kernel.
 
-    `scale` is what summed losses are multiplied with before backward; `shared_by` are by unit the
-    parameters of the root that it uses; `order` is that of the calls, to which each walk is held.
+    `scale` multiplies summed losses before backward; `shared_by` maps units to their parameters of
+    the root; `order` is the order of calls, checked in each walk.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Specimens:
         self.root_slots = anatomy.root.slots
         dividing = (unit.positions for unit in anatomy.units if unit.positions is not None)
         self.positions = next(dividing, None)
-        # The calls of a team go by what its ranks have; what those of one return says all.
+        # Calls of a group depend on its ranks' parts; one rank's outputs do not show all.
         self.elsewhere = Elsewhere(anatomy, device, compute_dtype) if team is None else None
         self.of_kind: dict[str, ShardedUnit] = {}
         self.kind_of: dict[str, str] = {}
@@ -111,8 +111,8 @@ class Specimens:
                     owner._buffers[name] = buffer.to(device)
 
     def _alive(self, unit: Unit) -> ShardedUnit:
-        """A unit with gathered parameters and a gradient buffer, but no state: another rank of a
-        made-up pair owns all of that."""
+        """Make a unit with gathered parameters and a gradient buffer, but no state: another rank of
+        a made-up pair owns it."""
         alive = alone(
             unit,
             Division(zero_stage=3, shares=(1.0, 0.0), comm=_Bystander(self.device)),
@@ -123,7 +123,7 @@ class Specimens:
         return alive
 
     def divide(self, kinds: Mapping[str, str]) -> None:
-        """Let units be of these kinds, by their names; those that there are keep their units."""
+        """Assign kinds to units by name; existing kinds keep their unit."""
         self.kind_of = dict(kinds)
         for unit in self._units:
             kind = kinds[unit.name]
@@ -132,13 +132,13 @@ class Specimens:
                 self.of_kind[kind].forward = self._forwards[unit.name]
 
     def compile(self, sizes: range) -> None:
-        """Let the units compute by compiled code, for micro-batches of `sizes`."""
+        """Compile the units for micro-batches of `sizes`."""
         self.compiled = True
         compile_units(self.of_kind.values(), sizes=sizes, device=self.device)
 
     @contextmanager
     def uncompiled(self) -> Iterator[None]:
-        """Inside, units do not compute by compiled code."""
+        """Run units uncompiled in a `with` block."""
         units = list(self.of_kind.values())
         before = [unit.forward for unit in units]
         for unit in units:
@@ -150,21 +150,22 @@ class Specimens:
                 unit.forward = forward
 
     def head_in_chunks(self) -> AbstractContextManager[None]:
-        """Inside, the head and its loss run in chunks, if the model lets them: `head.supported`."""
+        """Chunk the head and its loss in a `with` block, if the model supports it:
+        `head.supported`."""
         return self.head.step(self.scale)
 
     def start(self, batch: Any) -> Walk:
-        """Begin to run the model on `batch`, whose tensors are on the device."""
+        """Start a run of the model on `batch`, with tensors on the device."""
         return Walk(self, Coroutine(lambda: self._objective(self.model, batch)))
 
     def returned(self, call: UnitCall) -> Returned:
-        """What the called unit returns, without gradients and compiled code."""
+        """Return the called unit's outputs, without gradients and compiled code."""
         forward = plain_forward(self.of_kind[self.kind_of[call.unit]])
         return plain_run(call, forward, lambda value: cast(value, self.compute_dtype))
 
     def cut(self, call: UnitCall, *, recompute: bool = True) -> Cut:
-        """The specimen of the called unit, given what that was called with. It runs as often as one
-        likes: what the model takes from inside it is handed over by `Outputs` alone."""
+        """Return the specimen of the called unit with the call's inputs. It can run repeatedly: the
+        model's captures from inside are handed over only by `Outputs`."""
         context, _ = Captured(call.context).apart()
         leaves, arguments = Arguments.of(call.args, call.kwargs)
         args, kwargs = arguments.filled(leaves)  # with containers of its own
@@ -175,17 +176,17 @@ class Specimens:
             seed=_no_seed,
             recompute=recompute,
         )
-        # Its backward gives the gradients of all inputs, to be counted and compared.
+        # Its backward returns the gradients of all inputs, to be counted and compared.
         cut.links = [link._replace(handed=None) for link in cut.links]
         return cut
 
 
 class Walk:
-    """One run of the model from unit call to unit call.
+    """Run of the model from unit call to unit call.
 
-    `enters` and `leaves` are the numbers of the calls before and behind which the positions of
-    hidden states are divided, where that has a gradient, and become whole again; the last one's are
-    the head's affair.
+    `enters` and `leaves` are the numbers of the calls before which hidden states are divided into
+    positions, if they require gradients, and after which they are gathered; the last gather belongs
+    to the head.
     """
 
     def __init__(self, specimens: Specimens, coroutine: Coroutine) -> None:
@@ -198,7 +199,7 @@ class Walk:
         self._glue = Glue()
         self._links: list[list[Link]] = []
         self._leaves: list[torch.Tensor] = []
-        self._from: list[int] = []  # of each call, the place of its first leaf
+        self._from: list[int] = []  # by call, the index of its first leaf
         self._at: UnitCall | Finished | None = None
 
     def __enter__(self) -> Walk:
@@ -211,7 +212,7 @@ class Walk:
 
     @property
     def call(self) -> UnitCall | None:
-        """The unit call that the walk has stopped at; None at the end."""
+        """Current unit call; None at the end."""
         return self._at if isinstance(self._at, UnitCall) else None
 
     @property
@@ -221,10 +222,10 @@ class Walk:
         return self._at.value
 
     def go_on(self, outputs: Any = None) -> None:
-        """Hand over the outputs of the call (nothing at the start) and walk to the next.
+        """Hand over the outputs of the call (nothing at the start) and run to the next.
 
         Raises:
-            ModelError: it is another one than in other walks.
+            ModelError: the next call is not the one of earlier walks.
         """
         positions = self._specimens.positions
         left = 0 if positions is None else positions.left
@@ -240,7 +241,7 @@ class Walk:
             self.calls.append(self.call.unit)
 
     def _handed(self, value: Any) -> Any:
-        """An output for the model, its gradient for a leaf, as the engine has it."""
+        """Prepare an output for the model, with a leaf for its gradient, as in the engine."""
         if not isinstance(value, torch.Tensor) or not (value.requires_grad and value.is_leaf):
             return value
         self._leaves.append(without_memory(value).requires_grad_())
@@ -252,7 +253,7 @@ class Walk:
         self.enters += [len(self.calls)] * (positions.entered - entered)
 
     def loss_backward(self) -> None:
-        """At the end: backward from the loss to the last unit's outputs."""
+        """Run backward from the loss to the last unit's outputs, at the end."""
         assert isinstance(self._at, Finished)
         loss, _ = self._at.value
         self._at = None
@@ -260,48 +261,48 @@ class Walk:
 
     @property
     def gradient_bytes(self) -> int:
-        """What the gradients take that units' outputs have got, and what is made of these."""
+        """Bytes of the gradients of units' outputs, and of tensors computed from them."""
         gradients = [leaf.grad for leaf in self._leaves if leaf.grad is not None]
         storages = [t.untyped_storage() for t in (*gradients, *self._glue.waiting)]
         return sum({s._cdata: s.nbytes() for s in storages}.values())
 
     def drop_gradients(self, number: int) -> None:
-        """Unit call `number`, the last that has not been, takes those of its outputs."""
+        """Free the output gradients of unit call `number`, the last call left."""
         for leaf in self._leaves[self._from[number + 1] :]:
             leaf.grad = None
 
     def backward(self, number: int) -> None:
-        """Backward through the code before unit call `number`."""
+        """Run backward through the code before unit call `number`."""
         links = self._links[number]
         self._glue.backward(number, links, _ones(links))
 
     def root_backward(self, inputs: list[Link]) -> None:
-        """Backward through the code before the first call, which took `inputs`."""
+        """Run backward through the code before the first call, which took `inputs`."""
         self._glue.backward(0, inputs, _ones(inputs))
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """A call's outputs, and what the model takes from inside it, to be handed to calls of the same
-    kind that are not computed."""
+    """Outputs of a call, and the model's captures from inside, for calls of equal kind without
+    computation."""
 
     value: Any
     collected: Collected
 
     @classmethod
     def of(cls, cut: Cut) -> Outputs:
-        """Computed now."""
+        """Compute the outputs of a call."""
         return cls(cut.forward(), cut.collected)
 
     def again(self, call: UnitCall) -> Any:
-        """What `call` returns, once the model has what else it takes."""
+        """Return the outputs for `call`, after handing over the model's captures."""
         given = Containers(call.unit, call.args, call.kwargs)
         Captured(call.context, given).hand_over(_alike(self.collected))
         return _alike(self.value)
 
 
 def _alike(values: Any) -> Any:
-    """Tensors of the same values, each with a gradient of its own if it had one."""
+    """Copy tensors without a graph, keeping `requires_grad`."""
 
     def leaf(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -312,8 +313,8 @@ def _alike(values: Any) -> Any:
 
 
 class MadeUpTeam(Communicator):
-    """Rank 0 of so many, all of which have what it has; what they tell each other is noted, the
-    memory that gloo keeps for it is not counted (`cost.teams`)."""
+    """Made-up tensor-parallel group: rank 0 of `degree` ranks with equal data. Collectives are
+    recorded; gloo's buffers for them are not counted here (`cost.teams`)."""
 
     def __init__(self, degree: int, device: torch.device) -> None:
         super().__init__(None, rank=0, world=1, device=device)
@@ -381,6 +382,6 @@ def _fill(group: FlatGroup) -> None:
 
 
 def tensor_bytes(value: Any) -> int:
-    """Bytes of all tensors in a pytree."""
+    """Return the bytes of all tensors in a pytree."""
     tensors = (t for t in tree_leaves(value) if isinstance(t, torch.Tensor))
     return sum(t.numel() * t.element_size() for t in tensors)

@@ -1,7 +1,6 @@
-"""A GPU as it is in training: warm, and at the clock that it keeps there.
+"""Warm-up of a GPU to its temperature and clock in training.
 
-A card that rests is cold and runs faster than it can for long, so that what is measured then is too
-short.
+An idle card is cold and faster than it can sustain, so times measured then are too short.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ LOOKED_AT = 2  # products during which clocks are read
 
 
 def warm_up(runtime: DeviceRuntime, dtype: torch.dtype) -> Clocks | None:
-    """Have a GPU compute large products for `WARM_UP_S`; its clocks at the end, while it computes.
+    """Run large products on a GPU for `WARM_UP_S`, and return its clocks at the end, under load.
     Nothing is done on a CPU."""
     if not is_gpu(runtime.torch_device):
         return None
@@ -32,6 +31,6 @@ def warm_up(runtime: DeviceRuntime, dtype: torch.dtype) -> Clocks | None:
         runtime.synchronize()
     for _ in range(LOOKED_AT):
         torch.mm(one, other, out=into)
-    found = runtime.clocks()  # while these are computed
+    found = runtime.clocks()  # while products run
     runtime.synchronize()
     return found
