@@ -1,1 +1,1 @@
-"""Tests a cluster before a run: facts of every rank and host, and what is wrong with them."""
+"""Cluster checks before a run: gather facts of every rank and host, and report problems."""

@@ -1,7 +1,7 @@
-"""Answers for one rank: takes tasks from the store, and has a process of its own do them, in time.
+"""Per-rank server of check tasks: takes tasks from the store and runs each in a child process.
 
-A process that does not answer in time is ended, and the next task gets a new one: whatever hangs,
-the others hear of it.
+A process exceeding its time limit is killed, and the next task starts a new process. The asking
+rank gets an answer even if a task hangs.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from gpumix.spec.files import opened_log, read_log, remove_quietly
 from gpumix.train.failures import in_words
 from gpumix.train.launch import Seat, end_with_launcher, warm_up
 
-KEYS = "check"  # before all that is said in the store
+KEYS = "check"  # prefix of the check's keys in the store
 END = "end"
-# How often the store is asked: soon after a task the next one comes.
+# Poll intervals of the store: short after a task, because the next task usually follows soon.
 SOON_S, LATER_S = 0.001, 0.02
-START_S = 25.0  # that the first process of a rank may take: it imports torch
-AGAIN_S = 4.0  # that a later one may take, which has that from the first
+START_S = 25.0  # limit for starting a rank's first process, which imports torch
+AGAIN_S = 4.0  # limit for starting a later process, forked with torch already imported
 PRELOAD = ("gpumix.check.probe",)
-KILLED_S = 1.0  # that a process which was killed may take to go
+KILLED_S = 1.0  # wait for a killed process to exit
 Maker = Callable[[Seat, Setting], Probe]
 
 
 def next_task(words: dist.Store, number: int, until: float) -> Told | None:
-    """That which a rank is given next, among `words` of its own; None if there is none when
-    `time.monotonic()` is `until`."""
+    """Wait for task `number` of a rank, under the rank's store prefix `words`; return None once
+    `time.monotonic()` passes `until`."""
     asked = time.monotonic()
     while not words.check([f"task/{number}"]):
         now = time.monotonic()
@@ -56,11 +56,11 @@ def next_task(words: dist.Store, number: int, until: float) -> Told | None:
 
 
 class Attendant:
-    """Of one rank; `serve` in a thread of its own where a process attends several.
+    """Task server of a rank; runs in a thread where a process serves several ranks.
 
     Args:
-        hello: what the rank says of itself when it is there.
-        make: what the processes run; a class or function of a module.
+        hello: facts published by the rank on arrival.
+        make: factory of the probe run by the child processes; a class or function of a module.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class Attendant:
         self._process = _Process(seat, setting, make)
 
     def serve(self, until: float) -> bool:
-        """Do what is asked until there is nothing more to do, or `time.monotonic()` is `until`.
-        Whether the check failed, as far as is known here."""
+        """Serve tasks until the end task arrives or `time.monotonic()` passes `until`; return True
+        if the check failed, as far as this process knows."""
         number = 0
         try:
             trouble = self._process.start(START_S)
@@ -84,13 +84,13 @@ class Attendant:
                     return task is None or bool(task["failed"])
                 self._words.set(f"answer/{number}", json.dumps(self._answer(task)))
                 number += 1
-        except STORE_ERRORS:  # whoever asks is gone
+        except STORE_ERRORS:  # the asking process is gone
             return True
         finally:
             self.end()
 
     def end(self) -> None:
-        """End its process, whatever that does, and start no other."""
+        """Kill the child process, and start no further process."""
         self._process.end()
 
     def _answer(self, task: Told) -> Told:
@@ -100,7 +100,7 @@ class Attendant:
 
 
 class _Process:
-    """The process that runs a rank's probe; it is started when it is needed."""
+    """A rank's probe process, started on demand."""
 
     def __init__(self, seat: Seat, setting: Setting, make: Maker) -> None:
         self._args = (make, seat, setting)
@@ -111,7 +111,7 @@ class _Process:
         self._over = False
 
     def ask(self, task: Told) -> Told:
-        """What it answers; one that fails or hangs is ended."""
+        """Return the process's answer to a task; kill the process after a failure or a timeout."""
         trouble = self.start(AGAIN_S) if self._pipe is None else ""
         pipe = self._pipe
         if pipe is None:
@@ -132,7 +132,7 @@ class _Process:
         return answer
 
     def start(self, patience_s: float) -> str:
-        """Start it, and wait until it is ready; why it is not, if so."""
+        """Start the process and wait until ready; return an error message, empty on success."""
         warm_up(preload=PRELOAD)
         context = multiprocessing.get_context("forkserver")
         mine, theirs = context.Pipe()
@@ -143,7 +143,7 @@ class _Process:
         self._process.start()
         theirs.close()
         self._pipe = mine
-        if self._over:  # another thread ended this while it was started
+        if self._over:  # another thread called `end` during the start
             self.kill()
             return "its process was ended"
         trouble = f"its process did not start within {patience_s:.0f} s"
@@ -162,26 +162,26 @@ class _Process:
         self.kill()
 
     def kill(self) -> None:
-        """From any thread: whoever asks it something then gets no answer."""
+        """Kill the process, from any thread; a pending `ask` fails."""
         with self._ending:
             pipe, self._pipe = self._pipe, None
         if pipe is None:
             return
         self._process.kill()
         self._process.join(KILLED_S)
-        # One that waits for a disk which is gone cannot be killed, and nobody should wait for it.
+        # A process blocked on a lost disk cannot be killed, and nothing should join it at exit.
         multiprocessing.process._children.discard(self._process)  # type: ignore[attr-defined]
         pipe.close()
         remove_quietly(self._log)
 
 
 def _run(make: Maker, seat: Seat, setting: Setting, pipe: Connection, log: str) -> None:
-    """The process's own edge. What libraries print goes into its log, not between our lines."""
+    """Run the child process: send output to its log, and answer tasks from the pipe."""
     if not setting.debug:
         with opened_log(Path(log)) as file:
             os.dup2(file.fileno(), sys.stdout.fileno())
             os.dup2(file.fileno(), sys.stderr.fileno())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     end_with_launcher()
     torch.set_num_threads(1)
     probe = make(seat, setting)
@@ -204,7 +204,7 @@ def _failed(what: str, *, why: str = "", fix: str = "", silent: bool = False) ->
 
 
 def _death(exit_code: int | None, log: Path) -> str:
-    """How a process ended, and its last words."""
+    """Describe a process's exit, with the last line of its log."""
     how = f"its process left with exit code {exit_code}"
     if exit_code is not None and exit_code < 0:
         how = f"its process was ended by {signal.Signals(-exit_code).name}"

@@ -1,4 +1,4 @@
-"""Asks ranks to do things, through the store, and never waits longer than it may."""
+"""Task dispatch to ranks through the store, with a limit on every wait."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import torch.distributed as dist
 from gpumix.check.attend import AGAIN_S, END, KEYS, SOON_S
 from gpumix.check.probe import Told
 
-SLACK_S = AGAIN_S + 1.0  # that a rank's own word about a process which hangs may take
-LEAVE_S = 2.0  # for the ranks to go before the store does
-MOST_SILENT = 2  # times that a rank is asked something and its process hangs
+SLACK_S = AGAIN_S + 1.0  # margin for a rank to report its hung process
+LEAVE_S = 2.0  # time for ranks to leave before the store closes
+MOST_SILENT = 2  # consecutive hangs before a rank counts as lost
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank said.
+    """A rank's answer to a task.
 
     Attributes:
-        error: why there is no value; empty if there is one.
-        silent: it hung, and was ended.
+        error: reason for a missing value; empty if a value is present.
+        silent: the process hung and was killed.
     """
 
     value: Told = field(default_factory=dict)
@@ -34,13 +34,13 @@ class Answer:
 
 
 class Crew:
-    """All ranks, as the one that asks sees them.
+    """All ranks, from the view of the asking process.
 
     Attributes:
-        lost: ranks that are asked nothing more, for they do not answer.
+        lost: ranks without answers, excluded from further tasks.
 
     Args:
-        deadline: of `time.monotonic`, after which nothing is waited for.
+        deadline: in `time.monotonic` time; no wait continues past it.
     """
 
     def __init__(self, store: dist.Store, world: int, deadline: float) -> None:
@@ -52,11 +52,11 @@ class Crew:
 
     @property
     def left_s(self) -> float:
-        """Until the deadline."""
+        """Seconds until the deadline."""
         return max(0.0, self._deadline - time.monotonic())
 
     def hellos(self, patience_s: float) -> list[Told | None]:
-        """What each rank said of itself when it came; None: it did not, and is lost."""
+        """Return the hello of each rank; None for an absent rank, counted as lost."""
         found: list[Told | None] = []
         until = time.monotonic() + min(patience_s, self.left_s)
         for rank in range(len(self._words)):
@@ -66,7 +66,7 @@ class Crew:
         return found
 
     def ask(self, task: str, given: Mapping[int, Told], limit_s: float) -> dict[int, Answer]:
-        """Have ranks do a task, all at once; the answers of those that are not lost."""
+        """Run a task on several ranks at once; return the answers of all ranks not lost before."""
         limit_s = min(limit_s, self.left_s)
         asked: dict[int, int] = {}
         for rank, arguments in given.items():
@@ -78,7 +78,7 @@ class Crew:
         return {rank: self._answer(rank, n, until, limit_s) for rank, n in asked.items()}
 
     def ahead_s(self, rank: int) -> tuple[float, float] | None:
-        """How far a rank's clock is ahead of this one's, and how sure that is."""
+        """Return the lead of a rank's clock over the local clock, and the uncertainty."""
         begun = time.time()
         answer = self.ask("clock", {rank: {}}, 1.0).get(rank)
         ended = time.time()
@@ -87,12 +87,12 @@ class Crew:
         return answer.value["now_s"] - (begun + ended) / 2, (ended - begun) / 2
 
     def dismiss(self, ranks: Iterable[int], *, failed: bool) -> None:
-        """Nothing more is asked of these; `failed` is what the check came to."""
+        """Send the end task to the given ranks; `failed` is the result of the check."""
         for rank in ranks:
             self._give(rank, {"task": END, "failed": failed})
 
     def wait_for_ends(self, ranks: Iterable[int]) -> None:
-        """Until these have gone, or for a moment."""
+        """Wait until the given ranks have left, at most `LEAVE_S`."""
         until = time.monotonic() + LEAVE_S
         for rank in ranks:
             self._heard(rank, "gone", until)

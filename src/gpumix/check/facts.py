@@ -1,7 +1,7 @@
-"""What is known of a cluster before a run: facts of each rank, host and pair, as plain values.
+"""Facts of a cluster before a run, as plain values: ranks, hosts and pairs of ranks.
 
-They are gathered in ranks (`probe`), travel as JSON, and are judged elsewhere (`judge`). What
-cannot be known is None, what does not apply is empty.
+Ranks gather the facts (`probe`), send them as JSON, and `judge` evaluates them. None means unknown,
+empty means not applicable.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from gpumix.spec.network import Network
 
 
 class Software(Value):
-    """Versions; `arches` is what the wheel has kernels for, as torch says it: sm_80, compute_90;
-    `rocm` and `xpu` are of builds for AMD's and Intel's GPUs."""
+    """Installed versions. `arches` are the architectures compiled into torch's wheel (sm_80,
+    compute_90); `rocm` and `xpu` are set in builds for AMD's and Intel's GPUs."""
 
     gpumix: str
     torch: str
@@ -31,11 +31,11 @@ class Software(Value):
 
 
 class FolderFacts(Value):
-    """A folder that a run writes into, or the nearest one above that is there.
+    """An output folder of a run, or its nearest existing parent.
 
     Attributes:
-        role: what for: "output" or "cache".
-        refusal: why nothing can be written there; empty if it can.
+        role: purpose, "output" or "cache".
+        refusal: reason why writing fails; empty if writing works.
     """
 
     role: str
@@ -45,7 +45,7 @@ class FolderFacts(Value):
 
 
 class Limits(Value):
-    """What the system lets one process have; None is no limit."""
+    """Resource limits of a process; None means unlimited."""
 
     open_files: int | None = None
     most_open_files: int | None = None
@@ -54,16 +54,16 @@ class Limits(Value):
 
 
 class HostFacts(Value):
-    """One host.
+    """Facts of one host.
 
     Attributes:
-        cores: that this process may use.
-        shm_bytes: of /dev/shm; None where there is none.
-        rdma: network cards that can write into memory of other hosts.
+        cores: CPU cores usable by this process.
+        shm_bytes: size of /dev/shm; None if absent.
+        rdma: names of RDMA network cards.
         interfaces: names of network interfaces.
-        address: what the host's own name stands for; empty if for nothing.
+        address: resolved from the host's own name; empty if resolution fails.
         settings: environment variables of NCCL, gloo and torch.
-        compiler: whether there is one for C++.
+        compiler: whether a C++ compiler is installed.
     """
 
     software: Software
@@ -82,13 +82,13 @@ class HostFacts(Value):
 
 
 class Speed(Value):
-    """What a GPU reaches, and how it was while it did.
+    """Measured speed of a GPU, and its state under load.
 
     Attributes:
         dtype: of the matrix product.
-        memory_bytes_per_s: read and written, by copies in its own memory.
-        reasons: NVML's bits for what held its clocks down.
-        link: generation and width of its PCIe link.
+        memory_bytes_per_s: bytes read and written by copies in device memory.
+        reasons: NVML's bit mask of clock throttling reasons.
+        link: generation and width of the PCIe link.
     """
 
     dtype: str
@@ -100,15 +100,15 @@ class Speed(Value):
 
 
 class RankFacts(Value):
-    """One rank and its device.
+    """Facts of one rank and its device.
 
     Attributes:
-        host, device: empty for a rank that did not come.
-        memory_bytes: that an emulated device may take of its host's.
-        job: a digest of the job as this rank has read it.
-        gpumix: the version that it runs.
-        trouble: why nothing more is known of it; empty if all is.
-        fix: of that trouble.
+        host, device: empty for an absent rank.
+        memory_bytes: memory limit of an emulated device, taken from its host.
+        job: digest of the job as read by this rank.
+        gpumix: installed version.
+        trouble: reason for missing facts; empty if complete.
+        fix: of `trouble`.
     """
 
     rank: int
@@ -133,21 +133,21 @@ class RankFacts(Value):
 
     @property
     def look(self) -> str:
-        """Where to look if it does not do what it should: a rank without a GPU may only wait for
-        its host."""
+        """Advice on where to look after a failure; a rank without a GPU may only be waiting for its
+        host."""
         if self.on_gpu or not self.device:
             return "look at that device and process there: nvidia-smi, dmesg | tail"
         return "see whether its host is busy, and what became of its process: top, dmesg | tail"
 
 
 class PairFacts(Value):
-    """Two ranks that were to exchange tensors.
+    """Result of exchanging tensors between two ranks.
 
     Attributes:
-        trouble: why they did not; empty if they did.
-        silent: those of the two whose process had to be ended.
+        trouble: reason of a failed exchange; empty on success.
+        silent: ranks of the pair whose process was killed after hanging.
         latency_s: of one small message; None: not measured.
-        message_bytes, message_s: of a large one, in one direction.
+        message_bytes, message_s: of a large message, in one direction.
     """
 
     ranks: tuple[int, int]
@@ -163,7 +163,7 @@ class PairFacts(Value):
 
 
 class ClockFacts(Value):
-    """How far a host's clock is ahead of the first one's, give or take."""
+    """Offset of a host's clock ahead of the first host's clock, with the uncertainty."""
 
     host: str
     ahead_s: float
@@ -171,15 +171,15 @@ class ClockFacts(Value):
 
 
 class JobOnHost(Value):
-    """What one host has of a job.
+    """State of a job on one host.
 
     Attributes:
-        missing: packages that the job needs and the host has not, with the reason.
-        data: that says which data it is; two hosts with other data have other ones.
-        data_bytes: of text files, 0 for what is no text.
-        trouble: what is wrong by check ("data", "model"): what, and the fix.
-        shared: whether it sees what the first host wrote beside the output; None: not tried.
-        slow: what took too long to be looked at.
+        missing: packages required by the job but absent on the host, with install commands.
+        data: mark identifying the data; equal on all hosts with equal data.
+        data_bytes: size of text files, 0 for other data.
+        trouble: problem and fix by check ("data", "model").
+        shared: whether the host sees the first host's file next to the output; None: not tried.
+        slow: message about a task exceeding its time limit.
     """
 
     missing: Mapping[str, str] = {}
@@ -191,14 +191,14 @@ class JobOnHost(Value):
 
 
 class JobFacts(Value):
-    """What a job needs, by itself.
+    """Requirements of a job.
 
     Attributes:
-        checkpoint_bytes: of one, at the most; None: not known.
-        checkpoints: how many are there at once.
-        copies: how many of the state the hosts are to keep in memory.
-        saved_bytes: of the checkpoints that the output holds.
-        named_cluster: whether it names its devices, or takes those that are found.
+        checkpoint_bytes: upper bound of one checkpoint; None: unknown.
+        checkpoints: number of checkpoints existing at once.
+        copies: number of copies of the state kept in host memory.
+        saved_bytes: size of the checkpoints already in the output folder.
+        named_cluster: whether the job names its devices, instead of using discovered devices.
     """
 
     checkpoint_bytes: int | None = None
@@ -210,14 +210,14 @@ class JobFacts(Value):
 
 
 class Survey(Value):
-    """All that is known.
+    """All facts of a cluster.
 
     Attributes:
-        ranks: in their order.
-        hosts: by name, the first rank's first.
-        untried: how many pairs were not tried, for want of time.
-        network: links as the cluster file states them.
-        job: None without one.
+        ranks: in rank order.
+        hosts: by name, the host of rank 0 first.
+        untried: number of pairs skipped for lack of time.
+        network: links as declared in the cluster file.
+        job: None without a job.
     """
 
     ranks: tuple[RankFacts, ...]
@@ -234,9 +234,9 @@ class Survey(Value):
 
     @property
     def emulated(self) -> tuple[RankFacts, ...]:
-        """If there are some, all hosts are this machine, whatever their names."""
+        """Emulated ranks; if any exist, all hosts are the local machine, whatever their names."""
         return tuple(rank for rank in self.ranks if rank.emulated)
 
     def on(self, host: str) -> tuple[RankFacts, ...]:
-        """The ranks of a host."""
+        """Return the ranks of a host."""
         return tuple(rank for rank in self.ranks if rank.host == host)

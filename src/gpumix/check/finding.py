@@ -1,4 +1,4 @@
-"""One thing that a check found: what, where, how bad, and the fix. Pure."""
+"""A result of a check: problem, place, severity and fix. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gpumix.spec.base import Value
 
 
 class Severity(StrEnum):
-    """How bad it is: an error keeps a run from working, a warning makes it slow or frail."""
+    """Severity of a finding: an error prevents a run, a warning makes a run slow or fragile."""
 
     ERROR = "error"
     WARNING = "warning"
@@ -19,16 +19,16 @@ class Severity(StrEnum):
 
 WORST_FIRST = tuple(Severity)
 UUID_SHOWN = len("GPU-") + 8
-SHOWN = 4  # places of one finding that are named
+SHOWN = 4  # places named in one finding
 
 
 class Finding(Value):
-    """What a check found.
+    """A finding of a check.
 
     Attributes:
-        host, device: where; empty for what is of all hosts, or of a whole host.
-        fix: a command or an edit; empty where all is well.
-        measured: the numbers that it goes by.
+        host, device: place; empty for findings about all hosts or a host in general.
+        fix: a command or an edit; empty without a problem.
+        measured: numbers behind the finding.
     """
 
     check: str
@@ -41,13 +41,13 @@ class Finding(Value):
 
     @property
     def place(self) -> str:
-        """Host and device, as far as they are known; of a UUID what tells it apart."""
+        """Host and device, as far as known; a UUID is cut to its distinguishing start."""
         device = self.device[:UUID_SHOWN] if self.device.startswith("GPU-") else self.device
         return f"{device} on {self.host}" if device and self.host else self.host
 
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
-    """Errors, then warnings, notes, and what is fine; else in their order."""
+    """Sort findings by severity, worst first, otherwise in their order."""
     return sorted(findings, key=lambda one: WORST_FIRST.index(one.severity))
 
 
@@ -56,7 +56,7 @@ def has_error(findings: Iterable[Finding]) -> bool:
 
 
 def lines(findings: Iterable[Finding]) -> Iterator[tuple[Severity, str]]:
-    """One line for each thing that was found; what is found in several places is told once."""
+    """Yield one line per finding, naming all places of equal findings."""
     places: dict[tuple[Severity, str, str, str], list[str]] = {}
     for one in worst_first(findings):
         key = (one.severity, one.check, one.what, one.fix)
@@ -68,6 +68,6 @@ def lines(findings: Iterable[Finding]) -> Iterator[tuple[Severity, str]]:
 def _named(places: list[str]) -> str:
     if not places:
         return ""
-    places = list(dict.fromkeys(places))  # a host is named once, whatever many of its ranks say
+    places = list(dict.fromkeys(places))  # several ranks of one host name the host once
     more = f" and {len(places) - SHOWN} more" if len(places) > SHOWN else ""
     return f"{', '.join(places[:SHOWN])}{more}: "

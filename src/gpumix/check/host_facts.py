@@ -1,4 +1,4 @@
-"""What a host has for a run: versions, memory, limits, folders, networks. Uses no GPU."""
+"""Facts of the local host: versions, memory, limits, folders, networks. Uses no GPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _RDMA = Path("/sys/class/infiniband")
 
 
 def host_facts(folders: Mapping[str, Path]) -> HostFacts:
-    """Of this host; `folders` by what a run needs them for."""
+    """Return the facts of this host; `folders` maps roles ("output", "cache") to paths."""
     shm = shutil.disk_usage(_SHM) if _SHM.is_dir() else None
     return HostFacts(
         software=software(),
@@ -52,7 +52,7 @@ def host_facts(folders: Mapping[str, Path]) -> HostFacts:
 
 
 def software() -> Software:
-    """What is installed here."""
+    """Return the installed versions."""
     nccl = ""
     if dist.is_nccl_available():
         nccl = runtime.nccl_version()
@@ -73,7 +73,7 @@ def software() -> Software:
 
 
 def folder_facts(role: str, path: Path) -> FolderFacts:
-    """Tries to write there; a folder that is not there yet is made by the run, where it can be."""
+    """Test writing to a folder; a missing folder is tested at its nearest existing parent."""
     there = nearest(path)
     refusal = ""
     try:
@@ -89,13 +89,13 @@ def folder_facts(role: str, path: Path) -> FolderFacts:
 
 
 def nearest(path: Path) -> Path:
-    """The folder, or the one above it that is there."""
+    """Return the path itself or its nearest existing parent."""
     path = path.absolute()
     return next((one for one in (path, *path.parents) if one.exists()), path)
 
 
 def limits() -> Limits:
-    """Of this process, as `ulimit` tells them."""
+    """Return the resource limits of this process, as reported by `ulimit`."""
     most_locked = getattr(resource, "RLIMIT_MEMLOCK", None)
     most_processes = getattr(resource, "RLIMIT_NPROC", None)
     return Limits(

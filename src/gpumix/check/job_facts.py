@@ -1,5 +1,5 @@
-"""What a job needs, and what of it a host has. Builds the model without its tensors, and reads a
-little of the data; nothing is tokenised or written."""
+"""Requirements of a job, and their state on a host. Builds the model without tensors and reads a
+little of the data; tokenizes and writes nothing."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from gpumix.spec.job import Job, OptimizerSpec
 from gpumix.train import run_files
 from gpumix.train.models import check_fits, model_of, vocabulary_of
 
-MASTER_BYTES = 4  # parameters are kept, and saved, in fp32
-MOST_FILES = 2000  # of a text corpus that are opened
-# What a job needs by its keys, and how it is installed.
+MASTER_BYTES = 4  # parameters are stored and saved in fp32
+MOST_FILES = 2000  # files of a text corpus opened at most
+# Packages required by keys of a job, and the commands installing them.
 _INSTALLS = {
     "transformers": "pip install 'gpumix[transformers]'",
     "tokenizers": "pip install 'gpumix[transformers]'",
@@ -37,7 +37,7 @@ _INSTALLS = {
 
 
 def job_on_host(job: Job, folder: Path) -> JobOnHost:
-    """What this host has of a job."""
+    """Check a job's packages, data and model on this host."""
     missing = missing_packages(job)
     found: dict[str, tuple[str, str]] = {}
     told: list[tuple[str, int]] = []
@@ -50,7 +50,7 @@ def job_on_host(job: Job, folder: Path) -> JobOnHost:
 
 
 def missing_packages(job: Job) -> dict[str, str]:
-    """Packages that the job's keys need and that are not here, with what brings them."""
+    """Return packages required by the job's keys and absent here, with install commands."""
     needed = {
         "transformers": job.model.config is not None,
         "tokenizers": job.tokenizer != "bytes",
@@ -68,12 +68,12 @@ def missing_packages(job: Job) -> dict[str, str]:
 
 
 def checkpoint_bytes(job: Job, folder: Path) -> int:
-    """Of one checkpoint, at the most."""
+    """Return an upper bound of the bytes of one checkpoint."""
     return bytes_of(model_of(job.model, folder=folder, seed=job.seed), job.optimizer)
 
 
 def bytes_of(model: torch.nn.Module, optimizer: OptimizerSpec) -> int:
-    """Masters and buffers, and the optimizer's state of what is trained."""
+    """Return the bytes of master parameters, buffers and trained parameters' optimizer state."""
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     buffers = sum(b.nbytes for b in model.buffers())
@@ -82,7 +82,7 @@ def bytes_of(model: torch.nn.Module, optimizer: OptimizerSpec) -> int:
 
 
 def saved_bytes(output: Path) -> int:
-    """Of the checkpoints that a run's folder holds."""
+    """Return the bytes of the checkpoints in a run's folder."""
     saved = (output / run_files.CHECKPOINTS).rglob("*")
     return sum(path.stat().st_size for path in saved if path.is_file())
 
@@ -92,14 +92,14 @@ def _pinned(value: object, wanted: str) -> bool:
 
 
 def _try(check: str, found: dict[str, tuple[str, str]], work: Callable[[], object]) -> None:
-    """What the work raises on purpose is a finding; what the job's own code raises is too."""
+    """Run `work`, recording errors of gpumix and of the job's code as findings."""
     try:
         work()
     except GpumixError as error:
         where = f" ({error.where})" if error.where else ""
         why = f": {error.why}" if error.why else ""
         told = (f"{error.what}{where}{why}", error.fix)
-        if told not in found.values():  # both need the tokenizer
+        if told not in found.values():  # both checks need the tokenizer
             found[check] = told
     except Exception as error:
         found[check] = (
@@ -109,7 +109,7 @@ def _try(check: str, found: dict[str, tuple[str, str]], work: Callable[[], objec
 
 
 def _data(job: Job, folder: Path) -> tuple[str, int]:
-    """A mark of the data, and the bytes of text. Whatever can be told without tokenising it."""
+    """Return a mark of the data and the bytes of text, as far as known without tokenizing."""
     data = job.data
     if isinstance(job.tokenizer, Path):
         open_tokenizer(folder / job.tokenizer)
@@ -125,7 +125,7 @@ def _data(job: Job, folder: Path) -> tuple[str, int]:
 
 
 def _text(job: Job, folder: Path) -> tuple[str, int]:
-    """By names and sizes: hosts may have written the same files at different times."""
+    """Mark text files by name and size; equal files may differ in modification time."""
     places = tuple(folder / path for path in job.data.text)
     files = find_files(job.data.model_copy(update={"text": places}))
     for file in files[:MOST_FILES]:

@@ -1,4 +1,4 @@
-"""All checks, in the order in which they are told, and what they find of a cluster. Pure."""
+"""All checks in report order, and their evaluation of a survey. Pure."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from gpumix.check.finding import Finding, Severity, worst_first
 
 @dataclass(frozen=True)
 class Check:
-    """One check.
+    """A check of a survey.
 
     Attributes:
-        find: what is wrong.
-        fine: what to say where nothing is; empty: it does not apply.
-        numbers: that this goes by.
+        find: yields problems.
+        fine: message without problems; empty if the check does not apply.
+        numbers: measured values behind the result.
     """
 
     name: str
@@ -48,7 +48,7 @@ CHECKS = (
 
 
 def judge(survey: Survey) -> list[Finding]:
-    """Everything that was found, the worst first; a check that found nothing says what is fine."""
+    """Return findings of all checks, worst first; passed checks report as OK."""
     found: list[Finding] = []
     for check in CHECKS:
         wrong = list(check.find(survey))

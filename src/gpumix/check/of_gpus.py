@@ -1,4 +1,4 @@
-"""How the GPUs are, and whether each is as fast as its like. Pure."""
+"""Checks of GPU health, and of GPU speed within a class and against datasheets. Pure."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from gpumix.hardware.gpu_health import REASONS, GpuHealth
 from gpumix.spec.errors import InputError
 from gpumix.spec.units import show_bytes, show_flops
 
-SLOWER = 0.8  # of what its like reach: below it something is wrong
-OF_DATASHEET = 0.6  # of the stated memory bandwidth, which copies reach on any healthy card
-USED_BYTES = 2**29  # that a GPU at rest, a screen on it, may hold
-POWER = 0.9  # of the usual limit
+SLOWER = 0.8  # fraction of the class's median speed below which a GPU counts as slow
+OF_DATASHEET = 0.6  # part of the datasheet's memory bandwidth reached by copies on any healthy card
+USED_BYTES = 2**29  # memory in use on an idle GPU, including a display
+POWER = 0.9  # fraction of the default power limit
 
 
 def health(survey: Survey) -> Iterator[Finding]:
-    """No errors, nobody else on it, nothing that is switched off."""
+    """Check GPUs for memory errors, foreign processes and disabled features."""
     for rank in survey.gpus:
         if rank.health is not None:
             for severity, what, fix in _ills(rank.health):
@@ -74,7 +74,7 @@ def _ills(gpu: GpuHealth) -> Iterator[tuple[Severity, str, str]]:
 
 
 def _taken(gpu: GpuHealth) -> Iterator[tuple[Severity, str, str]]:
-    """Containers do not see who uses a GPU, only that it is used."""
+    """Report memory in use by others; containers hide the processes, but not the memory."""
     if gpu.used_bytes <= USED_BYTES:
         return
     pids = " ".join(str(pid) for pid, _ in gpu.others)
@@ -92,7 +92,7 @@ def health_fine(survey: Survey) -> str:
 
 
 def speed(survey: Survey) -> Iterator[Finding]:
-    """Each GPU reaches what its like reach, and its link has all lanes."""
+    """Compare each GPU's speed with the class median, and check PCIe lanes."""
     for rank in survey.gpus:
         if rank.speed is None:
             continue
@@ -115,13 +115,13 @@ def speed(survey: Survey) -> Iterator[Finding]:
 
 
 def _like(survey: Survey, rank: RankFacts) -> list[Speed]:
-    """What the others of its class reach."""
+    """Return the speeds of a rank's class, without the rank."""
     others = (o for o in survey.gpus if o.device_class == rank.device_class and o is not rank)
     return [other.speed for other in others if other.speed is not None]
 
 
 def _slower(rank: RankFacts, own: Speed, like: list[Speed]) -> Iterator[tuple[str, str, float]]:
-    """What is slow, how slow, and the number."""
+    """Yield the name, a description and the value of each slow speed."""
     kinds = {
         "compute": ([one.flops_per_s for one in like], own.flops_per_s, show_flops),
         "memory": ([one.memory_bytes_per_s for one in like], own.memory_bytes_per_s, _rate),
@@ -158,7 +158,7 @@ def _mend(rank: RankFacts, held: list[str]) -> str:
 
 
 def _narrow(rank: RankFacts, own: Speed) -> Iterator[Finding]:
-    """Fewer lanes than the card has, or an older generation than card and slot could have."""
+    """Report missing PCIe lanes, or an older generation than card and slot support."""
     generation, width = own.link
     if not width:
         return
@@ -181,7 +181,7 @@ def _narrow(rank: RankFacts, own: Speed) -> Iterator[Finding]:
 
 
 def speed_fine(survey: Survey) -> str:
-    """Each class by its median."""
+    """Describe each class by its median speed."""
     classes: dict[str, list[Speed]] = {}
     for rank in survey.gpus:
         if rank.speed is not None:
@@ -194,7 +194,7 @@ def speed_fine(survey: Survey) -> str:
 
 
 def speeds(survey: Survey) -> dict[str, float]:
-    """Of each rank."""
+    """Return the speeds of each rank."""
     kinds = ("flops_per_s", "memory_bytes_per_s", "host_bytes_per_s")
     known = ((rank.rank, rank.speed) for rank in survey.gpus if rank.speed is not None)
     told = ((f"rank {n} {kind}", getattr(speed, kind)) for n, speed in known for kind in kinds)
@@ -202,7 +202,7 @@ def speeds(survey: Survey) -> dict[str, float]:
 
 
 def card_of(product: str) -> Card | None:
-    """The card of the catalogue that is just this product."""
+    """Return the catalogue's card with exactly this product name."""
     try:
         card = find(product) if product else None
     except InputError:

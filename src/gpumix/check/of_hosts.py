@@ -1,4 +1,4 @@
-"""What hosts let a run have: disk, shared memory, memory, cores, limits; and settings. Pure."""
+"""Checks of host resources (disk, shared memory, memory, cores, limits) and settings. Pure."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from gpumix.hardware.environment import COPIES_PART
 from gpumix.spec.units import show_bytes
 from gpumix.train.memory_folder import WITHOUT_COPIES
 
-CACHE_BYTES = 2**30  # for profiles, compiled code and the like
-TOKENS_PER_TEXT = 2  # bytes of a token file for a byte of text, at the most
-SHM_BYTES = 2**27  # of /dev/shm for each device: NCCL's buffers beside others
-MEMORY_BYTES = 2**31  # of the host for each process: libraries, CUDA, batches
+CACHE_BYTES = 2**30  # profiles, compiled code and other caches
+TOKENS_PER_TEXT = 2  # upper bound of token file bytes per byte of text
+SHM_BYTES = 2**27  # /dev/shm per device, for NCCL's buffers
+MEMORY_BYTES = 2**31  # host memory per process: libraries, CUDA, batches
 OPEN_FILES = 4096
 PROCESSES = 4096
-LOCKED_BYTES = 2**30  # that a network card may write into
+LOCKED_BYTES = 2**30  # memory locked for a network card
 
 
 def disk(survey: Survey) -> Iterator[Finding]:
-    """Folders can be written, with room for checkpoints and caches."""
+    """Check folders for write access and for free space for checkpoints and caches."""
     for host, facts in survey.hosts.items():
         for folder in facts.folders:
             key = (
@@ -61,7 +61,7 @@ def _room(survey: Survey, host: str, folder: FolderFacts, key: str) -> Iterator[
 
 
 def _needed(survey: Survey, host: str, folder: FolderFacts) -> tuple[float, str, Severity]:
-    """Bytes, what they are for, and how bad it is without."""
+    """Return the required bytes, their purpose, and the severity of a shortage."""
     job = survey.job
     if folder.role == "cache":
         on_host = _job_on(survey, host)
@@ -75,7 +75,7 @@ def _needed(survey: Survey, host: str, folder: FolderFacts) -> tuple[float, str,
 
 
 def checkpoints_told(survey: Survey) -> str:
-    """What checkpoints take."""
+    """Describe the disk space of checkpoints."""
     job = survey.job
     if job is None or job.checkpoint_bytes is None:
         return ""
@@ -103,7 +103,7 @@ def free_disk(survey: Survey) -> dict[str, float]:
 
 
 def shared_memory(survey: Survey) -> Iterator[Finding]:
-    """Enough of /dev/shm, which containers keep at 64 MiB."""
+    """Check the size of /dev/shm, which is 64 MiB by default in containers."""
     for host, facts in survey.hosts.items():
         free = facts.shm_free_bytes
         if free is None:
@@ -137,20 +137,20 @@ def shared_memory_fine(survey: Survey) -> str:
 
 
 def state_on(survey: Survey, host: str) -> int:
-    """Bytes of the state that a host's devices may store, were all alike; 0: not known."""
+    """Return the bytes of state on a host if all devices store equal shares; 0: unknown."""
     if survey.job is None or survey.job.checkpoint_bytes is None:
         return 0
     return survey.job.checkpoint_bytes * len(survey.on(host)) // max(1, len(survey.ranks))
 
 
 def _copies_on(survey: Survey, host: str) -> int:
-    """Bytes of the copies that a host is to keep in memory, beside that of a checkpoint."""
+    """Return the bytes of a host's state copies, not counting a copy for a checkpoint."""
     return 0 if survey.job is None else survey.job.copies * state_on(survey, host)
 
 
 def memory(survey: Survey) -> Iterator[Finding]:
-    """Room on the host for its processes, for copies of the state, and for one more while it is
-    saved; and for what devices may take that are emulated."""
+    """Check host memory for processes, copies of the state, the extra copy during a checkpoint, and
+    emulated devices."""
     yield from _emulated(survey)
     for host, facts in survey.hosts.items():
         ranks, free = len(survey.on(host)), facts.available_bytes
@@ -178,7 +178,7 @@ def memory(survey: Survey) -> Iterator[Finding]:
 
 
 def _emulated(survey: Survey) -> Iterator[Finding]:
-    """Such devices take memory of one machine, whatever hosts they are said to be on."""
+    """Check memory for emulated devices, which all share the local machine's memory."""
     if not survey.hosts:
         return
     taken = sum(rank.memory_bytes for rank in survey.ranks)
@@ -205,7 +205,7 @@ def free_memory(survey: Survey) -> dict[str, float]:
 
 
 def cores(survey: Survey) -> Iterator[Finding]:
-    """A core for each process at least; emulated devices share what there is."""
+    """Check for a core per process; emulated devices share the available cores."""
     for host, facts in survey.hosts.items():
         ranks = len(survey.on(host))
         if facts.cores < ranks and not any(rank.emulated for rank in survey.on(host)):
@@ -226,7 +226,7 @@ def cores_fine(survey: Survey) -> str:
 
 
 def limits(survey: Survey) -> Iterator[Finding]:
-    """Files, processes, and memory that network cards may write into."""
+    """Check limits on open files, processes, and memory locked for network cards."""
     for host, facts in survey.hosts.items():
         for what, fix, severity in _too_low(facts):
             yield Finding(check="limits", severity=severity, what=what, fix=fix, host=host)
@@ -235,7 +235,7 @@ def limits(survey: Survey) -> Iterator[Finding]:
 def _too_low(facts: HostFacts) -> Iterator[tuple[str, str, Severity]]:
     given = facts.limits
     if given.open_files is not None and given.open_files < OPEN_FILES:
-        # At its start a run cannot raise what the system keeps low.
+        # A run raises its soft limit at start, but not the hard limit.
         may = given.most_open_files is None or given.most_open_files >= OPEN_FILES
         yield (
             f"a process may open {given.open_files} files; sockets and data need more",
@@ -264,7 +264,7 @@ def limits_fine(survey: Survey) -> str:
 
 
 def settings(survey: Survey) -> Iterator[Finding]:
-    """Environment variables that take fast ways away, name what is not there, or differ."""
+    """Check environment variables for disabled fast paths, missing interfaces, and differences."""
     for host, facts in survey.hosts.items():
         for name, (hinders, told) in _HINDERING.items():
             value = facts.settings.get(name, "")
@@ -315,7 +315,7 @@ _HINDERING: dict[str, tuple[Hinders, str]] = {
     "PYTORCH_NO_CUDA_MEMORY_CACHING": (_any_gpu, "asks the driver for each tensor's memory"),
     "TORCH_DISTRIBUTED_DEBUG": (_any_host, "checks every collective, which is slow"),
 }
-# What each host may have for itself.
+# Suffixes of variables allowed to differ between hosts.
 _OWN = ("_IFNAME", "_HCA", "_DEBUG", "_FILE", "_RANK", "_HOSTID", "_COMM_ID")
 
 
@@ -324,7 +324,7 @@ def _setting(host: str, what: str, fix: str) -> Finding:
 
 
 def _names_one(value: str, interfaces: tuple[str, ...]) -> bool:
-    """As NCCL reads it: beginnings of names, "=" before whole ones, "^" before what is left out."""
+    """Match interfaces as NCCL does: prefixes of names, "=" for exact names, "^" for exclusions."""
     if value.startswith("^") or not interfaces:
         return True
     exact = value.startswith("=")

@@ -1,4 +1,4 @@
-"""Whether hosts have what a job names: packages, data, a model that fits it. Pure."""
+"""Checks of a job on each host: packages, data, and a model fitting the data. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gpumix.check.finding import Finding, Severity
 
 
 def packages(survey: Survey) -> Iterator[Finding]:
-    """What the job's keys need is installed."""
+    """Check for packages required by the job's keys."""
     for host, job in _hosts(survey):
         for name, fix in job.missing.items():
             yield Finding(
@@ -26,7 +26,7 @@ def packages_fine(survey: Survey) -> str:
 
 
 def model(survey: Survey) -> Iterator[Finding]:
-    """The model can be built, and fits the data."""
+    """Check building the model, and its fit to the data."""
     yield from _troubles(survey, "model")
 
 
@@ -38,7 +38,7 @@ def model_fine(survey: Survey) -> str:
 
 
 def data(survey: Survey) -> Iterator[Finding]:
-    """It can be read, and is the same everywhere."""
+    """Check reading the data, and equal data on all hosts."""
     yield from _troubles(survey, "data")
     told = [(host, job.data) for host, job in _hosts(survey) if job.data]
     for host, mark in told[1:]:

@@ -1,4 +1,4 @@
-"""Whether all pairs reach each other, how fast against their class, and clocks. Pure."""
+"""Checks of links between all pairs of ranks, of link speed per class, and of clocks. Pure."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from gpumix.hardware.describe import links_inside
 from gpumix.spec.network import Link
 from gpumix.spec.units import plural, show_seconds
 
-OF_STATED = 0.5  # of what a link should move
-OF_LIKE = 0.5  # of what pairs of the same classes move
+OF_STATED = 0.5  # fraction of a link's stated rate
+OF_LIKE = 0.5  # fraction of the median rate of pairs of the same classes
 SKEW_S = 1.0
 LOOPBACK = "127."
 
 
 def links(survey: Survey) -> Iterator[Finding]:
-    """Every pair added up a few numbers, and moved bytes as fast as its class."""
+    """Check each pair for a correct sum, and for its rate against the stated link and its class."""
     ranks = {rank.rank: rank for rank in survey.ranks}
     failed = [pair for pair in survey.pairs if pair.trouble]
     alone = _alone(survey.pairs)
@@ -47,7 +47,7 @@ def links(survey: Survey) -> Iterator[Finding]:
 
 
 def _alone(pairs: tuple[PairFacts, ...]) -> list[int]:
-    """Ranks that reach nobody, while others reach each other."""
+    """Return ranks failing with every peer, unless all ranks fail."""
     all_of = Counter(rank for pair in pairs for rank in pair.ranks)
     failed = Counter(rank for pair in pairs if pair.trouble for rank in pair.ranks)
     silent = {rank for pair in pairs for rank in pair.silent}
@@ -76,7 +76,7 @@ def _pair_fails(one: RankFacts, other: RankFacts, pair: PairFacts) -> Finding:
         said = f"they do not reach each other ({pair.trouble})"
     apart = one.host != other.host
     gpus = one.on_gpu
-    # Checkpoints go over gloo, whatever training takes.
+    # Checkpoints use gloo, whatever the backend of training.
     names = "NCCL_SOCKET_IFNAME=eth0 GLOO_SOCKET_IFNAME=eth0" if gpus else "GLOO_SOCKET_IFNAME=eth0"
     inside = "NCCL_P2P_DISABLE=1 tells whether it is the link between the cards: export it, and "
     inside = f"{inside}run the check again" if gpus else "see what ended or stopped their processes"
@@ -106,7 +106,7 @@ def _slow(survey: Survey, pair: PairFacts, ranks: dict[int, RankFacts]) -> Itera
         for p in survey.pairs
         if p is not pair and p.bytes_per_s and _kind(ranks, p) == _kind(ranks, pair)
     ]
-    # What processes of one CPU move varies with what else runs there.
+    # Rates between processes of one CPU vary with the machine's load.
     real = one.on_gpu or one.host != other.host
     if not found and real and not one.emulated and len(like) > 1 and rate < OF_LIKE * median(like):
         found = f"pairs of the same classes {_rate(median(like))}"
@@ -127,8 +127,8 @@ def _slow(survey: Survey, pair: PairFacts, ranks: dict[int, RankFacts]) -> Itera
 
 
 def stated_link(survey: Survey, one: RankFacts, other: RankFacts) -> Link | None:
-    """What the cluster file says of the link, else the datasheets; None: nobody does. What is
-    emulated has the links of this machine."""
+    """Return the link stated in the cluster file, or else by the datasheets; None if unknown or if
+    a device is emulated, and uses the links of this machine."""
     if one.emulated or other.emulated:
         return None
     where: Literal["inside", "between"] = "inside" if one.host == other.host else "between"
@@ -145,7 +145,7 @@ def stated_link(survey: Survey, one: RankFacts, other: RankFacts) -> Link | None
 
 
 def _rate_at(link: Link, size: int) -> float:
-    """What a message of this size gets of a link that takes a while to begin."""
+    """Return a message's bytes per second on a link, including the link's startup time."""
     begin_s = link.times.values[0]
     return size / (begin_s + size / link.largest_bytes_per_s) if size else 0.0
 
@@ -156,7 +156,7 @@ def _kind(ranks: dict[int, RankFacts], pair: PairFacts) -> tuple[object, ...]:
 
 
 def _names(survey: Survey) -> Iterator[Finding]:
-    """A host whose name stands for loopback is found by nobody, unless an interface is named."""
+    """Check that host names resolve to reachable addresses, unless a gloo interface is set."""
     if len(survey.hosts) < 2 or survey.emulated:
         return
     for host, facts in survey.hosts.items():
@@ -173,7 +173,7 @@ def _names(survey: Survey) -> Iterator[Finding]:
 
 
 def links_fine(survey: Survey) -> str:
-    """How many pairs, and the slowest of each kind."""
+    """Describe the number of pairs and the slowest pair of each kind."""
     ranks = {rank.rank: rank for rank in survey.ranks}
     kinds: dict[str, list[PairFacts]] = {"inside hosts": [], "between hosts": []}
     for pair in survey.pairs:
@@ -191,7 +191,7 @@ def _slowest(name: str, pairs: list[PairFacts]) -> str:
 
 
 def rates(survey: Survey) -> dict[str, float]:
-    """Of each pair."""
+    """Return the rate and latency of each pair."""
     found: dict[str, float] = {}
     for pair in survey.pairs:
         name = "ranks {} and {}".format(*pair.ranks)
@@ -201,7 +201,7 @@ def rates(survey: Survey) -> dict[str, float]:
 
 
 def clocks(survey: Survey) -> Iterator[Finding]:
-    """Clocks agree: logs, files and caches of several hosts are compared by time."""
+    """Check clocks, because logs, files and caches of several hosts are compared by time."""
     for clock in survey.clocks:
         if abs(clock.ahead_s) - clock.give_or_take_s > SKEW_S:
             way = "ahead of" if clock.ahead_s > 0 else "behind"

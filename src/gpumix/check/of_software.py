@@ -1,4 +1,4 @@
-"""Who came, with which versions, and whether these fit together and to the GPUs. Pure."""
+"""Checks of present ranks, and of software versions across hosts and against GPUs. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpumix.spec.units import plural
 
 
 def ranks(survey: Survey) -> Iterator[Finding]:
-    """Every rank came, can use its device, and read the same job."""
+    """Check for absent ranks, unusable or shared devices, and differing jobs."""
     for rank in survey.ranks:
         if rank.trouble:
             yield Finding(
@@ -63,7 +63,7 @@ def ranks_fine(survey: Survey) -> str:
 
 
 def versions(survey: Survey) -> Iterator[Finding]:
-    """All hosts have what must be the same everywhere, and GPUs of one product one driver."""
+    """Check for equal versions on all hosts, and for an equal driver of GPUs of one product."""
     hosts = list(survey.hosts.items())
     for host, facts in hosts[1:]:
         first, there = hosts[0][1].software, facts.software
@@ -90,7 +90,7 @@ _MUST_AGREE = {
 
 
 def _comparable(name: str, version: str) -> str:
-    """Patches of Python compute the same."""
+    """Reduce a Python version to its minor version, since patch releases compute alike."""
     return version.rpartition(".")[0] if name == "python" else version
 
 
@@ -103,7 +103,7 @@ def _install(name: str, version: str) -> str:
 
 
 def _drivers(survey: Survey) -> Iterator[Finding]:
-    """With one driver devices of one product are one class; with two a found cluster is none."""
+    """Check drivers by product; a discovered cluster needs one driver version per device class."""
     by_product: dict[str, tuple[str, str]] = {}
     named = survey.job is not None and survey.job.named_cluster
     for host, facts in survey.hosts.items():
@@ -131,10 +131,10 @@ def versions_fine(survey: Survey) -> str:
 
 
 def driver(survey: Survey) -> Iterator[Finding]:
-    """The driver runs what the wheel of torch was built for."""
+    """Check that the driver supports the torch wheel's CUDA version."""
     for host, facts in _with_gpus(survey):
         wheel, known = facts.software.cuda, facts.software.driver_cuda
-        if facts.software.rocm or facts.software.xpu:  # CUDA is not wanted there
+        if facts.software.rocm or facts.software.xpu:  # CUDA is not used there
             continue
         if not wheel:
             yield Finding(
@@ -163,7 +163,7 @@ def driver_fine(survey: Survey) -> str:
 
 
 def kernels(survey: Survey) -> Iterator[Finding]:
-    """The wheel of torch has kernels for each GPU, or code that the driver makes some from."""
+    """Check the torch wheel for each GPU's kernels, or for PTX compiled by the driver."""
     for rank in survey.gpus:
         facts = survey.hosts.get(rank.host)
         if facts is None or not facts.software.arches or not rank.capability:

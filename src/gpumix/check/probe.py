@@ -1,7 +1,7 @@
-"""What a rank's process does when it is asked: looks at its host, tries its device and its peers.
+"""Tasks of a rank's probe process: inspect the host, test the device, and test links to peers.
 
-It may hang in any of this, for that is what is looked for: whoever asks (`attend`) ends it then,
-and starts another, which opens its device again when it needs it.
+Any task may hang, since hangs are among the problems tested for. The asking side (`attend`) then
+kills the process and starts another, which opens its device again on demand.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ from gpumix.train.rendezvous import store_of
 
 SMALL_BYTES, TRIAL_BYTES = 4 * 1024, 2**20
 LEAST_BYTES, MOST_BYTES = 2**20, 64 * 2**20  # of a large message
-MESSAGE_S = 0.05  # that a large message is to take
+MESSAGE_S = 0.05  # target duration of a large message
 COPIED_BYTES = 2**28
 PINNED_BYTES = 2**26
-LOADED_ROWS = 4096  # of matrices that keep it busy
-LOADED_S = 0.4  # how long a GPU is kept busy while the driver is asked
+LOADED_ROWS = 4096  # of matrices in the products used as load
+LOADED_S = 0.4  # duration of the load while the driver is queried
 REPEATS = 4
-NEVER_S = 600  # NCCL's own watchdog ends the whole process: whoever asks is faster
+NEVER_S = 600  # NCCL's watchdog would end the process; the asking side times out first
 Told = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What the processes of a rank are told.
+    """Settings of a rank's probe processes.
 
     Attributes:
-        job: None where a cluster is tested without one.
+        job: None where a cluster is tested without a job.
         folder: of the job file.
-        debug: whether they print the traceback of every error, and what libraries print.
+        debug: whether processes print each error's traceback and the output of libraries.
     """
 
     device_class: DeviceClass
@@ -67,7 +67,7 @@ class Setting:
 
 
 class Probe:
-    """One rank's process; `answer` does what is asked by name."""
+    """A rank's probe; `answer` runs a task by name."""
 
     def __init__(self, seat: Seat, setting: Setting) -> None:
         self.seat = seat
@@ -77,7 +77,7 @@ class Probe:
             hide_gpus()
 
     def answer(self, task: str, given: Told) -> Told:
-        """The result of a task, as JSON can hold it."""
+        """Run a task and return its result, in JSON types."""
         tasks: dict[str, Callable[..., Told]] = {
             "facts": self.facts,
             "speed": self.speed,
@@ -95,7 +95,7 @@ class Probe:
     # -- this host and device ----------------------------------------------------------------------
 
     def facts(self, *, of_host: bool) -> Told:
-        """Before any rank uses a GPU, so that whoever uses it is somebody else."""
+        """Gather facts before ranks use GPUs, so memory in use belongs to foreign processes."""
         found: Told = {}
         if of_host:
             job = self.setting.job
@@ -112,7 +112,7 @@ class Probe:
 
     @property
     def _device(self) -> torch.device:
-        """Where tensors go. A CPU is not opened: its memory is not what is tried."""
+        """Device of test tensors. A CPU is not opened, since its memory is not under test."""
         if not self._on_gpu:
             return torch.device("cpu")
         return self._opened().torch_device
@@ -138,7 +138,7 @@ class Probe:
         return there[device.ordinal].id
 
     def _health(self) -> GpuHealth | None:
-        """What the driver of the GPU's maker says; None where nothing of ours asks it."""
+        """Query the GPU vendor's driver; return None for vendors without support."""
         maker, device = self.setting.device_class.maker, self.seat.device
         if maker == "NVIDIA":
             return self._nvidia_health()
@@ -163,7 +163,7 @@ class Probe:
                 ) from error
 
     def speed(self) -> Told:
-        """The fastest product of large matrices, copies in memory, and how the GPU is meanwhile."""
+        """Measure matrix products and memory copies, and query the GPU under load."""
         runtime = self._opened()
         try:
             return self._speed(runtime).model_dump()
@@ -193,7 +193,7 @@ class Probe:
     def _under_load(
         self, runtime: DeviceRuntime, dtype: torch.dtype, flops_per_s: float
     ) -> Look | None:
-        """What the driver says while the GPU computes; None if it says nothing."""
+        """Query the driver while the GPU computes; return None without an answer."""
         size = LOADED_ROWS
         square = torch.zeros(size, size, dtype=dtype, device=runtime.torch_device)
         into = torch.empty_like(square)
@@ -209,7 +209,7 @@ class Probe:
         return None
 
     def host_copy(self) -> Told:
-        """Copies from pinned memory of the host; one device of a host after the other."""
+        """Measure copies from pinned host memory; devices of a host run in turn."""
         runtime = self._opened()
         here = torch.empty(PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
         there = torch.empty(PINNED_BYTES, dtype=torch.uint8, device=runtime.torch_device)
@@ -218,12 +218,12 @@ class Probe:
     # -- two ranks ---------------------------------------------------------------------------------
 
     def connect(self, *, key: str, place: int, timeout_s: float) -> Told:
-        """Form a group of two, on the backend that training takes, and add up a few numbers."""
+        """Form a group of two on the training backend, and sum a few numbers."""
         try:
             return self._connected(key, place, timeout_s)
         except dist.DistStoreError as error:
             raise MachineError(f"it waited {timeout_s:.0f} s for the other in vain") from error
-        except RuntimeError as error:  # whatever backends say of networks
+        except RuntimeError as error:  # network errors of the backends
             raise MachineError(first_line(error)) from error
 
     def _connected(self, key: str, place: int, timeout_s: float) -> Told:
@@ -249,7 +249,7 @@ class Probe:
         return {"latency_s": message_s(comm, SMALL_BYTES, agree=comm)}
 
     def _meet_over_gloo(self, timeout_s: float) -> None:
-        """As checkpoints do, beside training over NCCL."""
+        """Run a barrier over gloo, used by checkpoints in addition to NCCL."""
         try:
             dist.barrier(dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
         except RuntimeError as error:
@@ -259,18 +259,18 @@ class Probe:
             ) from error
 
     def _as_guest(self) -> Seat:
-        """The seat of a process that does not hold the store."""
+        """Return the seat without ownership of the store."""
         return replace(self.seat, holds_store=False)
 
     def transfer(self) -> Told:
-        """A large message to and fro; as large as takes a moment on this link."""
+        """Time a large message in both directions, sized to take `MESSAGE_S` on the link."""
         comm = all_ranks(self._device)
         rate = TRIAL_BYTES / max(1e-6, message_s(comm, TRIAL_BYTES, agree=comm))
         size = int(min(MOST_BYTES, max(LEAST_BYTES, rate * MESSAGE_S)))
         return {"bytes": size, "seconds": message_s(comm, size, agree=comm)}
 
     def part(self) -> Told:
-        """Leave the group."""
+        """Leave the process group."""
         if dist.is_initialized():
             leave_groups()
         return {}
@@ -283,14 +283,14 @@ class Probe:
         return job_on_host(job, self.setting.folder).model_dump()
 
     def model(self) -> Told:
-        """What checkpoints take, and what of them is there."""
+        """Return the bytes of a checkpoint and of saved checkpoints."""
         job = self.setting.job
         assert job is not None, "asked with a job only"
         size = checkpoint_bytes(job, self.setting.folder)
         return {"checkpoint_bytes": size, "saved_bytes": saved_bytes(job.output)}
 
     def leave(self, *, name: str, there: bool) -> Told:
-        """Make a file where the output goes, or remove it."""
+        """Create or remove a marker file next to the output."""
         file = self._beside_output(name)
         if there:
             os.close(opened_lock(file))
@@ -308,7 +308,7 @@ class Probe:
 
 
 def _fastest_s(runtime: DeviceRuntime, source: torch.Tensor, into: torch.Tensor) -> float:
-    """Of some copies."""
+    """Return the seconds of the fastest of several copies."""
     seconds = []
     for _ in range(1 + REPEATS):
         runtime.synchronize()

@@ -1,4 +1,4 @@
-"""The order in which pairs of ranks are tried: in a round each rank is in one at most. Pure."""
+"""Order of testing pairs of ranks, in rounds with at most one pair per rank. Pure."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 
 Pair = tuple[int, int]
-MOST_OF_ALL = 8  # devices of a host of which all pairs are tried; of more, neighbours
+MOST_OF_ALL = 8  # devices of a host up to which all pairs are tested; beyond, only neighbours
 
 
 def rounds(ranks_by_host: Mapping[str, Sequence[int]]) -> Iterator[tuple[Pair, ...]]:
-    """Pairs of hosts first, by their first ranks; then pairs inside all hosts at once."""
+    """Yield rounds of pairs between hosts, by first ranks, then of pairs inside all hosts."""
     firsts = [ranks[0] for ranks in ranks_by_host.values()]
     yield from everybody(firsts)
     inside = [
@@ -22,7 +22,7 @@ def rounds(ranks_by_host: Mapping[str, Sequence[int]]) -> Iterator[tuple[Pair, .
 
 
 def everybody(ranks: Sequence[int]) -> Iterator[tuple[Pair, ...]]:
-    """Everyone meets everyone once: one stays, the others move on by a place each round."""
+    """Yield a round-robin schedule over all pairs: the first rank stays, the rest rotate."""
     if len(ranks) < 2:
         return
     there: list[int | None] = [*ranks, *([None] if len(ranks) % 2 else [])]
@@ -33,7 +33,7 @@ def everybody(ranks: Sequence[int]) -> Iterator[tuple[Pair, ...]]:
 
 
 def neighbours(ranks: Sequence[int]) -> Iterator[tuple[Pair, ...]]:
-    """Everyone meets the next one, the last one the first."""
+    """Yield rounds of neighbouring pairs on a ring."""
     links = list(zip(ranks, [*ranks[1:], ranks[0]]))
     closing = links[-1:] if len(ranks) % 2 else []
     for some in (links[0 : len(links) - len(closing) : 2], links[1::2], closing):
@@ -42,7 +42,7 @@ def neighbours(ranks: Sequence[int]) -> Iterator[tuple[Pair, ...]]:
 
 
 def turns(pairs: Sequence[Pair], host_of: Mapping[int, str]) -> Iterator[tuple[Pair, ...]]:
-    """The pairs of a round, so that no host is in two at once: what they move would share it."""
+    """Split a round into turns with one pair per host at most, as pairs share bandwidth."""
     left = list(pairs)
     while left:
         busy: set[str] = set()

@@ -1,5 +1,4 @@
-"""A check from its beginning to its end, in this process: by its own processes, or as one of
-torchrun's."""
+"""A complete check in this process: with its own child processes, or as a process of torchrun."""
 
 from __future__ import annotations
 
@@ -37,17 +36,17 @@ from gpumix.train.rendezvous import store_of
 from gpumix.train.runner import LocalRunner
 from gpumix.train.torchrun import NO_DEVICE, TorchrunRunner, own_device, seat_in
 
-LIMIT_S = 50.0  # for all of it, with some seconds for processes to end
-MEET_S = 20.0  # to reach the store
-BEGUN_LATER_S = HELLO_S + SLACK_S  # that the first of torchrun's processes may begin after others
+LIMIT_S = 50.0  # for a complete check, plus a few seconds for processes to end
+MEET_S = 20.0  # limit for reaching the store
+BEGUN_LATER_S = HELLO_S + SLACK_S  # margin for torchrun's rank 0 starting after other ranks
 
 
 @dataclass(frozen=True)
 class _Given:
-    """What one process is given.
+    """Inputs of one process.
 
     Attributes:
-        make: what the ranks' processes run.
+        make: factory of the probe in ranks' processes.
     """
 
     job: Job | None
@@ -57,7 +56,7 @@ class _Given:
     debug: bool
 
     def attendant(self, seat: Seat, device_class: DeviceClass, store: dist.Store) -> Attendant:
-        """Of a rank."""
+        """Return the attendant of a rank."""
         setting = Setting(device_class, self.job, self.folder, self.debug)
         hello = _hello(seat, device_class, self.job)
         return Attendant(seat, setting, store, hello=hello, make=self.make)
@@ -65,11 +64,11 @@ class _Given:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a check came to.
+    """The outcome of a check.
 
     Attributes:
-        findings: None in processes that another one speaks for.
-        failed: whether there is an error, the same in all processes.
+        findings: None in processes other than the reporting process.
+        failed: whether an error was found; equal in all processes.
     """
 
     findings: list[Finding] | None
@@ -86,14 +85,14 @@ def check(
     make: Maker = Probe,
     debug: bool = False,
 ) -> Outcome:
-    """What is wrong with the cluster that a job would run on, or with what is found without one.
+    """Check the cluster of a job, or without a job the discovered devices.
 
     Args:
-        allowed: code that the job may call; see `check_allowed`.
-        leaving: closed when the outcome, or an error, has been told: torchrun ends all processes
-            once one of them leaves with an error, and others leave not before this.
-        make: what the ranks' processes run.
-        debug: whether they print tracebacks.
+        allowed: code callable by the job; see `check_allowed`.
+        leaving: closed after the outcome or an error is printed. torchrun ends all processes once a
+            process exits with an error, so the other ranks leave only after `leaving` is closed.
+        make: factory of the probe in ranks' processes.
+        debug: whether processes print tracebacks.
     """
     deadline = time.monotonic() + LIMIT_S
     folder = Path.cwd() if path is None else path.absolute().parent
@@ -114,7 +113,7 @@ def check(
 
 
 def _alone(given: _Given, say: Say) -> Survey:
-    """On this host: an attendant for each device."""
+    """Survey this host, with one attendant per device."""
     warm_up(preload=PRELOAD)
     job = given.job
     wanted = None if job is None or job.cluster == "auto" else job.cluster
@@ -133,8 +132,8 @@ def _alone(given: _Given, say: Say) -> Survey:
 def _speaker(
     place: TorchrunPlace, read: Callable[[], _Given], deadline: float, say: Say, leaving: ExitStack
 ) -> Outcome:
-    """The first of torchrun's processes: attends its own rank, and asks all. The others leave as
-    it does: torchrun would wait for minutes where one host fails and another does not."""
+    """Run torchrun's rank 0: serve its own rank and survey all ranks. The other ranks leave with
+    rank 0's result, because torchrun waits minutes if one host fails and another does not."""
     store = store_of(seat_in(place, NO_DEVICE), MEET_S)
     crew = Crew(store, place.world, deadline)
     failed = True
@@ -157,8 +156,8 @@ def _speaker(
 
 
 def _attend(place: TorchrunPlace, read: Callable[[], _Given], until: float) -> bool:
-    """Another of torchrun's processes; whether the check failed. What is wrong with this one the
-    first one tells."""
+    """Run another rank of torchrun; return True if the check failed. Rank 0 reports errors of this
+    rank."""
     store = store_of(seat_in(place, NO_DEVICE), MEET_S)
     words = dist.PrefixStore(f"{KEYS}/{place.rank}", store)
     failed = True
@@ -168,7 +167,7 @@ def _attend(place: TorchrunPlace, read: Callable[[], _Given], until: float) -> b
             device, device_class = _device(place, given.job)
         except GpumixError as error:
             words.set("hello", _in_trouble(place.rank, error).model_dump_json())
-            next_task(words, 0, until)  # nothing is asked of it but to leave
+            next_task(words, 0, until)  # the only task sent is the end task
         else:
             failed = given.attendant(seat_in(place, device), device_class, store).serve(until)
         words.set("gone", "{}")
@@ -185,7 +184,7 @@ def _in_trouble(rank: int, error: GpumixError) -> RankFacts:
 
 
 def _start(stack: ExitStack, attendant: Attendant, deadline: float) -> None:
-    """In a thread, which ends before the store does."""
+    """Serve in a thread ending before the store closes."""
     thread = threading.Thread(
         target=attendant.serve, args=(deadline,), name="gpumix-check", daemon=True
     )
@@ -195,7 +194,7 @@ def _start(stack: ExitStack, attendant: Attendant, deadline: float) -> None:
 
 
 def _device(place: TorchrunPlace, job: Job | None) -> tuple[Device, DeviceClass]:
-    """The device of a process of torchrun's: that which the job names, or which is found."""
+    """Return the device of a torchrun process: named by the job, or discovered."""
     if job is None or not isinstance(job.cluster, Cluster):
         return own_device(place)
     runner = TorchrunRunner(place)
@@ -205,7 +204,7 @@ def _device(place: TorchrunPlace, job: Job | None) -> tuple[Device, DeviceClass]
 
 
 def _hello(seat: Seat, device_class: DeviceClass, job: Job | None) -> RankFacts:
-    """What a rank says of itself and its device."""
+    """Return a rank's facts about itself and its device."""
     told = "" if job is None else json.dumps(without_paths(job.model_dump()))
     host = seat.device.host
     return RankFacts(

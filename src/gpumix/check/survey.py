@@ -1,4 +1,4 @@
-"""Gathers all that is known of a cluster: asks ranks one thing after the other, in a fixed time."""
+"""Survey of a cluster: sends tasks to ranks one after another, within a fixed time."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from gpumix.spec.cluster import Cluster
 from gpumix.spec.job import Job
 from gpumix.train.memory_folder import copies
 
-HELLO_S = START_S + 2.0  # for all ranks to come
+HELLO_S = START_S + 2.0  # limit for all ranks to arrive
 FACTS_S, COPY_S = 12.0, 3.0
-SPEED_S = 20.0  # the driver may be loaded first, which takes long with many cards
+SPEED_S = 20.0  # may include loading the driver, which is slow with many cards
 CONNECT_S, TRANSFER_S, PART_S = 8.0, 5.0, 2.0
-EARLIER_S = 1.0  # a group of two gives up so much before its processes are given up
+EARLIER_S = 1.0  # margin by which forming a group times out before its processes are killed
 JOB_S = 16.0
-DATA_S, MODEL_S = 10.0, 10.0  # of which each may take so much
+DATA_S, MODEL_S = 10.0, 10.0  # limit of each
 CLOCK_LOOKS = 5
 Say = Callable[[str], None]
 
 
 class Surveyor:
-    """Finds out what a `Survey` holds.
+    """The gathering of a `Survey`.
 
     Args:
-        job: that is to be run; None: the cluster alone is tested.
-        say: tells people what is being done.
+        job: to be run; None: only the cluster is tested.
+        say: reports progress to the user.
     """
 
     def __init__(self, crew: Crew, job: Job | None, say: Say) -> None:
@@ -55,7 +55,7 @@ class Surveyor:
         self._hosts: dict[str, HostFacts] = {}
 
     def survey(self) -> Survey:
-        """Everything, in an order in which nothing disturbs what is measured after it."""
+        """Gather all facts, ordered to keep later measurements undisturbed."""
         self._meet()
         hosts = len(self._speakers())
         self._say(
@@ -79,7 +79,7 @@ class Surveyor:
             job=job,
         )
 
-    # -- who is there ------------------------------------------------------------------------------
+    # -- ranks -------------------------------------------------------------------------------------
 
     def _meet(self) -> None:
         for rank, told in enumerate(self._crew.hellos(HELLO_S)):
@@ -94,14 +94,14 @@ class Surveyor:
         return [r for r in self._ranks.values() if not r.trouble and r.rank not in self._crew.lost]
 
     def _speakers(self) -> dict[str, int]:
-        """The first rank of each host that answers."""
+        """Return the first answering rank of each host."""
         found: dict[str, int] = {}
         for rank in self._well():
             found.setdefault(rank.host, rank.rank)
         return found
 
     def _name_lost(self, pairs: Sequence[PairFacts]) -> None:
-        """Ranks that stopped answering, where nothing else says so."""
+        """Record ranks lost during the survey, unless a failed pair reports the rank already."""
         told = {rank for pair in pairs if pair.trouble for rank in pair.ranks}
         for rank in sorted(self._crew.lost - told):
             if not self._ranks[rank].trouble:
@@ -129,9 +129,9 @@ class Surveyor:
                 self._set(rank, health=GpuHealth.model_validate(answer.value["health"]))
 
     def _clocks(self) -> list[ClockFacts]:
-        """The best of a few looks each: the one with the shortest way."""
+        """Measure clock offsets; each is the sample with the shortest round trip."""
         found: list[ClockFacts] = []
-        if any(rank.emulated for rank in self._ranks.values()):  # its hosts are this one
+        if any(rank.emulated for rank in self._ranks.values()):  # all hosts are the local machine
             return found
         for host, rank in list(self._speakers().items())[1:]:
             looks = [self._crew.ahead_s(rank) for _ in range(CLOCK_LOOKS)]
@@ -149,7 +149,7 @@ class Surveyor:
             else:
                 self._set(rank, speed=Speed.model_validate(answer.value))
         waiting = [rank for rank in self._well() if rank.speed is not None]
-        while waiting:  # one device of each host at once, for they share the way to its memory
+        while waiting:  # one device per host at a time: devices share the link to host memory
             now = {rank.host: rank for rank in reversed(waiting)}
             waiting = [rank for rank in waiting if rank not in now.values()]
             asked = [rank.rank for rank in now.values()]
@@ -162,7 +162,7 @@ class Surveyor:
     # -- pairs -------------------------------------------------------------------------------------
 
     def _pairs(self, keep_s: float) -> tuple[list[PairFacts], int]:
-        """Pairs that were tried, and how many were not."""
+        """Return the tested pairs and the number of skipped pairs."""
         by_host: dict[str, list[int]] = {}
         for rank in self._well():
             by_host.setdefault(rank.host, []).append(rank.rank)
@@ -177,7 +177,7 @@ class Surveyor:
         return found, untried
 
     def _round(self, number: int, pairs: Sequence[Pair]) -> list[PairFacts]:
-        """All pairs of a round form groups at once; what they move is timed in turns."""
+        """Test a round: all pairs form groups at once, then transfers are timed in turns."""
         found: dict[Pair, PairFacts] = {}
         asked = {
             rank: {
@@ -222,7 +222,7 @@ class Surveyor:
         )
 
     def _sizes(self, speakers: dict[str, int], on_hosts: dict[str, JobOnHost]) -> Told:
-        """What checkpoints take, by the first host; where it builds none, `on_hosts` says so."""
+        """Return checkpoint sizes from the first able host; record a failure in `on_hosts`."""
         able = [host for host in speakers if host in on_hosts and not on_hosts[host].missing]
         if not able or "model" in on_hosts[able[0]].trouble:
             return {}
@@ -236,7 +236,7 @@ class Surveyor:
         return answer.value
 
     def _shared(self, speakers: dict[str, int]) -> dict[str, bool]:
-        """Which hosts see a file that the first one makes where the output goes."""
+        """Test on each host whether the first host's file next to the output is visible."""
         ranks = list(speakers.values())
         if len(ranks) < 2:
             return {}
@@ -251,7 +251,7 @@ class Surveyor:
 
 
 def _came(rank: int, told: Told) -> RankFacts:
-    """What a rank says of itself; another gpumix may say it in another way."""
+    """Read a rank's hello message; another version of gpumix may use another format."""
     version = told.get("gpumix", "")
     with suppress(ValidationError):
         facts = RankFacts.model_validate(told)
@@ -268,12 +268,12 @@ def _came(rank: int, told: Told) -> RankFacts:
 
 
 def _nothing(ranks: Iterable[int]) -> dict[int, Told]:
-    """That these are given with a task."""
+    """Return empty arguments for each rank."""
     return {rank: {} for rank in ranks}
 
 
 def _of_pair(pair: Pair, answers: dict[int, Answer]) -> PairFacts:
-    """Whether a group was formed. Who hung is to blame before who waited for it."""
+    """Return the result of forming a group. A hang takes precedence over the peer's timeout."""
     silent = Answer(error="no answer", silent=True)
     both = {rank: answers.get(rank, silent) for rank in pair}
     failed = [answer for answer in both.values() if answer.error]
@@ -294,7 +294,7 @@ def _moved(found: PairFacts, answers: dict[int, Answer]) -> PairFacts:
     if failed:
         silent = tuple(r for r, answer in zip(found.ranks, both) if answer.silent)
         return found.model_copy(update={"trouble": failed[0].error, "silent": silent})
-    # What both measured is agreed on between them.
+    # Both ranks agree on the measured values.
     told = {"message_bytes": both[0].value["bytes"], "message_s": both[0].value["seconds"]}
     return found.model_copy(update=told)
 

@@ -1,1 +1,1 @@
-"""What slows a job down, proved on that job, and the setting that mends it."""
+"""Bottleneck diagnosis of a job: measured suspects, and settings fixing the confirmed cases."""

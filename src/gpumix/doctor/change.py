@@ -1,4 +1,4 @@
-"""Changes of a job: values by the path to them, as in `--set`."""
+"""Changes of a job: values by dotted key, as in `--set`."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from gpumix.spec.read_overrides import key_of
 from gpumix.spec.read_yaml import Source, parse_yaml
 
 Changes = Mapping[str, Any]
-"""Values by their keys, with dots between."""
+"""Values by dotted key."""
 
 
 def overrides(changes: Changes) -> list[str]:
-    """The same as `--set` has them."""
+    """Return the changes as `--set` arguments."""
     return [f"{key}={json.dumps(value)}" for key, value in changes.items()]
 
 
 def given_again(given: Sequence[str], changes: Changes) -> list[str]:
-    """What `--set` is to be given beside a job file with the changes, so that they hold: the same
-    as was `given`, without what they replace, and with those of them that it would replace."""
+    """Return the `--set` arguments for a job file containing the changes: the arguments `given`,
+    without replaced keys, plus changes overridden by a remaining argument for a parent key."""
     replaced = tuple(f"{key}." for key in changes)
     kept = [one for one in given if not f"{key_of(one)}.".startswith(replaced)]
     above = tuple(f"{key_of(one)}." for one in kept)
@@ -36,7 +36,7 @@ def given_again(given: Sequence[str], changes: Changes) -> list[str]:
 
 
 def in_words(changes: Changes) -> str:
-    """As a reader would write them; a default is left out."""
+    """Format changes for a reader; a default value reads as an absent key."""
     return ", ".join(
         f"no `{key}`" if value == default_of(key) else f"`{key}: {json.dumps(value)}`"
         for key, value in changes.items()
@@ -44,7 +44,7 @@ def in_words(changes: Changes) -> str:
 
 
 def default_of(key: str) -> Any:
-    """Of a key of a job, as JSON has it."""
+    """Return the default of a job key, as JSON value."""
     *path, last = key.split(".")
     spec: type[Value] = Job
     for part in path:
@@ -56,12 +56,11 @@ def default_of(key: str) -> Any:
 
 
 def write_tuned(job: Path, tuned: Path, changes: Changes, notes: Sequence[str] = ()) -> None:
-    """The job file with the changes made, as another file, which begins with the notes on them. Its
-    comments and its order are kept, unless values are written in a way that cannot be changed in
-    place.
+    """Write a changed copy of a job file, starting with the notes. Comments and order are kept,
+    unless the layout of a value prevents an edit in place.
 
     Raises:
-        MachineError: it cannot be written.
+        MachineError: writing fails.
     """
     text = read_bytes(job).decode("utf-8-sig")
     content = _content(text)
@@ -86,7 +85,7 @@ def write_tuned(job: Path, tuned: Path, changes: Changes, notes: Sequence[str] =
 
 
 def _content(text: str) -> Any:
-    """The values in a job's text, none of them in two places."""
+    """Parse a job's text into values; duplicate keys are an error."""
     tree = parse_yaml(text, Source("the job", Path()))
     assert tree is not None, "it was read as a job"
     return tree.value

@@ -1,8 +1,8 @@
-"""Examines a patient, a job or a function that trains: runs a few of its steps, and tries what may
-make them shorter, one change at a time, each against the patient as it has become so far.
+"""Examination of a patient (a job or a training function): runs a few steps, then measures
+candidate changes in turn, each on top of the changes accepted before.
 
-A window is a run of a few steps in processes of its own, so that nothing of one setting is left for
-another; windows before and after a change run in turn.
+A window is a run of a few steps in its own processes, isolated from the settings of earlier
+windows. Windows before and after a change alternate.
 """
 
 from __future__ import annotations
@@ -19,18 +19,17 @@ from gpumix.doctor.verdict import PAIRS, Gain, enough, gain_of
 from gpumix.spec.errors import GpumixError
 from gpumix.spec.units import show_seconds
 
-STEPS = 12  # of a window, beside its warm-up
-DISTURBED = 0.3  # of a step, that windows of one setting may differ by
-LONG_S = 20.0  # that windows may take without a word of how long they will
+STEPS = 12  # of a window, not counting its warm-up
+DISTURBED = 0.3  # limit on the spread of windows with equal settings, as fraction of a step
+LONG_S = 20.0  # duration of windows above which an estimate is printed
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Window:
-    """Seconds of a step, or of as many samples as one had without changes, with its part of what is
-    done beside steps; the seconds that were measured for it; and the part of a step in which a
-    device waits for its data."""
+    """Timing of a window: `step_s` per step, including work between steps and scaled to the
+    unchanged samples per step; `trained_s` measured; the fraction of a step waiting for data."""
 
     step_s: float
     trained_s: float
@@ -38,31 +37,31 @@ class Window:
 
 
 class Patient(Protocol):
-    """What is examined, with some changes."""
+    """A system under examination, with some changes applied."""
 
     def window(self) -> Window:
         """Run a few steps.
 
         Raises:
-            GpumixError: it does not run.
+            GpumixError: the window fails.
         """
         ...
 
     def with_changes(self, changes: Changes) -> Self:
-        """The same with more changes."""
+        """Return a copy with additional changes."""
         ...
 
     def suspects(self) -> list[Suspect]:
-        """What is to be tried, in this order; from what its last window showed."""
+        """Return suspects in the order of testing, based on the last window."""
         ...
 
     def unlike(self, before: Self) -> str:
-        """In what this one trains something else than `before`, beyond rounding, as its last window
-        showed; empty: in nothing."""
+        """Describe differences in training from `before` beyond rounding, as shown by the last
+        windows; empty without a difference."""
         ...
 
     def remarks(self) -> Iterator[str]:
-        """What no change mends; from what its last window showed."""
+        """Yield remarks on problems without a fix by changes, based on the last window."""
         ...
 
 
@@ -71,7 +70,7 @@ AnyPatient = TypeVar("AnyPatient", bound=Patient)
 
 @dataclass
 class _Tally:
-    """Of the windows so far."""
+    """Statistics of all windows so far."""
 
     trained_s: float = 0.0
     spreads: list[float] = field(default_factory=list)
@@ -82,7 +81,7 @@ class _Tally:
         return found
 
     def remarks(self) -> Iterator[str]:
-        """On the windows themselves."""
+        """Yield remarks on the spread of windows."""
         if self.spreads and (spread := median(self.spreads)) > DISTURBED:
             yield (
                 f"windows of the same settings differ by {spread:.0%}: this machine does something "
@@ -103,12 +102,12 @@ def examine(
     """Examine `patient`.
 
     Args:
-        say: is told what is tried.
-        pairs: of windows, for each change; more where some of them were disturbed.
-        only: names of suspects to try; empty: all, but for those that take minutes.
+        say: reports progress.
+        pairs: of windows per change; disturbed windows cause additional pairs.
+        only: names of suspects to try; empty: all except costly suspects.
 
     Raises:
-        GpumixError: the patient as it is does not run.
+        GpumixError: the unchanged patient does not run.
     """
     begun_s, tally, found = time.perf_counter(), _Tally(), _Found()
     first = tally.one_more(patient)
@@ -155,7 +154,7 @@ def _next(patient: Patient, tried: set[str], only: tuple[str, ...]) -> Suspect |
 
 
 def _compared(before: AnyPatient, after: AnyPatient, pairs: int, tally: _Tally, say: Say) -> Gain:
-    """By windows that run in turn; no more of them than say something."""
+    """Measure the gain in alternating windows, stopping once the result is clear."""
     begun_s = time.perf_counter()
     before_s: list[float] = []
     after_s: list[float] = []

@@ -1,5 +1,5 @@
-"""Inside of the ranks of a job's window: what the code does that the job names, and what of it is
-done otherwise. A job's own settings are changed from outside."""
+"""Observation inside the ranks of a job's window, and changes of user code there. Settings of the
+job are changed from outside."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from gpumix.doctor.function.seen import Site
 from gpumix.spec.files import opened_log
 
 CODE = ("late_values", "quiet", "expandable_segments")
-"""Changes of no setting: of what code does in ranks, or their environment."""
+"""Changes of code or environment in ranks, in contrast to job settings."""
 
 
 @dataclass(frozen=True)
 class SeenInside:
-    """Of the first rank, in the steps that counted.
+    """Observations of the first rank in counted steps.
 
     Attributes:
-        syncs: values of a GPU that the host waits for; `writes`: to stdout and stderr. Of lines of
-            the user's own alone.
-        attention: lines that write it out. `kernels_s`: of a step, in which the GPU computed; None:
-            not known. Both only where a step was looked at.
+        syncs: reads of GPU values making the host wait; `writes`: to stdout and stderr. Both only
+            in lines of user code.
+        attention: lines with unfused attention. `kernels_s`: GPU compute time per step; None:
+            unknown. Both only from an inspected step.
     """
 
     syncs: tuple[Site, ...] = ()
@@ -41,14 +41,14 @@ class SeenInside:
 
 @dataclass
 class Inside:
-    """A `train.watcher.Watcher`.
+    """An implementation of `train.watcher.Watcher`.
 
     Attributes:
         changes: of `CODE`.
-        log: for what code prints, which would be beside the report else.
+        log: file for printed output, kept out of the report.
         gpu: whether ranks have GPUs.
-        looks: at each operation of a step more.
-        attention: whether at how it attends, too.
+        looks: whether to inspect the operations of an additional step.
+        attention: whether to search that step for unfused attention.
     """
 
     changes: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""A job as a patient: windows are trials of its plan, changes are settings of it."""
+"""A job as a patient: windows are trial runs of the plan, changes are job settings."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from gpumix.train.outcome import Trial
 from gpumix.train.pipeline import Pipeline
 from gpumix.train.rebalance_room import settled
 
-SETTLING = 10  # steps more, in which the loader finds its setting
-COMPARED = {"late_values": "late_values", "precision": "autocast"}  # changes, and what they are
-MEASURED = {"precision", "compile", "efficiency"}  # of a job, what its profile goes by
-AMPERE = 8  # major compute capability, from which on there is TF32
+SETTLING = 10  # additional steps for the loader to tune itself
+COMPARED = {"late_values": "late_values", "precision": "autocast"}  # changes, and names in `alike`
+MEASURED = {"precision", "compile", "efficiency"}  # job keys affecting its profile
+AMPERE = 8  # major compute capability introducing TF32
 
 
 @dataclass
@@ -41,13 +41,13 @@ class JobPatient:
     """The job at `path` with some changes.
 
     Attributes:
-        given: changes of the job, as `--set` has them, that are no part of the examination.
-        steps: of a window, those in which the loader settles among them.
-        folder: for what windows write.
-        allowed: code that the job may call; see `Pipeline.of_file`.
-        global_batch: of the job without changes; None: there are none. `tokens`: of a step of it.
-        inside: what a look into its ranks found, before anything was changed; `kernels_share`: of a
-            step, in which a GPU computed.
+        given: the user's `--set` arguments, not part of the examination.
+        steps: of a window, including steps for the loader to settle.
+        folder: for output of windows.
+        allowed: code callable by the job; see `Pipeline.of_file`.
+        global_batch: of the unchanged job, None without changes; `tokens`: of its steps.
+        inside: observations inside ranks before any change; `kernels_share`: fraction of a step in
+            which a GPU computes.
     """
 
     path: Path
@@ -77,13 +77,13 @@ class JobPatient:
 
     @cached_property
     def plan(self) -> Plan:
-        """As a run comes to have it, which may split its samples anew."""
+        """The plan after a run's possible rebalancing of samples."""
         profile = self._profile()
         plan = self.pipeline.plan(profile)
         return settled(profile, plan) if self.job.rebalance else plan
 
     def _profile(self) -> Profile:
-        """Measured once for all changes that leave it as it is."""
+        """Return the profile, measured once for all changes without effect on it."""
         job = self.job
         said = job.model_dump(mode="json", include=MEASURED)
         techniques = job.techniques
@@ -93,7 +93,7 @@ class JobPatient:
         return self.profiles[key]
 
     def window(self) -> Window:
-        plan = self.plan  # made, and profiled, before anything is watched
+        plan = self.plan  # planned and profiled before the watch starts
         looks = self.inside is None
         inside = Inside(
             {key: value for key, value in self.changes.items() if key in CODE},
@@ -119,18 +119,18 @@ class JobPatient:
             if every:
                 seconds += took.each_s(every * trial.mean_s) / every
                 took_s += took.still_s + took.beside_s
-        # Of as many tokens as without changes: in another order, or of more samples, it has others.
+        # Scale to the unchanged tokens per step, which a new sample order or batch size alters.
         seconds *= (self.tokens or _tokens(trial)) / _tokens(trial)
         return Window(seconds, took_s, max(trial.input_shares))
 
     def _real(self, *, gpus: bool) -> tuple[str, ...]:
-        """Names of the classes of GPUs, or of CPUs that are not emulated."""
+        """Return the names of GPU classes, or of CPU classes, without emulated classes."""
         classes = self.pipeline.cluster.classes
         return tuple(c.name for c in classes if c.is_gpu == gpus and not c.emulated)
 
     @property
     def _part_of_batch(self) -> float:
-        """The batch without changes over that with them."""
+        """Ratio of the unchanged to the changed batch size."""
         return (self.global_batch or self.job.global_batch) / self.job.global_batch
 
     def with_changes(self, changes: Changes) -> JobPatient:
@@ -143,8 +143,8 @@ class JobPatient:
         return suspects(self._evidence())
 
     def unlike(self, before: JobPatient) -> str:
-        """A job's settings change rounding at the most; the engine's tests hold that. Of what is
-        changed in code, and of dtypes, losses tell."""
+        """Compare losses after changes of code or dtypes. All further settings change rounding at
+        most, as verified by the engine's tests."""
         added = {key for key in self.changes.keys() - before.changes.keys() if key in COMPARED}
         if not added:
             return ""
@@ -185,7 +185,7 @@ class JobPatient:
             yield written_out(self.inside.attention)
         if told := steering(SeenInside.of(trial.told).syncs):
             yield told
-        if trial.syncs:  # but for those, which torch takes for lines of `doctor.function.lines`
+        if trial.syncs:  # without reads through `doctor.function.lines`, attributed to gpumix
             named = ", ".join(f"{place} ({n:g} a step)" for place, n in trial.syncs[:SITES])
             yield (
                 f"the model makes the host wait for the device at {named}: leave the values on the "
@@ -206,7 +206,7 @@ def job_patient(
     allowed: tuple[str, ...] | None = None,
     debug: bool = False,
 ) -> Iterator[JobPatient]:
-    """The job at `path`, with a folder for what its windows write."""
+    """Provide the job at `path`, with a scratch folder for its windows."""
     with scratch_folder() as scratch:
         yield JobPatient(path, given, steps + SETTLING, scratch, allowed, debug)
 
@@ -220,7 +220,7 @@ def _foretold_s(patient: JobPatient) -> float | None:
 
 
 def _tokens(trial: Trial) -> float:
-    """Of a step, without padding."""
+    """Return the tokens per step, without padding."""
     return trial.tokens_per_s * trial.step_s
 
 

@@ -1,4 +1,4 @@
-"""Changes values in the text of a YAML file; all else in it stays as its author wrote it."""
+"""Edits of values in a YAML file's text, keeping the rest of the text unchanged."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from yaml.nodes import CollectionNode, MappingNode, Node
 
 
 def with_value(text: str, path: list[str], value: Any) -> str:
-    """The text with one value changed, or put behind the last one of its section.
+    """Return the text with one value changed, or appended to a section.
 
     Raises:
-        ValueError: it is written in a way that is not understood here, on several lines, say.
+        ValueError: the layout is not supported, for example a value over several lines.
     """
     section = yaml.compose(text, Loader=yaml.SafeLoader)
     for done, key in enumerate(path):
@@ -32,7 +32,7 @@ def with_value(text: str, path: list[str], value: Any) -> str:
 
 def _added(text: str, section: MappingNode, entry: str) -> str:
     if section.flow_style:
-        end = section.end_mark.index - 1  # the bracket
+        end = section.end_mark.index - 1  # the closing bracket
         kept = text[:end].rstrip()
         return f"{kept}{', ' if section.value else ''}{entry}{text[end:]}"
     last = _last(section)
@@ -42,7 +42,7 @@ def _added(text: str, section: MappingNode, entry: str) -> str:
 
 
 def _last(node: Node) -> Node:
-    """What is written last in it."""
+    """Return the last node in the text of a section."""
     while isinstance(node, CollectionNode) and not node.flow_style and node.value:
         last = node.value[-1]
         node = last[1] if isinstance(last, tuple) else last

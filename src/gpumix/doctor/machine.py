@@ -1,7 +1,6 @@
-"""What slows training down that no setting mends: a GPU that is throttled, a link below its class,
-a disk or cores that cannot keep up. `remarks_on` judges, and is pure; `watched` reads what the
-driver and the kernel count anyway, from outside of the processes that train.
-"""
+"""Slowdowns without a fix by settings: throttled GPUs, slow links, disks or cores. `remarks_on`
+judges, and is pure; `watched` reads counters of driver and kernel, from outside of the training
+processes."""
 
 from __future__ import annotations
 
@@ -19,10 +18,10 @@ from gpumix.data.tuning import Limit
 from gpumix.hardware.gpu_health import REASONS, Look, driver, look, most_link
 from gpumix.spec.files import read_log
 
-SHARE = 0.1  # of the looks, or of the time, from which on it is told
-LOOK_S = 0.2  # between looks at the GPUs
-SITES = 5  # lines that are named
-USED = 0.05  # of a GPU's time, below which it is not part of the training
+SHARE = 0.1  # fraction of samples, or of the time, above which a problem is reported
+LOOK_S = 0.2  # between samples of the GPUs
+SITES = 5  # lines named in a message
+USED = 0.05  # fraction of a GPU's time below which the GPU counts as unused
 
 _PRESSURE = Path("/proc/pressure/io")
 _PAGED_IN = Path("/proc/vmstat")
@@ -30,7 +29,7 @@ _PAGED_IN = Path("/proc/vmstat")
 
 @dataclass(frozen=True)
 class GpuWatched:
-    """A GPU during a window. `most`: the link that card and slot could have."""
+    """Samples of a GPU during a window. `most`: the best link supported by card and slot."""
 
     name: str
     most: tuple[int, int]
@@ -39,11 +38,11 @@ class GpuWatched:
 
 @dataclass(frozen=True)
 class Watched:
-    """The machine during a window.
+    """State of the machine during a window.
 
     Attributes:
-        stalled_share: of the time in which some process waited for a disk; None: not known.
-        read_bytes_per_s: that came from disks.
+        stalled_share: fraction of the time in which a process waited for a disk; None: unknown.
+        read_bytes_per_s: read from disks.
     """
 
     gpus: tuple[GpuWatched, ...]
@@ -52,10 +51,10 @@ class Watched:
 
 
 def remarks_on(seen: Watched, *, input_share: float, retries: int = 0) -> Iterator[str]:
-    """What is to be told of the machine.
+    """Yield remarks on the machine.
 
     Args:
-        input_share: of a step, in which a device waits for its data.
+        input_share: fraction of a step in which a device waits for its data.
         retries: of the allocator.
     """
     for gpu in seen.gpus:
@@ -80,7 +79,7 @@ def _throttled(gpu: GpuWatched) -> Iterator[str]:
 
 
 def _narrow_link(gpu: GpuWatched) -> Iterator[str]:
-    """Links of idle GPUs are slowed down to save power: the best of all looks counts."""
+    """Report a slow PCIe link, by its best sample: idle GPUs slow links to save power."""
     looks = [one.link for one in gpu.looks if one.used]
     if not looks:
         return
@@ -104,11 +103,11 @@ def _slow_disk(seen: Watched, input_share: float) -> Iterator[str]:
 
 
 def still_starved(input_shares: Sequence[float], limits: Sequence[str]) -> str:
-    """What is to be told of the device that waits longest for its data; empty: it does not.
+    """Describe the device with the longest wait for data; empty if short.
 
     Args:
-        limits: what holds the data of each back, by its loader; told where it is the cores, as else
-            none is known.
+        limits: bottleneck of each device's data, as found by the loader; only `Limit.CORES` is
+            reported.
     """
     share = max(input_shares)
     if share <= STARVED_SHARE:
@@ -122,7 +121,7 @@ def still_starved(input_shares: Sequence[float], limits: Sequence[str]) -> str:
 
 
 def written_out(lines: Sequence[str]) -> str:
-    """What is to be told of attention that is a softmax between two products."""
+    """Describe lines with unfused attention."""
     named = ", ".join(lines[:SITES])
     return (
         f"attention is written out at {named}, as products around a softmax, with matrices of all "
@@ -132,11 +131,10 @@ def written_out(lines: Sequence[str]) -> str:
 
 
 def too_few_cores(cpu_s: float, step_s: float, cores: float, input_share: float) -> str:
-    """What is to be told where reading data, beside training itself where that is on the CPU too,
-    keeps all cores busy; empty: they are not.
+    """Describe a shortage of cores for reading data (and for training on a CPU); empty if none.
 
     Args:
-        cpu_s: seconds of cores that all processes of the training take for a step.
+        cpu_s: CPU seconds per step of all training processes.
     """
     busy = cpu_s / max(1e-9, step_s * cores)
     if input_share <= STARVED_SHARE or busy < 1.0 - SHARE:
@@ -153,7 +151,7 @@ def too_few_cores(cpu_s: float, step_s: float, cores: float, input_share: float)
 
 @contextmanager
 def watched() -> Iterator[Callable[[], Watched]]:
-    """Watch the machine in here; gives a function that tells what was seen, for afterwards."""
+    """Watch the machine; provide a function returning the observations after the block."""
     gpus: list[GpuWatched] = []
     ended = threading.Event()
     thread = threading.Thread(target=_look, args=(gpus, ended), name="gpumix-looks", daemon=True)
@@ -172,7 +170,7 @@ def watched() -> Iterator[Callable[[], Watched]]:
 
 
 def _look(gpus: list[GpuWatched], ended: threading.Event) -> None:
-    """At all GPUs until the end; at none where there is no driver, or it does not answer."""
+    """Sample all GPUs until `ended`; without a working driver, none."""
     with driver() as nvml:
         if nvml is not None:
             with suppress(nvml.NVMLError):
@@ -180,7 +178,7 @@ def _look(gpus: list[GpuWatched], ended: threading.Event) -> None:
 
 
 def look_at(nvml: ModuleType | Any, ended: Callable[[], bool]) -> list[GpuWatched]:
-    """Look at each GPU until `ended()`, which waits in between."""
+    """Sample each GPU until `ended()`, which waits between samples."""
     count = nvml.nvmlDeviceGetCount()
     handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
     looks: list[list[Look]] = [[] for _ in handles]
@@ -194,7 +192,7 @@ def look_at(nvml: ModuleType | Any, ended: Callable[[], bool]) -> list[GpuWatche
 
 
 def stalled_us(text: str) -> int | None:
-    """Of the kernel's account of waits for disks: all microseconds in which some process waited."""
+    """Return the total microseconds of disk waits from the kernel's pressure report."""
     for line in text.splitlines():
         if line.startswith("some "):
             return int(line.rpartition("total=")[2])
@@ -202,7 +200,7 @@ def stalled_us(text: str) -> int | None:
 
 
 def paged_in_bytes(text: str) -> int:
-    """Of the kernel's counters: all bytes that were read from disks."""
+    """Return the total bytes read from disks from the kernel's counters."""
     fields: Sequence[list[str]] = [line.split() for line in text.splitlines()]
     return next((int(kib) * 1024 for name, kib in fields if name == "pgpgin"), 0)
 

@@ -1,4 +1,4 @@
-"""The values of an examination: suspects, findings, and the report of them all. Pure."""
+"""Values of an examination: suspects, findings, and the report. Pure."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ DTYPE_NOTE = "it rounds otherwise: look at the loss of a whole run"
 
 @dataclass(frozen=True)
 class Suspect:
-    """One thing that may cost time.
+    """A suspected slowdown.
 
     Attributes:
         name: short and stable, for programs.
-        what: it is, in words; `why` it is suspected.
-        changes: that would mend it: of a job, or of what a function does.
-        fix: what its user must change, where that is code; empty: `changes` are keys of a job.
-        note: what comes with it, or is given up for it.
-        changes_training: beyond rounding; that is told, and left to the user.
-        costly: to try takes minutes: only where it is asked for.
+        what: description; `why`: reason for the suspicion.
+        changes: expected to help, as job keys or changes of a function.
+        fix: edit for the user, for changes of code; empty if `changes` are job keys.
+        note: side effects or costs of the change.
+        changes_training: beyond rounding; reported, and left to the user.
+        costly: whether a test takes minutes, and runs only on request.
     """
 
     name: str
@@ -41,14 +41,14 @@ class Suspect:
 
     @property
     def mended_by(self) -> str:
-        """In words."""
+        """Description of the change."""
         made = self.fix or in_words(self.changes)
         return f"{made} ({self.note})" if self.note else made
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What slows training down, and the change that mends it, by so much."""
+    """A confirmed slowdown, with the change fixing it and the measured gain."""
 
     suspect: Suspect
     gain: Gain
@@ -72,18 +72,18 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """What an examination came to.
+    """Result of an examination.
 
     Attributes:
-        findings: largest gain first; `changes` are those of all together that leave what is trained
-            as it is, `gain` what they bring.
-        cleared: suspects whose change did not make steps shorter.
-        unlike: suspects whose change made something else of the training, and in what.
-        untried: names of suspects that take minutes to try, and were not asked for.
-        remarks: what no setting mends.
-        step_s: of a step as it was, all beside steps counted in; `input_share`: the part of it in
-            which a device, the one that does so longest, waited for its data.
-        seconds: that the examination took; `trained_s` of these were steps that were measured.
+        findings: largest gain first. `changes` combines all changes without effect on training,
+            `gain` is their product.
+        cleared: suspects whose change did not shorten steps.
+        unlike: suspects whose change altered training, with the difference.
+        untried: names of costly suspects not requested.
+        remarks: problems without a fix by settings.
+        step_s: of an original step, including work between steps; `input_share`: the part of it
+            waiting for data, on the device with the longest wait.
+        seconds: of the examination; `trained_s` of measured steps.
     """
 
     findings: tuple[Finding, ...]
@@ -102,18 +102,17 @@ class Report:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Those of `changes` that are keys of a job."""
+        """Subset of `changes` with job keys."""
         return {key: value for one in self._of_keys for key, value in one.changes.items()}
 
     @property
     def notes(self) -> list[str]:
-        """What comes with `settings`."""
+        """Descriptions of noteworthy `settings`."""
         return [one.mended_by for one in self._of_keys if one.note]
 
     @property
     def left(self) -> list[str]:
-        """Changes that would help, and are left to the user: they change what is trained, or are of
-        code."""
+        """Helpful changes left to the user, since they alter training or need code edits."""
         suspects = [one.suspect for one in self.findings]
         return [one.mended_by for one in suspects if one.changes_training or one.fix]
 

@@ -1,6 +1,6 @@
-"""What may slow a job down: found in what it says, and in what a few of its steps showed. Pure.
+"""Suspected slowdowns of a job, derived from its settings and a few observed steps. Pure.
 
-A suspect is no finding: whether its change makes steps shorter is measured (`doctor.examine`).
+A suspect is no finding: `doctor.examine` measures whether its change shortens steps.
 """
 
 from __future__ import annotations
@@ -20,33 +20,32 @@ from gpumix.spec.plan import Plan
 from gpumix.spec.units import LARGEST_BATCH
 from gpumix.train.interlude import Interlude
 
-FORETOLD = 0.02  # part of a step that the cost model must promise for a pin to be suspected
-BESIDE = 0.02  # part of a run that evaluations, or checkpoints, may take
-PADDING = 0.05  # part of a batch
-SMALL_BATCH = 0.15  # part of a step that the cost model must promise for twice the batch
+FORETOLD = 0.02  # predicted savings, as fraction of a step, to suspect a pin
+BESIDE = 0.02  # fraction of a run allowed for evaluations, or for checkpoints
+PADDING = 0.05  # fraction of a batch
+SMALL_BATCH = 0.15  # predicted savings, as fraction of a step, to suspect a small batch
 OTHER_DATA = "checkpoints of the job as it is cannot be gone on from"
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a few steps of the job showed, and what plans promise.
+    """Observations of a few steps of the job, and predictions of plans.
 
     Attributes:
-        input_share: of a step, in which the device that waits longest for its data does so.
-        save, evaluation: that one checkpoint, and one evaluation take; nothing: there are none.
-        step_s: of a step without these.
-        padding_share: of the tokens of a batch; None: not known.
-        inside: what was seen in ranks, in so many `steps`.
-        retries: of allocators in these.
-        kernels_share: of a step, in which a GPU computed; None: not known.
-        compilers: whether there are GPUs, that compiled code is made for; `cpu_compilers`: CPUs, as
-            devices.
-        cpu_bf16: names of the classes that are CPUs with instructions for bf16.
-        other_dtypes: whether some class would compute in another dtype if the job left it to it.
-        tf32: names of the classes that can compute fp32 products in TF32.
-        planned_s: seconds of the step of the job's own plan.
-        foretold_s: plans the job anew, with changes: the seconds of its step, or of as many
-            samples; None: there is none.
+        input_share: fraction of a step waiting for data, on the device with the longest wait.
+        save, evaluation: cost of one checkpoint and of one evaluation; zero if there are none.
+        step_s: without `save` and `evaluation`.
+        padding_share: fraction of a batch's tokens; None: unknown.
+        inside: observations in ranks, over `steps` steps.
+        retries: of allocators over these steps.
+        kernels_share: fraction of a step in which a GPU computes; None: unknown.
+        compilers: whether code can be compiled for GPUs; `cpu_compilers`: for CPU devices.
+        cpu_bf16: names of CPU classes with bf16 instructions.
+        other_dtypes: whether `precision: auto` would select another dtype for some class.
+        tf32: names of classes supporting TF32 for fp32 products.
+        planned_s: predicted step time of the job's current plan.
+        foretold_s: plans the job with changes, and returns the predicted step time for the same
+            number of samples; None without a plan.
     """
 
     job: Job
@@ -105,12 +104,12 @@ NAMES = (
     "evaluation",
     "batch",
 )
-"""Of all suspects."""
+"""Names of all suspects."""
 
 
 def suspects(seen: Evidence) -> list[Suspect]:
-    """What is to be tried, in this order: the input first, for while devices wait for it nothing
-    else shows."""
+    """Return suspects in the order of testing: input first, because waits for data hide all
+    else."""
     return [
         *_input(seen),
         *lines(seen.inside.syncs, seen.inside.writes, seen.steps, seen.steps * seen.step_s),
@@ -133,7 +132,7 @@ def _input(seen: Evidence) -> Iterator[Suspect]:
     }
     if pinned:
         yield Suspect("workers", "too few workers, or batches ahead", why, pinned)
-    if data.tokenize == "on-the-fly" and data.factory is None:  # whose texts are known to it alone
+    if data.tokenize == "on-the-fly" and data.factory is None:  # only the factory knows its texts
         yield Suspect(
             name="tokenize",
             what="texts are tokenised again in each epoch",
@@ -144,7 +143,7 @@ def _input(seen: Evidence) -> Iterator[Suspect]:
 
 
 def _pins(seen: Evidence) -> Iterator[Suspect]:
-    """What the plan may not choose, where it would."""
+    """Suspect pinned techniques where the planner would choose differently."""
     if seen.job.strategy != "optimal":
         changes: dict[str, Any] = {"strategy": "optimal"}
         yield from _foretold(seen, "strategy", f"`strategy: {seen.job.strategy}`", changes)
@@ -163,7 +162,7 @@ def _foretold(seen: Evidence, name: str, what: str, changes: Changes) -> Iterato
 
 
 def _ways(seen: Evidence) -> Iterator[Suspect]:
-    """How devices compute, where a job does not leave that to them."""
+    """Suspect settings of computation not left to each class."""
     job = seen.job
     if seen.other_dtypes:
         why = "each class has a dtype that it is fastest in"
@@ -226,7 +225,7 @@ def _padding(seen: Evidence) -> Iterator[Suspect]:
 
 
 def _beside(seen: Evidence) -> Iterator[Suspect]:
-    """What is done beside steps, too often."""
+    """Suspect evaluations and checkpoints running too often."""
     for name, section, took, what, given_up in (
         (
             "checkpoints",
@@ -260,7 +259,7 @@ def _beside(seen: Evidence) -> Iterator[Suspect]:
 
 
 def _batch(seen: Evidence) -> Iterator[Suspect]:
-    """Last, for it changes what is trained; not where devices wait for data."""
+    """Suspect a small batch last, because it changes training, and only without waits for data."""
     changes = {"global_batch": 2 * seen.job.global_batch}
     if seen.input_share > STARVED_SHARE or changes["global_batch"] > LARGEST_BATCH:
         return

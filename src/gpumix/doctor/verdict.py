@@ -1,5 +1,5 @@
-"""Whether a change made steps shorter: from pairs of windows, one before and one after, that ran in
-turn. Pure."""
+"""Verdict on a change: measures its gain from pairs of alternating windows before and after.
+Pure."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from math import comb
 from statistics import median
 
-WORTH = 1.02  # times as fast; less is not worth a setting
-PAIRS = 5  # the range of five holds the median with a probability of 94 %
-MOST_PAIRS = 2.5  # times as many, where a few windows that were disturbed hide what the others show
-CONFIDENCE = 0.92  # that an interval has, if there are pairs enough
+WORTH = 1.02  # smallest speedup worth a setting
+PAIRS = 5  # the range of five values contains the median with probability 94 %
+MOST_PAIRS = 2.5  # factor on the number of pairs, if disturbed windows hide the result
+CONFIDENCE = 0.92  # minimal confidence of an interval, given enough pairs
 
 
 @dataclass(frozen=True)
 class Gain:
-    """How many times as fast steps are: the median of all pairs of windows, and an interval that
-    holds it with `confidence`."""
+    """Speedup of steps: the median over all pairs of windows, and an interval containing it with
+    probability `confidence`."""
 
     factor: float
     low: float
@@ -26,12 +26,12 @@ class Gain:
 
     @property
     def confidence(self) -> float:
-        """Of the interval."""
+        """Confidence of the interval."""
         return _confidence(self.pairs, _left_out(self.pairs))
 
     @property
     def real(self) -> bool:
-        """Whether it is a gain whatever the windows' spread."""
+        """Whether the gain is larger than the spread of windows."""
         return self.low > 1.0 and self.factor >= WORTH
 
     def __str__(self) -> str:
@@ -39,15 +39,15 @@ class Gain:
 
 
 def gain_of(before_s: Sequence[float], after_s: Sequence[float]) -> Gain:
-    """Of seconds per step, pair by pair."""
+    """Return the gain from seconds per step, compared in pairs."""
     factors = sorted(before / after for before, after in zip(before_s, after_s, strict=True))
     out = _left_out(len(factors))
     return Gain(median(factors), factors[out], factors[-1 - out], len(factors))
 
 
 def enough(before_s: Sequence[float], after_s: Sequence[float], pairs: int) -> bool:
-    """Whether more windows are not worth their time: most of several show no gain, or `pairs` of
-    them agree, or more do not make them agree."""
+    """Return whether more windows are not worth their time: there is no gain, or `pairs` pairs
+    agree, or more pairs do not lead to agreement."""
     if len(before_s) < 3:
         return False
     found = gain_of(before_s, after_s)
@@ -59,7 +59,7 @@ def enough(before_s: Sequence[float], after_s: Sequence[float], pairs: int) -> b
 
 
 def _left_out(pairs: int) -> int:
-    """How many pairs at either end the interval leaves out: as many as `CONFIDENCE` allows."""
+    """Return the number of pairs dropped at either end of the interval, given `CONFIDENCE`."""
     out = 0
     while _confidence(pairs, out + 1) >= CONFIDENCE:
         out += 1
@@ -67,6 +67,6 @@ def _left_out(pairs: int) -> int:
 
 
 def _confidence(pairs: int, out: int) -> float:
-    """That the median of all pairs there could be lies between the ones that are left: each pair
+    """Return the probability that the true median lies within the remaining pairs, if each pair
     lies on either side of it with equal chance."""
     return 1.0 - 2.0 ** (1 - pairs) * sum(comb(pairs, k) for k in range(out + 1))

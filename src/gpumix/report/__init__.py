@@ -1,1 +1,1 @@
-"""Shows a run: one page that opens offline, and live in a terminal. Never imports torch."""
+"""Reports of a run: an offline HTML page, and a live view in a terminal. Never imports torch."""

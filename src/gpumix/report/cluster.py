@@ -1,8 +1,7 @@
-"""The cluster as boxes in boxes: racks, hosts, islands, and what links those in a box to each
-other; in them devices with their part of the plan.
+"""A cluster as nested boxes (racks, hosts, islands) with the links inside each box, and devices
+with their part of the plan.
 
-Rates are those of one large message, of the same links that the cost model takes messages to go by:
-as they were timed, or as they are stated.
+Rates are for one large message, on the links used by the cost model: as measured, or as stated.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from gpumix.spec.plan import Plan
 from gpumix.spec.profile import Profile
 from gpumix.spec.stage import Stage, Worker
 
-MOST_ALONE = 24  # devices that are told one by one; of more those of a class on a host are one
+MOST_ALONE = 24  # devices listed one by one; beyond, a host's devices of a class are grouped
 
 Level = Literal["cluster", "rack", "host", "island"]
 Source = Literal["measured", "stated"]
@@ -31,11 +30,12 @@ Source = Literal["measured", "stated"]
 
 @dataclass(frozen=True)
 class Part:
-    """What a device has of the plan: the mean over its stages, which are counted from 1.
+    """A device's part of the plan, averaged over stages numbered from 1.
 
-    `samples` are its own or its team's; `computed` is its part of the samples of a step, `stored`
-    of the state that its stage's workers divide, None where each of them stores all. The even ones
-    are what it would have if all of them had the same.
+    `samples` counts samples of the device, or of its tensor-parallel group. `computed` is the
+    device's fraction of the samples of a step. `stored` is its fraction of the state sharded over
+    the stage's workers, None if each worker stores all. The even values are the fractions in an
+    even split.
     """
 
     stages: tuple[int, ...]
@@ -49,8 +49,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Member:
-    """A device, or `count` of one class that stand together in a box; of these `device` is one.
-    `part` has means over them, `samples` the range; None are left out of the plan."""
+    """A device, or `count` devices of one class in a box, represented by `device`. `part` contains
+    their means, `samples` their range; a None `part` means left out of the plan."""
 
     device: str
     device_class: str
@@ -61,8 +61,8 @@ class Member:
 
 @dataclass(frozen=True)
 class Rate:
-    """Of the links between those in a box, from the slowest to the fastest; `name` is that of a
-    stated link, if all have it; `source` is measured or stated."""
+    """Range of the link rates inside a box; `name` is the stated link's name, if common to all
+    links; `source` is "measured" or "stated"."""
 
     bytes_per_s: Range
     source: str
@@ -71,8 +71,8 @@ class Rate:
 
 @dataclass(frozen=True)
 class Box:
-    """What stands in it, and the links between that: boxes, or devices that are in none of them.
-    `alike` are hosts that look the same and are not told."""
+    """A box: inner boxes, devices outside of inner boxes, and the link between all members. `alike`
+    lists further hosts, equal to the box."""
 
     level: Level
     name: str
@@ -83,31 +83,31 @@ class Box:
 
     @property
     def all_members(self) -> tuple[Member, ...]:
-        """With those of the boxes in it."""
+        """All members, including members of inner boxes."""
         return (*self.members, *(m for box in self.boxes for m in box.all_members))
 
     @property
     def devices(self) -> int:
-        """How many there are, with those that are not told."""
+        """Number of devices, including devices of hosts in `alike`."""
         own = sum(member.count for member in self.members)
         return (own + sum(box.devices for box in self.boxes)) * (1 + len(self.alike))
 
     @property
     def hosts(self) -> int:
-        """The same of hosts."""
+        """Number of hosts, including hosts in `alike`."""
         if self.level == "host":
             return 1 + len(self.alike)
         return sum(box.hosts for box in self.boxes)
 
 
 def cluster_of(plan: Plan, profile: Profile | None) -> Box:
-    """All devices that are there; without a profile those of the plan, and nothing of links."""
+    """Build the box of all devices; without a profile, of the plan's devices without links."""
     devices = _devices(plan, profile)
     return _Boxes(plan, profile, fold=len(devices) > MOST_ALONE).all_of(devices)
 
 
 def _devices(plan: Plan, profile: Profile | None) -> list[Device]:
-    """Of the classes that the plan gives them, class by class."""
+    """Return all devices with the classes used in the plan, sorted by class."""
     workers = {worker.device: worker for stage in plan.stages for worker in stage.workers}
     there = {} if profile is None else {d.id: d for d in profile.cluster.in_rank_order()}
     strangers = [_device(worker) for name, worker in workers.items() if name not in there]
@@ -126,7 +126,7 @@ def _device(worker: Worker) -> Device:
 
 
 class _Boxes:
-    """Makes the boxes of one cluster."""
+    """A builder of a cluster's boxes."""
 
     def __init__(self, plan: Plan, profile: Profile | None, *, fold: bool) -> None:
         self._profile = profile
@@ -180,7 +180,7 @@ class _Boxes:
         return Member(first.id, first.device_class, len(devices), _mean(parts), samples)
 
     def _folded(self, hosts: Sequence[Box]) -> list[Box]:
-        """Of hosts that look the same one, where many devices are told together."""
+        """Merge equal hosts in large clusters."""
         if not self._fold:
             return list(hosts)
         alike: dict[object, list[Box]] = {}
@@ -189,7 +189,7 @@ class _Boxes:
         return [_as_one(own) for own in alike.values()]
 
     def _rate(self, pairs: Iterable[tuple[Device, Device]]) -> Rate | None:
-        """Of the links between these pairs, as far as any is known."""
+        """Return the rates of the known links between device pairs; None without a known link."""
         found = [link for pair in pairs if (link := self._link(*pair)) is not None]
         rates = [rate for _, _, rate in found]
         if not rates:
@@ -217,7 +217,7 @@ def _stated(profile: Profile, one: Device, other: Device) -> Link | None:
 
 
 def _rate_of(times: Curve) -> float | None:
-    """Of the largest message that was timed."""
+    """Return the rate of the largest message measured."""
     return times.sizes[-1] / times.values[-1] if times.values[-1] > 0 else None
 
 
@@ -235,7 +235,7 @@ def _each(devices: Iterable[Device]) -> Iterator[list[Device]]:
 
 
 def _unlike(hosts: Iterable[Sequence[Device]]) -> list[Sequence[Device]]:
-    """Of hosts with the same classes two, which have all of their links."""
+    """Return at most two hosts of each combination of classes, which covers all kinds of links."""
     alike: dict[object, list[Sequence[Device]]] = {}
     for devices in hosts:
         alike.setdefault(frozenset(d.device_class for d in devices), []).append(devices)
@@ -243,7 +243,7 @@ def _unlike(hosts: Iterable[Sequence[Device]]) -> list[Sequence[Device]]:
 
 
 def _across(groups: Sequence[Sequence[Device]]) -> Iterator[tuple[Device, Device]]:
-    """A pair for each two classes of each two groups."""
+    """Yield one device pair for each pair of classes of each pair of groups."""
     for one, other in combinations(groups, 2):
         for first in _of_each_class(one):
             for second in _of_each_class(other):
@@ -255,7 +255,7 @@ def _of_each_class(devices: Sequence[Device]) -> Iterable[Device]:
 
 
 def _inside(devices: Sequence[Device]) -> Iterator[tuple[Device, Device]]:
-    """Pairs with all of the links: of each class two devices."""
+    """Return device pairs covering all kinds of links: two devices of each class."""
     alike: dict[str, list[Device]] = {}
     for device in devices:
         alike.setdefault(device.device_class, []).append(device)
@@ -263,7 +263,7 @@ def _inside(devices: Sequence[Device]) -> Iterator[tuple[Device, Device]]:
 
 
 def _parts(plan: Plan) -> Iterator[tuple[str, Part]]:
-    """What each device has of the plan."""
+    """Yield the part of the plan of each device."""
     found: dict[str, list[Part]] = {}
     for number, stage in enumerate(plan.stages, 1):
         for worker in stage.workers:
@@ -276,12 +276,12 @@ def _parts(plan: Plan) -> Iterator[tuple[str, Part]]:
 
 
 def _part(plan: Plan, stage: Stage, worker: Worker, number: int) -> Part:
-    # Where hosts repeat the state, those of each host divide it.
+    # With state replicated per host, shards are divided within a host.
     divide = sum(plan.sharding == "all" or w.host == worker.host for w in stage.workers)
     return Part(
         stages=(number,) if len(plan.stages) > 1 else (),
         samples=worker.samples,
-        # A team's workers divide what is their team's.
+        # Workers of a tensor-parallel group split the group's samples.
         computed=worker.samples / stage.team_size(worker) / plan.global_batch,
         even_computed=1 / len(stage.workers),
         stored=stage.stored_by(worker) if plan.zero_stage else None,
@@ -305,14 +305,14 @@ def _mean(parts: Sequence[Part]) -> Part | None:
 
 
 def _look(host: Box) -> object:
-    """What hosts that are told as one have in common."""
+    """Return the key shared by hosts with an equal layout."""
     boxes = tuple(_look(box) for box in host.boxes)
     members = ((m.device_class, m.count, m.part and m.part.stages) for m in host.members)
     return host.level, boxes, tuple(members)
 
 
 def _as_one(hosts: Sequence[Box]) -> Box:
-    """Boxes that look the same as the first of them, with the means of all."""
+    """Merge equal boxes into the first box, with means over all boxes."""
     first, *others = hosts
     members = tuple(
         replace(

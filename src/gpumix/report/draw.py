@@ -1,7 +1,7 @@
-"""What all pictures of the page share: bars and places in percent, ticks, legends.
+"""Shared elements of the page's pictures: bars, ticks and legends, placed in percent.
 
-Widths are percent and heights pixels, so that letters keep their size on a phone and on a wide
-screen, and nothing has to be computed by a script.
+Widths are in percent and heights in pixels. Letters keep their size on any screen, and no script is
+needed for layout.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Literal
 
 from gpumix.report.html import Child, Markup, el
 
-COLOURS = 8  # of the style sheet, c0 to c7
+COLOURS = 8  # classes c0 to c7 of the style sheet
 
 
 def colour(number: int) -> str:
@@ -20,12 +20,12 @@ def colour(number: int) -> str:
 
 
 def percent(part: float) -> str:
-    """A part of a whole as a place; nothing lies outside of the picture."""
+    """Format a fraction as a position, clamped to the picture."""
     return f"{100 * min(1.0, max(0.0, part)):.4g}%"
 
 
 def picture(title: str, height: float, *children: Child, class_: str = "") -> Markup:
-    """An image with a name for those who do not see it, as wide as there is room."""
+    """Return an image with a title for screen readers, filling the available width."""
     return el(
         "svg",
         el("title", title),
@@ -40,7 +40,7 @@ def picture(title: str, height: float, *children: Child, class_: str = "") -> Ma
 def bar(
     begin: float, end: float, *, y: float, height: float, class_: str, title: str = ""
 ) -> Markup:
-    """A bar between two parts of the width."""
+    """Return a bar between two fractions of the width."""
     width = max(0.0, min(1.0, end) - max(0.0, begin))
     return el(
         "rect",
@@ -54,14 +54,14 @@ def bar(
 
 
 def label(at: float, y: float, words: str, *, anchor: str = "", class_: str = "") -> Markup:
-    """Words at a part of the width; by default they stay inside at both ends."""
+    """Return a text at a fraction of the width, by default aligned to stay inside at both ends."""
     if not anchor:
         anchor = "start" if at < 0.04 else "end" if at > 0.96 else "middle"
     return el("text", words, x=percent(at), y=y, text_anchor=anchor, class_=class_ or None)
 
 
 def tick(at: float, y1: float, y2: float, class_: str = "grid") -> Markup:
-    """A line from top to bottom."""
+    """Return a vertical line."""
     return el("line", x1=percent(at), x2=percent(at), y1=y1, y2=y2, class_=class_)
 
 
@@ -70,7 +70,7 @@ Entry = tuple[str, str] | tuple[str, str, Shape]
 
 
 def legend(entries: Iterable[Entry]) -> Markup:
-    """What colours mean: classes of the style sheet with their words, and their shapes."""
+    """Return a legend of style sheet classes, with words and shapes."""
     items = (el("li", _swatch(class_, *shape), words) for class_, words, *shape in entries)
     return el("ul", items, class_="legend")
 
@@ -87,7 +87,7 @@ def _swatch(class_: str, shape: Shape = "square") -> Markup:
 
 
 def ticks(low: float, high: float, about: int = 4) -> Sequence[float]:
-    """Round numbers between two others."""
+    """Return round numbers between `low` and `high`."""
     span = high - low
     if not span > 0 or not math.isfinite(span):
         return [low]

@@ -1,4 +1,4 @@
-"""What happened in a run, in words: step, time, what, and why."""
+"""Events of a run in words: step, time, description and reason."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Weight = Literal["note", "change", "trouble"]
 
 @dataclass(frozen=True)
 class Told:
-    """An event as it is shown; `weight` says how much a reader should care."""
+    """An event as displayed; `weight` ranks its importance."""
 
     event: str
     step: int
@@ -31,7 +31,7 @@ class Told:
 
 
 def told_of(run: Run) -> tuple[Told, ...]:
-    """All events of a run, its end among them, in the order in which they were told."""
+    """Return all events of a run, including its end, in chronological order."""
     time, placed = 0.0, []
     for one in (*map(_told, run.history.events), *_end(run)):
         time = time if one.time is None else one.time

@@ -1,4 +1,4 @@
-"""What is shown of a run, as numbers: page, terminal and `--json` take them from here."""
+"""Numbers of a run's report, shared by page, terminal and `--json`."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from gpumix.train.plan_change import EVENT, split_anew
 
 @dataclass(frozen=True)
 class Group:
-    """Devices of one class in one stage: who computes, and who stores, what.
+    """Devices of one class and stage, with shares of computing and storing.
 
-    `samples` are of the whole group in a step, `stored` its part of the state that the stage's
-    workers divide; None where each of them stores all of it.
+    `samples` is the sum of the group per step. `stored` is its fraction of the state sharded over
+    the stage's workers, None if each worker stores all.
     """
 
     stage: int
@@ -47,11 +47,10 @@ class Group:
 
 @dataclass(frozen=True)
 class ClassFacts:
-    """One device class: what is predicted of its devices, and what they did.
+    """Predictions and measurements of one device class.
 
-    Memory is that of its fullest device, other numbers are means over its devices; None is not
-    known, or not measured yet. `planned_memory` is by cause, `measured_memory` by what of that can
-    be told apart.
+    Memory is for the fullest device, other numbers are means over devices; None means unknown or
+    not measured yet. `planned_memory` is by cause, `measured_memory` by distinguishable cause.
     """
 
     device_class: str
@@ -80,7 +79,7 @@ class ClassFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """All of them. `left_out` devices are in the cluster and not in the plan."""
+    """All numbers of a run. `left_out` devices are in the cluster but not in the plan."""
 
     run: Run
 
@@ -90,13 +89,13 @@ class Facts:
 
     @cached_property
     def split_anew(self) -> Happened | None:
-        """The last time that this was done to the plan, since the run started by it."""
+        """The latest plan change, if made live, in the time since the run's last start."""
         changes = [one for one in self.run.history.events if one.event == EVENT]
         return changes[-1] if changes and changes[-1].told.get("live") is True else None
 
     @cached_property
     def plan_now(self) -> Plan:
-        """The plan with samples and shares as they are now."""
+        """The plan with current samples and shares."""
         if self.split_anew is None:
             return self.run.plan
         return split_anew(self.run.plan, self.split_anew.told)
@@ -116,12 +115,12 @@ class Facts:
 
     @cached_property
     def classes(self) -> tuple[ClassFacts, ...]:
-        """Over the whole run."""
+        """Results over the complete run."""
         return _classes(self.run, self.run.history.over_all())
 
     @cached_property
     def classes_now(self) -> tuple[ClassFacts, ...]:
-        """In the last steps."""
+        """Results of the latest window."""
         return _classes(self.run, self.run.history.classes)
 
     @cached_property
@@ -135,7 +134,7 @@ class Facts:
 
     @property
     def estimated(self) -> tuple[str, ...]:
-        """Classes whose times come from datasheets."""
+        """Classes with times estimated from datasheets."""
         return self.run.plan.estimated
 
     @cached_property
@@ -146,7 +145,7 @@ class Facts:
         return tuple(sorted(device.id for device in there if device.id not in used))
 
     def as_dict(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Return the content of `--json`."""
         run, answer = self.run, self.answer
         return {
             "run": str(run.folder),
@@ -173,7 +172,7 @@ class Facts:
 
 
 def groups_of(plan: Plan, stage: Stage, number: int) -> list[Group]:
-    """Workers of a stage of one class, in teams of one size."""
+    """Group a stage's workers by class and by size of the tensor-parallel group."""
     members: dict[tuple[str, int], list[Worker]] = {}
     for worker in stage.workers:
         members.setdefault((worker.device_class, worker.parts), []).append(worker)
@@ -194,9 +193,9 @@ def _group(plan: Plan, stage: Stage, number: int, workers: list[Worker]) -> Grou
         samples=samples,
         samples_each=Range.of([worker.samples for worker in workers]),
         computed=samples / plan.global_batch,
-        # Where hosts repeat the state, shares add up to one on each of them.
+        # With state replicated per host, shares add up to one on each host.
         stored=shares / (len(hosts) if plan.sharding == "host" else 1) if plan.zero_stage else None,
-        # A team's workers divide what is their team's.
+        # Workers of a tensor-parallel group divide the group's share.
         stored_each=Range.of([stage.stored_by(worker) for worker in workers]),
         micro_batch=max(worker.micro_batch for worker in workers),
         mode=" / ".join(dict.fromkeys(worker.mode.describe() for worker in workers)),
@@ -229,7 +228,7 @@ def _class(
     used = [utilisation(one, peak, step_s) for one in planned]
     planned_memory = {} if fullest is None else dict(fullest.memory_bytes)
     if seen is not None and seen.planned_memory:
-        planned_memory = seen.planned_memory  # of the splits that the measured peak is of
+        planned_memory = seen.planned_memory  # of the splits in effect at the measured peak
     return ClassFacts(
         device_class=name,
         devices=len(workers),
@@ -257,7 +256,7 @@ def _class(
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """None where one is not known, or there are none."""
+    """Return the mean; None if empty or if any value is unknown."""
     known = [value for value in values if value is not None]
     return fmean(known) if known and len(known) == len(values) else None
 

@@ -1,7 +1,7 @@
-"""What `metrics.jsonl` tells: steps, evaluations, how devices did, and what happened when.
+"""Contents of `metrics.jsonl`: steps, evaluations, device records and events.
 
-A run may be under way or have died in the middle of a line, and older ones wrote less: what cannot
-be read is counted and passed over, what is missing in a line is taken as not known.
+The run may be active, or may have died in the middle of a line, and older runs wrote fewer fields.
+Unreadable lines are counted and skipped, missing fields count as unknown.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from gpumix.train import run_files
 from gpumix.train.account import Shares
 from gpumix.train.metrics import WARM_UP_STEPS, ClassRecord, RankRecord, StepRecord, typical_s
 
-# What of a long run is kept: twice so many at most.
+# Limits for long runs; twice as many entries may be kept.
 MOST_STEPS, MOST_WINDOWS, MOST_EVENTS, NEWEST = 10_000, 2_000, 10_000, 100
 TOGETHER = 8
-# How lines of steps and ranks begin, as `RunLog` writes them.
+# Starts of step and rank lines, as written by `RunLog`.
 _BEGIN = len('{"event": "step"')
 _STEP = ('{"event": "step"', b'{"event": "step"')
 _RANKS = ('{"event": "ranks', b'{"event": "ranks')
 MOST = 1e75
-COUNTED = ("overruns", "retries")  # since a start
+COUNTED = ("overruns", "retries")  # counters since a start
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Happened:
-    """An event: its name, the step after which it was told, when (`time.time()`), what it says."""
+    """An event: name, last step before it, time (`time.time()`) and content."""
 
     event: str
     step: int
@@ -57,7 +57,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Window:
-    """How the classes did from the window before up to a step."""
+    """Records of the classes from the previous window up to a step."""
 
     step: int
     classes: tuple[ClassRecord, ...]
@@ -65,8 +65,8 @@ class Window:
 
 @dataclass(frozen=True)
 class History:
-    """All of it. `ranks` are the newest; `unread` lines could not be read. `steps` are one of so
-    many as `every` says: 1 but for runs of tens of thousands."""
+    """The complete history. `ranks` are the newest records; `unread` lines were not readable.
+    `steps` contains one of `every` steps: 1 except in runs of tens of thousands of steps."""
 
     steps: tuple[StepRecord, ...] = ()
     evaluations: tuple[Evaluation, ...] = ()
@@ -77,8 +77,8 @@ class History:
     every: int = 1
 
     def counted(self) -> tuple[StepRecord, ...]:
-        """The steps that a speed is of: those by the plan of the last start, without the first ones
-        after each start, unless there are no others."""
+        """Return the steps relevant for speed: steps by the plan of the last start, without warm-up
+        steps after each start, unless no steps remain."""
         another_plan = self.another_plan
         alike = tuple(one for one in self.steps if one.step > another_plan) or self.steps
         starts = {0, another_plan}
@@ -88,22 +88,22 @@ class History:
 
     @property
     def another_plan(self) -> int:
-        """The last step by another plan than that of the last start, or with batches of another
-        size than now; 0 if there is none. What is split anew while the run trains makes no other
-        plan: it gives the same devices their work."""
+        """The last step by a plan other than the last start's, or with a batch size other than the
+        current size; 0 if none. Rebalancing during the run makes no new plan, since the devices
+        keep their work."""
         batches = (one.step for one in self.steps if one.samples != self.steps[-1].samples)
         starts = (e.step for e in self.events if e.event == "plan" and e.told.get("live") is False)
         return max(*batches, *starts, 0, 0)
 
     @property
     def unread_told(self) -> str:
-        """That lines could not be read, if so."""
+        """A message about unreadable lines, empty if none."""
         lines = plural(self.unread, "line")
         return f"{lines} of {run_files.METRICS} could not be read" if self.unread else ""
 
     @property
     def few_told(self) -> str:
-        """That there are too many steps to read all, if so."""
+        """A message about skipped steps, empty if none."""
         return f"One in {self.every} steps is shown" if self.every > 1 else ""
 
     @property
@@ -112,13 +112,13 @@ class History:
 
     @property
     def step_s(self) -> float | None:
-        """Of a typical step, the median."""
+        """Median step time."""
         counted = self.counted()
         return typical_s(one.step_s for one in counted) if counted else None
 
     @property
     def tokens_per_s(self) -> float | None:
-        """The tokens of a mean step over the time of a typical one, as the run itself tells it."""
+        """Tokens of a mean step over the median step time, as reported by the run itself."""
         counted, step_s = self.counted(), self.step_s
         if not counted or not step_s:
             return None
@@ -126,12 +126,12 @@ class History:
 
     @property
     def classes(self) -> tuple[ClassRecord, ...]:
-        """How they did in the last window."""
+        """Records of the last window."""
         return self.windows[-1].classes if self.windows else ()
 
     def over_all(self) -> tuple[ClassRecord, ...]:
-        """How the classes of the last window did in all windows of the plan of the last start:
-        means over steps, highest peaks; and all overruns."""
+        """Return each class's results over all windows by the plan of the last start: means over
+        steps and highest peaks, and counters over all windows."""
         return tuple(self._over_all(last) for last in self.classes)
 
     def _over_all(self, last: ClassRecord) -> ClassRecord:
@@ -163,12 +163,12 @@ class History:
 
 
 def _most(values: Iterable[int | None]) -> int | None:
-    """Of those that are known."""
+    """Return the maximum of the known values."""
     return max((value for value in values if value is not None), default=None)
 
 
 def _mean(weighed: Sequence[tuple[int, float | None]]) -> float | None:
-    """Of those that are known."""
+    """Return the weighted mean of the known values."""
     total, steps = 0.0, 0
     for n, value in weighed:
         if value is not None:
@@ -187,8 +187,8 @@ def _mean_shares(weighed: Sequence[tuple[int, Shares | None]]) -> Shares | None:
 
 
 def read_history(lines: Iterable[str | bytes]) -> History:
-    """The history in these lines of `metrics.jsonl`. Of a long run, whose lines would not fit into
-    memory, every so many steps are read, and windows are put together."""
+    """Read a history from lines of `metrics.jsonl`. A long run, too large for memory, is thinned:
+    only every n-th step is kept, and windows are merged."""
     kept = _Thinned()
     ranks: deque[str | bytes] = deque(maxlen=NEWEST)
     windows: list[Window] = []
@@ -220,7 +220,7 @@ def read_history(lines: Iterable[str | bytes]) -> History:
         if len(windows) > most_windows:
             windows = _merged(windows)
             most_windows = max(most_windows, 2 * len(windows))
-    by_number = {one.step: one for one in steps}  # of a step that is there twice the last
+    by_number = {one.step: one for one in steps}  # the last record of a repeated step
     return History(
         steps=tuple(by_number[number] for number in sorted(by_number)),
         evaluations=tuple(evaluations[:: len(evaluations) // MOST_WINDOWS + 1]),
@@ -235,8 +235,8 @@ def read_history(lines: Iterable[str | bytes]) -> History:
 def _few(
     lines: Iterable[str | bytes], kept: _Thinned, ranks: deque[str | bytes]
 ) -> Iterator[str | bytes]:
-    """The lines to be read; those of steps and ranks, of which there are many, at the end, and not
-    all of them. They are told by how they begin."""
+    """Yield the lines to read; the numerous step and rank lines come last, and thinned. Lines are
+    recognized by their start."""
     for line in lines:
         begin = line[:_BEGIN]
         if begin in _STEP:
@@ -250,7 +250,7 @@ def _few(
 
 
 class _Thinned:
-    """Lines, of which every so many are kept, and the last: at most twice `MOST_STEPS`."""
+    """Every n-th of the added lines, and the last: at most twice `MOST_STEPS`."""
 
     def __init__(self) -> None:
         self.every = 1
@@ -273,8 +273,8 @@ class _Thinned:
 
 
 def _merged(windows: Sequence[Window]) -> list[Window]:
-    """Each `TOGETHER` windows as one, where all are of the same classes: means over their steps,
-    the highest peaks, and counts as they stood at its end."""
+    """Merge each `TOGETHER` windows with equal classes: means over steps, highest peaks, and
+    counters at the end."""
     found: list[Window] = []
     before = 0
     for begin in range(0, len(windows), TOGETHER):
@@ -292,7 +292,7 @@ def _merged(windows: Sequence[Window]) -> list[Window]:
 
 
 def _mean_of(every: Sequence[ClassRecord], spans: Sequence[int]) -> ClassRecord:
-    """Of one class in windows of so many steps."""
+    """Merge records of one class over windows of `spans` steps."""
     return replace(
         every[-1],
         busy_share=_mean([*zip(spans, (one.busy_share for one in every))]) or 0.0,
@@ -358,7 +358,7 @@ FIELDS: dict[type, tuple[str, ...]] = {
 
 
 def _record(cls: type[T], told: Any) -> T:
-    """A record of which older runs wrote less, and newer ones may write more."""
+    """Build a record; older runs lack fields, and newer runs may have more."""
     known: dict[str, Any] = {}
     for name in FIELDS[cls]:
         value = told.get(name)
@@ -408,8 +408,8 @@ def _whole(told: Mapping[str, Any], key: str) -> int:
 
 
 def finite(value: Any) -> float | None:
-    """The number that a JSON value is, if it is one that was measured: products of a few such
-    numbers are finite too."""
+    """Return a JSON value as number, if plausible as a measurement: products of a few such numbers
+    are finite too."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return value if -MOST < value < MOST else None

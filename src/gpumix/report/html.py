@@ -1,7 +1,7 @@
-"""Markup by construction: what is not markup is escaped, wherever it comes from.
+"""HTML construction with escaping of all text, whatever its source.
 
-A run's folder may hold any text: device names, errors, paths. It enters a page only as a child or
-an attribute of `el`, and so never as markup.
+A run's folder may contain any text: device names, errors, paths. Text enters a page only as a child
+or an attribute of `el`, hence never as markup.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from html import escape
 
-# Not allowed in HTML, or able to turn the text around them the other way.
+# Not allowed in HTML, or able to reverse the direction of surrounding text.
 _UNSHOWABLE = re.compile(
     "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
 )
@@ -19,7 +19,7 @@ _NAME = re.compile(r"^[a-zA-Z][a-zA-Z0-9-]*$")
 
 
 class Markup(str):
-    """Text that is markup already."""
+    """Text already in markup form."""
 
     __slots__ = ()
 
@@ -29,13 +29,13 @@ Attribute = str | float | None
 
 
 def text(value: str) -> Markup:
-    """Any text as markup that shows it."""
+    """Escape text for display."""
     return Markup(escape(_UNSHOWABLE.sub("\ufffd", value), quote=True))
 
 
 def el(name: str, /, *children: Child, **attributes: Attribute) -> Markup:
-    """An element. Underscores in attribute names are hyphens, one at the end is for Python's own
-    words; attributes that are None are left out."""
+    """Return an element. Underscores in attribute names become hyphens, a trailing underscore
+    avoids Python's keywords; None attributes are omitted."""
     told = "".join(
         f' {_attribute(key)}="{text(_shown(value))}"'
         for key, value in attributes.items()
@@ -47,7 +47,7 @@ def el(name: str, /, *children: Child, **attributes: Attribute) -> Markup:
 
 
 def joined(children: Iterable[Child]) -> Markup:
-    """One after the other."""
+    """Concatenate children."""
     return Markup("".join(_child(child) for child in children))
 
 

@@ -1,4 +1,4 @@
-"""A run in a terminal, as it stands: one frame."""
+"""One frame of a run's live view in a terminal."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from gpumix.report.page import SILENT_S, stand
 from gpumix.train.tables import EMULATED, ESTIMATE
 
 EVENTS = 5
-DEVICES, LEAST_DEVICES = 16, 2  # that are shown one by one
-OTHER_LINES = 22  # of a frame, but for classes and devices
+DEVICES, LEAST_DEVICES = 16, 2  # listed individually
+OTHER_LINES = 22  # of a frame, without classes and devices
 SEPARATOR = "  ·  "
-NARROW = 100  # columns of a terminal: below it some columns of a table are left out
+NARROW = 100  # terminal columns below which tables omit some columns
 WIDE_ALONE = ("HFU", "input", "planned", "of the limit")
 STYLES = {"note": "", "change": "cyan", "trouble": "bold red"}
 STATE_STYLES = {"failed": "bold red", "restarting": "red", "interrupted": "cyan"}
 
 
 def frame(facts: Facts, *, width: int, height: int | None = None) -> RenderableType:
-    """What fits into a terminal of so many columns, and lines if they are given."""
+    """Return the content fitting `width` columns, and `height` lines if given."""
     devices = DEVICES
     if height is not None:
         devices = max(LEAST_DEVICES, min(DEVICES, height - OTHER_LINES - len(facts.classes)))
@@ -86,7 +86,7 @@ def _speed(facts: Facts) -> Iterator[Text]:
 
 
 def _course(facts: Facts) -> Iterator[Text]:
-    """Loss and speed over the steps so far."""
+    """Yield loss and speed over the steps so far."""
     steps = facts.run.history.steps
     if len(steps) > 1:
         line = Text("loss ", "dim").append(words.spark([one.loss for one in steps]), "cyan")
@@ -127,7 +127,7 @@ def _classes(facts: Facts, *, wide: bool) -> Table:
 
 
 def _class(facts: Facts, one: ClassFacts) -> Iterator[tuple[str, str]]:
-    """Cells by their columns."""
+    """Yield cells by column."""
     samples = [str(g.samples) for g in facts.groups if g.device_class == one.device_class]
     yield "class", one.device_class
     yield "devices", str(one.devices)

@@ -1,4 +1,4 @@
-"""The page: one file that opens offline. It holds no script and asks for nothing from elsewhere."""
+"""The report page: one offline file, without scripts and external resources."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ STATES = {
     "failed": "failed",
     "finished": "finished",
 }
-SILENT_S = 120.0  # after so long a run that is under way may be no more
+SILENT_S = 120.0  # silence after which an active run may be dead
 
 
 def stand(progress: Progress) -> str:
-    """How a run stands, in a few words."""
+    """Describe a run's state in a few words."""
     return ENDED_EARLY.lower() if progress.ended_early else STATES[progress.state]
 
 
 def page(run: Run) -> str:
-    """The report of a run as HTML."""
+    """Return a run's report as HTML."""
     facts = Facts(run)
     name = run.folder.resolve().name
     body = el(
@@ -137,11 +137,11 @@ def _left(facts: Facts) -> str:
 
 
 def write_page(run: Run, path: Path) -> None:
-    """Write the report of a run to `path`, in one step.
+    """Write a run's report to `path`, atomically.
 
     Raises:
-        InputError: something else lies there.
-        MachineError: it cannot be written.
+        InputError: `path` is a folder, or a file not written by gpumix report.
+        MachineError: writing fails.
     """
     made = page(run)
     if path.is_dir() or (path.exists() and GENERATOR not in _beginning(path)):

@@ -1,4 +1,4 @@
-"""From the least to the most of several, as one value."""
+"""A range of values, from minimum to maximum."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Range:
-    """The least and the most that one of several has."""
+    """The minimum and maximum of several values."""
 
     least: float
     most: float
@@ -23,6 +23,6 @@ class Range:
         return self.most - self.least <= 1e-3 * max(abs(self.most), 1e-12)
 
     def shown(self, as_: Callable[[float], str]) -> str:
-        """In words; once where both come to the same."""
+        """Format the range; equal ends are shown once."""
         least, most = as_(self.least), as_(self.most)
         return most if self.alike or least == most else f"{least} to {most}"

@@ -1,4 +1,4 @@
-"""A run's folder as a value: plan, profile, what was recorded, and how it stands."""
+"""Contents of a run's folder: plan, profile, records and progress."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ State = Literal["planned", "training", "restarting", "interrupted", "failed", "f
 LIVE: tuple[State, ...] = ("training", "restarting")
 
 WRITTEN_ANEW = "give the folder of another run; in this one it is written anew when the run goes on"
-# What `gpumix plan --output plan.json` writes beside the plan.
+# Written next to the plan by `gpumix plan --output plan.json`.
 BESIDE_PLAN = "plan.profile.json"
 
 
 @dataclass(frozen=True)
 class Progress:
-    """What `progress.json` says; `heard_at` is when (`time.time()`)."""
+    """Contents of `progress.json`; `heard_at` is the time of writing (`time.time()`)."""
 
     state: State
     step: int = 0
@@ -50,17 +50,17 @@ class Progress:
 
     @property
     def ended_early(self) -> bool:
-        """A script was done before the steps that it had planned were."""
+        """Whether a script ended before its planned steps."""
         return self.state == "finished" and self.steps is not None and self.step < self.steps
 
     def silent_s(self) -> float:
-        """For how long a run has said nothing."""
+        """Return the seconds since the run's last report."""
         return max(0.0, time.time() - self.heard_at) if self.heard_at else 0.0
 
 
 @dataclass(frozen=True)
 class Run:
-    """All that a folder holds. `checkpoints` are those that are there, the newest first."""
+    """All contents of a run's folder. `checkpoints` lists existing checkpoints, newest first."""
 
     folder: Path
     plan: Plan
@@ -73,14 +73,14 @@ class Run:
 
 
 def read_run(folder: Path, *, newest_bytes: int | None = None) -> Run:
-    """The run in `folder`, or that of the script which wrote to it.
+    """Read the run in `folder`, or the run of the script with this output folder.
 
     Args:
-        newest_bytes: read no more than the last so many of its metrics, and no trace: for who
-            looks again and again.
+        newest_bytes: read only this many trailing bytes of the metrics, and no trace, for repeated
+            reading.
 
     Raises:
-        InputError: there is none, or a file of it is not readable, or of another schema.
+        InputError: there is no run, or a file is unreadable or of another schema.
     """
     folder = _found_in(folder)
     plan = Plan.load(folder / run_files.PLAN, fix=WRITTEN_ANEW)
@@ -118,7 +118,7 @@ def _found_in(folder: Path) -> Path:
 
 
 def _profile(folder: Path, plan: Plan) -> Profile | None:
-    """What the plan was made from; None where what lies there is of something else."""
+    """Return the plan's profile; None if the file belongs to another plan."""
     for name in (run_files.PROFILE, BESIDE_PLAN):
         if (folder / name).exists():
             found = Profile.load(folder / name)
@@ -139,7 +139,7 @@ def _lines(path: Path, newest_bytes: int | None) -> Iterator[bytes]:
         with opened(path) as file:
             if newest_bytes is not None and os.fstat(file.fileno()).st_size > newest_bytes:
                 file.seek(-newest_bytes, os.SEEK_END)
-                file.readline()  # the rest of a line
+                file.readline()  # the rest of a partial line
             yield from lines_in(file)
     except OSError as error:
         raise _unreadable(path, error.strerror or str(error)) from error
@@ -179,6 +179,6 @@ def _unreadable(path: Path, why: str) -> InputError:
 
 
 def _checkpoints(folder: Path) -> Iterator[tuple[int, str]]:
-    with suppress(InputError):  # there is none
+    with suppress(InputError):  # there is no checkpoint
         for path in choices(folder):
             yield step_of(path), path.name

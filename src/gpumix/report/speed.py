@@ -1,7 +1,7 @@
-"""The answer first: how fast, against an even split, and against what devices reach alone.
+"""Speed of a run, against an even split and against the sum of its devices' individual speeds.
 
-Each speed says whether it was measured or predicted, and is of the same number of tokens a step, so
-that speeds compare as step times do.
+Each speed is marked as measured or predicted. All speeds count the same tokens per step, so ratios
+of speeds equal ratios of step times.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Source = Literal["measured", "predicted"]
 
 @dataclass(frozen=True)
 class Speed:
-    """Of a step; not known where there is no `step_s`, and `why` says why."""
+    """Speed of a step; unknown without `step_s`, for the reason `why`."""
 
     step_s: float | None = None
     tokens_per_s: float | None = None
@@ -34,8 +34,8 @@ class Speed:
 
 @dataclass(frozen=True)
 class Answer:
-    """The run's speed as `measured`, as `predicted`, that of an `even` split, and the `ideal`: what
-    all devices reach alone, added up."""
+    """Speeds of a run as `measured` and `predicted`, of an `even` split, and the `ideal`: the sum
+    of all devices' individual speeds."""
 
     measured: Speed
     predicted: Speed
@@ -44,28 +44,28 @@ class Answer:
 
     @property
     def best(self) -> Speed:
-        """What is known best of the run."""
+        """The best known speed of the run."""
         return self.measured or self.predicted
 
     @property
     def like_even(self) -> Speed:
-        """The run's speed that compares with that of the even split: predictions of both are off
-        alike, as on a busy machine, where one against a measured time tells of the machine."""
+        """The run's speed comparable to the even split's: two predictions share their error, for
+        example on a busy machine, while a prediction against a measurement includes it."""
         return self.measured if self.even.source == "measured" else self.predicted or self.measured
 
     @property
     def against_even(self) -> float | None:
-        """How many times as fast."""
+        """Speedup over the even split."""
         return _times(self.like_even, self.even)
 
     @property
     def of_ideal(self) -> float | None:
-        """Which part of it."""
+        """Fraction of the ideal speed."""
         return _times(self.best, self.ideal)
 
     @property
     def prediction_error(self) -> float | None:
-        """Predicted over measured step time, less 1, as the run itself tells it."""
+        """Predicted over measured step time, minus 1, as reported by the run itself."""
         if not self.measured.step_s or not self.predicted.step_s:
             return None
         return self.predicted.step_s / self.measured.step_s - 1
@@ -95,7 +95,7 @@ def answer_of(run: Run) -> Answer:
 
 
 def _tokens_of_step(run: Run) -> float:
-    """Without padding where steps were done, and so it is known."""
+    """Return tokens per step, without padding once steps are done."""
     counted = run.history.counted()
     if counted:
         return fmean(one.tokens_per_s * one.step_s for one in counted)
@@ -109,7 +109,7 @@ def _speed(step_s: float | None, tokens: float, source: Source, why: str) -> Spe
 
 
 def _even(run: Run, tokens: float) -> Speed:
-    """Measured where the run did so, as the demo does; else as the plan was weighed against it."""
+    """Return the even split's speed: measured as in the demo, or predicted with the plan."""
     measured = [one for one in run.history.events if compared_with(one, EVEN)]
     if measured:
         return _speed(measured[-1].number("step_s"), tokens, "measured", "")
@@ -123,7 +123,7 @@ def _even(run: Run, tokens: float) -> Speed:
 
 
 def compared_with(one: Happened, strategy: str) -> bool:
-    """Whether an event tells how fast another strategy was, measured on the same devices."""
+    """Return whether an event reports another strategy's measured speed on the same devices."""
     known = one.event == "compared" and one.text("strategy") == strategy
     return known and bool(one.number("step_s"))
 

@@ -1,8 +1,8 @@
-"""A step as a picture: what each device computes, sends and waits for, and when.
+"""Picture of a step: computing, communication and waits of each device over time.
 
-Drawn from traces, measured ones (`gpumix train --trace`) and simulated ones (`gpumix simulate`).
-Numbers inside of bars are those of micro-batches, where a plan has several stages; passes through a
-device's second stage are paler. Needs matplotlib, which is imported when something is drawn.
+Draws traces, measured (`gpumix train --trace`) or simulated (`gpumix simulate`). Numbers in bars
+are micro-batches, for plans with several stages; passes through a device's second stage are paler.
+Needs matplotlib, which is imported for drawing only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gpumix.spec.trace import Slice, Trace
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's colours, which colour-blind readers tell apart too.
+# Okabe and Ito's colors, distinguishable for colorblind readers.
 COLOURS = {
     "forward": "#56B4E9",
     "head and loss": "#0072B2",
@@ -37,16 +37,16 @@ WORK = {
     "optimizer": "update",
 }
 COMMUNICATES = {"gather", "reduction", "ends", "message", "team", "host copies"}  # causes of waits
-EDGED_PART = 0.004  # of a picture's width: narrower bars have no edge, which would hide them
-PALE = 0.6  # opacity of passes through a device's second stage, if it has several
+EDGED_PART = 0.004  # fraction of the width; narrower bars have no edge, which would hide them
+PALE = 0.6  # opacity of passes through further stages of a device
 WIDTH_INCHES, DOTS_PER_INCH = 12.0, 100
 ROW_INCHES, PANEL_INCHES, LEGEND_INCHES = 0.34, 0.62, 0.5
-CHARACTER_PART, MARGIN_PART = 0.0055, 0.003  # of a picture's width, that a text takes
+CHARACTER_PART, MARGIN_PART = 0.0055, 0.003  # fraction of the width taken by text
 
 
 @dataclass(frozen=True)
 class Bar:
-    """What a device does; of a pass through a stage, with the numbers of both from 1 on."""
+    """An activity of a device; passes have a stage and a micro-batch, numbered from 1."""
 
     what: str
     start_s: float
@@ -61,7 +61,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Panel:
-    """One step: the bars of each device in the order of time, by its name."""
+    """One step: bars by device name, in order of time."""
 
     title: str
     devices: dict[str, list[Bar]]
@@ -72,7 +72,7 @@ class Panel:
 
     @property
     def idle_share(self) -> float:
-        """The part of the step in which devices compute nothing, in the mean."""
+        """Mean fraction of the step without computation."""
         computed = (
             bar.seconds
             for bars in self.devices.values()
@@ -82,15 +82,15 @@ class Panel:
         return 1.0 - sum(computed) / (self.step_s * len(self.devices))
 
     def with_idle_share(self) -> Panel:
-        """Its title says it too."""
+        """Return the panel with the idle share added to the title."""
         return replace(self, title=f"{self.title}: idle {self.idle_share:.0%}")
 
 
 def read(path: Path, title: str = "") -> Panel:
-    """A step from a trace file.
+    """Read a step from a trace file.
 
     Raises:
-        ValueError: it is no trace of a step.
+        ValueError: the file is no trace of a step.
     """
     try:
         return panel_of(Trace.load(path), title or path.stem)
@@ -99,7 +99,7 @@ def read(path: Path, title: str = "") -> Panel:
 
 
 def panel_of(trace: Trace, title: str) -> Panel:
-    """The step of a trace, devices by their stages."""
+    """Return a trace's step, with devices sorted by stage."""
     found = _bars(trace)
     if not any(found.values()):
         raise ValueError("no device does anything in it")
@@ -122,7 +122,7 @@ def _bars(trace: Trace) -> dict[str, list[Bar]]:
 
 
 def _label(process: str, stages: Sequence[int]) -> str:
-    """The device with its class, without its host, and its stages."""
+    """Format a device with class and stages, but without host."""
     device = process.split(": ")[-1].replace(", emulated", "")
     return f"stage {', '.join(map(str, stages))}: {device}" if stages else device
 
@@ -140,8 +140,8 @@ def _bar(done: Slice) -> Bar:
 
 
 def passes(bars: Sequence[Bar]) -> Iterator[Bar]:
-    """The passes of micro-batches through stages: of each the longest part that only communication
-    cuts."""
+    """Yield passes of micro-batches through stages: for each, the longest part interrupted only by
+    communication."""
     longest: dict[tuple[str, int, int], Bar] = {}
     latest: Bar | None = None
     for bar in bars:
@@ -157,12 +157,11 @@ def passes(bars: Sequence[Bar]) -> Iterator[Bar]:
 
 
 def draw(panels: Sequence[Panel], path: Path) -> None:
-    """All steps below each other, on one scale of time, in the format that the file's name ends
-    with.
+    """Draw all steps, stacked on one time scale, in the format given by the file name.
 
     Raises:
-        InputError: the name ends with no format of pictures.
-        MachineError: matplotlib is not installed, or the file cannot be written.
+        InputError: the file name has no supported format.
+        MachineError: matplotlib is missing, or writing fails.
     """
     try:
         from matplotlib.backend_bases import FigureCanvasBase

@@ -1,6 +1,6 @@
-"""One step as rows of bars: of the plan, as it is simulated, and of the run, as it was traced.
+"""Rows of bars for one step: simulated from the plan, or traced in the run.
 
-Of many devices one of each class and stage stands for those that are alike.
+In large clusters, one device represents all devices of its class and stage.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from gpumix.spec.profile import Profile
 from gpumix.spec.trace import Label, Slice, Trace, process_of
 
 ROWS = 16
-BARS = 500  # of a row: more are drawn by what there is most of in each place
+BARS = 500  # of a row; longer rows are drawn with the dominant kind at each position
 PLACES = 600
-ALL_DEVICES = 12  # up to so many are all shown
+ALL_DEVICES = 12  # maximum for showing every device
 COMMUNICATION = {"gather", "regather", "reduce", "meet", "send"}
 COPIES = {"copy to host", "copy from host"}
 WAITING = "waiting"
@@ -27,7 +27,7 @@ WAITING = "waiting"
 
 @dataclass(frozen=True)
 class Bar:
-    """What a device does or, if `kind` is "waiting", waits for; `name` says it to a reader."""
+    """An activity of a device, or a wait if `kind` is "waiting"; `name` is the readable cause."""
 
     kind: str
     name: str
@@ -41,7 +41,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Row:
-    """A device; `others` are alike. What it computes and waits for, and what it sends beside."""
+    """A device representing `others` equal devices, with bars of work and waits, and of sends."""
 
     device: str
     device_class: str
@@ -54,11 +54,11 @@ class Row:
 class Step:
     rows: tuple[Row, ...]
     step_s: float
-    more: int = 0  # rows that are not shown
+    more: int = 0  # rows not shown
 
 
 def simulated(profile: Profile, plan: Plan) -> Step | None:
-    """A step of the plan; None where the profile cannot tell."""
+    """Simulate a step of the plan; return None if the profile lacks data."""
     try:
         replay = simulate(profile, plan)
     except InputError:
@@ -74,7 +74,7 @@ def simulated(profile: Profile, plan: Plan) -> Step | None:
 
 
 def traced(trace: Trace, plan: Plan) -> Step:
-    """A step that was measured: the same devices, where they are in the trace."""
+    """Return a measured step for the same choice of devices, as far as traced."""
     names = {
         one.pid: str(one.args.get("name", ""))
         for one in trace.traceEvents
@@ -98,8 +98,8 @@ def traced(trace: Trace, plan: Plan) -> Step:
 
 
 def _chosen(plan: Plan) -> tuple[list[tuple[int, int]], int]:
-    """The ranks that are shown, each with how many others it stands for; and how many groups are
-    not."""
+    """Return the chosen ranks, each with the number of further ranks represented, and the number of
+    groups omitted."""
     workers = plan.workers
     if len(workers) <= ALL_DEVICES:
         return [(rank, 0) for rank in range(len(workers))], 0
@@ -117,7 +117,7 @@ def _chosen(plan: Plan) -> tuple[list[tuple[int, int]], int]:
 
 
 def _bars(replay: Replay, lane: int) -> list[Bar]:
-    """What the ranks of a lane do, and wait for."""
+    """Return the activities and waits of a lane's ranks."""
     done = [
         Bar(one.kind, f"{one.kind} {replay.unit(one.call)}", one.start, one.end)
         for one in replay.events
@@ -135,7 +135,7 @@ def _row(device: str, device_class: str, others: int, bars: Iterable[Bar]) -> Ro
 
 
 def _thinned(bars: Sequence[Bar]) -> tuple[Bar, ...]:
-    """The same, drawn with fewer bars: of each place the kind that fills most of it."""
+    """Reduce the bars to the dominant kind at each position."""
     if len(bars) <= BARS:
         return tuple(bars)
     begin, end = bars[0].start_s, max(bar.end_s for bar in bars)

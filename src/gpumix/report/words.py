@@ -1,4 +1,4 @@
-"""Numbers as a reader of the page sees them; what is not known is a dash."""
+"""Number formats of the page; unknown values are a dash."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HEIGHTS = "▁▂▃▄▅▆▇█"
 
 
 def count(value: float | None) -> str:
-    """A number with as many digits as say something: 1,095, 34.8, 0.52."""
+    """Format a number with its significant digits: 1,095, 34.8, 0.52."""
     if value is None:
         return UNKNOWN
     if abs(value) >= 100 or value == int(value):
@@ -26,7 +26,7 @@ def rate(tokens_per_s: float | None) -> str:
 
 
 def link(bytes_per_s: float) -> str:
-    """The rate of a link, counted as its sellers count."""
+    """Format the rate of a link in decimal units."""
     for unit, size in (("GB/s", 1e9), ("MB/s", 1e6)):
         if bytes_per_s >= size:
             return f"{bytes_per_s / size:.3g} {unit}"
@@ -42,7 +42,7 @@ def size(value: float | None) -> str:
 
 
 def part(value: float | None) -> str:
-    """A part of a whole."""
+    """Format a fraction in percent."""
     return UNKNOWN if value is None else f"{value:.1%}"
 
 
@@ -51,14 +51,14 @@ def times(value: float | None) -> str:
 
 
 def off(predicted: float | None, measured: float | None) -> str:
-    """How far the prediction is off, as a part of what was measured."""
+    """Format the prediction's error relative to the measurement."""
     if predicted is None or not measured:
         return UNKNOWN
     return f"{predicted / measured - 1:+.1%}"
 
 
 def moment(at: float | None) -> str:
-    """A time of day, in UTC: who reads a page may be elsewhere."""
+    """Format a time in UTC, since readers may be in any time zone."""
     if at is None:
         return ""
     try:
@@ -68,20 +68,20 @@ def moment(at: float | None) -> str:
 
 
 def some(names: tuple[str, ...], most: int = 4) -> str:
-    """Names; of many the first and their number."""
+    """Join names, limited to the first `most` and the count of the rest."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
 def how_far(step: int, steps: int | None) -> str:
-    """Of a run; how many steps there will be is not always known."""
+    """Format a run's step; the total is not always known."""
     if steps:
         return f"step {step:,} of {steps:,}"
     return f"step {step:,}" if step else "no step yet"
 
 
 def spark(values: Sequence[float], places: int = 24) -> str:
-    """The course of a number in one line, from its lowest to its highest; of many values means."""
+    """Draw values in one line, scaled from lowest to highest; averages many values."""
     size = -(-len(values) // places)
     means = [fmean(values[n : n + size]) for n in range(0, len(values), size or 1)]
     low, span = min(means, default=0.0), max(means, default=0.0) - min(means, default=0.0)
@@ -90,7 +90,7 @@ def spark(values: Sequence[float], places: int = 24) -> str:
 
 
 def gauge(used: float | None, expected: float | None, limit: float | None, places: int = 12) -> str:
-    """A part of a limit as a bar; what was expected as a line in it."""
+    """Draw a bar of the used part of a limit; a line marks the expected part."""
     if used is None or not limit:
         return UNKNOWN
     full = min(places, round(places * used / limit))

@@ -1,1 +1,1 @@
-"""Any function that trains, as a patient: watched and changed from within its own process."""
+"""Training functions as patients: watched and changed from inside their process."""

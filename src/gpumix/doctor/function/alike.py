@@ -1,4 +1,4 @@
-"""Whether two windows train the same: compares losses, but for what a change rounds. Pure."""
+"""Comparison of two windows' losses, up to rounding differences caused by a change. Pure."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import math
 from collections.abc import Iterable, Sequence
 from statistics import mean, variance
 
-COMPARED = 8  # losses: later ones drift apart by rounding alone
-ROUNDING = 2e-3  # part of a loss, for changes that are not named here
+COMPARED = 8  # losses compared; later losses drift apart by rounding alone
+ROUNDING = 2e-3  # relative difference allowed for changes not listed below
 COARSE = {"autocast": 3e-2, "tf32": 1e-2, "attention": 1e-2, "compile": 1e-2}
-# These may give other samples to a step, or other random numbers: losses are alike in the mean.
+# Changes possibly redrawing samples or random numbers: losses agree in the mean only.
 REDRAWN = {"num_workers", "batch_size"}
-SPREAD = 3.0  # standard errors, that such means may be apart
+SPREAD = 3.0  # standard errors allowed between the means
 
 
 def unlike(before: Sequence[float], after: Sequence[float], changes: Iterable[str]) -> str:
-    """In what losses differ; empty: in nothing, or none say anything.
+    """Describe the difference of losses; empty without a difference or without usable losses.
 
     Args:
-        changes: the names of what was changed.
+        changes: names of the changed settings.
     """
     if not before or not after:
         return ""

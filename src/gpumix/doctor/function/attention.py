@@ -1,5 +1,5 @@
-"""Finds attention that code writes out: a softmax between two products of matrices by batch. For
-that torch has one kernel that makes no matrix of all pairs of positions."""
+"""Detection of unfused attention: a softmax between two batched matrix products. torch has a fused
+kernel for attention, which avoids the matrix of all pairs of positions."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from gpumix.doctor.function.patches import UNKNOWN, Patches, own_line
 _PRODUCTS = (torch.ops.aten.bmm, torch.ops.aten.baddbmm)
 _SOFTMAX = (torch.ops.aten._softmax, torch.ops.aten._safe_softmax)
 _FUSED = "scaled_dot_product_attention"
-_SCORES = ""  # what a product gave; the weights that come of it have the line of their softmax
+_SCORES = ""  # mark of scores; weights get the line of their softmax
 
 
 class WrittenOut(TorchDispatchMode):
-    """Looks at each operation from `begin` to `end`, which makes them slow.
+    """A dispatch mode inspecting, and slowing down, each operation from `begin` to `end`.
 
     Attributes:
-        places: lines of the user's own code whose softmax it is.
+        places: lines of user code with the softmax of unfused attention.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.places: list[str] = []
-        self._marks: Any = WeakTensorKeyDictionary()  # scores and weights, as they are passed on
+        self._marks: Any = WeakTensorKeyDictionary()  # scores and weights in flight
         self._patches = Patches()
         self._fused = 0
         self._on = False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Else torch would not compile what is called now, nor later."""
+        """Return True; otherwise torch compiles no function called in this mode, nor later."""
         return True
 
     def begin(self) -> None:
@@ -45,7 +45,7 @@ class WrittenOut(TorchDispatchMode):
         self._on = True
 
     def end(self) -> None:
-        """Again and again without harm. Below another mode that was left on it stays."""
+        """Undo the patch and leave the mode, unless another mode is above; repeatable."""
         self._patches.close()
         if self._on and _get_current_dispatch_mode() is self:  # type: ignore[no-untyped-call]
             self._on = False
@@ -53,7 +53,7 @@ class WrittenOut(TorchDispatchMode):
 
     def _counting(self, before: Any) -> Any:
         def attend(*args: Any, **kwargs: Any) -> Any:
-            self._fused += 1  # where no kernel fits, torch writes it out itself
+            self._fused += 1  # without a fitting kernel, torch runs unfused attention itself
             try:
                 return before(*args, **kwargs)
             finally:
@@ -63,13 +63,13 @@ class WrittenOut(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not self._fused and torch._C._current_autograd_node() is None:  # nor in backward
+        if not self._fused and torch._C._current_autograd_node() is None:  # not in backward
             self._look(getattr(func, "overloadpacket", None), args, result)
         return result
 
     def _look(self, operation: Any, args: Any, result: Any) -> None:
         given = [one for one in args if isinstance(one, Tensor) and one in self._marks]
-        made = result[0] if isinstance(result, tuple) and result else result  # of dropout, its mask
+        made = result[0] if isinstance(result, tuple) and result else result  # dropout adds a mask
         if operation in _PRODUCTS:
             for place in map(self._marks.__getitem__, given):
                 if place not in (_SCORES, UNKNOWN, *self.places):

@@ -1,5 +1,5 @@
-"""What passes between an update, or a backward pass, and the next forward pass: in code that makes
-batches and that no loader is part of, say."""
+"""Host time between an update or a backward pass and the next forward pass, for example in code
+creating batches without a loader."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 
 class Between:
-    """Adds up the host's time there.
+    """Accumulated host time between steps.
 
     Args:
-        elsewhere: seconds so far that are told of by others: those of them that pass meanwhile do
-            not count.
+        elsewhere: seconds so far attributed to other causes; seconds passing there meanwhile do not
+            count.
     """
 
     def __init__(self, elsewhere: Callable[[], float]) -> None:
@@ -21,21 +21,21 @@ class Between:
         self.seconds = 0.0
 
     def forget(self) -> None:
-        """All so far; one that has begun begins anew."""
+        """Reset the total; a running interval restarts."""
         self.seconds = 0.0
         if self._since is not None:
             self.begin()
 
     def begin(self) -> None:
-        """A pass, or an update, is done; the last one before a forward pass counts."""
+        """Start an interval after a backward pass or an update; the latest start counts."""
         self._since = time.perf_counter(), self._elsewhere()
 
     def drop(self) -> None:
-        """It was none: an update comes before the next forward pass."""
+        """Discard the interval: an update comes before the next forward pass."""
         self._since = None
 
     def end(self) -> None:
-        """A forward pass begins."""
+        """End the interval at the start of a forward pass."""
         if self._since is None:
             return
         begun_s, told_s = self._since

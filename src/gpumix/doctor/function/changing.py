@@ -1,7 +1,7 @@
-"""What a window may do otherwise than the function says: each change by its name.
+"""Changes applied to a function in a window, by name.
 
-A change is made where torch can be told of it, from outside: so that it can be measured before
-anyone edits code. `suspects` says in which words its user makes it for good.
+Changes are applied from outside, through torch, and can be measured before anyone edits code.
+`suspects` describes the permanent edit for the user.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from gpumix.hardware.environment import use_expandable_segments
 
 
 class Stamp(Protocol):
-    """A copy to the host that is under way."""
+    """A copy to the host in progress."""
 
     def result(self) -> Tensor: ...
 
 
 def apply(changes: Mapping[str, Any], patches: Patches) -> list[Treatment]:
-    """Make all `changes` for now; returns what is to be done with the modules that are trained."""
+    """Apply all `changes`, and return the treatments for the trained modules."""
     made: dict[str, Callable[[Any, Patches], None]] = {
         "num_workers": _workers,
         "batch_size": _batches,
@@ -51,7 +51,7 @@ def apply(changes: Mapping[str, Any], patches: Patches) -> list[Treatment]:
         "deterministic": partial(_unset, "deterministic"),
         "expandable_segments": lambda value, patches: use_expandable_segments(),
     }
-    # In this order: compiled code is made of what the others left.
+    # In this order: compilation comes after all changes of the module.
     treated: dict[str, Callable[[Any, nn.Module], None]] = {
         "attention": _attend,
         "autocast": _cast,
@@ -67,7 +67,7 @@ def apply(changes: Mapping[str, Any], patches: Patches) -> list[Treatment]:
 
 
 def _making(patches: Patches, made: type, change: Callable[[str, dict[str, Any]], None]) -> None:
-    """`change` is given the line and the arguments of each `made` that is made."""
+    """Pass the line and arguments of each construction of `made` to `change`."""
 
     def making(before: Any) -> Any:
         signature = inspect.signature(before)
@@ -117,12 +117,12 @@ def _pin(_: Any, patches: Patches) -> None:
         patches.replace(Tensor, name, copying)
 
 
-# -- what the host waits for -----------------------------------------------------------------------
+# -- waits of the host -----------------------------------------------------------------------------
 
 
 @dataclass
 class OnTheWay:
-    """A value of the GPU's, on its way to pinned memory."""
+    """A GPU value on its way to pinned memory."""
 
     host: Tensor
     event: runtime.Event
@@ -140,8 +140,8 @@ class OnTheWay:
 
 @dataclass
 class LateValues:
-    """Gives each line of the user's own the value that it asked for the last time; so nobody waits.
-    Those of libraries have no name, by which they would be told apart."""
+    """Delayed reads: each line of user code gets the value of its previous read, without waiting.
+    Reads in libraries are not delayed, because no line identifies them."""
 
     foreign: Callable[[Tensor], bool] = lambda tensor: runtime.is_gpu(tensor.device)
     send: Callable[[Tensor], Stamp] = OnTheWay.of
@@ -172,7 +172,7 @@ def _quiet(_: Any, patches: Patches) -> None:
 
 
 def _printing(before: Any) -> Any:
-    """Nor are values put in words."""
+    """Suppress printing, including the formatting of values."""
 
     def printing(*values: Any, file: Any = None, **kwargs: Any) -> None:
         if not is_shown(file):
@@ -182,7 +182,7 @@ def _printing(before: Any) -> Any:
 
 
 class _Silent:
-    """A stream of text that writes nothing."""
+    """A text stream discarding all output."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -216,7 +216,7 @@ def _ignored(*_: Any, **__: Any) -> None:
     return
 
 
-# -- what is computed ------------------------------------------------------------------------------
+# -- computation -----------------------------------------------------------------------------------
 
 
 def _fuse(lines: Collection[str], patches: Patches) -> None:
@@ -229,7 +229,7 @@ def _fuse(lines: Collection[str], patches: Patches) -> None:
 
 
 def _keep(_: Any, patches: Patches) -> None:
-    """Graphs are kept, instead of computed again."""
+    """Disable activation checkpointing; activations are stored instead of recomputed."""
 
     def passing(before: Any) -> Any:
         own = {*inspect.signature(before).parameters, "preserve_rng_state"}

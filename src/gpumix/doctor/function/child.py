@@ -1,8 +1,8 @@
-"""The process of one window: it runs the user's function as its own script would, watched and with
-changes, and sends what was seen.
+"""Child process of one window: runs the user's function like its own script, watched and with
+changes, and sends the observations.
 
-It is forked from a process that has imported torch, and is the first of a group of its own, so that
-all it starts can be ended with it. What the function prints goes into a file.
+The process is forked from a process with torch imported, and leads its own process group, so that
+all its descendants can be killed together. Output of the function goes to a file.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from gpumix.spec.units import plural
 from gpumix.train.failures import in_words
 
 Answer = tuple[str, Any]
-"""What is sent: "begun", then "seen" with a `Seen`, or "error" with a `GpumixError`."""
+"""Message to the parent: "begun", then "seen" with a `Seen`, or "error" with a `GpumixError`."""
 
 
 def run_window(order: Order, log: Path, pipe: Connection) -> None:
-    """The whole life of the process. Its own edge: whatever happens is told to the parent."""
+    """Run the child process from start to exit, sending any error to the parent."""
     os.setsid()
     threading.Thread(target=_end_with_parent, name="gpumix-orphan", daemon=True).start()
     talk = _redirect(log)
@@ -61,11 +61,11 @@ def run_window(order: Order, log: Path, pipe: Connection) -> None:
 
 
 def watch_function(order: Order, patches: Patches, send: Any) -> None:
-    """Call the function, and send what was seen of its steps.
+    """Call the function, and send observations of its steps.
 
     Raises:
-        InputError: there is no such function, or it took too few steps.
-        Exception: what the function raised.
+        InputError: the function does not exist, or took too few steps.
+        Exception: raised by the function.
     """
     _same_start(order.threads)
     gpu = device_count() > 0
@@ -139,10 +139,10 @@ def _too_few(order: Order, steps: Steps, made: Any) -> InputError:
 
 
 def _same_start(threads: int) -> None:
-    """As the function's own process begins; and random numbers that are the same in all windows,
-    for a function that does not seed them."""
+    """Reset process state as at a script's start, with equal random seeds in all windows for
+    functions without seeding."""
     torch.set_num_threads(threads)
-    default, *_ = multiprocessing.get_all_start_methods()  # here it is that of this process
+    default, *_ = multiprocessing.get_all_start_methods()  # the first is this platform's default
     multiprocessing.set_start_method(default, force=True)
     torch.manual_seed(0)
     random.seed(0)
@@ -151,7 +151,7 @@ def _same_start(threads: int) -> None:
 
 
 def _redirect(log: Path) -> Any:
-    """stdout and stderr go to `log`; returns the stderr of before."""
+    """Redirect stdout and stderr to `log`; return the previous stderr."""
     talk = os.fdopen(os.dup(2), "w")
     with opened_log(log) as file:
         for number in (1, 2):

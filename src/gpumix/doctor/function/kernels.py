@@ -1,4 +1,4 @@
-"""Adds up what a GPU computes in some steps: where that is little of them, it waits for work."""
+"""GPU compute time of some steps; a small fraction of a step means the GPU waits for work."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from gpumix.doctor.function.steps import wait_for_gpu
 from gpumix.hardware import runtime
 
-_WAITS = "nccl"  # what its kernels' names begin with, which run while they wait for others
+_WAITS = "nccl"  # prefix of NCCL kernels, which keep running while waiting for other ranks
 
 
 class Kernels:
-    """From `begin` to `seconds`; without a GPU, or a profiler of its kernels, nothing."""
+    """A kernel profile from `begin` to `seconds`; inactive without a GPU or a kernel profiler."""
 
     def __init__(self) -> None:
         self._profile: Any = None
@@ -28,7 +28,7 @@ class Kernels:
             self._profile.start()
 
     def seconds(self) -> float | None:
-        """That it computed; None: not known."""
+        """Return the seconds of computation; None: unknown."""
         if self._profile is None:
             return None
         wait_for_gpu()
@@ -37,7 +37,7 @@ class Kernels:
 
 
 def computing_s(kernels: Iterable[Any]) -> float:
-    """Of a profile's averages by kernel; those that move data between GPUs do not compute."""
+    """Sum the seconds of a profile's kernels, without kernels moving data between GPUs."""
     return (
         sum(one.self_device_time_total for one in kernels if not one.key.lower().startswith(_WAITS))
         / 1e6

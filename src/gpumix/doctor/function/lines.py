@@ -1,4 +1,4 @@
-"""Lines of the user's that make the host wait: for a value of a GPU's, or for what they print."""
+"""Lines of user code making the host wait: for a GPU value, or for printed output."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from gpumix.doctor.function.patches import Patches, calling_line
 from gpumix.doctor.function.seen import Site
 from gpumix.hardware.runtime import is_gpu
 
-# What makes the host wait for a GPU's value; the size of what comes of the first goes by values.
+# Methods making the host wait for a GPU value; results of `SIZED` have a size depending on values.
 SIZED = ("nonzero", "argwhere", "masked_select")
 VALUES = ("item", "tolist", "cpu", "__float__", "__int__", "__bool__", *SIZED)
 
 
 def is_shown(file: Any) -> bool:
-    """Whether what is printed to `file` goes to stdout or stderr."""
+    """Return whether output to `file` goes to stdout or stderr."""
     return any(file is one for one in (None, sys.stdout, sys.stderr))
 
 
 class Sites(dict[tuple[str, str], list[float]]):
-    """Calls and seconds by line and by what it does."""
+    """Calls and seconds by line and by operation."""
 
     def add(self, what: str, seconds: float) -> None:
         one = self.setdefault((calling_line(), what), [0, 0.0])
@@ -35,18 +35,18 @@ class Sites(dict[tuple[str, str], list[float]]):
         one[1] += seconds
 
     def seen(self) -> tuple[Site, ...]:
-        """Most seconds first."""
+        """Return all sites, most seconds first."""
         found = (Site(place, what, int(n), s) for (place, what), (n, s) in self.items())
         return tuple(sorted(found, key=lambda site: -site.seconds))
 
 
 @dataclass
 class Lines:
-    """Counts them from `begin` on.
+    """Counts of waiting lines, starting at `begin`.
 
     Args:
-        foreign: whether a tensor lies on a device whose values the host must wait for; tests have
-            none.
+        foreign: returns whether the host must wait for values of a tensor; replaced in tests
+            without a GPU.
     """
 
     foreign: Callable[[Tensor], bool] = lambda tensor: is_gpu(tensor.device)
@@ -55,9 +55,7 @@ class Lines:
     _printing_now: bool = False
 
     def install(self, patches: Patches, *, gpu: bool) -> None:
-        """Args:
-        gpu: whether there is one, whose values are read.
-        """
+        """Install the patches; with `gpu`, reads of GPU values are watched too."""
         for name in ("stdout", "stderr"):
             patches.replace(sys, name, lambda stream: _Watched(stream, self))
         patches.replace(builtins, "print", self._printing)
@@ -68,12 +66,12 @@ class Lines:
                 patches.replace(torch, name, self._reading(name))
 
     def begin(self) -> None:
-        """Calls count from here."""
+        """Restart counting."""
         self.syncs.clear()
         self.writes.clear()
 
     def write(self, stream: Any, text: str) -> Any:
-        """What code does beside `print`."""
+        """Write to a stream, counting writes outside of `print`."""
         if self._printing_now:
             return stream.write(text)
         begun_s = time.perf_counter()
@@ -82,7 +80,7 @@ class Lines:
         return written
 
     def _printing(self, before: Any) -> Any:
-        """With the time to put values in words."""
+        """Measure `print`, including the formatting of values."""
 
         def printing(*values: Any, file: Any = None, **kwargs: Any) -> None:
             if not is_shown(file):
@@ -113,7 +111,7 @@ class Lines:
 
 
 class _Watched:
-    """A stream of text; what is written to it is counted."""
+    """A text stream counting its output."""
 
     def __init__(self, stream: Any, lines: Lines) -> None:
         self._stream, self._lines = stream, lines

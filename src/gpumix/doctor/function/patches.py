@@ -1,5 +1,4 @@
-"""Puts functions in the place of others, for as long as a window lasts; and tells whose line of
-code called one of them."""
+"""Temporary patches of functions during a window, and lookup of the user's calling line."""
 
 from __future__ import annotations
 
@@ -18,10 +17,10 @@ UNKNOWN = "a library"
 
 
 class Patches(ExitStack):
-    """Undoes them all when it is left, the last one first."""
+    """A stack of patches, undone on exit in reverse order."""
 
     def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> Any:
-        """`owner.name` becomes `make(what it was)`; returns what it was."""
+        """Set `owner.name` to `make(previous value)`; return the previous value."""
         own = name in vars(owner)
         before = getattr(owner, name)
         made = make(before)
@@ -37,7 +36,7 @@ class Patches(ExitStack):
         return before
 
     def replace_everywhere(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        """As `replace`, and so in all modules that have imported it by name."""
+        """Replace like `replace`, also in all modules with the function imported by name."""
         before = self.replace(owner, name, make)
         made = getattr(owner, name)
         for module in list(sys.modules.values()):
@@ -47,17 +46,17 @@ class Patches(ExitStack):
 
 
 def calling_line() -> str:
-    """file:line of the innermost frame of code that no library has."""
+    """Return file:line of the innermost frame outside of libraries."""
     return _line((*_STANDARD, *_PACKAGES), ())
 
 
 def own_line() -> str:
-    """The same, but for what another library than torch does by itself."""
+    """Return file:line as `calling_line`, or `UNKNOWN` in a library other than torch."""
     return _line((*_STANDARD, *_TORCH), _PACKAGES)
 
 
 def _line(passed: tuple[str, ...], ends: tuple[str, ...]) -> str:
-    """The innermost frame that is in no file that is `passed`, unless it is one that ends it."""
+    """Return the innermost frame outside of `passed` files, or `UNKNOWN` for a file in `ends`."""
     frame = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -70,7 +69,7 @@ def _line(passed: tuple[str, ...], ends: tuple[str, ...]) -> str:
 
 @cache
 def _short(name: str) -> str:
-    """As it is seen from here."""
+    """Return a path relative to the working directory, if inside."""
     path = Path(name)
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else name

@@ -1,5 +1,5 @@
-"""A function that trains as a patient: each window calls it in a fresh process, and ends it after
-some steps; changes are made from outside, and named in terms of code."""
+"""A training function as a patient: each window calls it in a fresh process, ended after some
+steps; changes are applied from outside, and described in terms of code."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ from gpumix.spec.files import read_log, read_text, scratch_folder
 
 WARM_UP_STEPS = 4
 PROFILED_STEPS = 4
-LEAST_S = 1.0  # of a window's steps: less is lost in what else a machine does
-PATIENCE_S = 300.0  # until the first steps are done, and from then to the end of a window
-GRACE_S = 3.0  # for a function to end once it was told to
-TOLD_LINES = 3  # of what it printed, where it died
+LEAST_S = 1.0  # minimum of a window's steps; shorter windows drown in noise of the machine
+PATIENCE_S = 300.0  # limit for the first steps, and again for the remaining window
+GRACE_S = 3.0  # for a function to end after its last message
+TOLD_LINES = 3  # lines of output quoted after a crash
 PRELOAD = ("gpumix.doctor.function.preload",)
 
 
 @dataclass
 class FunctionPatient:
-    """The function `reference`, module:function, with some changes.
+    """The function `reference`, in the form module:function, with some changes.
 
     Attributes:
-        folder: where its module is looked for.
-        scratch: for what it prints.
-        steps: of a window; more of them, if they take less than `least_s`.
-        threads: of torch, where nobody says otherwise.
+        folder: search path of the module.
+        scratch: folder for printed output.
+        steps: of a window; more if steps take less than `least_s`.
+        threads: torch's default number of threads.
         patience_s: see `PATIENCE_S`.
-        windows: what the last ones showed; `machine`, and `cpu_s` of all its processes beside.
-        kernels_share: of a step, in which a GPU computed.
-        attention: lines that write it out.
-        samples: of a step, before anything was changed.
+        windows: observations of past windows; `machine` and `cpu_s` (of all processes) of the last.
+        kernels_share: fraction of a step in which a GPU computes.
+        attention: lines with unfused attention.
+        samples: per step, before any change.
     """
 
     reference: str
@@ -72,7 +72,7 @@ class FunctionPatient:
     samples: float = 0.0
 
     def look(self) -> None:
-        """Before all: how long its steps are, what of them a GPU computes, and how they attend.
+        """Inspect the function before all windows: its step time, GPU compute time and attention.
 
         Raises:
             GpumixError: see `window`.
@@ -81,12 +81,14 @@ class FunctionPatient:
         if seen.kernels_s is not None:
             self.kernels_share = seen.kernels_s / seen.step_s
         self.attention = seen.attention
-        self.steps = min(self.steps, seen.steps)  # one that ended by itself has no more
+        self.steps = min(self.steps, seen.steps)  # a function ending by itself has no more steps
 
     def window(self) -> Window:
-        """Raises:
-        InputError: the function does not step, not within `patience_s`, or is none.
-        TrainingError: its process died.
+        """Run a window in a fresh process.
+
+        Raises:
+            InputError: the function does not exist, or takes no step within `patience_s`.
+            TrainingError: the process died.
         """
         with watched() as told:
             seen = self._run(0)
@@ -95,7 +97,7 @@ class FunctionPatient:
         return Window(self._comparable_s(seen), seen.seconds, seen.input_share)
 
     def _comparable_s(self, seen: Seen) -> float:
-        """Of a step; with other batches, of as many samples as a step had before."""
+        """Return seconds per step; after a batch change, per original number of samples."""
         if "batch_size" not in self.changes or not seen.samples or not self.samples:
             return seen.step_s
         return seen.step_s * self.samples / seen.samples
@@ -166,7 +168,7 @@ class FunctionPatient:
             mine.close()
 
     def _answer(self, pipe: Any, process: Any, log: Path, lacking: str) -> Any:
-        """What the process sends next; `lacking`: what is wrong if it sends nothing."""
+        """Receive the process's next message; `lacking` describes the error after a timeout."""
         if not pipe.poll(self.patience_s):
             raise InputError(
                 f"'{self.reference}' {lacking} within {self.patience_s:g} s",
@@ -196,7 +198,7 @@ def function_patient(
     patience_s: float = PATIENCE_S,
     debug: bool = False,
 ) -> Iterator[FunctionPatient]:
-    """The function `reference`, whose module is in `folder`, looked at once.
+    """Provide the function `reference` from a module in `folder`, after one look.
 
     Raises:
         GpumixError: see `FunctionPatient.window`.
@@ -219,21 +221,21 @@ def function_patient(
 
 
 def _warm_up(reference: str, folder: Path) -> None:
-    """Start the server of processes, with what the module imports: that is not imported anew for
-    each window, if the library is one that does nothing on the way."""
+    """Start the fork server and preload the module's known imports, if free of side effects, to
+    avoid an import per window."""
     from gpumix.train.launch import warm_up
     from gpumix.train.pipeline import TRANSFORMERS
 
     file = folder / f"{reference.partition(':')[0].replace('.', '/')}.py"
     try:
         names = imported(read_text(file))
-    except (OSError, SyntaxError, UnicodeDecodeError):  # told once it is imported
+    except (OSError, SyntaxError, UnicodeDecodeError):  # reported by the import
         names = set()
     warm_up([*PRELOAD, *(TRANSFORMERS if "transformers" in names else ())])
 
 
 def imported(source: str) -> set[str]:
-    """The packages that a module names in its imports."""
+    """Return the packages named in a module's imports."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -244,12 +246,12 @@ def imported(source: str) -> set[str]:
 
 
 def group_cpu_s(group: int) -> float:
-    """Seconds of cores that the living processes of a group have taken, with those of children that
-    they saw end; 0 where nobody tells."""
+    """Return the CPU seconds of a process group, including children reaped by living members; 0
+    where unavailable."""
     ticks = 0
     for file in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            # The name of a process, in parentheses, may hold anything.
+            # A process name, in parentheses, may contain any character.
             fields = read_log(file).rpartition(")")[2].split()
             if int(fields[2]) == group:
                 ticks += sum(map(int, fields[11:15]))

@@ -1,4 +1,4 @@
-"""What every window's process imports; the process that they are forked from imports it once."""
+"""Imports of every window's process, done once in the fork server."""
 
 import torch._dynamo  # noqa: F401
 

@@ -1,6 +1,6 @@
-"""The modules that a function trains: those that no other module calls. Found when they are called
-in the first steps, before which they are changed as wanted; of later calls theirs alone are noted.
-"""
+"""Root modules of a function's training: trained modules called by no other module. Roots are
+detected and treated when called in the first steps; afterwards, only calls of known roots are
+noted."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Treatment = Callable[[nn.Module], None]
 
 
 class Roots:
-    """Finds them, and changes them by `treatments`.
+    """The root modules, changed by `treatments` on discovery.
 
     Attributes:
-        called: is called when a forward pass of one of them begins.
+        called: called at the start of each forward pass of a root.
     """
 
     def __init__(self, treatments: list[Treatment]) -> None:
@@ -32,15 +32,15 @@ class Roots:
         self._patches, self._noted = Patches(), Patches()
 
     def find(self) -> None:
-        """From now on."""
+        """Start detecting roots."""
         self._patches.replace(nn.Module, "__call__", self._calling)
 
     def found(self) -> None:
-        """There are no more."""
+        """Stop detecting roots."""
         self._patches.close()
 
     def end(self) -> None:
-        """Nothing is found or noted any more."""
+        """Stop detecting roots and noting calls."""
         self.found()
         self._noted.close()
 
@@ -52,7 +52,7 @@ class Roots:
             if self._inside or id(module) in self._parts or not _trained(module):
                 return before(module, *args, **kwargs)
             if id(module) not in self._known:
-                # What is computed again in a backward pass is called by nobody.
+                # Submodules recomputed in a backward pass have no caller.
                 self._parts |= {id(part) for part in module.modules()} - {id(module)}
                 place, casts = calling_line(), _casts(module)
                 for treatment in self._treatments:
@@ -68,13 +68,13 @@ class Roots:
         return call
 
     def _note(self, module: nn.Module) -> None:
-        """Its calls, from outside of what is compiled: a hook would be part of that. What is set
-        of a module that torch.compile made is set of the one in it."""
+        """Note calls from outside of compiled code, where a hook would be compiled in. Attributes
+        set on a module from torch.compile end up on the inner module."""
         own, name = vars(module), "_compiled_call_impl"
         code = own.get(name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling():  # else it is part of some code that is
+            if not torch.compiler.is_compiling():  # otherwise part of code being compiled
                 self.called()
             return (module._call_impl if code is None else code)(*args, **kwargs)
 
@@ -88,12 +88,12 @@ def _trained(module: nn.Module) -> bool:
 
 
 def _casts(module: nn.Module) -> bool:
-    """Whether autocast is on where it is called."""
+    """Return whether autocast is active at the call."""
     return torch.is_autocast_enabled(device_of(module).type)
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Of its first parameter."""
+    """Return the device of a module's first parameter."""
     return next(module.parameters()).device
 
 

@@ -1,4 +1,4 @@
-"""What a window of a function showed: values that its process sends. Pure, and without torch."""
+"""Observations of a function's window, as plain values sent by its process. Pure, without torch."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Order:
-    """What a window's process is to do.
+    """Instructions for a window's process.
 
     Attributes:
-        reference: the function, as module:function; its module is looked for in `folder`.
-        changes: what to do otherwise; see `changing`.
-        warm_up, steps: steps that do not count, and those that do; more of them if they take less
-            than `least_s`.
-        profiled: steps more whose kernels are added up; 0: nor is looked at each operation of the
-            warm-up, which finds attention that is written out.
-        threads: of torch, as a process of the user's own would have.
-        debug: show the traceback of an error.
+        reference: the function, as module:function; its module is searched in `folder`.
+        changes: to apply; see `changing`.
+        warm_up, steps: uncounted and counted steps; counted steps increase until `least_s` is
+            reached.
+        profiled: additional steps with profiled kernels; 0 also turns off the search for unfused
+            attention during the warm-up.
+        threads: torch's threads, as in a process started by the user.
+        debug: whether to show tracebacks.
     """
 
     reference: str
@@ -35,11 +35,11 @@ class Order:
 
 @dataclass(frozen=True)
 class Site:
-    """A line of the user's that does something, in all counted steps.
+    """A line of user code with a notable operation, over all counted steps.
 
     Attributes:
         place: file:line.
-        what: it does, as it is written.
+        what: operation, as written in code.
     """
 
     place: str
@@ -50,15 +50,14 @@ class Site:
 
 @dataclass(frozen=True)
 class LoaderSeen:
-    """A DataLoader of the user's, or a loader of gpumix.
+    """A DataLoader of the user's, or a loader of gpumix, in the counted steps.
 
     Attributes:
-        waited_s: that the loop waited for its batches in counted steps; `cpu_s` of it in which this
-            process computed.
-        begun: how often an iteration over it began then.
-        samples: that it gave then.
-        streams: its dataset is iterable, not one with numbers.
-        tunes: it is of gpumix, and finds its workers itself; `limit`: what holds it back then.
+        waited_s: time waiting for batches; `cpu_s` of it computed in this process.
+        begun: number of iterations started.
+        samples: number of samples loaded.
+        streams: whether the dataset is iterable, without indices.
+        tunes: whether it is gpumix's loader, tuning its workers itself; `limit` is its bottleneck.
     """
 
     place: str
@@ -77,7 +76,7 @@ class LoaderSeen:
 
 @dataclass(frozen=True)
 class OptimizerSeen:
-    """An optimizer that stepped. `seconds`: of the host, in counted steps."""
+    """An optimizer used in counted steps, for `seconds` of host time."""
 
     place: str
     name: str
@@ -88,13 +87,13 @@ class OptimizerSeen:
 
 @dataclass(frozen=True)
 class ModelSeen:
-    """A module that is trained, and that no other module calls.
+    """A root module in training, called by no other module.
 
     Attributes:
-        place: where it is called from.
-        fp32: its parameters are fp32, and no autocast was on.
-        eager_attention: it has a fused attention, and does not use it.
-        compiled: it runs compiled code.
+        place: line of the call.
+        fp32: parameters are fp32, without autocast.
+        eager_attention: fused attention is available but unused.
+        compiled: runs compiled code.
     """
 
     place: str
@@ -106,24 +105,24 @@ class ModelSeen:
 
 @dataclass(frozen=True)
 class Seen:
-    """A window: some steps, and what was seen in them.
+    """Observations of a window's steps.
 
     Attributes:
-        seconds: of these steps.
-        losses: all, from the first step on; what `backward` was called of.
-        cuda: whether there is a GPU, of this `capability` (0: none).
-        between_s: of the host, in these steps, from a backward pass or an update to the next
-            forward pass, without what is told of elsewhere here.
-        copies: from memory that is not pinned to a GPU, which block.
-        syncs: values that the host waits for, of a GPU.
+        seconds: of the counted steps.
+        losses: all tensors with a call of `backward`, from the first step on.
+        cuda: whether a GPU is in use, of compute capability `capability` (0: none).
+        between_s: host time in counted steps from a backward pass or an update to the next forward
+            pass, without time listed elsewhere in this class.
+        copies: blocking copies to a GPU from unpinned memory.
+        syncs: reads of GPU values making the host wait.
         writes: to stdout and stderr.
-        threads: of torch; `cores` that this process may use.
-        set: lines that set what slows it down, by what they set.
-        cpu_bf16: whether the CPU has instructions for bf16; `compiler`: there is one for C++.
-        retries: of the allocator in these steps.
-        kernels_s: of a step, in which the GPU computed; None: not measured.
-        attention: lines that write it out; empty where that was not looked for.
-        memory_share: of the device's memory, that was needed at the most.
+        threads: of torch; `cores` are available to this process.
+        set: lines setting a slow option, by option.
+        cpu_bf16: whether the CPU has bf16 instructions; `compiler`: whether a C++ compiler exists.
+        retries: of the allocator in counted steps.
+        kernels_s: GPU compute time per step; None: not measured.
+        attention: lines with unfused attention; empty if not searched.
+        memory_share: peak part of the device's memory in use.
     """
 
     steps: int
@@ -158,19 +157,19 @@ class Seen:
 
     @property
     def samples(self) -> float:
-        """Of a step; 0: not known."""
+        """Samples per step; 0: unknown."""
         return sum(one.samples for one in self.loaders) / self.steps
 
     @property
     def input_share(self) -> float:
-        """Of a step, in which it waits for its data."""
+        """Part of a step spent waiting for data."""
         return sum(one.waited_s for one in self.loaders) / self.seconds
 
     @property
     def limit(self) -> str:
-        """What holds the loader back that is waited for longest; empty: not known."""
+        """Bottleneck of the loader with the longest wait; empty: unknown."""
         return max(self.loaders, key=lambda one: one.waited_s).limit if self.loaders else ""
 
     def share_of(self, seconds: float) -> float:
-        """Of all counted steps."""
+        """Return `seconds` as part of all counted steps."""
         return seconds / self.seconds

@@ -1,7 +1,7 @@
-"""Counts a function's steps by those of its optimizer, and ends the function when there are enough.
+"""Step counter of a function, by its optimizer's steps; ends the function after enough steps.
 
-The first steps do not count: allocators and caches fill, workers start, code is compiled; and what
-workers read ahead meanwhile is no measure of how fast they read.
+The first steps do not count: allocators and caches fill, workers start, and code is compiled.
+Batches prefetched by workers meanwhile would also distort the measured loading speed.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from typing import Any
 
 from gpumix.hardware import runtime
 
-LEAST = 3  # counted steps that say something
+LEAST = 3  # counted steps required for a result
 MOST_STEPS = 400
-UNSETTLED_S = 5.0  # that steps are waited for to become alike
+UNSETTLED_S = 5.0  # limit on waiting for steps to settle
 
 
 class Enough(BaseException):
-    """The steps that were wanted are done. No `Exception`, which training code may catch."""
+    """Signal that all requested steps are done; no `Exception`, which training code may catch."""
 
 
 class Steps:
-    """The steps of the optimizer that steps first: one that steps beside it is part of its steps.
+    """Steps of the first optimizer to step; steps of further optimizers belong to its steps.
 
     Args:
-        warm_up, steps, profiled: how many are not counted, are counted, and come behind these.
-        least_s: seconds of those that are counted: of short ones there are more, `MOST_STEPS` at
-            most.
-        settled: asked after each step behind the warm-up, which goes on until it says so.
-        begins: called when the first counted step begins, and `ends` when the last one is done.
-        leaves: called when no more is wanted; then `Enough` is raised, or, where that was caught,
-            the process ended.
+        warm_up, steps, profiled: number of uncounted, counted and subsequent profiled steps.
+        least_s: minimal seconds of counted steps; short steps run more often, at most `MOST_STEPS`
+            times.
+        settled: called after each step past the warm-up, which continues until True is returned.
+        begins: called at the start of the first counted step; `ends` after the last.
+        leaves: called after the last step. Then `Enough` is raised; if the function catches it, the
+            process exits at the next step.
     """
 
     def __init__(
@@ -55,15 +55,15 @@ class Steps:
         self._warm_s = self._begun_s = self._step_s = 0.0
         self._begun = self._ended = self._left = False
         self.done = 0
-        """All steps so far."""
+        """Number of steps so far, counted or not."""
         self.seconds = 0.0
-        """Of those that were counted."""
+        """Seconds of the counted steps."""
 
         self.counted = 0
-        """How many those are."""
+        """Number of counted steps."""
 
     def step(self, optimizer: Any, *_: Any) -> None:
-        """One more, of some optimizer; a hook of torch's."""
+        """Handle a step of any optimizer; an optimizer hook of torch."""
         if self._left:
             os._exit(0)
         if self._owner() is None:
@@ -88,7 +88,7 @@ class Steps:
         self._step_s = time.perf_counter()
 
     def _warm(self) -> bool:
-        """Whether the next steps are like all that follow, as far as that can be waited for."""
+        """Return whether following steps are representative, as far as worth waiting for."""
         self._warm_s = self._warm_s or time.perf_counter()
         return self._settled() or time.perf_counter() - self._warm_s > UNSETTLED_S
 
@@ -102,7 +102,7 @@ class Steps:
         self._ends()
 
     def end_early(self) -> bool:
-        """The function has ended by itself; whether there were steps enough to say something."""
+        """Handle the function's own end; return whether enough steps were counted."""
         if self._ended:
             return True
         if self.counted < LEAST:
@@ -113,6 +113,6 @@ class Steps:
 
 
 def wait_for_gpu() -> None:
-    """All that was given to it is done."""
+    """Wait until all work submitted to the GPU is done."""
     if runtime.is_initialized():
         runtime.synchronize()

@@ -1,7 +1,7 @@
-"""What may slow a function down, found in what its steps showed; and in which words of code its
-user mends it. Pure.
+"""Suspected slowdowns of a function, derived from its observed steps, with the code edit fixing
+each. Pure.
 
-Only what was seen is suspected: each suspect costs windows.
+Only observed problems are suspected, since each suspect costs windows.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from gpumix.data.tuning import Bounds, Measured, choose
 from gpumix.doctor.function.seen import LoaderSeen, Seen, Site
 from gpumix.doctor.report import BATCH_NOTE, DTYPE_NOTE, Suspect
 
-COPY_SHARE = 0.01  # of a step, that copies may block
-WRITE_SHARE = 0.01  # of a step, that printing may take
-OPTIMIZER_SHARE = 0.03  # of a step, above which a faster optimizer is worth a try
-SMALL_SHARE = 0.25  # of a step, that the optimizer takes where batches are too small
-ROOM = 0.3  # of the memory, that may be in use where more is to be kept
-LAUNCH_SHARE = 0.7  # of a step; if a GPU computes less, it waits for its next kernel
-AMPERE, VOLTA = 8, 7  # bf16 and TF32 begin with the one, code by Triton with the other
-MOST_WORKERS = 4  # for each core: each is a process, with Python and torch in it
-BETWEEN_SHARE = 0.1  # of a step, that may pass before a forward pass, and a GPU wait meanwhile
-SITES = 3  # lines that are named
-LATE = ("item", "tolist", "cpu", "__float__")  # values that may be those of the step before
+COPY_SHARE = 0.01  # fraction of a step allowed for blocking copies
+WRITE_SHARE = 0.01  # fraction of a step allowed for printing
+OPTIMIZER_SHARE = 0.03  # fraction of a step above which a faster optimizer is worth a try
+SMALL_SHARE = 0.25  # fraction of a step above which the optimizer suggests small batches
+ROOM = 0.3  # fraction of the memory in use below which there is room for more
+LAUNCH_SHARE = 0.7  # part of a step with GPU computation below which kernel launches limit the GPU
+AMPERE, VOLTA = 8, 7  # bf16 and TF32 need Ampere, Triton needs Volta
+MOST_WORKERS = 4  # per core; each is a process with Python and torch loaded
+BETWEEN_SHARE = 0.1  # fraction of a step allowed before forward passes while the GPU idles
+SITES = 3  # lines named in a message
+LATE = ("item", "tolist", "cpu", "__float__")  # reads allowed to be one step late
 
 
 NAMES = (
@@ -45,15 +45,15 @@ NAMES = (
     "compile",
     "batch",
 )
-"""Of all suspects."""
+"""Names of all suspects."""
 
 
 def suspects(seen: Seen, kernels_share: float | None = None) -> list[Suspect]:
-    """What is to be tried, in this order: the input first, for while steps wait for it nothing else
-    shows; what changes more than rounding last.
+    """Return suspects in the order of testing: input first, because waits for data hide all else,
+    and changes beyond rounding last.
 
     Args:
-        kernels_share: of a step, in which a GPU computed; None: not known.
+        kernels_share: fraction of a step in which a GPU computes; None: unknown.
     """
     return [
         *_input(seen),
@@ -87,17 +87,17 @@ def _input(seen: Seen) -> Iterator[Suspect]:
 
 
 def _workers(seen: Seen, loader: LoaderSeen) -> int:
-    """How many it should have; 0: it can have no others."""
+    """Return the recommended number of workers; 0 for no recommendation."""
     if loader.tunes:
         return 0
-    if loader.streams:  # each worker reads all of it; one does ahead of the loop
+    if loader.streams:  # each worker reads the complete stream; a single worker reads ahead
         return 0 if loader.workers else 1
     most = max(1, round(MOST_WORKERS * seen.cores))
-    own_s = max(1e-6, seen.seconds * (1.0 - seen.input_share))  # without what any loader takes
+    own_s = max(1e-6, seen.seconds * (1.0 - seen.input_share))  # without time of the loader
     if loader.workers:
         if not loader.persistent and loader.begun > 0:
             return loader.workers
-        # They give a batch in each step as it is, and are to give one in each without waits.
+        # Workers deliver one batch per step at present, and should without waits.
         wanted = min(ceil(loader.workers * seen.seconds / own_s), most)
         return wanted if wanted > loader.workers else 0
     batches = max(1.0, loader.samples / (loader.batch_size or 1))
@@ -130,7 +130,7 @@ def _waits(seen: Seen) -> Iterator[Suspect]:
 def lines(
     syncs: tuple[Site, ...], writes: tuple[Site, ...], steps: int, seconds: float
 ) -> Iterator[Suspect]:
-    """Of lines that make the host wait, in so many steps of so many seconds."""
+    """Suspect lines making the host wait, observed in `steps` steps of `seconds` in total."""
     late = [site for site in syncs if site.what in LATE]
     if sum(site.calls for site in late) >= steps:
         a_step = sum(site.calls for site in late) / steps
@@ -154,15 +154,15 @@ def lines(
 
 
 def steering(syncs: tuple[Site, ...]) -> str:
-    """What is to be told of values that cannot come late; empty: there are none."""
+    """Describe reads whose values cannot come late; empty if none."""
     found = [one for one in syncs if one.what not in LATE]
     named = ", ".join(f"{one.place} ({one.what})" for one in found[:SITES])
     return f"the host waits for values of the GPU that steer the code, at {named}" if found else ""
 
 
 def between(seen: Seen, kernels_share: float | None = None) -> str:
-    """What is to be told of time that passes before forward passes, and that no loader is waited
-    for; empty: it is little, or a GPU has enough to do meanwhile."""
+    """Describe time before forward passes outside of loaders; empty if small, or if the GPU has
+    enough work meanwhile."""
     share = seen.share_of(seen.between_s)
     idle_share = 1.0 - (kernels_share or 0.0)
     if min(share, idle_share) <= BETWEEN_SHARE:
@@ -179,7 +179,7 @@ def between(seen: Seen, kernels_share: float | None = None) -> str:
 
 
 def retried(times: int, steps: int) -> Iterator[Suspect]:
-    """Of an allocator that gave memory back so often in so many steps."""
+    """Suspect fragmentation after the allocator's retries."""
     if times:
         yield Suspect(
             name="retries",
@@ -287,12 +287,12 @@ def _launches(seen: Seen, kernels_share: float | None) -> Iterator[Suspect]:
         why="compiled code fuses what lies between products",
         changes={"compile": "default"},
         fix=f"model.compile(), before the call at {plain[0].place}",
-        costly=not seen.cuda,  # each window's process makes the code anew, for seconds of steps
+        costly=not seen.cuda,  # each window's process compiles again, at the cost of many steps
     )
 
 
 def _batches(seen: Seen, kernels_share: float | None) -> Iterator[Suspect]:
-    """Not where devices wait for data: more of it would not come faster."""
+    """Suspect small batches, unless data is the bottleneck."""
     optimizer_share = seen.share_of(sum(one.seconds for one in seen.optimizers))
     launching = kernels_share is not None and kernels_share < LAUNCH_SHARE
     small = launching if seen.cuda else optimizer_share > SMALL_SHARE

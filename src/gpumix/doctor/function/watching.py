@@ -1,6 +1,5 @@
-"""Watches what a function does in its steps: what it waits for, what it computes twice, and what it
-has set. What is patched runs in every window, with and without a change: it costs both the same.
-"""
+"""Observation of a function's steps: waits, recomputation and settings. Patches run in every
+window, with and without a change, at equal cost."""
 
 from __future__ import annotations
 
@@ -36,8 +35,8 @@ from gpumix.hardware.cpu import cores_here, cpu_has_bf16
 from gpumix.hardware.environment import has_cpp_compiler, host_memory_bytes
 
 FUSIBLE = (Adam, AdamW, SGD, Adagrad)
-UNFUSIBLE = ("differentiable", "capturable", "foreach")  # what goes with `fused` in none of them
-# What code sets for the whole process: its name in torch.
+UNFUSIBLE = ("differentiable", "capturable", "foreach")  # options incompatible with `fused`
+# Process-wide settings, and the torch function setting each.
 SETTERS = {
     "threads": "set_num_threads",
     "deterministic": "use_deterministic_algorithms",
@@ -46,12 +45,12 @@ SETTERS = {
 
 
 class _Ahead:
-    """Batches that workers have ready, step after step.
+    """Batches prefetched by workers, step after step.
 
     Args:
-        ready: how many; None: nobody tells.
-        most: that there can be.
-        settling: steps that the workers' own setting is found in.
+        ready: returns the number of ready batches; None: unknown.
+        most: capacity.
+        settling: steps for the workers' own tuning.
     """
 
     def __init__(self, ready: Callable[[], int | None], most: int, settling: int = 0) -> None:
@@ -59,8 +58,8 @@ class _Ahead:
         self._counts: deque[int] = deque(maxlen=most + 1)
 
     def settled(self) -> bool:
-        """Whether the next steps do not live on what was read before: none is ready, or no fewer
-        than when the oldest of these were asked for."""
+        """Return whether the next steps no longer consume batches prefetched earlier: none is
+        ready, or no fewer than at the oldest recorded step."""
         if (count := self._ready()) is None:
             return True
         self._counts.append(count)
@@ -70,14 +69,14 @@ class _Ahead:
 
 
 def _ahead_of(iterator: Any) -> _Ahead:
-    """Of a DataLoader's iterator, which is not kept alive."""
+    """Return the prefetch state of a DataLoader's iterator, without keeping it alive."""
     kept = ref(iterator)
 
     def ready() -> int | None:
         if (iterator := kept()) is None:
             return None
         queues = {iterator._data_queue, iterator._worker_result_queue}
-        # What comes out of order waits beside the queues.
+        # Out-of-order batches are buffered outside of the queues.
         beside = sum(len(told) > 1 for told in list(iterator._task_info.values()))
         try:
             return beside + sum(queue.qsize() for queue in queues)
@@ -88,7 +87,7 @@ def _ahead_of(iterator: Any) -> _Ahead:
 
 
 def _ahead_in(loader: Loader) -> _Ahead:
-    """Of a loader of gpumix, by its setting as it is now."""
+    """Return the prefetch state of a gpumix loader, with its current setting."""
     kept = ref(loader)
 
     def ready() -> int | None:
@@ -99,7 +98,7 @@ def _ahead_in(loader: Loader) -> _Ahead:
 
 @dataclass
 class _Loader:
-    """Those that one line makes, as the last of them is."""
+    """All loaders created by one line, with the settings of the last."""
 
     place: str
     made: Mapping[str, Any] = field(default_factory=dict)
@@ -124,7 +123,7 @@ class _Loader:
         }
 
     def goes_on(self, loader: Loader) -> None:
-        """One of gpumix, whose setting may have changed."""
+        """Update from a gpumix loader, whose setting may have changed."""
         if self.ahead is None or self.ahead.most != loader.setting.ahead:
             self.ahead = _ahead_in(loader)
         self.made = {
@@ -138,7 +137,7 @@ class _Loader:
         }
 
     def fetched(self, batch: Any, waited_s: float, cpu_s: float) -> None:
-        """A batch; the wait for it counts where the function's own thread asks."""
+        """Record a batch; waits count only in the function's own thread."""
         self.samples += rows_of(batch)
         if _in_main_thread():
             self.waited_s += waited_s
@@ -174,14 +173,14 @@ class _Optimizer:
 
 @dataclass
 class Watch:
-    """What is seen, from `begin` to `end`."""
+    """All observations from `begin` to `end`."""
 
     roots: Roots
     lines: Lines = field(default_factory=Lines)
     losses: list[Tensor] = field(default_factory=list)
     copies: Sites = field(default_factory=Sites)
     recomputed: Sites = field(default_factory=Sites)
-    # Nothing that the function lets go of is kept alive.
+    # Loaders and optimizers are not kept alive by these fields.
     _loaders: dict[str, _Loader] = field(default_factory=dict)
     _optimizers: WeakKeyDictionary[Optimizer, _Optimizer] = field(default_factory=WeakKeyDictionary)
     _set: dict[str, str] = field(default_factory=dict)
@@ -191,15 +190,13 @@ class Watch:
         self._between = Between(self._told_s)
 
     def _told_s(self) -> float:
-        """That loaders and lines of the user's are told to take, so far."""
+        """Return the seconds so far attributed to loaders and to lines of user code."""
         sites = (self.copies, self.lines.syncs, self.lines.writes)
         waited_s = sum(one.waited_s for one in self._loaders.values())
         return waited_s + sum(seconds for found in sites for _, seconds in found.values())
 
     def install(self, patches: Patches, *, gpu: bool) -> None:
-        """Args:
-        gpu: whether there is one: then what is copied to it and from it is watched too.
-        """
+        """Install the patches; with `gpu`, copies to and from the GPU are watched too."""
         for kind in (DataLoader, Loader):
             patches.replace(kind, "__init__", self._making_loader)
         patches.replace(DataLoader, "_get_iterator", self._beginning)
@@ -219,7 +216,7 @@ class Watch:
                 patches.replace(Tensor, name, self._copying)
 
     def begin(self) -> None:
-        """Steps count from here."""
+        """Restart counting."""
         for loader in self._loaders.values():
             loader.forget()
         for optimizer in self._optimizers.values():
@@ -231,13 +228,13 @@ class Watch:
         self._retries = _retries()
 
     def settled(self) -> bool:
-        """Whether steps take as long as they will, as far as their data goes. Asked once a step:
-        each loader counts them."""
+        """Return whether step times have settled with respect to data. Call once per step, since
+        each loader counts the calls."""
         found = [one.ahead.settled() for one in self._loaders.values() if one.ahead is not None]
         return all(found)
 
     def end(self, steps: Steps) -> Seen:
-        """What was seen since; lines first, for losses are values that are read here."""
+        """Return the observations; lines come first, because reading losses adds syncs."""
         watched = (self.copies, self.lines.syncs, self.lines.writes, self.recomputed)
         copies, syncs, writes, recomputed = [sites.seen() for sites in watched]
         cuda = runtime.is_initialized()
@@ -268,7 +265,7 @@ class Watch:
             memory_share=_memory_share(cuda),
         )
 
-    # -- what is put in the place of torch's -------------------------------------------------------
+    # -- patched functions -------------------------------------------------------------------------
 
     def _making_loader(self, before: Any) -> Any:
         def made(loader: Any, *args: Any, **kwargs: Any) -> None:
@@ -278,7 +275,7 @@ class Watch:
         return made
 
     def _beginning(self, before: Any) -> Any:
-        """Starts workers."""
+        """Watch the creation of an iterator, which starts workers."""
 
         def begin(loader: Any) -> Any:
             begun_s = time.perf_counter()
@@ -303,7 +300,7 @@ class Watch:
         return known
 
     def _fetching(self, known_of: Callable[[Any], _Loader | None], before: Any) -> Any:
-        """By what `known_of` knows."""
+        """Watch fetching of a batch, with the loader found by `known_of`."""
 
         def fetch(source: Any) -> Any:
             begun_s, begun_cpu_s = time.perf_counter(), time.thread_time()
@@ -338,7 +335,7 @@ class Watch:
         self._between.drop()
 
     def stepped(self, optimizer: Any, *_: Any) -> None:
-        """An optimizer has; a hook of torch's, before that which counts steps."""
+        """Record an optimizer's step, in a hook of torch running before the step counter's hook."""
         self._optimizers[optimizer].seconds += time.perf_counter()
         self._between.begin()
 
@@ -374,13 +371,13 @@ class Watch:
 
 
 def _begun_by(iterator: Any) -> _Loader | None:
-    """The loader of a DataLoader's iterator, if its begin was seen."""
+    """Return the loader of a DataLoader's iterator; None if its creation was not seen."""
     known: _Loader | None = getattr(iterator, "_gpumix_loader", None)
     return known
 
 
 def rows_of(batch: Any) -> int:
-    """Samples: the size of the first tensor that is found in it; 0 if there is none."""
+    """Return the batch size of the first tensor found in a batch; 0 without a tensor."""
     if isinstance(batch, Tensor):
         return batch.size(0) if batch.dim() else 1
     inner: Iterable[Any] = ()

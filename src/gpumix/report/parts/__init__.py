@@ -1,1 +1,1 @@
-"""The parts of the page, one file each, in the order in which they stand there."""
+"""Parts of the page, one file each, in page order."""

@@ -1,4 +1,4 @@
-"""How fast the run is, against an even split and against what its devices reach alone."""
+"""Speed of the run, against an even split and against the sum of its devices' individual speeds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gpumix.report.parts.section import aside, labels, too_busy
 from gpumix.report.speed import Answer, Speed
 from gpumix.spec.units import plural
 
-MOST = 0.985  # of the width: the longest bar
+MOST = 0.985  # fraction of the width taken by the longest bar
 
 
 def answer(facts: Facts) -> Markup:
@@ -63,7 +63,7 @@ def _ideal(found: Answer) -> Markup:
 
 
 def _held(here: Speed, other: Speed) -> str:
-    """What is held against what."""
+    """Describe both sides of a comparison."""
     return f"{here.source} here; {words.rate(other.tokens_per_s)} there, {other.source}"
 
 

@@ -1,5 +1,5 @@
-"""The cluster as a picture: hosts as boxes, what links them, and in them devices with what each
-computes and stores."""
+"""Picture of the cluster: hosts as boxes, links, and each device's part in computing and
+storing."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from gpumix.report.parts.plan_picture import class_names
 from gpumix.report.parts.section import aside, section
 from gpumix.spec.units import plural
 
-MOST_BOXES = 24  # in a box; more are told
+MOST_BOXES = 24  # drawn per box; the rest is counted
 BAR = 9  # pixels
-THINNEST, THICKEST = 1.0, 7.0  # pixels: links of 10 MB/s and of 1 TB/s
+THINNEST, THICKEST = 1.0, 7.0  # pixels, for links of 10 MB/s and of 1 TB/s
 
 
 def cluster_picture(facts: Facts) -> Markup:
@@ -62,7 +62,7 @@ def _linked(box: Box) -> bool:
 
 
 class _Scale:
-    """How long bars are: the longest of all fills its track."""
+    """Scale of bars: the longest bar fills its track."""
 
     def __init__(self, facts: Facts) -> None:
         parts = [m.part for m in facts.cluster.all_members if m.part is not None]
@@ -80,7 +80,7 @@ def _lengths(part: Part) -> Iterator[float]:
 
 
 def _whole(box: Box, scale: _Scale) -> Markup:
-    """The outermost box, which is none where there is only one host."""
+    """Draw the outermost box, omitted for a single host."""
     alone = len(box.boxes) == 1 and not box.boxes[0].alike
     return el("div", _box(box.boxes[0] if alone else box, scale), class_="cluster")
 
@@ -119,7 +119,7 @@ def _named(box: Box) -> Markup:
 
 
 def _link(box: Box) -> Markup | None:
-    """What links those in a box: a line, thicker where it is faster, and its rate."""
+    """Draw the link of a box: a line with thickness by rate, and the rate."""
     link = box.link
     if link is None:
         return None

@@ -1,4 +1,4 @@
-"""What was predicted, what was measured, and how far the prediction is off."""
+"""Predictions against measurements, with the error of each prediction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loss and throughput over the steps, with what happened marked."""
+"""Curves of loss and throughput over the steps, with events marked."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from gpumix.report.facts import Facts
 from gpumix.report.html import Markup, el
 from gpumix.report.parts.section import aside, section
 
-HEIGHT, BELOW = 190, 22  # pixels: of the curve, and of the steps below it
-POINTS = 400  # places in which a curve keeps its least and its most
+HEIGHT, BELOW = 190, 22  # pixels of the curve, and of the step axis
+POINTS = 400  # positions of a curve, each showing minimum and maximum
 HOVERS = 100
-EDGE = 0.06  # of the range, above and below
+EDGE = 0.06  # margin above and below, as fraction of the range
 
 Points = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True)
 class Line:
-    """A curve, or dots, by its class of the style sheet."""
+    """A curve, or dots, with a class of the style sheet."""
 
     points: Points
     class_: str
@@ -100,7 +100,7 @@ def _chart(name: str, lines: Sequence[Line], facts: Facts, *, from_zero: bool) -
 
 @dataclass(frozen=True)
 class _Frame:
-    """What of the numbers is shown, and where."""
+    """Visible range of a chart, and positions in it."""
 
     left: float
     right: float
@@ -134,7 +134,7 @@ class _Frame:
         return [label(self.x(v), HEIGHT + 16, f"{v:,.0f}", class_="axis-word") for v in marks]
 
     def events(self, facts: Facts) -> list[Markup]:
-        """What changed a run's course, as lines."""
+        """Return a vertical line for each change of the run's course."""
         told = [one for one in facts.events if one.weight != "note" or one.event == "restart"]
         found = []
         for one in told[-200:]:
@@ -159,7 +159,7 @@ class _Frame:
             ]
         places = _thin(line.points)
         told = " ".join(f"{1000 * self.x(x):.1f},{self.y(y):.1f}" for x, y in places)
-        # Stretched to the width that there is; what is drawn keeps its strength.
+        # Stretched to the available width, with constant stroke width.
         return el(
             "svg",
             el("polyline", points=told, class_=line.class_, vector_effect="non-scaling-stroke"),
@@ -170,7 +170,7 @@ class _Frame:
         )
 
     def hovers(self, line: Line) -> list[Markup]:
-        """Strips that tell the value below the pointer."""
+        """Return strips showing the value under the pointer."""
         points = line.points[:: max(1, len(line.points) // HOVERS)]
         half = 0.5 / max(1, len(points))
         return [
@@ -191,7 +191,7 @@ class _Frame:
 
 
 def _thin(points: Points) -> Points:
-    """Of many points the least and the most in each of some places, so that no peak is lost."""
+    """Reduce points to minimum and maximum per position, keeping all peaks."""
     if len(points) <= 2 * POINTS:
         return points
     found: list[tuple[float, float]] = []

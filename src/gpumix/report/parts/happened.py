@@ -1,4 +1,4 @@
-"""What happened, by step: new splits, restarts, failures, waits for data, checkpoints, the end."""
+"""Events by step: rebalancing, restarts, failures, waits for data, checkpoints, the end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gpumix.report.html import Child, Markup, el
 from gpumix.report.parts.section import aside, section, table
 from gpumix.spec.units import plural
 
-CHECKPOINTS = 6  # that stand among the others
+CHECKPOINTS = 6  # listed among all events; more are folded into a list of checkpoints
 MOST = 500
 
 

@@ -1,4 +1,4 @@
-"""Memory of each class against its limit, by cause; what was measured as a mark."""
+"""Predicted memory of each class by cause, against its limit, with the measured peak as a mark."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gpumix.report.facts import ClassFacts, Facts
 from gpumix.report.html import Child, Markup, el
 from gpumix.report.parts.section import aside, section, table
 
-LIMIT_AT = 0.94  # of the width, so that what is beyond a limit can be seen
+LIMIT_AT = 0.94  # fraction of the width, leaving room to show memory beyond the limit
 
 
 def memory_bars(facts: Facts) -> Markup:
@@ -38,7 +38,7 @@ def memory_bars(facts: Facts) -> Markup:
 
 
 def _causes(known: list[ClassFacts]) -> list[str]:
-    """All that anything is for, the largest first."""
+    """Return all causes in use, largest first."""
     most: dict[str, int] = {}
     for one in known:
         for cause, taken in one.planned_memory.items():

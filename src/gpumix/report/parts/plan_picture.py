@@ -1,4 +1,4 @@
-"""Who computes and who stores what, as a picture: a row for each class of each stage."""
+"""Picture of the plan: computing and storing by class, in a row per class and stage."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from gpumix.spec.stage import Stage
 from gpumix.spec.units import plural
 from gpumix.train.tables import why
 
-GLYPHS = 64  # squares for devices; more are a number
+GLYPHS = 64  # squares drawn for devices; more are a number
 SQUARE, GAP, TEAM_GAP, LINE = 9, 3, 6, 190  # pixels
-STAGES = 24  # that are drawn; more are told
+STAGES = 24  # stages drawn; more are counted
 
 
 def plan_picture(facts: Facts) -> Markup:
@@ -61,7 +61,7 @@ def _stage(facts: Facts, stage: Stage, number: int) -> Markup:
 
 
 def _named(facts: Facts, stage: Stage, number: int) -> str:
-    """A stage by its number and its run of blocks."""
+    """Format a stage's number and range of blocks."""
     units = stage.units
     names = units[0] if units[0] == units[-1] else f"{units[0]} to {units[-1]}"
     return f"Stage {number + 1}: {plural(len(units), 'block')}, {names}"
@@ -87,7 +87,7 @@ def _row(facts: Facts, group: Group) -> Markup:
 
 
 def _half(title: str, part: float, class_: str, told: str, *, left: bool) -> Markup:
-    """One side of a row: bars grow away from the middle."""
+    """Draw one side of a row; bars grow outward from the middle."""
     begin, end = (1 - part, 1.0) if left else (0.0, part)
     frame = bar(0, 1, y=0, height=20, class_="track")
     drawn = bar(begin, end, y=0, height=20, class_=class_, title=title)
@@ -110,7 +110,7 @@ def _who(facts: Facts, group: Group, place: int) -> Iterator[Markup]:
 
 
 def _glyphs(group: Group, place: int) -> Markup:
-    """A square a device, those of a team close together; of many only some."""
+    """Draw a square per device, grouped by tensor-parallel group, up to `GLYPHS` devices."""
     inside, between = (1, TEAM_GAP) if group.team > 1 else (GAP, GAP)
     spots: list[tuple[int, int]] = []
     x = y = 0
@@ -138,7 +138,7 @@ def _glyphs(group: Group, place: int) -> Markup:
 
 
 def _each(group: Group) -> str:
-    """What one device has, in words."""
+    """Describe the work of one device."""
     if not group.samples:
         return "computes nothing: it stores for others"
     batch = f"in micro-batches of {group.micro_batch}" if group.micro_batch > 1 else "one by one"
@@ -156,7 +156,7 @@ def _place(facts: Facts, name: str) -> int:
 
 
 def class_names(facts: Facts) -> Sequence[str]:
-    """In the order of the plan, which gives each its colour."""
+    """Return class names in plan order, which determines colors."""
     return [one.device_class for one in facts.classes]
 
 

@@ -1,4 +1,4 @@
-"""How to do the same again: commands, the job, versions, and the plan by its digest."""
+"""Instructions to repeat the run: commands, job, versions, and the plan's digest."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def reproduce(facts: Facts) -> Markup:
 
 
 def _before(facts: Facts) -> Iterator[str]:
-    """What the commands take for granted."""
+    """Yield the prerequisites of the commands."""
     record = facts.run.record
     if record is None:
         yield (
@@ -61,14 +61,14 @@ def _before_script(facts: Facts, record: RunRecord, script: Script) -> Iterator[
 
 
 def _calls(record: RunRecord) -> list[str]:
-    """Modules of code that the job calls."""
+    """Return the modules with code called by the job."""
     parts = (record.job.get(key) for key in ("model", "data"))
     factories = [part.get("factory") for part in parts if isinstance(part, dict)]
     return list(dict.fromkeys(f.partition(":")[0] for f in factories if isinstance(f, str)))
 
 
 def _commands(facts: Facts) -> list[str]:
-    """Each with what it is for."""
+    """Return the commands, each with its purpose."""
     run = facts.run
     script = run.record.script if run.record is not None else None
     commands = [*(_of_job(facts) if script is None else _of_script(facts, script))]
@@ -100,7 +100,7 @@ def _of_script(facts: Facts, script: Script) -> Iterator[tuple[str, str]]:
 
 
 def _started(facts: Facts, script: Script) -> list[str]:
-    """Who starts a script's processes, and is told of their devices."""
+    """Return the launcher command of a script's processes, with the devices."""
     hosts = Counter(worker.host for worker in facts.run.plan.workers)
     if len(hosts) > 1:
         on = ",".join(f"{host}:{processes}" for host, processes in hosts.items())

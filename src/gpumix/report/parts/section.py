@@ -1,4 +1,4 @@
-"""What every part of the page has: a heading, and the words that its numbers may need."""
+"""Shared elements of the page's parts: headings, labels, tables and remarks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gpumix.report.html import Child, Markup, el
 
 
 def section(facts: Facts, name: str, heading: str, *children: Child, lead: str = "") -> Markup:
-    """A part with its heading; where devices are emulated or estimated it says so beside that."""
+    """Return a part with heading; labels next to it mark emulated or estimated devices."""
     return el(
         "section",
         el("h2", heading, " ", labels(facts), id=f"{name}-heading"),
@@ -22,7 +22,7 @@ def section(facts: Facts, name: str, heading: str, *children: Child, lead: str =
 
 
 def labels(facts: Facts) -> list[Markup]:
-    """What all numbers of a run are of, where it is not plain devices that were measured."""
+    """Return labels for numbers not measured on real devices."""
     found = []
     if facts.emulated:
         found.append(el("span", "emulated devices", class_="tag"))
@@ -34,7 +34,7 @@ def labels(facts: Facts) -> list[Markup]:
 def table(
     caption: str, head: Sequence[str], rows: Iterable[Sequence[Child]], *, numbers: int = 0
 ) -> Markup:
-    """A table whose columns from `numbers` on are numbers; 0: none of them is."""
+    """Return a table with numeric columns from `numbers` on; 0: none."""
 
     def cell(name: str, child: Child, place: int) -> Markup:
         number = numbers and place >= numbers
@@ -66,7 +66,7 @@ def table(
 
 
 def too_busy(facts: Facts) -> Markup | None:
-    """What to say of measured times where emulated devices had overruns."""
+    """Return a warning about measured times after overruns of emulated devices."""
     overruns = sum(one.overruns for one in facts.classes)
     if not overruns:
         return None
@@ -80,5 +80,5 @@ def too_busy(facts: Facts) -> Markup | None:
 
 
 def aside(words: str) -> Markup:
-    """A remark below a picture."""
+    """Return a remark below a picture."""
     return el("p", words, class_="aside")

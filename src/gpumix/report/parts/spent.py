@@ -1,4 +1,4 @@
-"""What steps were spent on, by class: computing, waiting for data, for others, for copies."""
+"""Time shares of steps by class: computing, and waits for data, for other ranks, for copies."""
 
 from __future__ import annotations
 
@@ -71,5 +71,5 @@ def _bars(shares: dict[str, float]) -> Iterator[Child]:
 
 
 def _seen(share: float) -> bool:
-    """Whether it is not 0.0 % when it is written."""
+    """Return whether a share does not round to 0.0 %."""
     return share >= 5e-4

@@ -1,4 +1,4 @@
-"""One step, planned and measured, on one scale of time: what each device does, and waits for."""
+"""Timeline of one step, planned and measured, on one time scale: work and waits of each device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gpumix.report.parts.section import aside, section
 from gpumix.report.step_rows import COPIES, WAITING, Bar, Row, Step, simulated, traced
 from gpumix.spec.units import plural
 
-# Kinds of bars, their class of the style sheet, and their words.
+# Kinds of bars, with style sheet class and label.
 KINDS = {
     "forward": ("c4", "forward"),
     "head": ("c0", "head and loss"),
@@ -23,7 +23,7 @@ KINDS = {
 }
 COMMUNICATES = ("c2", "communication")
 COPYING = ("c3", "copies to and from the host")
-LEAST_PART = 2e-4  # of the width: what is shorter is not drawn
+LEAST_PART = 2e-4  # of the width; shorter bars are not drawn
 
 
 def timeline(facts: Facts) -> Markup:
@@ -56,7 +56,7 @@ def _how_to_measure() -> Markup:
 
 
 def _used(steps: Iterator[Step]) -> list[tuple[str, str]]:
-    """The entries of the legend: what there is."""
+    """Return the legend entries of the kinds in use."""
     rows = [row for step in steps for row in step.rows]
     kinds = {one.kind for row in rows for one in row.computes}
     entries = [entry for kind, entry in KINDS.items() if kind in kinds]
