@@ -13,8 +13,9 @@ from gpumix.engine.tensor_plans import tensor_plan
 from gpumix.engine.units import dissect
 from gpumix.hardware.decoder import GATED, KIND, PLAIN, Decoder, decoder, llama_shaped
 from gpumix.hardware.device import open_device
-from gpumix.profiler.measure import Shape, Subject, measure_class
+from gpumix.profiler.measure import measure_class
 from gpumix.profiler.specimen import MadeUpTeam
+from gpumix.profiler.subject import Shape, Subject
 from gpumix.spec.cluster import DeviceClass
 from gpumix.spec.errors import InputError
 from gpumix.spec.profile import ROOT

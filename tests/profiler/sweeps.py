@@ -19,7 +19,8 @@ import gpumix
 from gpumix.hardware.device import DeviceRuntime
 from gpumix.hardware.emulation import Pacer, device
 from gpumix.profiler import compute
-from gpumix.profiler.measure import Shape, Subject, measure_class
+from gpumix.profiler.measure import measure_class
+from gpumix.profiler.subject import Shape, Subject
 from gpumix.spec.cluster import Cluster
 from gpumix.spec.measurements import ClassMeasurement
 from gpumix.spec.profile import ROOT

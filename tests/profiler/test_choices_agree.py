@@ -15,7 +15,8 @@ from gpumix.engine.compiled import CompiledForward
 from gpumix.hardware.device import open_device
 from gpumix.hardware.efficiency import PLAIN, Chosen
 from gpumix.profiler import agreement, specimen
-from gpumix.profiler.measure import Subject, measure_class
+from gpumix.profiler.measure import measure_class
+from gpumix.profiler.subject import Subject
 from gpumix.spec.cluster import DeviceClass
 from gpumix.spec.efficiency import Choice, Efficiency
 from gpumix.spec.profile import ClassProfile

@@ -9,7 +9,8 @@ import gpumix
 from gpumix.hardware.device import open_device
 from gpumix.profiler import measure
 from gpumix.profiler.compute import Sweep
-from gpumix.profiler.measure import Shape, Subject, measure_class
+from gpumix.profiler.measure import measure_class
+from gpumix.profiler.subject import Shape, Subject
 from gpumix.spec.cluster import DeviceClass
 from models import ARCHITECTURES, LENGTH
 

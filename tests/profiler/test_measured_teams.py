@@ -13,7 +13,8 @@ from torch import nn
 from extended import every_second
 from gpumix.engine.coroutine import ModelError
 from gpumix.hardware.device import open_device
-from gpumix.profiler.measure import Subject, measure_class
+from gpumix.profiler.measure import measure_class
+from gpumix.profiler.subject import Subject
 from gpumix.spec.cluster import DeviceClass
 from gpumix.spec.errors import InputError
 from gpumix.spec.measurements import TeamMeasurement

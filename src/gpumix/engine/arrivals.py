@@ -9,12 +9,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from gpumix.engine.buckets import Bucket
+
+class Gathered(Protocol):
+    """Bucket whose parameters may be in flight."""
+
+    def arrived(self) -> None:
+        """Wait for the parameters, and cast them into the bucket's own memory."""
 
 
 class Arrivals:
@@ -29,13 +33,13 @@ class Arrivals:
         size = max(map(sum, sizes), default=0)
         self._memory = torch.empty(size, dtype=torch.uint8, device=device)
         # Weak, because the bucket references this object and neither may outlive the engine.
-        self._last: weakref.ref[Bucket] | None = None
+        self._last: weakref.ref[Gathered] | None = None
 
     def cut(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Return views of the memory for the flat groups of a bucket."""
         return [self._memory[end - size : end] for size, end in zip(sizes, accumulate(sizes))]
 
-    def take(self, bucket: Bucket) -> None:
+    def take(self, bucket: Gathered) -> None:
         """Claim the memory for `bucket`, after waiting for the previous bucket. Several gathers are
         in flight only at the start of a step, so the wait costs nothing."""
         last = self._last() if self._last is not None else None

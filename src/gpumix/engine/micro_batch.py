@@ -16,10 +16,9 @@ from gpumix.engine.glue import Glue
 from gpumix.engine.host import HostStore
 from gpumix.engine.parts import ShardedUnit
 from gpumix.engine.randomness import Randomness
+from gpumix.engine.samples import Loss
 from gpumix.engine.split_backward import SplitBackward
 from gpumix.spec.stage import Worker
-
-Loss = tuple[torch.Tensor, torch.Tensor]
 
 
 class Entry(Protocol):

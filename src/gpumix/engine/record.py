@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,9 +28,6 @@ from gpumix.hardware import runtime
 from gpumix.spec.profile import ROOT
 from gpumix.spec.stage import Worker
 from gpumix.spec.trace import Move, Work, stage_name
-
-if TYPE_CHECKING:
-    from gpumix.engine.comm import Communicator, Pending
 
 Operation = Literal["gather", "reduce", "send", "receive"]
 Meeting = Literal["team", "other stage", "slower rank"]
@@ -84,6 +81,30 @@ class Recording:
         )
 
 
+class Ranks(Protocol):
+    """Communicator of the ranks that meet at the begin of a recorded step."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def members(self) -> Sequence[int]: ...
+
+    def exchange(self, own: torch.Tensor, name: str, /) -> tuple[torch.Tensor, Pending]: ...
+
+
+class Pending(Protocol):
+    """Collective or message in flight."""
+
+    @property
+    def works(self) -> Sequence[dist.Work]: ...
+
+    @property
+    def comm(self) -> Ranks: ...
+
+    def wait(self) -> None: ...
+
+
 class Record:
     """Recorder that notes nothing, and only reports the rank's position (`engine.stands`)."""
 
@@ -128,7 +149,7 @@ SILENT = Record()
 class Recorder(Record):
     """Recorder of one step of a rank of `comm`, with `worker` as its part of the plan."""
 
-    def __init__(self, comm: Communicator, worker: Worker) -> None:
+    def __init__(self, comm: Ranks, worker: Worker) -> None:
         self._comm = comm
         self._worker = worker
         self._clock = _StreamClock(comm.device) if runtime.is_gpu(comm.device) else _HostClock()

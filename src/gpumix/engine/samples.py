@@ -16,11 +16,12 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gpumix.engine.comm import Communicator
-from gpumix.engine.micro_batch import Loss
 from gpumix.engine.ragged import PerSample, RaggedRows, has_rows, take
 from gpumix.engine.randomness import Randomness
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Plan
+
+Loss = tuple[torch.Tensor, torch.Tensor]
 
 DIGITS = 2**40 - 1  # sums over thousands of ranks are exact in float64
 

@@ -36,8 +36,8 @@ from gpumix.integrations.even_plan import even_plan
 from gpumix.planner.explain import plan as make_plan
 from gpumix.planner.undivided import strategy_of
 from gpumix.profiler.library import open_device, profile
-from gpumix.profiler.measure import OptimizerOf
 from gpumix.profiler.program_cache import work_of
+from gpumix.profiler.subject import OptimizerOf
 from gpumix.spec.dtypes import Precision
 from gpumix.spec.errors import InputError
 from gpumix.spec.plan import Plan

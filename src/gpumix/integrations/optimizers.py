@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from gpumix.engine.engine import Engine
 from gpumix.engine.optimizers.base import WholeOptimizer
 from gpumix.engine.optimizers.check import check_kind
-from gpumix.profiler.measure import OptimizerOf
+from gpumix.profiler.subject import OptimizerOf
 from gpumix.spec.errors import InputError
 
 OF_ARGUMENTS = (

@@ -39,7 +39,7 @@ from gpumix.spec.errors import first_line
 from gpumix.spec.stage import ComputeDtype
 
 if TYPE_CHECKING:
-    from gpumix.profiler.measure import Subject
+    from gpumix.profiler.subject import Subject
 
 # Norms of errors over norms. Each of a unit's products loses some bits: a real error is far larger.
 TOLERANCE: Mapping[str, float] = {"fp32": 1e-4, "tf32": 5e-3, "fp16": 5e-3, "bf16": 3e-2}

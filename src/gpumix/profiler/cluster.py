@@ -11,9 +11,10 @@ from gpumix.engine.ranks import Ranks
 from gpumix.hardware.device import DeviceRuntime
 from gpumix.profiler.cache import assemble
 from gpumix.profiler.compute import Progress
-from gpumix.profiler.measure import Subject, measure_class
+from gpumix.profiler.measure import measure_class
 from gpumix.profiler.measurement_files import MeasurementFiles
 from gpumix.profiler.network import measure_links
+from gpumix.profiler.subject import Subject
 from gpumix.spec.cluster import Cluster, Device
 from gpumix.spec.errors import GpumixError
 from gpumix.spec.measurements import ClassMeasurement, LinkMeasurement

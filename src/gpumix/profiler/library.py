@@ -39,8 +39,8 @@ from gpumix.hardware.environment import (
 from gpumix.hardware.runtime import current_device, device_uuid, is_available
 from gpumix.profiler.cluster import ClusterProfiler
 from gpumix.profiler.input_cost import measure_input
-from gpumix.profiler.measure import OptimizerOf, Shape, Subject
 from gpumix.profiler.program_cache import program_cache
+from gpumix.profiler.subject import OptimizerOf, Shape, Subject
 from gpumix.spec.cluster import Cluster, Device, DeviceClass
 from gpumix.spec.compiling import compiled_classes
 from gpumix.spec.dtypes import Precision, compute_dtypes

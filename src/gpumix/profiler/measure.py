@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import pairwise
 from statistics import median
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,17 +17,15 @@ from gpumix.engine.coroutine import ModelError
 from gpumix.engine.efficient import make_efficient
 from gpumix.engine.objective import objective_of
 from gpumix.engine.precision import TORCH_DTYPE
-from gpumix.engine.reduction import Objective
 from gpumix.engine.switches import in_units, layer_drop, norms_of_one_sample
 from gpumix.engine.tensor import all_of, divide
 from gpumix.engine.tensor_plans import tensor_plan
-from gpumix.engine.units import Anatomy, Unit, buffer_bytes, check_trains, dissect, frozen_bytes
+from gpumix.engine.units import Anatomy, Unit, buffer_bytes, dissect, frozen_bytes
 from gpumix.hardware.device import DeviceRuntime
-from gpumix.hardware.efficiency import PLAIN, Chosen
 from gpumix.hardware.environment import host_memory_bytes
 from gpumix.hardware.memory import is_out_of_memory
 from gpumix.profiler.agreement import TOLERANCE, agreed, compiled_error
-from gpumix.profiler.compute import MakeBatch, Pass, Point, Progress, Sweep, on_device, sweep
+from gpumix.profiler.compute import Pass, Point, Progress, Sweep, on_device, sweep
 from gpumix.profiler.kinds import tell_apart
 from gpumix.profiler.optimizer_times import (
     time_host_copies,
@@ -37,6 +34,7 @@ from gpumix.profiler.optimizer_times import (
 )
 from gpumix.profiler.peak import measured_peak
 from gpumix.profiler.specimen import MadeUpTeam, Specimens
+from gpumix.profiler.subject import Subject
 from gpumix.profiler.warm import warm_up
 from gpumix.spec.curve import Curve
 from gpumix.spec.errors import GpumixError, InputError, NoFeasiblePlanError, first_line
@@ -59,65 +57,6 @@ NOT_COMPARED = (
     "compiled units were not compared with the same units without, of which two runs differ, as "
     "they do with dropout"
 )
-
-OptimizerOf = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Size of the measured work: samples of `sequence_length` tokens, at most `global_batch` at
-    once."""
-
-    sequence_length: int
-    global_batch: int
-
-
-@dataclass(frozen=True)
-class Subject:
-    """Subject of a measurement: a model and a shape of work.
-
-    Args:
-        build: makes the model, optionally without its weights.
-        make_batch: makes a batch of a number of samples, on the host.
-        optimizer_of: makes the optimizer for given parameters.
-        budget_s: the time limit for measuring one device.
-        loss, units, tensor: as for `engine.prepare`.
-        dtypes: the compute dtype of each class.
-        compiled: the classes with compiled units.
-        degrees: the tensor-parallel degrees of each class.
-        sequence: without and with sequence parallelism.
-        must_divide: raise an error if no degree can divide the model.
-        chosen: other compute settings of each class; plain for classes not named.
-    """
-
-    build: Callable[[], nn.Module]
-    make_batch: MakeBatch
-    optimizer_of: OptimizerOf
-    shape: Shape
-    budget_s: float
-    dtypes: Mapping[str, ComputeDtype]
-    loss: Objective | None = None
-    units: tuple[str, ...] = ()
-    compiled: frozenset[str] = frozenset()
-    tensor: Mapping[str, Any] | None = None
-    degrees: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    sequence: tuple[bool, ...] = (False, True)
-    must_divide: bool = False
-    chosen: Mapping[str, Chosen] = field(default_factory=dict)
-
-    def model(self) -> nn.Module:
-        """Build the model.
-
-        Raises:
-            InputError: it has nothing to train.
-        """
-        model = self.build()
-        check_trains(model)
-        return model
-
-    def chosen_for(self, device_class: str) -> Chosen:
-        """Return the compute settings of a class."""
-        return self.chosen.get(device_class, PLAIN)
 
 
 def measure_class(

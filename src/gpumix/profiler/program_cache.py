@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from gpumix.profiler.code import hash_of_files
-from gpumix.profiler.measure import Subject
 from gpumix.profiler.measurement_files import MeasurementFiles, profiles_folder, software_key
+from gpumix.profiler.subject import Subject
 from gpumix.spec.cluster import Cluster
 
 

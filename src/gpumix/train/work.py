@@ -14,7 +14,7 @@ from gpumix.engine.weights import source_of
 from gpumix.profiler.cache import MeasurementCache, reading_as
 from gpumix.profiler.cluster import ClusterProfiler
 from gpumix.profiler.input_cost import measure_input
-from gpumix.profiler.measure import Shape, Subject
+from gpumix.profiler.subject import Shape, Subject
 from gpumix.spec.cluster import Device
 from gpumix.spec.measurements import InputMeasurement
 from gpumix.spec.plan import Plan

@@ -1,0 +1,75 @@
+"""Subject of a measurement: a model, its optimizer, and a shape of work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpumix.engine.reduction import Objective
+from gpumix.engine.units import check_trains
+from gpumix.hardware.efficiency import PLAIN, Chosen
+from gpumix.profiler.compute import MakeBatch
+from gpumix.spec.stage import ComputeDtype
+
+OptimizerOf = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Size of the measured work: samples of `sequence_length` tokens, at most `global_batch` at
+    once."""
+
+    sequence_length: int
+    global_batch: int
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Subject of a measurement: a model and a shape of work.
+
+    Args:
+        build: makes the model, optionally without its weights.
+        make_batch: makes a batch of a number of samples, on the host.
+        optimizer_of: makes the optimizer for given parameters.
+        budget_s: the time limit for measuring one device.
+        loss, units, tensor: as for `engine.prepare`.
+        dtypes: the compute dtype of each class.
+        compiled: the classes with compiled units.
+        degrees: the tensor-parallel degrees of each class.
+        sequence: without and with sequence parallelism.
+        must_divide: raise an error if no degree can divide the model.
+        chosen: other compute settings of each class; plain for classes not named.
+    """
+
+    build: Callable[[], nn.Module]
+    make_batch: MakeBatch
+    optimizer_of: OptimizerOf
+    shape: Shape
+    budget_s: float
+    dtypes: Mapping[str, ComputeDtype]
+    loss: Objective | None = None
+    units: tuple[str, ...] = ()
+    compiled: frozenset[str] = frozenset()
+    tensor: Mapping[str, Any] | None = None
+    degrees: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    sequence: tuple[bool, ...] = (False, True)
+    must_divide: bool = False
+    chosen: Mapping[str, Chosen] = field(default_factory=dict)
+
+    def model(self) -> nn.Module:
+        """Build the model.
+
+        Raises:
+            InputError: it has nothing to train.
+        """
+        model = self.build()
+        check_trains(model)
+        return model
+
+    def chosen_for(self, device_class: str) -> Chosen:
+        """Return the compute settings of a class."""
+        return self.chosen.get(device_class, PLAIN)
