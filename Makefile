@@ -39,7 +39,7 @@ $(BIN)/pip:
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/pip
 	$(PIP) torch
 	$(PIP) -e '.[dev]'
-	$(BIN)/python -c 'import torch, transformers.modeling_utils, gpumix.train.work'
+	$(BIN)/python -c 'import torch, transformers.modeling_utils, gpumix.train.rank_tasks'
 	touch $(STAMP)
 
 demo: $(STAMP)

@@ -75,8 +75,8 @@ def warm_up() -> None:
     import gpumix.launch.launcher
     import gpumix.report.live
     import gpumix.report.page
-    import gpumix.train.export
-    import gpumix.train.inspect  # noqa: F401
+    import gpumix.train.checkpoint.export
+    import gpumix.train.checkpoint.inspect  # noqa: F401
 
     file_attacks.documents()
     file_attacks.foreign_library()

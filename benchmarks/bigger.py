@@ -44,9 +44,9 @@ from emulated.contestants import ByPlan
 from emulated.results import aligned
 from emulated.setting import Setting, cluster_of
 from emulated.ways import Way
-from gpumix.spec.errors import NoFeasiblePlanError
-from gpumix.spec.profile import Profile
-from gpumix.spec.units import show_bytes
+from gpumix.schema.errors import NoFeasiblePlanError
+from gpumix.schema.profile.profile import Profile
+from gpumix.schema.units import show_bytes
 
 CLUSTER = cluster_of(
     ("large", 1, "12 GFLOP/s", "256 MiB"),

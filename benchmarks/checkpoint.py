@@ -33,16 +33,16 @@ from typing import Any
 
 import common  # finds the tests' modules
 from checkpoints import UNEVEN, assert_same, blank, checkpointer, model_values, trained
-from gpumix.spec.cluster import Cluster, Device
-from gpumix.spec.errors import InputError
-from gpumix.spec.job import CheckpointSpec, DataSpec, Job, ModelSpec
-from gpumix.spec.plan import Plan
-from gpumix.spec.space import Space
-from gpumix.train.context import Task, joined
-from gpumix.train.launch import Seat, launch
-from gpumix.train.loop import Trainer
-from gpumix.train.pipeline import Pipeline
-from gpumix.train.runner import LocalRunner
+from gpumix.schema.cluster.cluster import Cluster, Device
+from gpumix.schema.errors import InputError
+from gpumix.schema.job.job import CheckpointSpec, DataSpec, Job, ModelSpec
+from gpumix.schema.job.search_space import Space
+from gpumix.schema.plan.plan import Plan
+from gpumix.train.controller import Pipeline
+from gpumix.train.processes.local_launcher import Seat, launch
+from gpumix.train.processes.runner import LocalRunner
+from gpumix.train.trainer import Trainer
+from gpumix.train.worker.context import Task, joined
 from harness import run_ranks
 from reference import Share
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from gpumix.spec.cluster import Cluster, Device, DeviceClass
+from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
 
 BENCHMARKS = Path(__file__).resolve().parent
 TESTS = BENCHMARKS.parent / "tests"

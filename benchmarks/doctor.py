@@ -41,8 +41,8 @@ import yaml
 import common
 from doctored import patients
 from gpumix.doctor.verdict import PAIRS
-from gpumix.hardware.cpu import cpu_has_bf16
-from gpumix.train.pipeline import Pipeline
+from gpumix.hardware.host.cpu import cpu_has_bf16
+from gpumix.train.controller import Pipeline
 
 FOLDER = Path(patients.__file__).parent
 LONGEST_S = 900

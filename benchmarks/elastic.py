@@ -32,10 +32,10 @@ import yaml
 
 from common import TRAIN, Figures, environment, print_figures, records, small_gpt2
 from faulted.used import done_in, lost_and_repeated
-from gpumix.hardware.environment import shared_memory_folder
-from gpumix.spec.plan import Plan
-from gpumix.train.memory_folder import Home
-from gpumix.train.run_id import id_of
+from gpumix.hardware.host.environment import shared_memory_folder
+from gpumix.schema.plan.plan import Plan
+from gpumix.train.memory_checkpoint.memory_folder import Home
+from gpumix.train.run_log.run_id import id_of
 from ports import free_port
 
 NAMES = ("host-0", "host-1", "host-2", "host-3")

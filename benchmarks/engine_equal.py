@@ -41,8 +41,8 @@ from compared.setting import Model, Order, Setting
 from compared.systems import Ddp, Entrant, Fsdp, Gpumix, Plain
 from compared.where import where_time_goes
 from emulated.results import aligned
-from gpumix.spec.plan import ZeroStage
-from gpumix.spec.units import show_bytes
+from gpumix.schema.plan.plan import ZeroStage
+from gpumix.schema.units import show_bytes
 
 STAGES: tuple[ZeroStage, ...] = (3, 2, 1, 0)
 ORDERS: tuple[Order, ...] = ("layered", "sequential")

@@ -35,19 +35,19 @@ from compared.setting import Model, Setting
 from compared.where import where_time_goes
 from emulated.results import aligned, plan_line
 from emulated.rounds import joined
-from gpumix.engine.record import Recording
-from gpumix.engine.units import dissect
-from gpumix.planner.base import PlanRequest
-from gpumix.planner.even import even
-from gpumix.planner.optimal import optimal
-from gpumix.spec.cluster import Cluster
-from gpumix.spec.errors import NoFeasiblePlanError
-from gpumix.spec.plan import Plan, ZeroStage
-from gpumix.spec.profile import Profile
-from gpumix.spec.space import EVERYTHING, Space
-from gpumix.spec.stage import Mode, Stage, Worker
-from gpumix.spec.units import show_bytes
-from gpumix.train.launch import Seat, launch
+from gpumix.engine.comm.step_recorder import Recording
+from gpumix.engine.sharding.unit_discovery import dissect
+from gpumix.planner.baselines.even import even
+from gpumix.planner.common.strategy import PlanRequest
+from gpumix.planner.data_parallel.search import optimal
+from gpumix.schema.cluster.cluster import Cluster
+from gpumix.schema.errors import NoFeasiblePlanError
+from gpumix.schema.job.search_space import EVERYTHING, Space
+from gpumix.schema.plan.plan import Plan, ZeroStage
+from gpumix.schema.plan.stage import Mode, Stage, Worker
+from gpumix.schema.profile.profile import Profile
+from gpumix.schema.units import show_bytes
+from gpumix.train.processes.local_launcher import Seat, launch
 
 STAGES: tuple[ZeroStage, ...] = (3, 2, 1, 0)
 ROOMY = "2 GiB"

@@ -34,7 +34,7 @@ from emulated.contest import EVEN, GPUMIX, PROPORTIONAL, Contest, Size, hold, re
 from emulated.contest import figures_of as figures_of_contests
 from emulated.results import aligned, plan_line
 from emulated.setting import Setting, cluster_of
-from gpumix.spec.units import show_bytes
+from gpumix.schema.units import show_bytes
 
 WIDTH, LAYERS, HEADS = 192, 6, 6
 

@@ -29,9 +29,9 @@ from compared.curves import Case, Optimizers, Share, engine_curve, single_curves
 from compared.setting import Model
 from compared.where import where_time_goes
 from emulated.results import aligned
+from gpumix.engine.comm.step_recorder import Recording
 from gpumix.engine.engine import Engine
-from gpumix.engine.record import Recording
-from gpumix.engine.units import dissect
+from gpumix.engine.sharding.unit_discovery import dissect
 
 LEARNING_RATE = 1e-3
 ADAFACTOR_RATE = 1e-2  # torch's own default: it is relative to the size of a weight

@@ -36,7 +36,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import common
-from gpumix.data.host import cores_here
+from gpumix.data.core.host_limits import cores_here
 from gpumix.data.loader import Loader
 
 SAMPLES = 32

@@ -35,7 +35,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import gpumix
 from common import Figures, print_figures
-from gpumix.integrations.hosted import own_device
+from gpumix.integrations.common.plan_and_shard import own_device
 
 LENGTH, WIDTH, BLOCKS, VOCABULARY = 128, 192, 4, 512
 BATCH, STEPS = 8, 12  # of each rank; of a round

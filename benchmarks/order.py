@@ -25,15 +25,15 @@ import numpy as np
 import torch
 
 import common
-from gpumix.data import draws
-from gpumix.data.bucketing import BucketedOrder
-from gpumix.data.course import AS_THEY_COME, ByLength
-from gpumix.data.crew import Kind, Processes
+from gpumix.data.core import sample_rng
 from gpumix.data.loader import Loader
-from gpumix.data.order import GlobalOrder
-from gpumix.data.own_samples import OwnSamples
-from gpumix.spec.plan import Plan
-from gpumix.spec.shares import Shares
+from gpumix.data.order.global_order import GlobalOrder
+from gpumix.data.order.length_buckets import BucketedOrder
+from gpumix.data.order.sampler import AS_THEY_COME, ByLength
+from gpumix.data.sources.pretokenized import OwnSamples
+from gpumix.data.workers.worker_pool import Kind, Processes
+from gpumix.schema.plan.batch_shares import Shares
+from gpumix.schema.plan.plan import Plan
 from staging import rows, staged_plan
 
 SAMPLES, BATCH, STEPS, SEED = 997, 24, 60, 3  # more than an epoch
@@ -52,7 +52,7 @@ Row = tuple[float, ...]
 
 def drawn() -> torch.Tensor:
     """What a sample draws from each generator that it may draw from."""
-    own = torch.rand((), generator=draws.sample_generator())
+    own = torch.rand((), generator=sample_rng.sample_generator())
     values = [random.random(), np.random.randn(), float(torch.rand(())), float(own)]
     return torch.tensor(values, dtype=torch.float64)
 
@@ -113,11 +113,11 @@ class Data:
 
     def truth(self) -> list[list[Row]]:
         """The rows of each step: read one by one, in order."""
-        key, positions = draws.key_of(f"gpumix samples {SEED}"), np.arange(BATCH * STEPS)
+        key, positions = sample_rng.key_of(f"gpumix samples {SEED}"), np.arange(BATCH * STEPS)
         found: list[Row] = []
-        with draws.reading(draws.seeds_of(key, positions).tolist(), everywhere=True):
+        with sample_rng.reading(sample_rng.seeds_of(key, positions).tolist(), everywhere=True):
             for position, k in enumerate(self.order.tolist()):
-                draws.begin(position)
+                sample_rng.begin(position)
                 found.append((float(k), *drawn().tolist()))
         return [found[first : first + BATCH] for first in range(0, len(found), BATCH)]
 

@@ -30,16 +30,16 @@ import numpy as np
 
 from common import Figures, print_figures
 from documents import STEPS, documents, one_by_one, packs, trained
-from gpumix.data.course import ByLength, Course
-from gpumix.data.deal import costs_of
-from gpumix.data.documents import Documents
-from gpumix.data.first_fit import first_fit
-from gpumix.data.order import Cursor, GlobalOrder
-from gpumix.data.text import pack_text
-from gpumix.data.tokenizer import ByteTokenizer
-from gpumix.engine.deferred import build
-from gpumix.hardware.environment import cache_folder
-from gpumix.spec.job import DataSpec
+from gpumix.data.core.tokenizer import ByteTokenizer
+from gpumix.data.order.balance_by_length import costs_of
+from gpumix.data.order.global_order import Cursor, GlobalOrder
+from gpumix.data.order.sampler import ByLength, Course
+from gpumix.data.sources.documents import Documents
+from gpumix.data.text.files import pack_text
+from gpumix.data.text.first_fit import first_fit
+from gpumix.engine.model.deferred_init import build
+from gpumix.hardware.host.environment import cache_folder
+from gpumix.schema.job.job import DataSpec
 from models import ARCHITECTURES
 from reference import SEED, Share, plan_for
 

@@ -23,15 +23,15 @@ from itertools import product
 from statistics import fmean
 
 from common import TESTS, Figures, print_figures
-from gpumix.hardware.decoder import llama_shaped
-from gpumix.hardware.describe import cluster
-from gpumix.hardware.estimate import estimate
-from gpumix.planner.base import PlanRequest, predicted
-from gpumix.planner.best_subset import single_classes
-from gpumix.planner.explain import STRATEGIES
-from gpumix.planner.fastest import fastest
-from gpumix.spec.errors import InputError, NoFeasiblePlanError
-from gpumix.spec.profile import Profile
+from gpumix.hardware.estimates.cluster_shorthand import cluster
+from gpumix.hardware.estimates.decoder_shapes import llama_shaped
+from gpumix.hardware.estimates.estimate import estimate
+from gpumix.planner.baselines.best_subset import single_classes
+from gpumix.planner.common.strategy import PlanRequest, predicted
+from gpumix.planner.optimal import fastest
+from gpumix.planner.plan import STRATEGIES
+from gpumix.schema.errors import InputError, NoFeasiblePlanError
+from gpumix.schema.profile.profile import Profile
 
 sys.path.insert(0, str(TESTS / "planner"))
 

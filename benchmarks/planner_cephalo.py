@@ -36,14 +36,14 @@ from statistics import median
 
 from common import Figures, print_figures
 from gpumix.cost.predict import predict
-from gpumix.planner import cephalo as programme
-from gpumix.planner.base import PlanRequest, Strategy, predicted
-from gpumix.planner.explain import STRATEGIES
-from gpumix.planner.optimal import optimal
-from gpumix.spec.errors import InputError, NoFeasiblePlanError
-from gpumix.spec.plan import Plan
-from gpumix.spec.profile import Profile
-from gpumix.spec.space import EVERYTHING, Space
+from gpumix.planner.baselines import cephalo as programme
+from gpumix.planner.common.strategy import PlanRequest, Strategy, predicted
+from gpumix.planner.data_parallel.search import optimal
+from gpumix.planner.plan import STRATEGIES
+from gpumix.schema.errors import InputError, NoFeasiblePlanError
+from gpumix.schema.job.search_space import EVERYTHING, Space
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.profile.profile import Profile
 from published import NotHereError, cephalo
 
 EXAMPLE = cephalo.Setting("gpt_2.7b", "fp16")

@@ -31,11 +31,11 @@ from dataclasses import dataclass
 from statistics import fmean, geometric_mean
 
 from common import Figures, print_figures
-from gpumix.cost.curves import seconds_at
-from gpumix.hardware import catalogue
-from gpumix.hardware.roofline import forward_curve, gradient_curve
-from gpumix.spec.curve import Curve
-from gpumix.spec.stage import DTYPE_BYTES, ComputeDtype
+from gpumix.cost.layout.curves import seconds_at
+from gpumix.hardware.estimates import gpu_catalogue
+from gpumix.hardware.estimates.roofline import forward_curve, gradient_curve
+from gpumix.schema.curve import Curve
+from gpumix.schema.plan.stage import DTYPE_BYTES, ComputeDtype
 from published import NotHereError, Work, cephalo, sailor
 
 FITTED = 4  # samples up to which a fitted line is compared
@@ -56,7 +56,7 @@ class Case:
         """A GPU whose layer was measured, of a model whose work is known."""
         work, measured = cephalo.block_work(setting), cephalo.layer(setting, gpu)
         assert work is not None
-        card = catalogue.find(cephalo.CARDS[gpu])
+        card = gpu_catalogue.find(cephalo.CARDS[gpu])
         samples = range(1, (measured.largest or FITTED) + 1)
         expected = _estimated(card, setting.dtype, work)
         ratios = _ratios(expected, (measured.forward, measured.backward), samples)
@@ -68,7 +68,7 @@ class Case:
         group = sailor.Group(gpu, 1, 1)
         block = sailor.profile([group], sailor.Setup(0), None).of_class(gpu).units["block"]
         assert block.gradient is not None
-        card = catalogue.find(NO_TF32[gpu])
+        card = gpu_catalogue.find(NO_TF32[gpu])
         expected = _estimated(card, "fp32", Work(sailor.BLOCK_FLOPS, sailor.BLOCK_PARAMETERS))
         measured = (block.forward, block.gradient)
         setting = cephalo.Setting("opt_350m", "fp32", sailor.TOKENS)
@@ -141,7 +141,7 @@ def figures(found: list[Case]) -> Figures:
     }
 
 
-def _estimated(card: catalogue.Card, dtype: ComputeDtype, work: Work) -> tuple[Curve, Curve]:
+def _estimated(card: gpu_catalogue.Card, dtype: ComputeDtype, work: Work) -> tuple[Curve, Curve]:
     """Forward, and the backward of a kept graph, by samples."""
     forward = forward_curve(card, dtype, work.flops, work.elements * DTYPE_BYTES[dtype])
     return forward, gradient_curve(card, dtype, work.flops, work.elements)

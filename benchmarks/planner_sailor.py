@@ -18,9 +18,9 @@ several stages is found its figures are left out.
 
 What is assumed, for it is not in their data: memory by the formula of `published/sailor.py`, AdamW
 in fp32 (16 bytes a parameter), 1 GiB of each GPU for CUDA and NCCL, collectives that hide behind
-computing where the schedule lets them (a contention of 0), and links as in `gpumix.cost.wire`: each
-step of a ring takes as long as a message of its size between two hosts, all four GPUs sending;
-all-reduces between many hosts go by trees.
+computing where the schedule lets them (a contention of 0), and links as in
+`gpumix.cost.network.link_times`: each step of a ring takes as long as a message of its size between
+two hosts, all four GPUs sending; all-reduces between many hosts go by trees.
 
 In words it also prints what binds, by how much the step falls when links, memory or samples do not
 count; and what comes out if nothing hides, if four blocks are gathered and reduced as one unit, and
@@ -36,14 +36,14 @@ from dataclasses import dataclass
 from itertools import product
 
 from common import Figures, print_figures
-from gpumix.planner.base import PlanRequest, Strategy, predicted
-from gpumix.planner.fastest import fastest
-from gpumix.planner.optimal import optimal
-from gpumix.planner.staged import staged
-from gpumix.spec.errors import NoFeasiblePlanError
-from gpumix.spec.plan import Plan
-from gpumix.spec.profile import Profile
-from gpumix.spec.space import EVERYTHING
+from gpumix.planner.common.strategy import PlanRequest, Strategy, predicted
+from gpumix.planner.data_parallel.search import optimal
+from gpumix.planner.optimal import fastest
+from gpumix.planner.pipeline_parallel.search import staged
+from gpumix.schema.errors import NoFeasiblePlanError
+from gpumix.schema.job.search_space import EVERYTHING
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.profile.profile import Profile
 from published import GIB, NotHereError
 from published.sailor import Group, Setup, layers, profile
 from published.sailor_links import network

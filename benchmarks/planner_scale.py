@@ -19,14 +19,14 @@ import time
 from statistics import median
 
 from common import Figures, print_figures
-from gpumix.hardware.decoder import llama_shaped
-from gpumix.hardware.describe import cluster
-from gpumix.hardware.estimate import estimate
-from gpumix.planner.base import PlanRequest, predicted
-from gpumix.planner.optimal import optimal
-from gpumix.spec.plan import Plan
-from gpumix.spec.profile import Profile
-from gpumix.spec.space import EVERYTHING
+from gpumix.hardware.estimates.cluster_shorthand import cluster
+from gpumix.hardware.estimates.decoder_shapes import llama_shaped
+from gpumix.hardware.estimates.estimate import estimate
+from gpumix.planner.common.strategy import PlanRequest, predicted
+from gpumix.planner.data_parallel.search import optimal
+from gpumix.schema.job.search_space import EVERYTHING
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.profile.profile import Profile
 
 CARDS = ("a100-80gb-sxm", "a100-40gb-sxm", "h100-sxm", "v100-32gb-sxm",
          "l40s", "a10g", "rtx4090", "rtxa6000")  # fmt: skip

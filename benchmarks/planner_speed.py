@@ -22,15 +22,15 @@ from collections.abc import Callable
 from functools import partial
 
 from common import Figures, print_figures
-from gpumix.hardware import catalogue
-from gpumix.hardware.decoder import llama_shaped
-from gpumix.hardware.describe import cluster
-from gpumix.hardware.estimate import estimate
-from gpumix.planner.base import PlanRequest, predicted
-from gpumix.planner.explain import plan as plan_with_reasons
-from gpumix.planner.fastest import fastest
-from gpumix.spec.plan import Plan
-from gpumix.spec.profile import Profile
+from gpumix.hardware.estimates import gpu_catalogue
+from gpumix.hardware.estimates.cluster_shorthand import cluster
+from gpumix.hardware.estimates.decoder_shapes import llama_shaped
+from gpumix.hardware.estimates.estimate import estimate
+from gpumix.planner.common.strategy import PlanRequest, predicted
+from gpumix.planner.optimal import fastest
+from gpumix.planner.plan import plan as plan_with_reasons
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.profile.profile import Profile
 
 CARDS = ("a100-80gb-sxm", "h100-sxm", "v100-32gb-sxm", "l40s")
 ON_A_HOST = 8
@@ -71,7 +71,7 @@ def hosts_of(devices: int, classes: tuple[str, ...]) -> str:
 
 def many_classes(count: int) -> tuple[str, ...]:
     """So many cards of the catalogue that have room for a part of the model."""
-    able = [card.name for card in catalogue.load() if card.memory_bytes >= 16 * GIB]
+    able = [card.name for card in gpu_catalogue.load() if card.memory_bytes >= 16 * GIB]
     return tuple(sorted(able)[:count])
 
 

@@ -28,11 +28,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import gpumix
 from common import Figures, print_figures
 from gpumix.engine.engine import Engine
-from gpumix.engine.units import dissect
-from gpumix.hardware.environment import installed
-from gpumix.spec.efficiency import PLAIN_EFFICIENCY, Efficiency
-from gpumix.spec.plan import Plan
-from gpumix.spec.stage import ComputeDtype, Mode, Stage, Worker
+from gpumix.engine.sharding.unit_discovery import dissect
+from gpumix.hardware.host.environment import installed
+from gpumix.schema.cluster.kernels import PLAIN_EFFICIENCY, Efficiency
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.stage import ComputeDtype, Mode, Stage, Worker
 
 BLOCKS, LENGTH, SAMPLES = 4, 128, 4
 FIRST_STEPS = 5

@@ -20,15 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from common import TEXT, emulated_cluster, small_gpt2
-from gpumix.spec.cluster import Cluster, Device
-from gpumix.spec.job import CheckpointSpec, DataSpec, Job, ModelSpec, OptimizerSpec
-from gpumix.spec.plan import Plan
-from gpumix.spec.stage import Stage, Worker
-from gpumix.train.context import Task, joined
-from gpumix.train.launch import Seat, launch
-from gpumix.train.loop import Trainer
-from gpumix.train.pipeline import Pipeline
-from gpumix.train.runner import LocalRunner
+from gpumix.schema.cluster.cluster import Cluster, Device
+from gpumix.schema.job.job import CheckpointSpec, DataSpec, Job, ModelSpec, OptimizerSpec
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.stage import Stage, Worker
+from gpumix.train.controller import Pipeline
+from gpumix.train.processes.local_launcher import Seat, launch
+from gpumix.train.processes.runner import LocalRunner
+from gpumix.train.trainer import Trainer
+from gpumix.train.worker.context import Task, joined
 
 STEPS = 20
 HALF = 10

@@ -39,11 +39,11 @@ from common import print_counted
 from emulated.even_stages import ROUNDS, EvenStages
 from emulated.turns import Turns, job_file, llama, take_turns
 from gpumix.cost.predict import predict
-from gpumix.planner.base import predicted
-from gpumix.spec.plan import Plan, Schedule
-from gpumix.spec.profile import Profile
-from gpumix.spec.stage import Mode
-from gpumix.train.pipeline import Pipeline
+from gpumix.planner.common.strategy import predicted
+from gpumix.schema.plan.plan import Plan, Schedule
+from gpumix.schema.plan.stage import Mode
+from gpumix.schema.profile.profile import Profile
+from gpumix.train.controller import Pipeline
 
 WIDTH, LENGTH = 128, 64
 LAYERS, BATCH, DEVICES = 8, 8, 4

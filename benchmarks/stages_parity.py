@@ -29,7 +29,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from common import print_figures
-from gpumix.spec.plan import Plan, Schedule
+from gpumix.schema.plan.plan import Plan, Schedule
 from models import ARCHITECTURES, DEEP
 from reference import Trained, train_alone, worst_error
 from staging import (

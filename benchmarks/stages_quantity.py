@@ -39,23 +39,23 @@ from itertools import count, product
 from common import print_counted
 from emulated.even_stages import EvenStages
 from emulated.turns import Turns, job_file, llama, take_turns
-from gpumix.cost.time import can
-from gpumix.hardware.decoder import Decoder, llama_shaped
-from gpumix.hardware.describe import cluster as described
-from gpumix.hardware.estimate import estimate
-from gpumix.planner.base import PlanRequest, fit, predicted
-from gpumix.planner.best_subset import single_classes
-from gpumix.planner.explain import STRATEGIES
-from gpumix.planner.manner import ALONE, Manners
-from gpumix.planner.way import rounds_of
-from gpumix.spec.cluster import Cluster
-from gpumix.spec.errors import InputError, NoFeasiblePlanError
-from gpumix.spec.network import Network, link
-from gpumix.spec.plan import Plan, Schedule, ZeroStage
-from gpumix.spec.profile import Profile
-from gpumix.spec.space import EVERYTHING
-from gpumix.spec.stage import Mode
-from gpumix.train.pipeline import Pipeline
+from gpumix.cost.step_time import can
+from gpumix.hardware.estimates.cluster_shorthand import cluster as described
+from gpumix.hardware.estimates.decoder_shapes import Decoder, llama_shaped
+from gpumix.hardware.estimates.estimate import estimate
+from gpumix.planner.baselines.best_subset import single_classes
+from gpumix.planner.common.strategy import PlanRequest, fit, predicted
+from gpumix.planner.pipeline_parallel.candidate import rounds_of
+from gpumix.planner.pipeline_parallel.stage_modes import ALONE, Manners
+from gpumix.planner.plan import STRATEGIES
+from gpumix.schema.cluster.cluster import Cluster
+from gpumix.schema.cluster.network import Network, link
+from gpumix.schema.errors import InputError, NoFeasiblePlanError
+from gpumix.schema.job.search_space import EVERYTHING
+from gpumix.schema.plan.plan import Plan, Schedule, ZeroStage
+from gpumix.schema.plan.stage import Mode
+from gpumix.schema.profile.profile import Profile
+from gpumix.train.controller import Pipeline
 from published import NotHereError, cephalo
 
 MIXTURES = ((1, 3), (3, 5), (7, 1))

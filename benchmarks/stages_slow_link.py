@@ -27,14 +27,14 @@ from typing import Any
 from common import print_counted
 from emulated.hosts import HOSTS, CannotEmulateError, Host, TwoHosts, two_hosts
 from emulated.turns import Turns, job_file, llama, take_turns
-from gpumix.planner.base import PlanRequest, predicted
-from gpumix.planner.explain import STRATEGIES
-from gpumix.spec.plan import Plan
-from gpumix.spec.profile import Profile
-from gpumix.spec.read import read_job
-from gpumix.spec.space import EVERYTHING
-from gpumix.spec.units import show_seconds
-from gpumix.train.pipeline import Pipeline
+from gpumix.planner.common.strategy import PlanRequest, predicted
+from gpumix.planner.plan import STRATEGIES
+from gpumix.schema.job.search_space import EVERYTHING
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.profile.profile import Profile
+from gpumix.schema.reading.read import read_job
+from gpumix.schema.units import show_seconds
+from gpumix.train.controller import Pipeline
 
 RATE = "1gbit"
 CLUSTER = {

@@ -50,7 +50,7 @@ def import_all() -> None:
     import torchmetrics  # noqa: F401
     import transformers
 
-    import gpumix.integrations.accelerated
+    import gpumix.integrations.accelerate.accelerator
     import gpumix.integrations.lightning
     import gpumix.integrations.transformers
     import gpumix.integrations.trl  # noqa: F401

@@ -25,16 +25,16 @@ from statistics import median
 from typing import Any
 
 from common import TEXT, Figures, emulated_cluster, print_figures, small_gpt2
-from gpumix.spec.cluster import Device
-from gpumix.spec.job import CheckpointSpec, DataSpec, Job, ModelSpec
-from gpumix.spec.plan import Plan
-from gpumix.spec.profile import Profile
-from gpumix.spec.space import Space
-from gpumix.train.context import Task, joined
-from gpumix.train.launch import Seat, launch
-from gpumix.train.loop import Trainer
-from gpumix.train.pipeline import Pipeline
-from gpumix.train.runner import LocalRunner
+from gpumix.schema.cluster.cluster import Device
+from gpumix.schema.job.job import CheckpointSpec, DataSpec, Job, ModelSpec
+from gpumix.schema.job.search_space import Space
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.profile.profile import Profile
+from gpumix.train.controller import Pipeline
+from gpumix.train.processes.local_launcher import Seat, launch
+from gpumix.train.processes.runner import LocalRunner
+from gpumix.train.trainer import Trainer
+from gpumix.train.worker.context import Task, joined
 
 RATE = 4e9  # FLOP/s
 DEVICES = 4

@@ -25,9 +25,9 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from common import Figures, print_figures
-from gpumix.engine.comm import Communicator
-from gpumix.engine.tensor import all_of, divide
-from gpumix.engine.units import dissect
+from gpumix.engine.comm.communicator import Communicator
+from gpumix.engine.sharding.unit_discovery import dissect
+from gpumix.engine.tensor_parallel.parallelize import all_of, divide
 from harness import run_ranks
 
 HIDDEN = (128, 512)

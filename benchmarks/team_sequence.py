@@ -25,11 +25,11 @@ import gpumix
 from common import Figures, print_figures
 from gpumix.engine.engine import Engine
 from gpumix.engine.prepare import prepare
-from gpumix.engine.units import dissect
+from gpumix.engine.sharding.unit_discovery import dissect
 from gpumix.hardware.device import DeviceRuntime, open_device
-from gpumix.spec.cluster import DeviceClass
-from gpumix.spec.plan import Plan
-from gpumix.spec.stage import Mode, Stage, Worker
+from gpumix.schema.cluster.cluster import DeviceClass
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.stage import Mode, Stage, Worker
 from harness import run_ranks
 from models import causal_model
 from reference import SEED

@@ -30,14 +30,14 @@ from typing import Any
 import torch
 
 from common import print_figures
-from gpumix.engine.exchanged import COLUMNS, Exchanged
-from gpumix.engine.own_gradients import OwnNorm
-from gpumix.engine.wait_clock import WaitClock
-from gpumix.hardware.stamps import stamps_of
-from gpumix.spec.plan import Plan
-from gpumix.spec.stage import Stage, Worker
-from gpumix.train.balancing import Balancing
-from gpumix.train.watch import Watch
+from gpumix.engine.comm.step_exchange import COLUMNS, Exchanged
+from gpumix.engine.comm.wait_clock import WaitClock
+from gpumix.engine.sharding.gradient_fingerprint import OwnNorm
+from gpumix.hardware.timestamps import stamps_of
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.stage import Stage, Worker
+from gpumix.train.monitor.step_timer import Watch
+from gpumix.train.rebalance_controller import Balancing
 
 STEP_S = 0.010
 STEPS = 200

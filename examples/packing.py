@@ -12,8 +12,8 @@ import tempfile
 from pathlib import Path
 
 import gpumix
-from gpumix.data.sources import open_data
-from gpumix.spec.read import read_job
+from gpumix.data.sources.open_data import open_data
+from gpumix.schema.reading.read import read_job
 
 JOB = Path(__file__).with_name("gpt2-text.yaml")
 SHARES, STEPS = [24, 8], 20  # the first rank is three times as fast

@@ -11,13 +11,13 @@ from unittest.mock import patch
 
 import torch
 
-from gpumix.engine.comm import Communicator, Pending
-from gpumix.engine.division import Division
-from gpumix.engine.shard import Member, Shard
-from gpumix.engine.window import Window
-from gpumix.spec.plan import Plan
-from gpumix.spec.shares import rows_of, share_of, workers_of
-from gpumix.spec.stage import Stage, Worker
+from gpumix.engine.comm.communicator import Communicator, Pending
+from gpumix.engine.sharding.parameter_slice import Window
+from gpumix.engine.sharding.shard import Member, Shard
+from gpumix.engine.sharding.shard_layout import Division
+from gpumix.schema.plan.batch_shares import rows_of, share_of, workers_of
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.stage import Stage, Worker
 
 NUMEL = 81_920  # elements of the buffer: a model does not grow with the ranks
 SENT = ("all_gather_single", "all_gather_into_tensor", "reduce_scatter_single",

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 from gpumix.engine.engine import Engine
-from gpumix.engine.state import Whole
-from gpumix.train.checkpoint import Checkpointer
+from gpumix.engine.sharding.state_dict import Whole
+from gpumix.train.checkpoint.checkpointer import Checkpointer
 from reference import Share, engine_for, own_rows
 
 VOCABULARY, LENGTH = 64, 8

@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from gpumix.hardware.memory.build import BuildError, capped_allocator_library
+from gpumix.hardware.memory_limit.build_allocator import BuildError, capped_allocator_library
 from warm_commands import Command, is_warm
 
 Process = Command | subprocess.Popen[str]

@@ -10,9 +10,9 @@ import torch
 import gpumix
 from gpumix.engine.prepare import prepare
 from gpumix.hardware.device import open_device
-from gpumix.spec.cluster import Cluster, Device, DeviceClass
-from gpumix.spec.plan import Plan
-from gpumix.spec.profile import Profile
+from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.profile.profile import Profile
 from harness import run_ranks
 from known_losses import known_loss
 from models import LENGTH, causal_model, packed_lm

@@ -9,15 +9,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from gpumix.data.course import ByLength
+from gpumix.data.core.source import Source
 from gpumix.data.loader import Loader, evaluation_batches
-from gpumix.data.own_samples import OwnSamples
-from gpumix.data.packing import PackedDocuments
-from gpumix.data.rows import Source
-from gpumix.engine.deferred import build
+from gpumix.data.order.sampler import ByLength
+from gpumix.data.sources.pretokenized import OwnSamples
+from gpumix.data.text.document_packing import PackedDocuments
+from gpumix.engine.model.deferred_init import build
 from gpumix.engine.prepare import prepare
-from gpumix.spec.plan import Plan
-from gpumix.train.documents import check_documents
+from gpumix.schema.plan.plan import Plan
+from gpumix.train.checks.packed_documents import check_documents
 from harness import run_ranks
 from models import ARCHITECTURES, VOCABULARY
 from reference import SEED, Array, Trained, initialised, joined, optimizer_for, pieces_of

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gpumix.cli
 import gpumix.doctor.function.preload
-import gpumix.train.pipeline
+import gpumix.train.controller
 import gpumix.train.preload
 import reference
 import staging

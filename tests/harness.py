@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 import rank_server
 from cuda_device import current_lag, set_lag
-from gpumix.engine.comm import CommunicationError
+from gpumix.engine.comm.communicator import CommunicationError
 
 # A rank that fails takes its peers along: so long, they may tell of it before they are killed.
 GRACE_S = 2.0

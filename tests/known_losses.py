@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from gpumix.engine.objective import objective_of
-from gpumix.engine.reduction import TOLD, Reduces, Rule
+from gpumix.engine.loss.objective import objective_of
+from gpumix.engine.loss.reduction import TOLD, Reduces, Rule
 
 
 def known_loss(model: nn.Module) -> Reduces:

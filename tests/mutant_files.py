@@ -14,16 +14,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from gpumix.cli.source import Asked
+from gpumix.cli.profile_source import Asked
 from gpumix.cost.predict import predict
-from gpumix.engine.units import dissect
-from gpumix.planner.explain import plan as make_plan
-from gpumix.spec.job import Job
-from gpumix.spec.plan import Plan
-from gpumix.spec.profile import Profile
-from gpumix.spec.read import read_job
-from gpumix.spec.space import EVERYTHING
-from gpumix.train.models import model_of
+from gpumix.engine.sharding.unit_discovery import dissect
+from gpumix.planner.plan import plan as make_plan
+from gpumix.schema.job.job import Job
+from gpumix.schema.job.search_space import EVERYTHING
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.profile.profile import Profile
+from gpumix.schema.reading.read import read_job
+from gpumix.train.worker.model import model_of
 
 CLUSTER = """\
 classes:

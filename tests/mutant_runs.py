@@ -79,8 +79,8 @@ def run(arguments: Sequence[str], folder: Path) -> Ended:
 @contextlib.contextmanager
 def _without_ranks(launched: list[str]) -> Iterator[None]:
     """Instead of ranks, what the first of them does before it meets the others."""
-    from gpumix.cli import source
-    from gpumix.train.runner import LocalRunner
+    from gpumix.cli import profile_source
+    from gpumix.train.processes.runner import LocalRunner
 
     def stop(*args: Any, **kwargs: Any) -> Any:
         launched.append(STARTED)
@@ -96,18 +96,18 @@ def _without_ranks(launched: list[str]) -> Iterator[None]:
     with (
         mock.patch.object(LocalRunner, "warm_up", lambda self: None),
         mock.patch.object(LocalRunner, "run", as_first_rank),
-        mock.patch.object(source, "measured", stop),
+        mock.patch.object(profile_source, "measured", stop),
     ):
         yield
 
 
 def _open(task: Any) -> None:
     """Data and model of a job, with errors told as `train.context.joined` does."""
-    from gpumix.data.sources import open_data
-    from gpumix.hardware.environment import cache_folder
-    from gpumix.train.failures import in_words
-    from gpumix.train.models import check_fits, vocabulary_of
-    from gpumix.train.work import _model_to_measure
+    from gpumix.data.sources.open_data import open_data
+    from gpumix.hardware.host.environment import cache_folder
+    from gpumix.train.processes.error_translation import in_words
+    from gpumix.train.rank_tasks import _model_to_measure
+    from gpumix.train.worker.model import check_fits, vocabulary_of
 
     job = task.job
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpumix.launch.probe import listening
+from gpumix.launch.probes.probe import listening
 
 
 def free_port() -> int:

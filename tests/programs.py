@@ -21,9 +21,9 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from commands import share_compiled
-from gpumix.engine.units import dissect
+from gpumix.engine.sharding.unit_discovery import dissect
 from gpumix.report.run import Run
-from gpumix.spec.plan import Plan
+from gpumix.schema.plan.plan import Plan
 from models import ARCHITECTURES
 from reference import SEED, Share, plan_for
 from staging import rows, staged_plan

@@ -10,7 +10,7 @@ import threading
 from multiprocessing.forkserver import _forkserver
 from pathlib import Path
 
-from gpumix.train import launch
+from gpumix.train.processes import local_launcher
 
 HERE = str(Path(__file__).parent)
 IMPORTS = ("forked",)
@@ -23,11 +23,11 @@ def warm_up() -> None:
     Python 3.12 `sys.path` is nothing to it."""
     with _STARTING:
         if _forkserver._forkserver_pid is not None:  # type: ignore[attr-defined]
-            return launch.warm_up(IMPORTS)
+            return local_launcher.warm_up(IMPORTS)
         before = os.environ.get(NAME)
         os.environ[NAME] = os.pathsep.join(filter(None, [HERE, before]))
         try:
-            launch.warm_up(IMPORTS)
+            local_launcher.warm_up(IMPORTS)
         finally:
             if before is None:
                 del os.environ[NAME]

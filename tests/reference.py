@@ -21,16 +21,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gpumix import testing
-from gpumix.engine.deferred import build
+from gpumix.engine.comm.host_staged import StagedCommunicator
 from gpumix.engine.engine import Engine
+from gpumix.engine.loss.reduction import TOLD, Objective, SummedLoss
+from gpumix.engine.model.deferred_init import build
 from gpumix.engine.prepare import prepare
-from gpumix.engine.reduction import TOLD, Objective, SummedLoss
-from gpumix.engine.staged import StagedCommunicator
-from gpumix.engine.weights import source_of
-from gpumix.spec.plan import Plan
-from gpumix.spec.stage import PLAIN, Mode
-from gpumix.testing import Share
+from gpumix.engine.sharding.initial_weights import source_of
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.stage import PLAIN, Mode
+from gpumix.testing import Share, plans
 from harness import run_ranks
 from known_losses import known_loss
 from models import ARCHITECTURES, LENGTH, Architecture, Batch, mean_loss
@@ -74,7 +73,7 @@ def optimizer_for(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
 
 def plan_for(model: nn.Module, shares: Sequence[Share], **settings: Any) -> Plan:
     """A plan of one stage for samples of `LENGTH` tokens; see `gpumix.testing.plan_for`."""
-    return testing.plan_for(model, shares, **{"length": LENGTH, **settings})
+    return plans.plan_for(model, shares, **{"length": LENGTH, **settings})
 
 
 def random_shares(world: int, rng: random.Random) -> list[Share]:

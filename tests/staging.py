@@ -12,16 +12,16 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
-from gpumix.engine.deferred import build
 from gpumix.engine.engine import Engine
+from gpumix.engine.model.deferred_init import build
+from gpumix.engine.model.model_settings import in_units
 from gpumix.engine.prepare import prepare
-from gpumix.engine.switches import in_units
-from gpumix.engine.units import dissect
-from gpumix.profiler.flows import Flows, find_flows
-from gpumix.profiler.kinds import tell_apart
-from gpumix.profiler.specimen import Specimens
-from gpumix.spec.plan import Plan, Schedule
-from gpumix.spec.stage import Mode, Stage, Worker
+from gpumix.engine.sharding.unit_discovery import dissect
+from gpumix.profiler.compute.dataflow import Flows, find_flows
+from gpumix.profiler.compute.unit_fixture import Specimens
+from gpumix.profiler.compute.unit_kinds import tell_apart
+from gpumix.schema.plan.plan import Plan, Schedule
+from gpumix.schema.plan.stage import Mode, Stage, Worker
 from harness import run_ranks
 from known_losses import known_loss
 from models import (

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import rank_server
-from gpumix.spec.errors import InputError
+from gpumix.schema.errors import InputError
 from harness import RankDied, RankTraceback, run_ranks
 
 

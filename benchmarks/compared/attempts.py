@@ -15,11 +15,11 @@ import gpumix
 from compared.setting import Batch, Model, Setting
 from compared.systems import Fsdp, OnEngine, System, optimizer_of
 from emulated.rounds import joined
-from gpumix.engine.record import Recording
+from gpumix.engine.comm.step_recorder import Recording
 from gpumix.hardware.device import open_device
-from gpumix.spec.cluster import Cluster, Device, DeviceClass
-from gpumix.spec.plan import Plan
-from gpumix.train.launch import Seat, launch
+from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
+from gpumix.schema.plan.plan import Plan
+from gpumix.train.processes.local_launcher import Seat, launch
 
 STEPS = 2  # the second has the optimizer's state beside all else
 

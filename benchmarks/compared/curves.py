@@ -21,15 +21,15 @@ import gpumix
 from compared.setting import Batch, Model
 from compared.systems import OnEngine
 from emulated.rounds import joined
+from gpumix.engine.comm.step_recorder import Recording
 from gpumix.engine.engine import Engine
-from gpumix.engine.precision import TORCH_DTYPE, LossScaler
-from gpumix.engine.record import Recording
-from gpumix.engine.units import dissect
-from gpumix.spec.cluster import Device
-from gpumix.spec.cut import split_micro_batches
-from gpumix.spec.plan import Plan
-from gpumix.spec.stage import ComputeDtype, Stage, Worker
-from gpumix.train.launch import Seat, launch
+from gpumix.engine.sharding.mixed_precision import TORCH_DTYPE, LossScaler
+from gpumix.engine.sharding.unit_discovery import dissect
+from gpumix.schema.cluster.cluster import Device
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.splitting import split_micro_batches
+from gpumix.schema.plan.stage import ComputeDtype, Stage, Worker
+from gpumix.train.processes.local_launcher import Seat, launch
 
 Optimizers = list[torch.optim.Optimizer]
 WARM_UP_STEPS = 20

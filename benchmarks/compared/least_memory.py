@@ -32,10 +32,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from compared.setting import Model
-from gpumix.engine.units import dissect
-from gpumix.spec.cut import cut_sizes
-from gpumix.spec.plan import Plan
-from gpumix.spec.stage import Worker
+from gpumix.engine.sharding.unit_discovery import dissect
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.splitting import cut_sizes
+from gpumix.schema.plan.stage import Worker
 
 ELEMENT = 4  # bytes of a number in fp32
 MOMENTS = 2  # AdamW's, for each element

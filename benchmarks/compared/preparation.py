@@ -11,7 +11,7 @@ from statistics import median
 
 from absent_group import LOOK_UPS, backend_absent, plan_of, preparations
 from common import Figures
-from gpumix.engine.comm import Pending
+from gpumix.engine.comm.communicator import Pending
 
 FEW, MANY = 64, 10_240
 TURNS = 100

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from compared.setting import Setting
 from compared.systems import Entrant, Fsdp, OnEngine, System
 from emulated.rounds import joined
-from gpumix.engine.record import Recording
-from gpumix.train.launch import Seat, launch
+from gpumix.engine.comm.step_recorder import Recording
+from gpumix.train.processes.local_launcher import Seat, launch
 
 Clock = Literal["wall", "cpu"]
 WARM_UP_STEPS = 1

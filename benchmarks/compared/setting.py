@@ -8,10 +8,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from gpumix.engine.units import dissect
-from gpumix.spec.cluster import Device
-from gpumix.spec.plan import Collectives, Plan, ZeroStage
-from gpumix.spec.stage import ComputeDtype, Mode, Stage, Worker
+from gpumix.engine.sharding.unit_discovery import dissect
+from gpumix.schema.cluster.cluster import Device
+from gpumix.schema.plan.plan import Collectives, Plan, ZeroStage
+from gpumix.schema.plan.stage import ComputeDtype, Mode, Stage, Worker
 
 SEED = 0
 HEAD_WIDTH = 64

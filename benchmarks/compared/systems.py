@@ -23,14 +23,14 @@ from torch.utils.checkpoint import checkpoint
 
 import gpumix
 from compared.setting import USUAL_RATES, Batch, Order, Rates, Setting
+from gpumix.engine.comm.process_groups import all_ranks
+from gpumix.engine.comm.step_recorder import SILENT, Recorder, Recording
 from gpumix.engine.engine import Engine
-from gpumix.engine.groups import all_ranks
-from gpumix.engine.precision import TORCH_DTYPE
-from gpumix.engine.record import SILENT, Recorder, Recording
-from gpumix.engine.units import dissect
-from gpumix.spec.plan import ZeroStage
-from gpumix.spec.profile import ROOT
-from gpumix.spec.stage import ComputeDtype
+from gpumix.engine.sharding.mixed_precision import TORCH_DTYPE
+from gpumix.engine.sharding.unit_discovery import dissect
+from gpumix.schema.plan.plan import ZeroStage
+from gpumix.schema.plan.stage import ComputeDtype
+from gpumix.schema.profile.profile import ROOT
 
 Exchanging = Callable[[bool], AbstractContextManager[None]]
 """Called before each micro-batch with whether it is the step's last one; entered around it."""

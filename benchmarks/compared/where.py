@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from emulated.results import aligned
-from gpumix.engine.record import Recording
+from gpumix.engine.comm.step_recorder import Recording
 
 COMPUTE = ("forward", "head", "backward")
 COPIES = ("copy to host", "copy from host")

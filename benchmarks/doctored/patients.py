@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from gpumix.hardware.cpu import cpu_has_bf16
+from gpumix.hardware.host.cpu import cpu_has_bf16
 
 WARM_UP_STEPS = 6
 ANSWER_S = 0.015

@@ -14,7 +14,7 @@ from emulated.rounds import TRIES
 from emulated.setting import Setting
 from emulated.ways import Way
 from gpumix.hardware.device import DeviceRuntime, open_device
-from gpumix.train.launch import Seat, launch
+from gpumix.train.processes.local_launcher import Seat, launch
 
 ENDLESS_BYTES = 16 << 30
 STEPS = 1  # timed ones; the first one, which allocates, is not

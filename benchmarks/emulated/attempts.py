@@ -15,7 +15,7 @@ from emulated.rounds import joined, one_step
 from emulated.setting import Setting
 from emulated.ways import Way, thriftiest, ways_of
 from gpumix.hardware.device import DeviceRuntime, open_device
-from gpumix.train.launch import Seat, launch
+from gpumix.train.processes.local_launcher import Seat, launch
 
 STEPS = 2  # the first one allocates the optimizer's state; the last one is timed
 TRIES = 2

@@ -23,9 +23,9 @@ from emulated.results import Results, plan_line
 from emulated.rounds import Study, profiled
 from emulated.setting import Setting
 from emulated.ways import Way
-from gpumix.spec.plan import Plan
-from gpumix.spec.profile import Profile
-from gpumix.train.launch import launch
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.profile.profile import Profile
+from gpumix.train.processes.local_launcher import launch
 
 GPUMIX, EVEN, PROPORTIONAL = "gpumix", "best even", "best proportional"
 # Steps vary by less than 1 % where no device falls behind its speed.

@@ -13,7 +13,7 @@ from emulated.setting import SEED, Setting
 from emulated.systems import Batch, Gpumix, System
 from emulated.ways import Way
 from gpumix.hardware.device import DeviceRuntime
-from gpumix.spec.plan import Plan
+from gpumix.schema.plan.plan import Plan
 
 Start = Callable[[DeviceRuntime], System]
 """Makes the system on the open device of this rank."""

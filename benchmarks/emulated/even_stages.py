@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from gpumix.cost.network.link_times import forms_for
 from gpumix.cost.predict import predict
-from gpumix.cost.wire import forms_for
-from gpumix.spec.cluster import Device
-from gpumix.spec.dtypes import communication_dtype
-from gpumix.spec.plan import Plan, Schedule, ZeroStage
-from gpumix.spec.profile import Profile
-from gpumix.spec.stage import Mode, Stage, Worker
+from gpumix.schema.cluster.cluster import Device
+from gpumix.schema.plan.dtypes import communication_dtype
+from gpumix.schema.plan.plan import Plan, Schedule, ZeroStage
+from gpumix.schema.plan.stage import Mode, Stage, Worker
+from gpumix.schema.profile.profile import Profile
 
 ROUNDS = 2  # stages of each device, where they are interleaved
 

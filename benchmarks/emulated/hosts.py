@@ -19,9 +19,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from gpumix.spec.cluster import Cluster
-from gpumix.train.launch import Seat
-from gpumix.train.runner import LocalRunner
+from gpumix.schema.cluster.cluster import Cluster
+from gpumix.train.processes.local_launcher import Seat
+from gpumix.train.processes.runner import LocalRunner
 
 HOSTS = ("host-0", "host-1")
 INTERFACE = "line"

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from statistics import median
 
 from emulated.rounds import Outcome, Run, Study, work
-from gpumix.engine.record import Recording
-from gpumix.spec.plan import Plan
-from gpumix.spec.units import show_bytes
-from gpumix.train.launch import launch
+from gpumix.engine.comm.step_recorder import Recording
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.units import show_bytes
+from gpumix.train.processes.local_launcher import launch
 
 
 @dataclass(frozen=True)

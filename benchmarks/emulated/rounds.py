@@ -23,10 +23,10 @@ import gpumix
 from emulated.contestants import ByPlan, Contestant
 from emulated.setting import Setting
 from emulated.systems import Gpumix, System
-from gpumix.engine.record import Recording
+from gpumix.engine.comm.step_recorder import Recording
 from gpumix.hardware.device import DeviceRuntime, open_device
-from gpumix.spec.profile import Profile
-from gpumix.train.launch import Seat
+from gpumix.schema.profile.profile import Profile
+from gpumix.train.processes.local_launcher import Seat
 
 WARM_UP_STEPS = 1
 TRIES = 3

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpumix.spec.cluster import Cluster, Device, DeviceClass
+from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
 
 TEXTS: tuple[ModuleType, ...] = (argparse, ast, inspect)
 VOCABULARY = 264  # 256 bytes and a round number

@@ -17,8 +17,8 @@ from torch import nn
 import gpumix
 from compared.systems import Exchanging, OnEngine, optimizer_of
 from emulated.setting import Setting
-from gpumix.engine.record import Recording
-from gpumix.spec.plan import Plan
+from gpumix.engine.comm.step_recorder import Recording
+from gpumix.schema.plan.plan import Plan
 
 Batch = dict[str, torch.Tensor]
 

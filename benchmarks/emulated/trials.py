@@ -14,11 +14,11 @@ import yaml
 
 from common import TEXT
 from gpumix.cost.predict import predict
-from gpumix.planner.base import predicted
-from gpumix.spec.plan import Plan
-from gpumix.spec.profile import Profile
-from gpumix.spec.stage import Stage, Worker
-from gpumix.train.pipeline import Pipeline
+from gpumix.planner.common.strategy import predicted
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.stage import Stage, Worker
+from gpumix.schema.profile.profile import Profile
+from gpumix.train.controller import Pipeline
 
 TRIES = 3
 SHARE_STEPS = 20

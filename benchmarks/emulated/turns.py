@@ -14,9 +14,9 @@ from typing import Any
 import yaml
 
 from emulated.trials import TRIES
-from gpumix.spec.plan import Plan
-from gpumix.train.outcome import Trial
-from gpumix.train.pipeline import Pipeline
+from gpumix.schema.plan.plan import Plan
+from gpumix.train.controller import Pipeline
+from gpumix.train.run_log.summary import Trial
 
 VOCABULARY = 32  # so few that a stage with the head takes hardly longer than another
 

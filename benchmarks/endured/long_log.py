@@ -31,9 +31,9 @@ def write_log(folder: Path, steps: int) -> int:
     """The metrics of a run of so many steps; their bytes. Its plan must be there."""
     from dataclasses import asdict
 
-    from gpumix.spec.plan import Plan
-    from gpumix.train.account import Shares
-    from gpumix.train.metrics import ClassRecord, RankRecord, StepRecord
+    from gpumix.schema.plan.plan import Plan
+    from gpumix.train.run_log.metrics import ClassRecord, RankRecord, StepRecord
+    from gpumix.train.run_log.time_breakdown import Shares
 
     plan = Plan.load(folder / "plan.json")
     parts = {name: 1 / len(Shares.__dataclass_fields__) for name in Shares.__dataclass_fields__}
@@ -84,8 +84,8 @@ def page_costs(folder: Path) -> dict[str, float]:
 
 def resume_costs(folder: Path, step: int) -> float:
     """Seconds of a processor that a run takes to find where its log goes on."""
-    from gpumix.spec.plan import Plan
-    from gpumix.train.metrics import RunLog
+    from gpumix.schema.plan.plan import Plan
+    from gpumix.train.run_log.metrics import RunLog
 
     plan, began = Plan.load(folder / "plan.json"), time.process_time()
     with RunLog(folder, plan, None, done=step):

@@ -26,10 +26,10 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from faulted.places import BEFORE_STEPS, HANG
 from faulted.text import Pieces, pieces
-from gpumix.engine.comm import Communicator
-from gpumix.train import checkpoint, checkpoint_content
-from gpumix.train.host_copy import HostCopy
-from gpumix.train.loop import Trainer
+from gpumix.engine.comm.communicator import Communicator
+from gpumix.train.checkpoint import checkpointer, content
+from gpumix.train.checkpoint.host_copy import HostCopy
+from gpumix.train.trainer import Trainer
 
 # Places that are passed in some steps only, or before the first.
 ANY_STEP = ("save", *BEFORE_STEPS)
@@ -133,8 +133,8 @@ def _set(traps: Traps) -> None:
     _before(traps, torch.autograd, "backward", "backward")
     _before(traps, AdamW, "step", "optimizer")
     _before(traps, HostCopy, "fill", "copy")
-    _before(traps, checkpoint, "write", "save")
-    _before(traps, checkpoint_content, "restore", "restore")
+    _before(traps, checkpointer, "write", "save")
+    _before(traps, content, "restore", "restore")
 
 
 def _before(traps: Traps, owner: Any, name: str, place: str) -> None:

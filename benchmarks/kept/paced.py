@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpumix.train.loop import Trainer
+from gpumix.train.trainer import Trainer
 
 VOCABULARY = 256
 SAMPLE_S = 0.025

@@ -14,8 +14,8 @@ from torch import nn
 
 from compared.setting import Batch, Setting
 from compared.systems import System
-from gpumix.engine.units import dissect
-from gpumix.spec.errors import GpumixError
+from gpumix.engine.sharding.unit_discovery import dissect
+from gpumix.schema.errors import GpumixError
 from proof import systems
 from proof.bench import Bench
 from proof.lines import Bar

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from common import records
-from gpumix.cli.demo import GPT
+from gpumix.cli.verbs.demo import GPT
 from proof.bench import Bench
 from proof.jobs import gpumix, losses, well, write_job
 from proof.lines import Bar, is_true

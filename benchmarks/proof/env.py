@@ -14,7 +14,7 @@ import torch
 from greenlet import getcurrent, greenlet
 from torch.nn.functional import cross_entropy
 
-from gpumix.engine.fused_loss import fused_losses
+from gpumix.engine.cross_entropy.fused_cross_entropy import fused_losses
 from proof.bench import Bench
 from proof.entry import STARTED_BY
 from proof.lines import Bar, is_true
@@ -24,7 +24,12 @@ from proof.service import mps_control
 LAG_CYCLES = 2_000_000  # a millisecond of a GPU's time
 COPIES = 100
 LOSSES = 50
-IMPORTED = ("torch._dynamo", "transformers.modeling_utils", "gpumix.train.work", "proof.preload")
+IMPORTED = (
+    "torch._dynamo",
+    "transformers.modeling_utils",
+    "gpumix.train.rank_tasks",
+    "proof.preload",
+)
 
 
 def run(bench: Bench) -> Outcome:

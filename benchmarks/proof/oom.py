@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from common import records, small_gpt2
-from gpumix.spec.plan import Plan
+from gpumix.schema.plan.plan import Plan
 from proof.bench import Bench
 from proof.jobs import Command, gpumix, losses, well, worst_difference, write_job
 from proof.lines import Bar

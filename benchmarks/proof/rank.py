@@ -24,10 +24,10 @@ from torch import nn
 import gpumix
 from compared.setting import Batch, Setting
 from compared.systems import Loop, OnEngine, optimizer_of
-from gpumix.engine.groups import all_ranks
-from gpumix.engine.units import dissect
-from gpumix.spec.plan import Plan
-from gpumix.spec.stage import Mode, Stage, Worker
+from gpumix.engine.comm.process_groups import all_ranks
+from gpumix.engine.sharding.unit_discovery import dissect
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.stage import Mode, Stage, Worker
 from proof.lines import last_lines
 from proof.models import Llama
 from proof.systems import TINY_LLAMA_RATES
@@ -130,9 +130,9 @@ class Rank:
 
     def copy_out(self, *, size_bytes: int) -> Told:
         """Copy so much state as copies in memory are made: into a file in memory, registered."""
-        from gpumix.train.checkpoint_shards import Boxed
-        from gpumix.train.host_copy import HostCopy
-        from gpumix.train.memory_checkpoint import _memory_in
+        from gpumix.train.checkpoint.dcp_storage import Boxed
+        from gpumix.train.checkpoint.host_copy import HostCopy
+        from gpumix.train.memory_checkpoint.checkpointer import _memory_in
 
         on_cuda = self.device.type == "cuda"
         value = torch.randn(size_bytes // 4, device=self.device)

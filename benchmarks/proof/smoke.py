@@ -12,9 +12,9 @@ import torch
 from compared.setting import Order, Setting
 from compared.systems import System
 from gpumix.engine.engine import Engine
-from gpumix.spec.efficiency import Efficiency
-from gpumix.spec.plan import ZeroStage
-from gpumix.spec.stage import ComputeDtype
+from gpumix.schema.cluster.kernels import Efficiency
+from gpumix.schema.plan.plan import ZeroStage
+from gpumix.schema.plan.stage import ComputeDtype
 from proof import systems, waits
 from proof.bench import Bench
 from proof.lines import Bar

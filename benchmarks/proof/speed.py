@@ -12,8 +12,8 @@ from typing import Any
 
 from compared.setting import Order, Setting
 from compared.systems import System
-from gpumix.hardware.catalogue import find
-from gpumix.spec.errors import InputError
+from gpumix.hardware.estimates.gpu_catalogue import find
+from gpumix.schema.errors import InputError
 from proof import systems
 from proof.bench import Bench
 from proof.lines import Bar

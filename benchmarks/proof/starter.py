@@ -79,7 +79,7 @@ class Starter:
                 os.kill(server, signal.SIGKILL)
 
     def _begin_server(self) -> None:
-        from gpumix.train.launch import warm_up
+        from gpumix.train.processes.local_launcher import warm_up
 
         paths = [*map(str, (BENCHMARKS, TESTS, SOURCE)), os.environ.get("PYTHONPATH", "")]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, dict.fromkeys(paths)))

@@ -15,10 +15,10 @@ from torch import nn
 import gpumix
 from compared.setting import Batch, Order, Rates, Setting
 from compared.systems import Fsdp, Loop, OnEngine, optimizer_of
-from gpumix.engine.compiled import compile_units
-from gpumix.engine.groups import all_ranks
-from gpumix.engine.units import dissect
-from gpumix.spec.plan import Plan, ZeroStage
+from gpumix.engine.comm.process_groups import all_ranks
+from gpumix.engine.sharding.unit_discovery import dissect
+from gpumix.engine.unit.regional_compile import compile_units
+from gpumix.schema.plan.plan import Plan, ZeroStage
 from proof.bench import Bench
 from proof.models import Llama
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from gpumix.train.launch import loopback_store
+from gpumix.train.processes.local_launcher import loopback_store
 from proof.bench import Bench
 from proof.lines import Bar
 from proof.models import REHEARSED, SMALL, Llama

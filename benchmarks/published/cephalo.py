@@ -25,13 +25,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from gpumix.cost.memory import CUDA_RESERVE
-from gpumix.hardware import catalogue
-from gpumix.spec.cluster import Cluster, Device, DeviceClass
-from gpumix.spec.curve import Curve
-from gpumix.spec.network import Network
-from gpumix.spec.plan import Collectives
-from gpumix.spec.profile import (
+from gpumix.cost.peak_memory import CUDA_RESERVE
+from gpumix.hardware.estimates import gpu_catalogue
+from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
+from gpumix.schema.cluster.network import Network
+from gpumix.schema.curve import Curve
+from gpumix.schema.plan.plan import Collectives
+from gpumix.schema.plan.stage import DTYPE_BYTES, ComputeDtype, Taken
+from gpumix.schema.profile.profile import (
     ROOT,
     ClassProfile,
     ModelProfile,
@@ -41,7 +42,6 @@ from gpumix.spec.profile import (
     UnitKind,
     UnitTimes,
 )
-from gpumix.spec.stage import DTYPE_BYTES, ComputeDtype, Taken
 from published import GIB, SAMPLES, Work, read
 
 FILE = "cephalo/layer_profiles.json"
@@ -247,7 +247,7 @@ def _cluster(
     gib = read(FILE)["device_memory_gib"]
     classes = []
     for name in counts:
-        rates = catalogue.find(CARDS[name]).flops
+        rates = gpu_catalogue.find(CARDS[name]).flops
         # Without fast fp16 its products run as fp32 does: so it was measured on the P40.
         peak = rates.fp32 if setting.dtype == "fp32" else rates.fp16 or rates.fp32
         usable = PART_OF_MEMORY * gib[name] * GIB  # for ours, which keeps a reserve of its own

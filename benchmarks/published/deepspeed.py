@@ -17,8 +17,8 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Literal
 
-from gpumix.cost.pipeline import Action, Times, Transfer, replay
-from gpumix.cost.staged import Reductions, StagedStep
+from gpumix.cost.pipeline.staged_step import Reductions, StagedStep
+from gpumix.cost.schedule import Action, Times, Transfer, replay
 
 
 class Message(Action):

@@ -17,11 +17,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from gpumix.spec.cluster import Cluster, Device, DeviceClass
-from gpumix.spec.curve import Curve
-from gpumix.spec.network import Network
-from gpumix.spec.plan import Collectives
-from gpumix.spec.profile import (
+from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
+from gpumix.schema.cluster.network import Network
+from gpumix.schema.curve import Curve
+from gpumix.schema.plan.plan import Collectives
+from gpumix.schema.plan.stage import Taken
+from gpumix.schema.profile.profile import (
     ROOT,
     ClassProfile,
     ModelProfile,
@@ -32,7 +33,6 @@ from gpumix.spec.profile import (
     UnitKind,
     UnitTimes,
 )
-from gpumix.spec.stage import Taken
 from published import GIB, SAMPLES, read
 
 WIDTH, HEADS, TOKENS, VOCABULARY, BLOCKS = 1024, 16, 2048, 50272, 24

@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterable
 from itertools import combinations_with_replacement
 
-from gpumix.spec.curve import Curve
-from gpumix.spec.network import Link, LinkOf, Network
+from gpumix.schema.cluster.network import Link, LinkOf, Network
+from gpumix.schema.curve import Curve
 from published import read
 from published.sailor import HOST_GPUS, Group
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from gpumix.spec.cluster import Device
-from gpumix.spec.plan import Collectives, Plan
-from gpumix.spec.profile import Profile
-from gpumix.spec.stage import Mode, Stage, Worker
+from gpumix.schema.cluster.cluster import Device
+from gpumix.schema.plan.plan import Collectives, Plan
+from gpumix.schema.plan.stage import Mode, Stage, Worker
+from gpumix.schema.profile.profile import Profile
 from published import DATA, NotHereError, read
 from published.deepspeed import DeepSpeedStep
 from published.sailor import HEAD, Group, Setup, profile

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from gpumix.engine.engine import Engine
-from gpumix.integrations import hosted
-from gpumix.integrations.even_plan import called_of, calls_of
-from gpumix.spec.plan import Plan
+from gpumix.integrations.common import plan_and_shard
+from gpumix.integrations.common.even_plan import called_of, calls_of
+from gpumix.schema.plan.plan import Plan
 from gpumix.testing import Share, plan_for
 from scripts_of import comparing
 from zoo_of import judging
@@ -234,14 +234,14 @@ def _plain(value: Any) -> Any:
 def _rank(script: Script, output: Path, place: tuple[int, int, int]) -> Any:
     launched(*place)
 
-    def by_hand(model: nn.Module, training: hosted.Training, *_: Any) -> Plan:
+    def by_hand(model: nn.Module, training: plan_and_shard.Training, *_: Any) -> Plan:
         return plan_by_hand(script.plan, model, training)
 
-    hosted._planned = by_hand
+    plan_and_shard._planned = by_hand
     return _run(script, script.changed(), output)
 
 
-def plan_by_hand(kind: str, model: nn.Module, training: hosted.Training) -> Plan:
+def plan_by_hand(kind: str, model: nn.Module, training: plan_and_shard.Training) -> Plan:
     """Of a model that a program is about to train."""
     shares, zero_stage = shares_of(kind, training.global_batch)
     batch = training.make_batch(min(2, training.global_batch))
@@ -256,5 +256,5 @@ def plan_by_hand(kind: str, model: nn.Module, training: hosted.Training) -> Plan
         units=called_of(model, calls),
         length=training.sequence_length,
         zero_stage=zero_stage,
-        compute_dtype=hosted.precision_of_weights(model) if dtype == "auto" else dtype,
+        compute_dtype=plan_and_shard.precision_of_weights(model) if dtype == "auto" else dtype,
     )

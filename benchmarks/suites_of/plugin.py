@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from _pytest.runner import runtestprotocol
 
-from gpumix.spec.errors import GpumixError
+from gpumix.schema.errors import GpumixError
 from suites_of import results, stand_ins, swaps
 from zoo_of.forking import kill_group
 

@@ -28,14 +28,14 @@ def plan_by_hands() -> None:
     """Measure nothing: two micro-batches on one rank, unlike shares on two, the model whole."""
     from torch import nn
 
-    from gpumix.integrations import hosted
-    from gpumix.spec.plan import Plan
+    from gpumix.integrations.common import plan_and_shard
+    from gpumix.schema.plan.plan import Plan
     from scripts_of.running import plan_by_hand
 
-    def planned(model: nn.Module, training: hosted.Training, *_: Any) -> Plan:
-        return plan_by_hand("E" if hosted.world() == 1 else "D", model, training)
+    def planned(model: nn.Module, training: plan_and_shard.Training, *_: Any) -> Plan:
+        return plan_by_hand("E" if plan_and_shard.world() == 1 else "D", model, training)
 
-    hosted._planned = planned
+    plan_and_shard._planned = planned
 
 
 def of_transformers(note: Note) -> None:

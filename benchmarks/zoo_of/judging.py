@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from gpumix.engine.comm import CommunicationError
-from gpumix.spec.errors import GpumixError
+from gpumix.engine.comm.communicator import CommunicationError
+from gpumix.schema.errors import GpumixError
 from reference import joined, tensor_errors
 from zoo_of.training import EPSILON, RATE, NoPlan, Trained
 

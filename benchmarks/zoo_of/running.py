@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from gpumix.spec.plan import Plan
+from gpumix.schema.plan.plan import Plan
 from zoo_of import judging
 from zoo_of.classes import Entry, NotBuilt, look
 from zoo_of.forking import (

@@ -14,16 +14,16 @@ import torch
 import transformers
 from torch import nn
 
-from gpumix.engine.reduction import TOLD, SummedLoss
-from gpumix.engine.units import dissect
-from gpumix.integrations.even_plan import called_of, calls_of
+from gpumix.engine.loss.reduction import TOLD, SummedLoss
+from gpumix.engine.sharding.unit_discovery import dissect
+from gpumix.integrations.common.even_plan import called_of, calls_of
 from gpumix.integrations.transformers import Trainer
-from gpumix.profiler.flows import find_flows
-from gpumix.profiler.kinds import tell_apart
-from gpumix.profiler.specimen import Specimens
-from gpumix.spec.errors import GpumixError
-from gpumix.spec.plan import Plan
-from gpumix.spec.stage import Stage, Worker
+from gpumix.profiler.compute.dataflow import find_flows
+from gpumix.profiler.compute.unit_fixture import Specimens
+from gpumix.profiler.compute.unit_kinds import tell_apart
+from gpumix.schema.errors import GpumixError
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.stage import Stage, Worker
 from gpumix.testing import Share, plan_for
 from reference import Pieces, pieces_of
 from zoo_of.classes import Entry, Found

@@ -13,11 +13,11 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from gpumix.spec import cluster_file
-from gpumix.spec.cluster import CLASS_NAME, Cluster
-from gpumix.spec.job import FACTORY, Job, ParameterGroup
-from gpumix.spec.trackers import Trackers
-from gpumix.spec.units import Bytes, FlopRate, Seconds
+from gpumix.schema.cluster.cluster import CLASS_NAME, Cluster
+from gpumix.schema.job.job import FACTORY, Job, ParameterGroup
+from gpumix.schema.job.trackers import Trackers
+from gpumix.schema.reading import cluster_file
+from gpumix.schema.units import Bytes, FlopRate, Seconds
 
 UNITS = {
     Bytes: "memory, as `24 GiB`",

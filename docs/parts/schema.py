@@ -13,9 +13,9 @@ from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
-from gpumix.spec.cluster import Cluster, Device, DeviceClass
-from gpumix.spec.cluster_file import ClusterForm, ShortRow
-from gpumix.spec.job import Job
+from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
+from gpumix.schema.job.job import Job
+from gpumix.schema.reading.cluster_file import ClusterForm, ShortRow
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 AMOUNT = {"type": "string", "pattern": r"^\s*[0-9.][0-9.eE+-]*\s*[A-Za-z/]*\s*$"}

@@ -12,7 +12,7 @@ from typer import Context
 from typer.models import ArgumentInfo, OptionInfo
 
 from gpumix.cli import app
-from gpumix.spec import errors
+from gpumix.schema import errors
 
 TYPES = {Path: "PATH", str: "TEXT", int: "NUMBER", float: "NUMBER"}
 

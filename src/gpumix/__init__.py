@@ -14,59 +14,59 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gpumix.data.course import ByLength
-    from gpumix.data.draws import sample_generator
+    from gpumix.data.core.read_policy import Reading
+    from gpumix.data.core.sample_rng import sample_generator
     from gpumix.data.loader import Loader, evaluation_batches
-    from gpumix.data.own_samples import OwnSamples
-    from gpumix.data.packing import PackedDocuments
-    from gpumix.data.reading import Reading
-    from gpumix.engine.deferred import build
+    from gpumix.data.order.sampler import ByLength
+    from gpumix.data.sources.pretokenized import OwnSamples
+    from gpumix.data.text.document_packing import PackedDocuments
     from gpumix.engine.engine import Engine
+    from gpumix.engine.model.deferred_init import build
     from gpumix.engine.optimizers.adafactor import Adafactor
-    from gpumix.engine.optimizers.groups import parameter_groups
     from gpumix.engine.optimizers.muon import Muon
-    from gpumix.engine.outside import unshard, whole
+    from gpumix.engine.optimizers.parameter_groups import parameter_groups
+    from gpumix.engine.outside_steps import unshard, whole
     from gpumix.engine.prepare import prepare
     from gpumix.integrations.accelerate import Accelerator
-    from gpumix.planner.explain import plan
-    from gpumix.profiler.library import open_device, profile
-    from gpumix.spec.cluster import Cluster, Device, DeviceClass
-    from gpumix.spec.errors import GpumixError
-    from gpumix.spec.plan import Plan
-    from gpumix.spec.profile import Profile
-    from gpumix.spec.space import Space
-    from gpumix.train.checkpoint import Checkpointer
+    from gpumix.planner.plan import plan
+    from gpumix.profiler.api import open_device, profile
+    from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
+    from gpumix.schema.errors import GpumixError
+    from gpumix.schema.job.search_space import Space
+    from gpumix.schema.plan.plan import Plan
+    from gpumix.schema.profile.profile import Profile
+    from gpumix.train.checkpoint.checkpointer import Checkpointer
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "ByLength": "gpumix.data.course",
-    "sample_generator": "gpumix.data.draws",
+    "ByLength": "gpumix.data.order.sampler",
+    "sample_generator": "gpumix.data.core.sample_rng",
     "Loader": "gpumix.data.loader",
     "evaluation_batches": "gpumix.data.loader",
-    "OwnSamples": "gpumix.data.own_samples",
-    "PackedDocuments": "gpumix.data.packing",
-    "Reading": "gpumix.data.reading",
-    "build": "gpumix.engine.deferred",
+    "OwnSamples": "gpumix.data.sources.pretokenized",
+    "PackedDocuments": "gpumix.data.text.document_packing",
+    "Reading": "gpumix.data.core.read_policy",
+    "build": "gpumix.engine.model.deferred_init",
     "Engine": "gpumix.engine.engine",
     "Adafactor": "gpumix.engine.optimizers.adafactor",
     "Muon": "gpumix.engine.optimizers.muon",
-    "parameter_groups": "gpumix.engine.optimizers.groups",
+    "parameter_groups": "gpumix.engine.optimizers.parameter_groups",
     "prepare": "gpumix.engine.prepare",
-    "unshard": "gpumix.engine.outside",
-    "whole": "gpumix.engine.outside",
+    "unshard": "gpumix.engine.outside_steps",
+    "whole": "gpumix.engine.outside_steps",
     "Accelerator": "gpumix.integrations.accelerate",
-    "plan": "gpumix.planner.explain",
-    "open_device": "gpumix.profiler.library",
-    "profile": "gpumix.profiler.library",
-    "Cluster": "gpumix.spec.cluster",
-    "Device": "gpumix.spec.cluster",
-    "DeviceClass": "gpumix.spec.cluster",
-    "GpumixError": "gpumix.spec.errors",
-    "Plan": "gpumix.spec.plan",
-    "Profile": "gpumix.spec.profile",
-    "Space": "gpumix.spec.space",
-    "Checkpointer": "gpumix.train.checkpoint",
+    "plan": "gpumix.planner.plan",
+    "open_device": "gpumix.profiler.api",
+    "profile": "gpumix.profiler.api",
+    "Cluster": "gpumix.schema.cluster.cluster",
+    "Device": "gpumix.schema.cluster.cluster",
+    "DeviceClass": "gpumix.schema.cluster.cluster",
+    "GpumixError": "gpumix.schema.errors",
+    "Plan": "gpumix.schema.plan.plan",
+    "Profile": "gpumix.schema.profile.profile",
+    "Space": "gpumix.schema.job.search_space",
+    "Checkpointer": "gpumix.train.checkpoint.checkpointer",
 }
 
 __all__ = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpumix.check.facts import (
+from gpumix.check.facts.cluster import (
     ClockFacts,
     FolderFacts,
     HostFacts,
@@ -19,7 +19,7 @@ from gpumix.check.facts import (
 )
 from gpumix.check.finding import Finding, Severity
 from gpumix.check.judge import judge
-from gpumix.hardware.gpu_health import GpuHealth
+from gpumix.hardware.discovery.gpu_health import GpuHealth
 
 GIB = 2**30
 HOSTS = ("host-a", "host-b")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-from gpumix.check.probe import Probe, Told
+from gpumix.check.probes.probe import Probe, Told
 
 FOREVER_S = 60
 

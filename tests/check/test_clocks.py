@@ -11,9 +11,9 @@ import torch.distributed as dist
 from healthy import rank_of
 
 import gpumix
-from gpumix.check import attend
-from gpumix.check.crew import Crew
-from gpumix.check.probe import Probe
+from gpumix.check.probes import worker
+from gpumix.check.probes.probe import Probe
+from gpumix.check.probes.requests import Crew
 from gpumix.check.survey import Surveyor
 
 LIMIT_S = 20.0
@@ -28,9 +28,9 @@ def skews(monkeypatch):
         return time.time() + ahead_s.get(threading.current_thread().name, 0.0)
 
     clock = SimpleNamespace(time=now, monotonic=time.monotonic, sleep=time.sleep)
-    monkeypatch.setattr(attend, "time", clock)
+    monkeypatch.setattr(worker, "time", clock)
     # Nobody is asked what it takes a process to know.
-    monkeypatch.setattr(attend._Process, "start", lambda self, patience_s: "")
+    monkeypatch.setattr(worker._Process, "start", lambda self, patience_s: "")
     return ahead_s
 
 
@@ -41,7 +41,7 @@ def test_the_clock_of_another_host_is_read(skews, ahead_s):
     until = time.monotonic() + LIMIT_S
     hosts = ["host-a", "host-a", "host-b"]
     ranks = [
-        attend.Attendant(
+        worker.Attendant(
             SimpleNamespace(rank=rank),
             None,
             store,

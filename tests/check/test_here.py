@@ -10,10 +10,10 @@ import torch
 from jobs import write_job
 from torch import nn
 
-from gpumix.check.host_facts import folder_facts, host_facts, nearest
-from gpumix.check.job_facts import bytes_of, job_on_host, missing_packages, saved_bytes
-from gpumix.spec.job import OptimizerSpec
-from gpumix.spec.read import read_job
+from gpumix.check.facts.host import folder_facts, host_facts, nearest
+from gpumix.check.facts.job import bytes_of, job_on_host, missing_packages, saved_bytes
+from gpumix.schema.job.job import OptimizerSpec
+from gpumix.schema.reading.read import read_job
 
 LINES = "one\ntwo\n" * 40
 

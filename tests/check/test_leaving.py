@@ -11,9 +11,9 @@ import pytest
 import torch.distributed as dist
 
 from gpumix.check import run
-from gpumix.check.attend import KEYS
-from gpumix.hardware.environment import TorchrunPlace
-from gpumix.spec.errors import InputError
+from gpumix.check.probes.worker import KEYS
+from gpumix.hardware.host.environment import TorchrunPlace
+from gpumix.schema.errors import InputError
 
 LIMIT_S = 60.0
 

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpumix.check import probe
-from gpumix.check.facts import Speed
-from gpumix.check.probe import Probe, Setting
-from gpumix.profiler import peak
-from gpumix.spec.cluster import Device, DeviceClass
-from gpumix.spec.errors import MachineError
-from gpumix.train.launch import Seat
+from gpumix.check.facts.cluster import Speed
+from gpumix.check.probes import probe
+from gpumix.check.probes.probe import Probe, Setting
+from gpumix.profiler.compute import peak_flops
+from gpumix.schema.cluster.cluster import Device, DeviceClass
+from gpumix.schema.errors import MachineError
+from gpumix.train.processes.local_launcher import Seat
 
 GPU = DeviceClass(name="big", accelerator="cuda", memory_bytes=2**30)
 SEAT = Seat(0, 1, Device(id="big-0", device_class="big"), port=0)
@@ -25,7 +25,7 @@ def stand_in(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
     monkeypatch.setattr(probe, "LOADED_ROWS", 128)
     monkeypatch.setattr(probe, "COPIED_BYTES", 2**20)
-    monkeypatch.setitem(peak.LARGEST, "cpu", 128)
+    monkeypatch.setitem(peak_flops.LARGEST, "cpu", 128)
     found = Probe(SEAT, Setting(GPU))
     found._runtime = SimpleNamespace(
         torch_device=torch.device("cpu"), memory_limit_bytes=2**30, synchronize=lambda: None

@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from gpumix.check.rounds import everybody, neighbours, rounds, turns
+from gpumix.check.probes.pair_rounds import everybody, neighbours, rounds, turns
 
 
 @pytest.mark.parametrize("count", range(2, 10))

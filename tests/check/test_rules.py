@@ -26,12 +26,12 @@ from healthy import (
     wrong,
 )
 
-from gpumix.check.facts import ClockFacts, FolderFacts, Limits, PairFacts, RankFacts
+from gpumix.check.facts.cluster import ClockFacts, FolderFacts, Limits, PairFacts, RankFacts
 from gpumix.check.finding import Finding, Severity
 from gpumix.check.judge import CHECKS, judge
-from gpumix.check.of_links import links
-from gpumix.check.of_software import runs_on
-from gpumix.spec.network import Network, link
+from gpumix.check.rules.links import links
+from gpumix.check.rules.software import runs_on
+from gpumix.schema.cluster.network import Network, link
 
 ERROR, WARNING, NOTE = Severity.ERROR, Severity.WARNING, Severity.NOTE
 LOW = FolderFacts(role="output", path="/shared/run", free_bytes=30 * GIB)

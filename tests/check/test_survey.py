@@ -11,11 +11,11 @@ from probes import Apart, Dying, NotShared, Sleepy, Stuck
 
 import gpumix
 from gpumix.check import run, survey
-from gpumix.check.facts import Survey
+from gpumix.check.facts.cluster import Survey
 from gpumix.check.finding import Severity
 from gpumix.check.judge import judge
-from gpumix.check.probe import Probe
-from gpumix.spec.read import read_job
+from gpumix.check.probes.probe import Probe
+from gpumix.schema.reading.read import read_job
 
 ON_TWO_HOSTS = [{**EMULATED[0], "host": "a"}, {**EMULATED[1], "host": "b"}]
 

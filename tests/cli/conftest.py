@@ -18,7 +18,7 @@ def run(tmp_path):
     """A folder with a plan, and a few steps of a run."""
     from verbs import measured
 
-    from gpumix.planner.explain import plan as make_plan
+    from gpumix.planner.plan import plan as make_plan
 
     folder = tmp_path / "first"
     plan, profile = make_plan(measured(), 8), measured()

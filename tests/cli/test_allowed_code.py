@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from jobs import gpumix, write_job
 
-from gpumix.spec.allowed import check_allowed
-from gpumix.spec.errors import InputError
-from gpumix.spec.read import read_job
+from gpumix.schema.errors import InputError
+from gpumix.schema.reading.allowed_code import check_allowed
+from gpumix.schema.reading.read import read_job
 
 MODULE = "import pathlib\npathlib.Path('it-ran').touch()\ndef model(**a):\n    return None\n"
 FORBIDDEN = {"GPUMIX_ALLOW": ""}

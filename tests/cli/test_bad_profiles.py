@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from verbs import gpumix, measured, refused, write_job
 
 import mutants
-from gpumix.planner.explain import plan as make_plan
-from gpumix.spec.errors import InputError
-from gpumix.spec.profile import Profile
+from gpumix.planner.plan import plan as make_plan
+from gpumix.schema.errors import InputError
+from gpumix.schema.profile.profile import Profile
 from mutants import INFINITY, NAN, Keys, at, places
 
 GOOD = json.loads(measured().model_dump_json())

@@ -11,10 +11,10 @@ from jobs import BATCH, plan_for, write_job
 from typer.testing import CliRunner
 from verbs import here
 
-from gpumix.cli import app, source
-from gpumix.spec.plan import Plan
-from gpumix.spec.stage import Stage
-from gpumix.train.runner import LocalRunner
+from gpumix.cli import app, profile_source
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.stage import Stage
+from gpumix.train.processes.runner import LocalRunner
 
 CASES = {
     "heads": (3, 3, 2, "the model's 3 heads cannot be divided over 2 ranks"),
@@ -115,7 +115,7 @@ def test_a_job_is_measured_for_the_strategy_that_is_asked_for(tmp_path, monkeypa
         asked_for.append(given.stderr)
         return subprocess.CompletedProcess(command, given.exit_code or 3, given.stdout)
 
-    monkeypatch.setattr(source.subprocess, "run", run)
+    monkeypatch.setattr(profile_source.subprocess, "run", run)
     here("plan", "job.yaml", "--strategy", "staged", folder=tmp_path)
     here("plan", "job.yaml", "--strategy", "even", folder=tmp_path)
     here("compare", "job.yaml", folder=tmp_path)

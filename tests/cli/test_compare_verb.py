@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from gpumix.cli import app
-from gpumix.planner.explain import STRATEGIES
+from gpumix.planner.plan import STRATEGIES
 
 CARDS = "rtx3090, p40"
 

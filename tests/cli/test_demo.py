@@ -6,7 +6,7 @@ import pytest
 from jobs import checkpoints, gpumix, metrics, progress
 
 from commands import Done
-from gpumix.spec.plan import Plan
+from gpumix.schema.plan.plan import Plan
 
 pytestmark = pytest.mark.slow
 

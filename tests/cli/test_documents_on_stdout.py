@@ -10,9 +10,9 @@ import yaml
 from jobs import EMULATED, gpumix, metrics, write_job
 
 from commands import Done
-from gpumix.spec.cluster import Cluster
-from gpumix.spec.plan import Plan
-from gpumix.spec.profile import Profile
+from gpumix.schema.cluster.cluster import Cluster
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.profile.profile import Profile
 
 
 @pytest.fixture(scope="module")

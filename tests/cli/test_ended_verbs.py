@@ -10,7 +10,7 @@ import pytest
 from jobs import write_job
 from verbs import here, measured
 
-from gpumix.train.pipeline import Pipeline
+from gpumix.train.controller import Pipeline
 
 
 @pytest.fixture(autouse=True)

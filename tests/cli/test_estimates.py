@@ -8,8 +8,8 @@ import json
 import pytest
 from verbs import gpumix, heavy_imports, measured, refused, write_job
 
-from gpumix.spec.plan import Plan
-from gpumix.spec.profile import Profile
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.profile.profile import Profile
 
 CARDS = "rtx3090, p40"  # few: plans are found soon
 SMALL = ("--model", "100M", "--sequence-length", "512", "--global-batch", "16")

@@ -11,8 +11,8 @@ from jobs import CLUSTER, gpumix, plan_for, toy, train, write_job
 from verbs import here
 
 from commands import Done
-from gpumix.spec.plan import Plan
-from gpumix.spec.profile import Profile
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.profile.profile import Profile
 
 # A process without torch is quick to end; with it, it takes seconds.
 QUICK_S = 30

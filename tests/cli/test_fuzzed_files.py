@@ -13,7 +13,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from gpumix.spec.job import Job
+from gpumix.schema.job.job import Job
 from mutant_files import JOB, OWN, SMALL, write_all
 from mutant_runs import Ended, clean, faults, is_placed, run
 from mutants import Mutant, mutants, of_text, with_value, without, written

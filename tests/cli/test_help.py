@@ -10,7 +10,7 @@ from verbs import heavy_imports
 
 import gpumix
 from gpumix.cli import app
-from gpumix.train.pipeline import Pipeline
+from gpumix.train.controller import Pipeline
 
 VERBS = sorted(command.callback.__name__ for command in app.registered_commands)
 

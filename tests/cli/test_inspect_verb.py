@@ -6,7 +6,7 @@ import pytest
 from jobs import gpumix, plan_for, train, write_job
 from verbs import here
 
-from gpumix.train.checkpoint_file import read_manifest
+from gpumix.train.checkpoint.manifest import read_manifest
 
 
 @pytest.fixture(scope="module")

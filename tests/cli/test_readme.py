@@ -14,7 +14,7 @@ from jobs import checkpoints
 from transformers import AutoModelForCausalLM
 from verbs import gpumix
 
-from gpumix.spec.profile import Profile
+from gpumix.schema.profile.profile import Profile
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 SMALLER = [

@@ -11,9 +11,9 @@ from click.testing import Result
 from jobs import OWN_PROFILES, plan_for, train, write_job
 from verbs import gpumix, refused
 
-from gpumix.planner.explain import plan as make_plan
-from gpumix.spec.trace import Trace
-from gpumix.train.pipeline import Pipeline
+from gpumix.planner.plan import plan as make_plan
+from gpumix.schema.plan.step_trace import Trace
+from gpumix.train.controller import Pipeline
 
 CLUSTER = "2x rtx3090, 2x p40"
 ESTIMATE = ("--cluster", CLUSTER, "--model", "3B")

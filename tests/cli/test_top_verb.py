@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 from verbs import gpumix
 
-from gpumix.cli import top
+from gpumix.cli.verbs import top
 from gpumix.report import words
 from gpumix.report.run import read_run
 from staging import rows, staged_plan

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 from commands import Done
 from gpumix.cli import app
-from gpumix.spec.plan import Collectives
-from gpumix.spec.profile import ROOT, Profile, UnitTimes
+from gpumix.schema.plan.plan import Collectives
+from gpumix.schema.profile.profile import ROOT, Profile, UnitTimes
 
 JOB = {
     "model": {

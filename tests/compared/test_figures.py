@@ -14,7 +14,7 @@ from compared.rounds import Ratio
 from compared.setting import Model, Setting
 from compared.systems import Plain
 from engine_memory import largest
-from gpumix.hardware.memory import limit_memory
+from gpumix.hardware.memory_limit import limit_memory
 
 TINY = Model(width=32, layers=3, vocabulary=64, sequence=16)
 

@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from brute import linked, networks, small_profiles
 from hypothesis import strategies as st
 
-from gpumix.cost.network import Cuts, Layout, Links, links_for
-from gpumix.cost.wire import Free, Measured
-from gpumix.planner.base import Part, PlanRequest, assemble, ranked_devices
-from gpumix.planner.setting import setting_of
-from gpumix.spec.cluster import Device
-from gpumix.spec.dtypes import communication_dtype
-from gpumix.spec.plan import Collectives, Plan
-from gpumix.spec.profile import Profile
-from gpumix.spec.space import EVERYTHING
-from gpumix.spec.stage import Mode, Stage, Worker
+from gpumix.cost.network.collective_times import Cuts, Layout, Links, links_for
+from gpumix.cost.network.link_times import Free, Measured
+from gpumix.planner.common.sharding_setting import setting_of
+from gpumix.planner.common.strategy import Part, PlanRequest, assemble, ranked_devices
+from gpumix.schema.cluster.cluster import Device
+from gpumix.schema.job.search_space import EVERYTHING
+from gpumix.schema.plan.dtypes import communication_dtype
+from gpumix.schema.plan.plan import Collectives, Plan
+from gpumix.schema.plan.stage import Mode, Stage, Worker
+from gpumix.schema.profile.profile import Profile
 
 
 def links_of(profile: Profile, collectives: Collectives, shares: tuple[float, ...]) -> Links:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from profiles import GIB, Card, block, curve, line, profile, root, steady
 
-from gpumix.cost.alone import ideal_tokens_per_s, samples_per_s_alone
-from gpumix.planner.explain import plan
-from gpumix.spec.profile import ROOT, Profile, UnitTimes
+from gpumix.cost.device_alone import ideal_tokens_per_s, samples_per_s_alone
+from gpumix.planner.plan import plan
+from gpumix.schema.profile.profile import ROOT, Profile, UnitTimes
 
 SIZES = (1, 2, 4)
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from profiles import curve
 
-from gpumix.cost.curves import MicroBatches, bytes_at, seconds_at
-from gpumix.spec.cut import split_micro_batches
+from gpumix.cost.layout.curves import MicroBatches, bytes_at, seconds_at
+from gpumix.schema.plan.splitting import split_micro_batches
 
 
 def test_measured_points_are_exact_and_joined_by_lines():

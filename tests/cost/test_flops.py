@@ -7,9 +7,9 @@ import itertools
 import pytest
 
 from gpumix.cost.flops import _Counted
-from gpumix.spec.curve import Curve
-from gpumix.spec.cut import split_micro_batches
-from gpumix.spec.profile import UnitKind
+from gpumix.schema.curve import Curve
+from gpumix.schema.plan.splitting import split_micro_batches
+from gpumix.schema.profile.profile import UnitKind
 
 NOTHING = Curve(sizes=(1.0,), values=(0.0,))
 

@@ -6,7 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumix.cost.head import GPU_CHUNK_BYTES, bytes_per_logit, chunk_bytes, rows_per_chunk
+from gpumix.cost.layout.chunk_rows import (
+    GPU_CHUNK_BYTES,
+    bytes_per_logit,
+    chunk_bytes,
+    rows_per_chunk,
+)
 
 SIZES = {"vocabulary": st.integers(2, 300_000), "width": st.integers(1, 20_000)}
 

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from profiles import FREE, GIB, Card, block, in_a_row, profile, root, steady
 
-from gpumix.cost.of_model import check_use
+from gpumix.cost.model_match import check_use
 from gpumix.cost.predict import predict
-from gpumix.planner.explain import plan as make_plan
-from gpumix.spec.errors import InputError
-from gpumix.spec.plan import Plan
-from gpumix.spec.space import Space
+from gpumix.planner.plan import plan as make_plan
+from gpumix.schema.errors import InputError
+from gpumix.schema.job.search_space import Space
+from gpumix.schema.plan.plan import Plan
 
 # Four calls on two cards; the first call and the loss compute with a parameter of the root.
 PROFILE = in_a_row(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpumix.cost.parts import in_parts
+from gpumix.cost.layout.causes import in_parts
 
 
 def test_each_cause_is_in_one_part():

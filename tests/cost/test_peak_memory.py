@@ -10,15 +10,15 @@ from plans import links_of, plans_of
 from profiles import GIB, Card, block, line, profile, root, steady
 
 from draws import examples
-from gpumix.cost.buckets import Joining, buckets_of
-from gpumix.cost.curves import MicroBatches
-from gpumix.cost.memory import Activations, MemoryModel, free_bytes, usable_bytes
-from gpumix.cost.phases import phases
-from gpumix.planner.base import Part, PlanRequest, assemble, ranked_devices
-from gpumix.planner.setting import setting_of
-from gpumix.spec.cluster import DeviceClass
-from gpumix.spec.plan import Collectives
-from gpumix.spec.stage import PLAIN
+from gpumix.cost.layout.activation_phases import phases
+from gpumix.cost.layout.curves import MicroBatches
+from gpumix.cost.network.buckets import Joining, buckets_of
+from gpumix.cost.peak_memory import Activations, MemoryModel, free_bytes, usable_bytes
+from gpumix.planner.common.sharding_setting import setting_of
+from gpumix.planner.common.strategy import Part, PlanRequest, assemble, ranked_devices
+from gpumix.schema.cluster.cluster import DeviceClass
+from gpumix.schema.plan.plan import Collectives
+from gpumix.schema.plan.stage import PLAIN
 
 MANY = examples(25)
 

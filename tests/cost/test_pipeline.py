@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpumix.cost.pipeline import NOTHING_SENT, Action, Pipeline, Seat, replay
-from gpumix.spec.plan import Plan
-from gpumix.spec.stage import Stage, Taken, Worker
+from gpumix.cost.schedule import NOTHING_SENT, Action, Pipeline, Seat, replay
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.stage import Stage, Taken, Worker
 
 SCHEDULES = ["gpipe", "1f1b", "eager-1f1b", "zero-bubble"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gpumix.cost.wire import TREE_PIECE_BYTES, Stated, on_hosts
-from gpumix.spec.network import Link, Network
+from gpumix.cost.network.link_times import TREE_PIECE_BYTES, Stated, on_hosts
+from gpumix.schema.cluster.network import Link, Network
 
 LATENCY_S, RATE = 1e-4, 1e9
 MIB = 2**20

@@ -6,18 +6,18 @@ import pytest
 from plans import links_of
 from profiles import Card, Network, block, curve, line, profile, root
 
-from gpumix.cost.buckets import SINGLE, buckets_of
-from gpumix.cost.curves import MicroBatches
-from gpumix.cost.network import Links
+from gpumix.cost.layout.curves import MicroBatches
+from gpumix.cost.network.buckets import SINGLE, buckets_of
+from gpumix.cost.network.collective_times import Links
 from gpumix.cost.predict import predict
-from gpumix.cost.time import pass_seconds
-from gpumix.planner.base import PlanRequest
-from gpumix.planner.even import even
-from gpumix.spec.errors import InputError
-from gpumix.spec.plan import Collectives
-from gpumix.spec.profile import ROOT, UnitTimes
-from gpumix.spec.space import Space
-from gpumix.spec.stage import Mode
+from gpumix.cost.step_time import pass_seconds
+from gpumix.planner.baselines.even import even
+from gpumix.planner.common.strategy import PlanRequest
+from gpumix.schema.errors import InputError
+from gpumix.schema.job.search_space import Space
+from gpumix.schema.plan.plan import Collectives
+from gpumix.schema.plan.stage import Mode
+from gpumix.schema.profile.profile import ROOT, UnitTimes
 
 STAGE_3 = Space(zero_stages=(3,))
 

@@ -7,10 +7,10 @@ from profiles import FREE, GIB, Card, block, line, profile, steady
 from profiles import Network as Timed
 
 from gpumix.cost.predict import plan_seconds
-from gpumix.planner.base import PlanRequest
-from gpumix.planner.even import even
-from gpumix.spec.profile import CollectiveTimes, Profile
-from gpumix.spec.space import Space
+from gpumix.planner.baselines.even import even
+from gpumix.planner.common.strategy import PlanRequest
+from gpumix.schema.job.search_space import Space
+from gpumix.schema.profile.profile import CollectiveTimes, Profile
 
 TRAINABLE, CALLS = 1000, 4
 REDUCE, GATHER, SUM = 1e-6, 3e-6, 2e-6  # seconds of a byte

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpumix.data.packed import PackedText
-from gpumix.data.rows import Source
-from gpumix.data.text import pack_text
-from gpumix.data.tokenizer import ByteTokenizer
-from gpumix.spec.job import DataSpec
+from gpumix.data.core.source import Source
+from gpumix.data.core.token_file import PackedText
+from gpumix.data.core.tokenizer import ByteTokenizer
+from gpumix.data.text.files import pack_text
+from gpumix.schema.job.job import DataSpec
 
 
 class Numbers(Source):

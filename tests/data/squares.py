@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from gpumix.data.crew import Processes
 from gpumix.data.loader import Loader
-from gpumix.data.order import GlobalOrder
+from gpumix.data.order.global_order import GlobalOrder
+from gpumix.data.workers.worker_pool import Processes
 
 N = 200
 

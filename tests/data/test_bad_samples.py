@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 import torch
 
-from gpumix.data.draws import sample_generator
-from gpumix.data.fetch import fetch, fetch_in_time
+from gpumix.data.core.read_policy import AS_USUAL, BadSamples, Reading, Skipped, StuckError, in_time
+from gpumix.data.core.sample_rng import sample_generator
+from gpumix.data.core.source import Source, split_held_out
+from gpumix.data.core.tokenizer import ByteTokenizer
 from gpumix.data.loader import Loader, evaluation_batches
-from gpumix.data.on_the_fly import TokenizedTexts
-from gpumix.data.own_samples import OwnSamples
-from gpumix.data.packing import PackedDocuments
-from gpumix.data.reading import AS_USUAL, BadSamples, Reading, Skipped, StuckError, in_time
-from gpumix.data.rows import Source, split_held_out
-from gpumix.data.samples import as_source
-from gpumix.data.streams import Form, StreamSource
-from gpumix.data.tokenizer import ByteTokenizer
-from gpumix.spec.errors import InputError, TrainingError
+from gpumix.data.sources.iterable import Form, StreamSource
+from gpumix.data.sources.map_style import as_source
+from gpumix.data.sources.pretokenized import OwnSamples
+from gpumix.data.sources.tokenize_on_read import TokenizedTexts
+from gpumix.data.text.document_packing import PackedDocuments
+from gpumix.data.workers.fetch import fetch, fetch_in_time
+from gpumix.schema.errors import InputError, TrainingError
 
 NONE = np.empty(0, dtype=np.int64)
 

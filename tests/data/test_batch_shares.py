@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumix.spec.errors import InputError
-from gpumix.spec.shares import share_of
+from gpumix.schema.errors import InputError
+from gpumix.schema.plan.batch_shares import share_of
 from staging import rows, staged_plan
 
 SHARES = st.lists(st.integers(0, 40), min_size=1, max_size=9).filter(any)

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from gpumix.data.lock import exclusive
-from gpumix.spec.errors import MachineError
+from gpumix.data.core.build_lock import exclusive
+from gpumix.schema.errors import MachineError
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from gpumix.data.lock import exclusive
+from gpumix.data.core.build_lock import exclusive
 with exclusive(Path(sys.argv[1]), wait_s=10):
     print("held", flush=True)
     time.sleep(600)

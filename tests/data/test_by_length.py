@@ -10,15 +10,15 @@ from data_helpers import Numbers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumix.data.bucketing import BucketedOrder
-from gpumix.data.course import ByLength, Course
-from gpumix.data.deal import costs_of, deal
 from gpumix.data.loader import Loader
-from gpumix.data.order import MAX_POSITION, Cursor, GlobalOrder
-from gpumix.engine.deferred import build
-from gpumix.spec.errors import InputError
-from gpumix.spec.plan import Prediction
-from gpumix.spec.shares import workers_of
+from gpumix.data.order.balance_by_length import costs_of, deal
+from gpumix.data.order.global_order import MAX_POSITION, Cursor, GlobalOrder
+from gpumix.data.order.length_buckets import BucketedOrder
+from gpumix.data.order.sampler import ByLength, Course
+from gpumix.engine.model.deferred_init import build
+from gpumix.schema.errors import InputError
+from gpumix.schema.plan.batch_shares import workers_of
+from gpumix.schema.plan.plan import Prediction
 from models import ARCHITECTURES
 from reference import Share, plan_for
 from staging import rows, staged_plan

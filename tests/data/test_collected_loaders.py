@@ -11,9 +11,9 @@ from collections.abc import Callable
 import pytest
 from squares import Squares, alive, expected, pids, processes, take, until
 
-from gpumix.data.arena import Arena
-from gpumix.data.crew import Processes
-from gpumix.spec.errors import InputError
+from gpumix.data.workers.shared_memory import Arena
+from gpumix.data.workers.worker_pool import Processes
+from gpumix.schema.errors import InputError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked")
 

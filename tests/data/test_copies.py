@@ -10,12 +10,12 @@ import pytest
 import torch
 from data_helpers import Numbers
 
-from gpumix.data.copies import Copies, CopyStream
-from gpumix.data.layout import Batch
 from gpumix.data.loader import Loader
-from gpumix.data.order import GlobalOrder
-from gpumix.data.ragged import PER_TOKEN
-from gpumix.engine import samples
+from gpumix.data.order.global_order import GlobalOrder
+from gpumix.data.workers.batch_layout import Batch
+from gpumix.data.workers.device_copy import Copies, CopyStream
+from gpumix.data.workers.padding import PER_TOKEN
+from gpumix.engine.batch import batch_split
 
 
 class FakeWay:
@@ -117,7 +117,7 @@ def test_masks_stay_where_the_engine_looks_at_them():
     assert copies.take(8, masked) is masked and way.told == []
     copies.take(16, {**masked, "pixels": torch.ones(2, 3)})
     assert way.told == [("sent", 1), ("received", 1)]
-    assert set(PER_TOKEN) == samples.PER_TOKEN
+    assert set(PER_TOKEN) == batch_split.PER_TOKEN
 
 
 # -- in a loader -----------------------------------------------------------------------------------

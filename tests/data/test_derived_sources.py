@@ -7,9 +7,9 @@ import pytest
 import torch
 from data_helpers import Numbers
 
-from gpumix.data.rows import KnownTokens, Source, View
-from gpumix.data.samples import as_source
-from gpumix.spec.errors import InputError
+from gpumix.data.core.source import KnownTokens, Source, View
+from gpumix.data.sources.map_style import as_source
+from gpumix.schema.errors import InputError
 
 SAYS = {  # each unlike what a source says by itself
     "name": "mine:make",

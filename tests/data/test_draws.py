@@ -18,13 +18,13 @@ import torch
 from torch.utils.data import IterableDataset
 
 from extended import every_second
-from gpumix.data import draws
-from gpumix.data.crew import Processes
-from gpumix.data.draws import sample_generator
+from gpumix.data.core import sample_rng
+from gpumix.data.core.sample_rng import sample_generator
 from gpumix.data.loader import Loader, evaluation_batches
-from gpumix.data.order import GlobalOrder
-from gpumix.data.own_samples import OwnSamples
-from gpumix.data.packing import PackedDocuments
+from gpumix.data.order.global_order import GlobalOrder
+from gpumix.data.sources.pretokenized import OwnSamples
+from gpumix.data.text.document_packing import PackedDocuments
+from gpumix.data.workers.worker_pool import Processes
 
 N, BATCH, STEPS = 40, 8, 12  # more than two epochs
 
@@ -407,11 +407,13 @@ def test_without_a_loader_the_generator_is_torchs_own():
 
 def test_seeds_are_those_of_one_place_each():
     places = np.array([0, 1, 2**40, 2**62])
-    seeds = draws.seeds_of(17, places).tolist()
-    assert seeds == [draws.mixed(17, place) for place in places.tolist()]
-    many = draws.seeds_of(draws.key_of("a"), np.arange(10**5))
+    seeds = sample_rng.seeds_of(17, places).tolist()
+    assert seeds == [sample_rng.mixed(17, place) for place in places.tolist()]
+    many = sample_rng.seeds_of(sample_rng.key_of("a"), np.arange(10**5))
     assert len(np.unique(many)) == 10**5
-    assert not set(many[:100]) & set(draws.seeds_of(draws.key_of("b"), np.arange(10**5)).tolist())
+    assert not set(many[:100]) & set(
+        sample_rng.seeds_of(sample_rng.key_of("b"), np.arange(10**5)).tolist()
+    )
 
 
 class Still:

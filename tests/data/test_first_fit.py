@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumix.data.first_fit import first_fit
-from gpumix.data.order import GlobalOrder
-from gpumix.spec.errors import InputError
+from gpumix.data.order.global_order import GlobalOrder
+from gpumix.data.text.first_fit import first_fit
+from gpumix.schema.errors import InputError
 
 
 def by_hand(lengths: list[int], capacity: int, seed: int, window: int) -> list[list[int]]:
@@ -45,7 +45,7 @@ def test_packs_are_those_of_the_plain_loop(lengths, seed, window):
 def test_many_windows_are_packed_as_few_are(monkeypatch):
     lengths = np.random.default_rng(0).integers(1, 50, 999)
     whole = first_fit(lengths, 50, seed=1, window=16)
-    monkeypatch.setattr("gpumix.data.first_fit._WINDOWS_AT_ONCE", 3)
+    monkeypatch.setattr("gpumix.data.text.first_fit._WINDOWS_AT_ONCE", 3)
     parts = first_fit(lengths, 50, seed=1, window=16)
     assert parts.documents.tolist() == whole.documents.tolist()
     assert parts.begins.tolist() == whole.begins.tolist()

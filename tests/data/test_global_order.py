@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumix.data.order import ORDER_VERSION, Cursor, GlobalOrder
-from gpumix.spec.errors import InputError
+from gpumix.data.order.global_order import ORDER_VERSION, Cursor, GlobalOrder
+from gpumix.schema.errors import InputError
 
 SEEDS = st.integers(0, 2**70)
 EPOCHS = st.integers(0, 2**40)

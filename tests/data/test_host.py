@@ -15,9 +15,9 @@ import pytest
 import torch
 from data_helpers import Numbers
 
-from gpumix.data import host
-from gpumix.data.fetch import Chunk, clocked
-from gpumix.data.host import MEMORY_PART, MOST_BYTES, batch_memory_bytes, cores_for
+from gpumix.data.core import host_limits
+from gpumix.data.core.host_limits import MEMORY_PART, MOST_BYTES, batch_memory_bytes, cores_for
+from gpumix.data.workers.fetch import Chunk, clocked
 from staging import rows, staged_plan
 
 GIB = 2**30
@@ -50,8 +50,8 @@ def test_what_a_chunk_waits_for_a_core_is_no_part_of_its_cost():
 
 def test_where_the_system_does_not_tell_nothing_is_taken_off(monkeypatch, tmp_path):
     for file in (tmp_path / "none", tmp_path / "empty"):
-        monkeypatch.setattr(host, "_OF_THREAD", str(file))
-        assert host.waited_for_core_s() == 0.0
+        monkeypatch.setattr(host_limits, "_OF_THREAD", str(file))
+        assert host_limits.waited_for_core_s() == 0.0
         (tmp_path / "empty").write_text("")
 
 
@@ -73,16 +73,16 @@ def alone(monkeypatch):
 
 
 def test_ranks_of_one_host_share_what_batches_ahead_may_take(monkeypatch, alone):
-    monkeypatch.setattr(host, "available_host_bytes", lambda: 20 * GIB)
+    monkeypatch.setattr(host_limits, "available_host_bytes", lambda: 20 * GIB)
     assert batch_memory_bytes([4, 4], 0) == int(20 * GIB * MEMORY_PART)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert batch_memory_bytes([1] * 8, 0) == int(20 * GIB * MEMORY_PART / 4)
-    monkeypatch.setattr(host, "available_host_bytes", lambda: 10**6 * GIB)
+    monkeypatch.setattr(host_limits, "available_host_bytes", lambda: 10**6 * GIB)
     assert batch_memory_bytes([1] * 8, 0) == MOST_BYTES
 
 
 def test_a_plan_says_who_shares_a_host(monkeypatch, alone):
-    monkeypatch.setattr(host, "available_host_bytes", lambda: 20 * GIB)
+    monkeypatch.setattr(host_limits, "available_host_bytes", lambda: 20 * GIB)
     plan = staged_plan("gpt2", rows([6, 2]), zero_stage=1)
     assert len({worker.host for worker in plan.workers}) == 1
     assert [batch_memory_bytes(plan, rank) for rank in (0, 1)] == [GIB, GIB]
@@ -91,7 +91,7 @@ def test_a_plan_says_who_shares_a_host(monkeypatch, alone):
 
 FAULTS = """
 import resource
-from gpumix.data.host import keep_freed_memory
+from gpumix.data.core.host_limits import keep_freed_memory
 kept = keep_freed_memory()
 
 def faults():

@@ -15,9 +15,9 @@ import torch
 from data_helpers import Numbers
 
 from gpumix.data.loader import Loader, evaluation_batches
-from gpumix.data.order import GlobalOrder
-from gpumix.data.tuning import Limit
-from gpumix.spec.errors import InputError, TrainingError
+from gpumix.data.order.global_order import GlobalOrder
+from gpumix.data.workers.autotune import Limit
+from gpumix.schema.errors import InputError, TrainingError
 
 
 def take(loader: Loader, steps: int) -> list[int]:

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from gpumix.data.core.source import Source, split_held_out
 from gpumix.data.loader import Loader
-from gpumix.data.order import GlobalOrder
-from gpumix.data.rows import Source, split_held_out
-from gpumix.data.samples import SampleSource, as_source
-from gpumix.spec.errors import InputError
+from gpumix.data.order.global_order import GlobalOrder
+from gpumix.data.sources.map_style import SampleSource, as_source
+from gpumix.schema.errors import InputError
 
 
 class Squares(torch.utils.data.Dataset):

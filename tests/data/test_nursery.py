@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumix.data.nursery import SMALL_BYTES, Inbox, Nursery, can_fork, sent
+from gpumix.data.workers.fork_server import SMALL_BYTES, Inbox, Nursery, can_fork, sent
 
 pytestmark = pytest.mark.skipif(not can_fork(), reason="workers are processes on Linux alone")
 PATIENCE_S = 20

@@ -11,10 +11,10 @@ import pytest
 import torch
 from data_helpers import write_tokenizer
 
-from gpumix.data.rows import Source
-from gpumix.data.sources import open_data
-from gpumix.spec.errors import InputError
-from gpumix.spec.job import Job
+from gpumix.data.core.source import Source
+from gpumix.data.sources.open_data import open_data
+from gpumix.schema.errors import InputError
+from gpumix.schema.job.job import Job
 
 _NAMES = (f"user_module_{number}" for number in itertools.count())
 
@@ -54,7 +54,7 @@ def make_nameless():
     return [{{"tokens": torch.arange(4)}} for _ in range(9)]
 
 def make_source(n):
-    from gpumix.data.samples import SampleSource
+    from gpumix.data.sources.map_style import SampleSource
     return SampleSource(Data(n), "own name")
 
 number = 3

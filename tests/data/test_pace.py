@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from gpumix.data.loader import Loader
-from gpumix.data.pace import Pace, Step
-from gpumix.data.tuning import FIRST, Limit
-from gpumix.hardware.stamps import HostStamps, StreamStamps
+from gpumix.data.workers.autotune import FIRST, Limit
+from gpumix.data.workers.step_timing import Pace, Step
+from gpumix.hardware.timestamps import HostStamps, StreamStamps
 
 STEP_S, LAUNCH_S, AHEAD = 0.04, 0.001, 3
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from data_helpers import pack, spec, write, write_tokenizer
 
-from gpumix.data import packed
-from gpumix.data.text import pack_text
-from gpumix.data.tokenizer import FileTokenizer
-from gpumix.spec.errors import InputError, MachineError
+from gpumix.data.core import token_file
+from gpumix.data.core.tokenizer import FileTokenizer
+from gpumix.data.text.files import pack_text
+from gpumix.schema.errors import InputError, MachineError
 
 
 def only_locks(cache: Path) -> bool:
@@ -154,7 +154,7 @@ def test_a_full_disk_at_the_sidecar_leaves_nothing_either(tmp_path, monkeypatch)
         raise OSError(28, "No space left on device")
 
     file = write(tmp_path / "a", b"some text")
-    monkeypatch.setattr(packed, "write_at_once", full)
+    monkeypatch.setattr(token_file, "write_at_once", full)
     with pytest.raises(MachineError, match="No space left"):
         pack(tmp_path, file)
     assert only_locks(tmp_path / "cache")

@@ -15,10 +15,10 @@ from data_helpers import pack, spec, write
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gpumix.data import text as text_module
-from gpumix.data.text import pack_text
-from gpumix.data.tokenizer import ByteTokenizer, FileTokenizer
-from gpumix.spec.errors import InputError
+from gpumix.data.core.tokenizer import ByteTokenizer, FileTokenizer
+from gpumix.data.text import files as text_module
+from gpumix.data.text.files import pack_text
+from gpumix.schema.errors import InputError
 
 END = 256
 
@@ -124,7 +124,7 @@ def files_in(cache: Path, ending: str) -> list[Path]:
 @pytest.mark.parametrize("chunk", [1, 2, 5, 2**20])
 @pytest.mark.parametrize("tokenizer", ["bytes", "words"])
 def test_lines_are_those_that_python_reads(tmp_path, words, monkeypatch, tokenizer, chunk):
-    monkeypatch.setattr("gpumix.data.text._CHUNK_BYTES", chunk)
+    monkeypatch.setattr("gpumix.data.text.files._CHUNK_BYTES", chunk)
     file = write(tmp_path / "a", b"one two\r\n\r\ntwo\n \none one\r\n" + b"two " * 9 + b"one")
     lines = [line for line in file.read_text().splitlines() if line.strip()]
     opened = ByteTokenizer() if tokenizer == "bytes" else words
@@ -145,7 +145,7 @@ def test_the_cache_is_used_again(tmp_path):
 def test_the_cache_may_be_read_only_once_it_is_built(tmp_path, monkeypatch):
     file = write(tmp_path / "a", b"some text")
     pack(tmp_path, file)
-    monkeypatch.setattr("gpumix.data.packed.exclusive", None)
+    monkeypatch.setattr("gpumix.data.core.token_file.exclusive", None)
     assert len(pack(tmp_path, file)) == 2
 
 
@@ -217,9 +217,9 @@ def test_a_damaged_cache_is_built_again(tmp_path, harm):
 PACK = """
 import logging, sys
 from pathlib import Path
-from gpumix.data.text import pack_text
-from gpumix.data.tokenizer import ByteTokenizer
-from gpumix.spec.job import DataSpec
+from gpumix.data.text.files import pack_text
+from gpumix.data.core.tokenizer import ByteTokenizer
+from gpumix.schema.job.job import DataSpec
 logging.basicConfig(level=logging.INFO)
 text = pack_text(DataSpec(text=(Path(sys.argv[1]),)), ByteTokenizer(), 64, Path(sys.argv[2]))
 print(text.sha256, len(text), "torch" in sys.modules)

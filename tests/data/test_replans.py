@@ -23,13 +23,13 @@ from data_helpers import Numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpumix.data import feed
-from gpumix.data.arena import Arena
-from gpumix.data.crew import Processes
 from gpumix.data.loader import Loader
-from gpumix.data.order import GlobalOrder
-from gpumix.data.tuning import FIRST
-from gpumix.spec.errors import TrainingError
+from gpumix.data.order.global_order import GlobalOrder
+from gpumix.data.workers import prefetcher
+from gpumix.data.workers.autotune import FIRST
+from gpumix.data.workers.shared_memory import Arena
+from gpumix.data.workers.worker_pool import Processes
+from gpumix.schema.errors import TrainingError
 
 
 @st.composite
@@ -270,7 +270,7 @@ def test_a_replan_keeps_what_is_known_of_samples(tmp_path):
 
 
 def test_batches_that_outgrow_the_memory_that_is_shared_come_in_a_larger_one(monkeypatch):
-    monkeypatch.setattr(feed, "UNKNOWN_BYTES", 1)
+    monkeypatch.setattr(prefetcher, "UNKNOWN_BYTES", 1)
     with Loader(Numbers(10_000), [4, 508], 0, workers=2, kind="processes") as loader:
         loader._feed.want(0, lambda: loader.course.part(0))
         arena = loader._feed._arena

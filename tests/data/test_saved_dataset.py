@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from gpumix.data.rows import PackedSource, Source
-from gpumix.data.saved_dataset import SavedRows, open_saved
-from gpumix.data.tokenizer import ByteTokenizer
-from gpumix.spec.errors import InputError, MachineError
+from gpumix.data.core.source import PackedSource, Source
+from gpumix.data.core.tokenizer import ByteTokenizer
+from gpumix.data.sources.saved_dataset import SavedRows, open_saved
+from gpumix.schema.errors import InputError, MachineError
 
 END = 256
 

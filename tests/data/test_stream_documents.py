@@ -14,16 +14,16 @@ import pytest
 import torch
 
 from extended import left_out
-from gpumix.data.course import NO_INDICES
+from gpumix.data.core.read_policy import Reading
+from gpumix.data.core.source import Source
+from gpumix.data.core.tokenizer import ByteTokenizer
 from gpumix.data.loader import Loader
-from gpumix.data.reading import Reading
-from gpumix.data.rows import Source
-from gpumix.data.sources import open_data
-from gpumix.data.stream_documents import OwnTokens, StreamDocuments, Texts
-from gpumix.data.streams import StreamSource
-from gpumix.data.tokenizer import ByteTokenizer
-from gpumix.spec.errors import InputError, TrainingError
-from gpumix.spec.job import Job
+from gpumix.data.order.sampler import NO_INDICES
+from gpumix.data.sources.iterable import StreamSource
+from gpumix.data.sources.iterable_documents import OwnTokens, StreamDocuments, Texts
+from gpumix.data.sources.open_data import open_data
+from gpumix.schema.errors import InputError, TrainingError
+from gpumix.schema.job.job import Job
 
 LENGTH, END, BATCH = 16, 256, 8
 _NAMES = (f"stream_documents_{number}" for number in itertools.count())

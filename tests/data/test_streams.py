@@ -17,8 +17,8 @@ from torch.utils.data import IterableDataset
 
 from extended import every_second
 from gpumix.data.loader import Loader
-from gpumix.data.streams import StreamSource, _lanes_of, is_stream
-from gpumix.spec.errors import InputError, TrainingError
+from gpumix.data.sources.iterable import StreamSource, _lanes_of, is_stream
+from gpumix.schema.errors import InputError, TrainingError
 
 N = 50
 

@@ -11,7 +11,7 @@ import time
 import pytest
 from squares import Squares, alive, expected, pids, processes, take, until
 
-from gpumix.spec.errors import TrainingError
+from gpumix.schema.errors import TrainingError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked")
 

@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from gpumix.data.tokenizer import (
+from gpumix.data.core.tokenizer import (
     ByteTokenizer,
     FileTokenizer,
     bytes_as_file,
     open_tokenizer,
     token_dtype,
 )
-from gpumix.spec.errors import InputError, MachineError
+from gpumix.schema.errors import InputError, MachineError
 
 
 @given(raw=st.binary())

@@ -9,10 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumix.data.feed import MOST_AHEAD, WHOLE, Setting
-from gpumix.data.fetch import Cost
-from gpumix.data.pace import Step
-from gpumix.data.tuning import FIRST, PAUSE, WINDOW, Bounds, Limit, Measured, Tuner, choose
+from gpumix.data.workers.autotune import (
+    FIRST,
+    PAUSE,
+    WINDOW,
+    Bounds,
+    Limit,
+    Measured,
+    Tuner,
+    choose,
+)
+from gpumix.data.workers.fetch import Cost
+from gpumix.data.workers.prefetcher import MOST_AHEAD, WHOLE, Setting
+from gpumix.data.workers.step_timing import Step
 
 BOUNDS = Bounds(cores=8, processes=True, threads=False, memory_bytes=2**30)
 SAMPLES = 32

@@ -17,14 +17,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from gpumix.data.core.source import Source
 from gpumix.data.loader import Loader
-from gpumix.data.own_samples import OwnSamples
-from gpumix.data.packing import PackedDocuments
-from gpumix.data.rows import Source
-from gpumix.data.sources import open_data
-from gpumix.data.stream_documents import OwnTokens, StreamDocuments
-from gpumix.spec.errors import InputError, MachineError
-from gpumix.spec.job import Job
+from gpumix.data.sources.iterable_documents import OwnTokens, StreamDocuments
+from gpumix.data.sources.open_data import open_data
+from gpumix.data.sources.pretokenized import OwnSamples
+from gpumix.data.text.document_packing import PackedDocuments
+from gpumix.schema.errors import InputError, MachineError
+from gpumix.schema.job.job import Job
 
 END = 256
 _NAMES = (f"documents_module_{number}" for number in itertools.count())
@@ -103,7 +103,7 @@ def test_a_rest_of_one_token_is_left_out(tmp_path):
 
 
 def test_every_line_is_a_sample(tmp_path, monkeypatch):
-    monkeypatch.setattr("gpumix.data.text._CHUNK_BYTES", 3)
+    monkeypatch.setattr("gpumix.data.text.files._CHUNK_BYTES", 3)
     write(tmp_path / "a", b"one\n\n  \ntwo two\nthe end")
     lines = opened(tmp_path, text=["a"], packing="none", document="line")
     assert samples_of(lines) == [[*line, END] for line in (b"one", b"two two", b"the end")]
@@ -316,7 +316,7 @@ def test_lengths_are_counted_once(tmp_path, save, monkeypatch):
     given = {"dataset": save("texts", text=["ab", "c"]), "tokenize": "on-the-fly"}
     given |= {"packing": "none", "bucketing": True}
     first = opened(tmp_path, **given).lengths.tolist()
-    monkeypatch.setattr("gpumix.data.on_the_fly.TokenizedTexts.measure", None)
+    monkeypatch.setattr("gpumix.data.sources.tokenize_on_read.TokenizedTexts.measure", None)
     assert opened(tmp_path, **given).lengths.tolist() == first == [3, 2]
     (file,) = (tmp_path / "cache").glob("*.npy")
     file.write_bytes(b"torn")

@@ -25,14 +25,14 @@ from squares import N, Squares, alive, expected, pids, processes, take, until
 import commands
 from commands import Done
 from extended import every_second
-from gpumix.data import arena, feed
-from gpumix.data.crew import Processes
-from gpumix.data.feed import MOST_AHEAD, UNKNOWN_BYTES
-from gpumix.data.fetch import DataChangedError
 from gpumix.data.loader import Loader
-from gpumix.data.nursery import Nursery, Worker
-from gpumix.data.order import GlobalOrder
-from gpumix.spec.errors import InputError, MachineError, TrainingError
+from gpumix.data.order.global_order import GlobalOrder
+from gpumix.data.workers import prefetcher, shared_memory
+from gpumix.data.workers.fetch import DataChangedError
+from gpumix.data.workers.fork_server import Nursery, Worker
+from gpumix.data.workers.prefetcher import MOST_AHEAD, UNKNOWN_BYTES
+from gpumix.data.workers.worker_pool import Processes
+from gpumix.schema.errors import InputError, MachineError, TrainingError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked")
 
@@ -63,7 +63,7 @@ def test_a_batch_that_is_kept_stays_as_it_is():
 @pytest.mark.parametrize("chunks", ["whole", "parts"])
 def test_memory_of_threads_is_used_again_when_nobody_has_the_batch(monkeypatch, kept, chunks):
     """Of large batches; of more than there is memory set aside for, some lie elsewhere."""
-    monkeypatch.setattr(feed, "LARGE_BYTES", 1)
+    monkeypatch.setattr(prefetcher, "LARGE_BYTES", 1)
     dataset = Squares()
     dataset.thread_safe = True
     with processes(dataset, [64], kind="threads", workers=3, prefetch=3) as loader:
@@ -294,8 +294,8 @@ def test_where_no_more_workers_can_be_had_those_that_are_there_go_on(monkeypatch
 
 REFUSED = """
 from gpumix.data.loader import Loader
-from gpumix.data.nursery import Nursery
-from gpumix.spec.errors import MachineError
+from gpumix.data.workers.fork_server import Nursery
+from gpumix.schema.errors import MachineError
 real = Nursery.fork
 def fork(nursery):
     raise MachineError("no")
@@ -542,7 +542,7 @@ def test_where_less_can_be_shared_batches_come_all_the_same(monkeypatch, slots):
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
         return whole(fileno, length, **given)
 
-    monkeypatch.setattr(arena.mmap, "mmap", limited)
+    monkeypatch.setattr(shared_memory.mmap, "mmap", limited)
     with processes(Squares(), prefetch=6) as loader:
         if slots:
             assert take(loader, 30) == expected(30)

@@ -24,8 +24,8 @@ from verbs import gpumix
 
 from commands import environment, run
 from extended import left_out
-from gpumix.spec.profile import Profile
-from gpumix.spec.read import read_cluster
+from gpumix.schema.profile.profile import Profile
+from gpumix.schema.reading.read import read_cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from gpumix.spec.job import Job
+from gpumix.schema.job.job import Job
 
 PACKAGE = Path(__file__).parents[2] / "src" / "gpumix"
 

@@ -10,7 +10,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from pages import PAGES, ROOT, blocks
 
-from gpumix.spec.read_yaml import load_yaml
+from gpumix.schema.reading.yaml_places import load_yaml
 
 SCHEMA = json.loads((ROOT / "docs" / "job.schema.json").read_text(encoding="utf-8"))
 VALIDATOR = Draft202012Validator(SCHEMA)

@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 from pages import ROOT
 
-from gpumix.spec import errors
+from gpumix.schema import errors
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 PACKAGE = ROOT / "src" / "gpumix"

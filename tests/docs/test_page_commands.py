@@ -19,7 +19,7 @@ from pages import PAGES, ROOT, blocks, commands, inline_commands, marked
 from typer.testing import CliRunner
 
 from gpumix.cli import app
-from gpumix.spec.errors import MachineError
+from gpumix.schema.errors import MachineError
 from harness import run_ranks
 
 GROUP = typer.main.get_command(app)

@@ -10,7 +10,7 @@ import pytest
 from pages import replaced, shown, with_change, without_change
 from torch.utils.data import DataLoader
 
-from gpumix.spec.plan import Plan
+from gpumix.schema.plan.plan import Plan
 from harness import run_ranks
 from programs import GLOBAL_BATCH, Texts, arguments, as_launched, log_of, model, other_ranks
 

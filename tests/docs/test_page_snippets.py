@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 
 import gpumix
 from changed_imports import EXAMPLES, OURS, SCRIPTS, stock
-from gpumix.spec.errors import MachineError
-from gpumix.spec.read import read_cluster, read_job
+from gpumix.schema.errors import MachineError
+from gpumix.schema.reading.read import read_cluster, read_job
 from harness import run_ranks
 from models import WIDTH, Block, Regression
 from programs import GLOBAL_BATCH, Texts, as_launched, model, other_ranks

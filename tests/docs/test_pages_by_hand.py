@@ -9,13 +9,13 @@ from pages import ROOT
 
 from gpumix.doctor.function.suspects import NAMES as OF_FUNCTIONS
 from gpumix.doctor.suspects import NAMES as OF_JOBS
-from gpumix.integrations.trackers.lines import OF_CHECKPOINT, OF_CLASS, OF_DEVICE, OF_STEP
-from gpumix.planner.explain import STRATEGIES
-from gpumix.spec.efficiency import EfficiencySpec
-from gpumix.spec.plan import Collectives, Plan
-from gpumix.spec.space import Space
-from gpumix.spec.stage import Mode, Stage, Taken, Worker
-from gpumix.spec.trackers import Trackers
+from gpumix.integrations.trackers.metric_names import OF_CHECKPOINT, OF_CLASS, OF_DEVICE, OF_STEP
+from gpumix.planner.plan import STRATEGIES
+from gpumix.schema.cluster.kernels import EfficiencySpec
+from gpumix.schema.job.search_space import Space
+from gpumix.schema.job.trackers import Trackers
+from gpumix.schema.plan.plan import Collectives, Plan
+from gpumix.schema.plan.stage import Mode, Stage, Taken, Worker
 
 COMMANDS = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
 TRACKERS = (ROOT / "docs" / "trackers.md").read_text(encoding="utf-8")

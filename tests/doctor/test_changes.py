@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from gpumix.doctor.change import default_of, given_again, in_words, overrides, write_tuned
-from gpumix.spec.errors import MachineError
-from gpumix.spec.read import read_job
+from gpumix.schema.errors import MachineError
+from gpumix.schema.reading.read import read_job
 
 JOB = """
 # a comment

@@ -10,7 +10,7 @@ from jobs import gpumix
 
 import commands
 from gpumix.doctor.function.patient import function_patient, imported
-from gpumix.spec.errors import InputError, TrainingError
+from gpumix.schema.errors import InputError, TrainingError
 
 SCRIPT = """
 import os

@@ -11,11 +11,11 @@ import pytest
 import typer
 from jobs import gpumix, write_job
 
-from gpumix.cli.doctor import doctor
+from gpumix.cli.verbs.doctor import doctor
 from gpumix.doctor.examine import Patient
 from gpumix.doctor.report import Finding, Report, Suspect
 from gpumix.doctor.verdict import Gain
-from gpumix.spec.read import read_job
+from gpumix.schema.reading.read import read_job
 
 
 @pytest.mark.slow

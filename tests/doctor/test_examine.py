@@ -10,7 +10,7 @@ import pytest
 from gpumix.doctor.examine import Window, examine
 from gpumix.doctor.report import Finding, Report, Suspect
 from gpumix.doctor.verdict import Gain
-from gpumix.spec.errors import GpumixError, TrainingError
+from gpumix.schema.errors import GpumixError, TrainingError
 
 FACTORS = {"half": 0.5, "tenth": 0.9, "nothing": 1.0, "worse": 1.5, "wrong": 0.1, "other": 0.5}
 FACTORS["minutes"] = 0.2

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gpumix.data.tuning import Limit
+from gpumix.data.workers.autotune import Limit
 from gpumix.doctor.function.seen import LoaderSeen, ModelSeen, OptimizerSeen, Seen, Site
 from gpumix.doctor.function.suspects import NAMES, between, suspects
 

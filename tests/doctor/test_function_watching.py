@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from gpumix.data.loader import Loader
-from gpumix.data.tuning import FIRST, Limit
+from gpumix.data.workers.autotune import FIRST, Limit
 from gpumix.doctor.function.lines import Lines
 from gpumix.doctor.function.patches import Patches
 from gpumix.doctor.function.roots import Roots

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from gpumix.data.tuning import Limit
+from gpumix.data.workers.autotune import Limit
 from gpumix.doctor.machine import (
     GpuWatched,
     Watched,
@@ -18,7 +18,7 @@ from gpumix.doctor.machine import (
     too_few_cores,
     watched,
 )
-from gpumix.hardware.gpu_health import Look
+from gpumix.hardware.discovery.gpu_health import Look
 
 FULL = (5, 16)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gpumix.data.tuning import Limit
+from gpumix.data.workers.autotune import Limit
 from gpumix.doctor.function.patient import FunctionPatient
 from gpumix.doctor.function.seen import LoaderSeen, Seen, Site
 from gpumix.doctor.job import JobPatient

@@ -10,9 +10,9 @@ import pytest
 from gpumix.doctor.function.seen import Site
 from gpumix.doctor.inside import SeenInside
 from gpumix.doctor.suspects import NAMES, Evidence, suspects
-from gpumix.spec.job import Job
-from gpumix.spec.plan import Plan
-from gpumix.train.interlude import Interlude
+from gpumix.schema.job.job import Job
+from gpumix.schema.plan.plan import Plan
+from gpumix.train.run_log.interruption_cost import Interlude
 
 ITEM = Site("model.py:3", "item", calls=10, seconds=0.1)
 PRINT = Site("model.py:4", "print", calls=20, seconds=0.1)

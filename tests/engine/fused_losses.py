@@ -16,13 +16,13 @@ import torch
 from torch.nn import functional as F
 from triton.runtime.interpreter import interpreter_builder
 
-from gpumix.engine import chunked_loss
-from gpumix.engine.chunked_loss import Gradients, LinearCrossEntropy, Sum
-from gpumix.engine.fused_loss import LARGEST_BLOCK, fused_losses
+from gpumix.engine.cross_entropy import linear_cross_entropy
+from gpumix.engine.cross_entropy.fused_cross_entropy import LARGEST_BLOCK, fused_losses
+from gpumix.engine.cross_entropy.linear_cross_entropy import Gradients, LinearCrossEntropy, Sum
 
 ROWS, WIDTH = 13, 16
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-chunked_loss.rows_per_chunk = lambda rows, **sizes: 5
+linear_cross_entropy.rows_per_chunk = lambda rows, **sizes: 5
 
 
 def error(found: torch.Tensor, right: torch.Tensor) -> float:

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from gpumix.engine.coroutine import ModelError
 from gpumix.engine.engine import Engine
+from gpumix.engine.loss.reduction import ReducedLoss, integer_labels
+from gpumix.engine.model.forward_coroutine import ModelError
 from gpumix.engine.prepare import prepare
-from gpumix.engine.reduction import ReducedLoss, integer_labels
-from gpumix.engine.units import dissect
-from gpumix.spec.errors import InputError
-from gpumix.spec.plan import Plan
+from gpumix.engine.sharding.unit_discovery import dissect
+from gpumix.schema.errors import InputError
+from gpumix.schema.plan.plan import Plan
 from harness import run_ranks
 from models import ARCHITECTURES, WIDTH, mean_loss
 from reference import SEED, Share, batches, build, engine_alone, initialised, plan_for

@@ -7,7 +7,7 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumix.engine.optimizers.assign import assign
+from gpumix.engine.optimizers.assign_work import assign
 
 COSTS = st.lists(st.floats(0.1, 100), max_size=6)
 SPEEDS = st.lists(st.floats(0.1, 10), min_size=1, max_size=3)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpumix.engine.attributes import LONG, attributes_kept
+from gpumix.engine.rehearsal.module_attributes import LONG, attributes_kept
 
 
 class Keeps(nn.Module):

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from gpumix.engine.prepare import prepare
-from gpumix.spec.errors import GpumixError
-from gpumix.spec.plan import Plan
+from gpumix.schema.errors import GpumixError
+from gpumix.schema.plan.plan import Plan
 from harness import run_ranks
 from models import WIDTH, Block, Regression, causal_lm, causal_model, vectors
 from reference import (

@@ -10,10 +10,10 @@ from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
 
 from extended import every_second, left_out
-from gpumix.engine.compiled import compile_units
 from gpumix.engine.prepare import prepare
-from gpumix.spec.errors import MachineError
-from gpumix.spec.stage import Mode
+from gpumix.engine.unit.regional_compile import compile_units
+from gpumix.schema.errors import MachineError
+from gpumix.schema.plan.stage import Mode
 from models import (
     LENGTH,
     WIDTH,

@@ -10,8 +10,8 @@ from torch._dynamo.backends.registry import lookup_backend
 from turns import STEPS, assert_same
 
 from gpumix.engine import prepare as preparing
-from gpumix.engine.compiled import compile_units
-from gpumix.spec.stage import Mode
+from gpumix.engine.unit.regional_compile import compile_units
+from gpumix.schema.plan.stage import Mode
 from reference import Trained, joined
 from staging import Row, on_devices, rows, run_in_turn, staged_plan, train_rank
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gpumix.engine import pipelined
-from gpumix.engine.comm import CommunicationError
-from gpumix.engine.held_up import Stand, held_up_by
-from gpumix.engine.stands import doing, stand_of_main
-from gpumix.spec.errors import GpumixError
-from gpumix.spec.plan import Plan
+from gpumix.engine.comm.collective_progress import doing, stand_of_main
+from gpumix.engine.comm.communicator import CommunicationError
+from gpumix.engine.comm.hang_attribution import Stand, held_up_by
+from gpumix.engine.schedule import pipeline_parallel
+from gpumix.schema.errors import GpumixError
+from gpumix.schema.plan.plan import Plan
 from harness import run_ranks
 from models import ARCHITECTURES
 from reference import Share, batches, engine_for, own_rows
@@ -96,7 +96,7 @@ def _step_until(plan_json: str, dead: int, folder: Path) -> str | None:
 
     engine.step(own)
     if engine.comm.rank == dead:
-        done, do = itertools.count(), pipelined.Step._do
+        done, do = itertools.count(), pipeline_parallel.Step._do
 
         def until(*args: object) -> None:
             if next(done) == 3:
@@ -104,7 +104,7 @@ def _step_until(plan_json: str, dead: int, folder: Path) -> str | None:
                 os._exit(1)
             do(*args)
 
-        pipelined.Step._do = until
+        pipeline_parallel.Step._do = until
     try:
         engine.step(own)
     except CommunicationError as error:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from gpumix.engine.coroutine import ModelError
 from gpumix.engine.engine import Engine
-from gpumix.engine.randomness import OtherGenerators, Randomness, program_untouched
+from gpumix.engine.model.forward_coroutine import ModelError
+from gpumix.engine.model.rng import OtherGenerators, Randomness, program_untouched
 from harness import run_ranks
 from models import Block, Regression, gpt2, packed_lm, vectors
 from reference import (

@@ -10,10 +10,10 @@ import torch
 from torch.utils._pytree import tree_map
 
 from extended import chosen, left_out
-from gpumix.engine.precision import TORCH_DTYPE
-from gpumix.spec.dtypes import communication_dtype
-from gpumix.spec.plan import Plan
-from gpumix.spec.stage import ComputeDtype, Mode
+from gpumix.engine.sharding.mixed_precision import TORCH_DTYPE
+from gpumix.schema.plan.dtypes import communication_dtype
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.stage import ComputeDtype, Mode
 from models import mean_loss
 from reference import batches, computed_in, initialised, joined, pieces_of, tensor_errors
 from staging import (

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpumix.engine.efficient import channels_last, make_efficient
-from gpumix.spec.efficiency import Efficiency
-from gpumix.spec.errors import InputError
+from gpumix.engine.model.kernel_selection import channels_last, make_efficient
+from gpumix.schema.cluster.kernels import Efficiency
+from gpumix.schema.errors import InputError
 from models import ARCHITECTURES
 from reference import SEED, Share, assert_step_is_plain, build, plan_for, prepare
 

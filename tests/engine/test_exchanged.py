@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gpumix.engine.exchanged import Exchanged
+from gpumix.engine.comm.step_exchange import Exchanged
 
 CPU = torch.device("cpu")
 

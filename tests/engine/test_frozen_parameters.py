@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import gpumix
-from gpumix.spec.errors import InputError
+from gpumix.schema.errors import InputError
 from harness import run_ranks
 from models import ARCHITECTURES, mean_loss
 from reference import (

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpumix.engine.fused_loss import fused_losses
-from gpumix.spec.errors import MachineError
+from gpumix.engine.cross_entropy.fused_cross_entropy import fused_losses
+from gpumix.schema.errors import MachineError
 
 HERE = Path(__file__).parent
 BOUNDS = {"fp32": 2e-6, "fp16": 2e-3, "bf16": 1e-2}

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from gpumix.engine.coroutine import ModelError
-from gpumix.spec.stage import Mode
+from gpumix.engine.model.forward_coroutine import ModelError
+from gpumix.schema.plan.stage import Mode
 from models import ARCHITECTURES, WIDTH, Block, Regression, vectors
 from reference import (
     assert_gradients_equal,

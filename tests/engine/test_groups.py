@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gpumix.engine import groups
-from gpumix.engine.comm import Communicator
-from gpumix.engine.ranks import Ranks
-from gpumix.engine.staged import StagedCommunicator
-from gpumix.spec.errors import MachineError
+from gpumix.engine.comm import process_groups
+from gpumix.engine.comm.communicator import Communicator
+from gpumix.engine.comm.host_staged import StagedCommunicator
+from gpumix.engine.rank_group import Ranks
+from gpumix.schema.errors import MachineError
 
 
 def group_of(backends: dict[str, str]) -> SimpleNamespace:
@@ -39,15 +39,17 @@ def group_of(backends: dict[str, str]) -> SimpleNamespace:
     ],
 )
 def test_gpus_without_nccl_go_through_the_host(monkeypatch, backends, device, kind):
-    monkeypatch.setattr(groups, "dist", group_of(backends))
-    monkeypatch.setattr("gpumix.engine.comm.WaitClock", lambda device: None)  # needs the device
-    comm = groups.all_ranks(torch.device(device))
+    monkeypatch.setattr(process_groups, "dist", group_of(backends))
+    monkeypatch.setattr(
+        "gpumix.engine.comm.communicator.WaitClock", lambda device: None
+    )  # needs the device
+    comm = process_groups.all_ranks(torch.device(device))
     assert type(comm) is kind
     assert (comm.rank, comm.world, comm.device) == (1, 2, torch.device(device))
 
 
 def test_a_single_process_needs_no_group():
-    comm = groups.all_ranks(torch.device("cpu"))
+    comm = process_groups.all_ranks(torch.device("cpu"))
     assert (comm.rank, comm.world, comm.group) == (0, 1, None)
 
 

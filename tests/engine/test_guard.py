@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from gpumix.engine.guard import Guard, makes_momentum, takes_guard
-from gpumix.engine.reading import Reading
-from gpumix.engine.wait_clock import WaitClock
+from gpumix.engine.comm.async_read import Reading
+from gpumix.engine.comm.wait_clock import WaitClock
+from gpumix.engine.update_guard import Guard, makes_momentum, takes_guard
 
 CPU = torch.device("cpu")
 GOOD, BAD = torch.tensor(1.0), torch.tensor(float("nan"))

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gpumix.cost.head import chunk_bytes
-from gpumix.engine import chunked_loss
-from gpumix.engine.chunked_loss import LinearCrossEntropy, Sum
-from gpumix.engine.deferred import build
-from gpumix.engine.head import HeadInChunks
+from gpumix.cost.layout.chunk_rows import chunk_bytes
+from gpumix.engine.cross_entropy import linear_cross_entropy
+from gpumix.engine.cross_entropy.linear_cross_entropy import LinearCrossEntropy, Sum
+from gpumix.engine.loss.chunked_head import HeadInChunks
+from gpumix.engine.model.deferred_init import build
 from gpumix.engine.prepare import prepare
-from gpumix.spec.stage import Mode
+from gpumix.schema.plan.stage import Mode
 from harness import run_ranks
 from memory import PeakBytes, assert_no_tensor_waits_for_the_collector
 from models import ARCHITECTURES, Architecture, causal_lm, causal_model, mean_loss
@@ -45,7 +45,7 @@ MODELS = ARCHITECTURES | {n: Architecture(n, f, causal_lm) for n, f in SCALED.it
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(chunked_loss, "rows_per_chunk", lambda rows, **sizes: min(rows, 10))
+    monkeypatch.setattr(linear_cross_entropy, "rows_per_chunk", lambda rows, **sizes: min(rows, 10))
 
 
 @pytest.fixture
@@ -258,7 +258,7 @@ def test_a_loss_of_no_rows_leaves_gradients_of_zero():
         torch.zeros(0, 4), layer.weight.detach(), layer.bias.detach(), torch.zeros(0, dtype=int),
         operations=(), dtype=torch.float32, ignore_index=-100, label_smoothing=0.0, mean=False,
     )  # fmt: skip
-    into = chunked_loss.Gradients(
+    into = linear_cross_entropy.Gradients(
         torch.empty(0, 4),
         Sum(torch.full((6, 4), torch.nan), empty=True),
         Sum(torch.full((6,), torch.nan), empty=True),
@@ -316,7 +316,7 @@ def test_a_loss_takes_what_is_predicted(dtype):
         label_smoothing=0.0,
         mean=True,
     )
-    into = chunked_loss.Gradients(torch.empty_like(hidden), Sum(layer.weight.grad))
+    into = linear_cross_entropy.Gradients(torch.empty_like(hidden), Sum(layer.weight.grad))
     with PeakBytes() as tracker, torch.no_grad():
         problem.run(torch.ones(()), into)
     predicted = chunk_bytes(rows, vocabulary=vocabulary, width=width, compute_bytes=dtype.itemsize)

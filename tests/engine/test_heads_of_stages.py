@@ -9,9 +9,9 @@ import pytest
 from turns import STEPS, assert_same
 
 from extended import chosen, left_out
-from gpumix.engine import chunked_loss
-from gpumix.engine.chunked_loss import LinearCrossEntropy
-from gpumix.spec.stage import Mode
+from gpumix.engine.cross_entropy import linear_cross_entropy
+from gpumix.engine.cross_entropy.linear_cross_entropy import LinearCrossEntropy
+from gpumix.schema.plan.stage import Mode
 from reference import Trained, joined
 from staging import Row, rows, run_in_turn, staged_plan, train_rank
 
@@ -78,7 +78,7 @@ def _train(plan_json: str, name: str) -> tuple[list[float], Any, list[bool]]:
         return run(self, upstream, into)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunked_loss, "rows_per_chunk", lambda rows, **sizes: min(rows, ROWS))
+        patch.setattr(linear_cross_entropy, "rows_per_chunk", lambda rows, **sizes: min(rows, ROWS))
         patch.setattr(LinearCrossEntropy, "run", noted)
         losses, pieces = train_rank(plan_json, name, STEPS)
     return losses, pieces, passes

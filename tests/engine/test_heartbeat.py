@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpumix.engine.heartbeat import ENDED, LOOK_S, Pulse
+from gpumix.engine.comm.heartbeat import ENDED, LOOK_S, Pulse
 
 
 class Hospital:

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from gpumix.engine.heartbeat import ENDED, beat_with, stand_in
-from gpumix.engine.held_up import Stand, Wait, held_up_by
+from gpumix.engine.comm.hang_attribution import Stand, Wait, held_up_by
+from gpumix.engine.comm.heartbeat import ENDED, beat_with, stand_in
 
 ALL = "all"
 

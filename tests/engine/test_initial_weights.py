@@ -11,11 +11,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 from extended import every_second
-from gpumix.engine.deferred import build
+from gpumix.engine.model.deferred_init import build
 from gpumix.engine.prepare import prepare
-from gpumix.engine.weights import unused
-from gpumix.spec.errors import InputError
-from gpumix.spec.plan import Plan
+from gpumix.engine.sharding.initial_weights import unused
+from gpumix.schema.errors import InputError
+from gpumix.schema.plan.plan import Plan
 from harness import run_ranks
 from models import ARCHITECTURES, Regression, own_blocks
 from reference import SEED, Share, engine_alone, engine_for, joined, pieces_of

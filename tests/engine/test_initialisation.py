@@ -11,7 +11,7 @@ from torch import nn
 from transformers.initialization import orthogonal_
 
 from extended import every_second
-from gpumix.engine.deferred import build, log_of
+from gpumix.engine.model.deferred_init import build, log_of
 from harness import run_ranks
 from models import ARCHITECTURES, WIDTH, Block, Regression, vectors
 from reference import SEED, Share, engine_alone, engine_for, joined, pieces_of

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from gpumix.engine.deferred import build
+from gpumix.engine.model.deferred_init import build
 from gpumix.engine.prepare import prepare
-from gpumix.spec.plan import Plan
+from gpumix.schema.plan.plan import Plan
 from harness import run_ranks
 from memory import PeakBytes
 from models import VOCABULARY, Architecture, causal_lm, causal_model

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 import commands
-from gpumix.engine import launched
-from gpumix.engine.deferred import build
-from gpumix.engine.launched import join_launched
-from gpumix.spec.errors import InputError
+from gpumix.engine.comm import init_distributed
+from gpumix.engine.comm.init_distributed import join_launched
+from gpumix.engine.model.deferred_init import build
+from gpumix.schema.errors import InputError
 from models import own_blocks, vectors
 
 PLACE = {
@@ -36,7 +36,7 @@ def calls(monkeypatch):
         torch.accelerator, "set_device_index", lambda n: asked.append(("device", n))
     )
     monkeypatch.setattr(dist, "init_process_group", lambda kind: asked.append(("group", kind)))
-    monkeypatch.setattr(launched.atexit, "register", lambda work: None)
+    monkeypatch.setattr(init_distributed.atexit, "register", lambda work: None)
     for name in PLACE:
         monkeypatch.delenv(name, raising=False)
     return asked
@@ -93,13 +93,13 @@ def test_who_cannot_join_is_refused(calls, monkeypatch):
     ],
 )
 def test_agents_that_anybody_reaches_are_told_of_once(calls, monkeypatch, capsys, changes, said):
-    launched.tell_of_open_agents.cache_clear()
+    init_distributed.tell_of_open_agents.cache_clear()
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     start(monkeypatch, **({"RANK": "0", "TORCHELASTIC_RUN_ID": "one"} | changes))
     for there in (False, True):
         monkeypatch.setattr(dist, "is_initialized", lambda there=there: there)
         join_launched(on_gpus=False)
-    assert capsys.readouterr().err.count(launched.AGENTS_OPEN) == said
+    assert capsys.readouterr().err.count(init_distributed.AGENTS_OPEN) == said
 
 
 LOOP = """
@@ -109,8 +109,8 @@ from pathlib import Path
 
 import torch
 import gpumix
-from gpumix.engine.units import dissect
-from gpumix.spec.stage import Stage, Worker
+from gpumix.engine.sharding.unit_discovery import dissect
+from gpumix.schema.plan.stage import Stage, Worker
 from models import own_blocks, vectors
 
 @atexit.register  # called after what gpumix does at the end
@@ -148,7 +148,7 @@ def test_processes_of_torchrun_are_the_ranks_of_one_run(tmp_path):
     done = commands.run([*torchrun, "2", "loop.py"], folder=tmp_path, env=env, timeout_s=120)
     assert done.code == 0, done.err
     assert "destroy_process_group" not in done.err
-    assert done.err.count(launched.AGENTS_OPEN) == 1
+    assert done.err.count(init_distributed.AGENTS_OPEN) == 1
     told = dict(line.split(": ") for line in done.out.splitlines())
     assert [told.pop(f"threads of rank {rank}") for rank in (0, 1)] == ["0", "0"]
     assert told.keys() == {"rank 0", "rank 1"}

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from gpumix.engine.switches import layer_drop
-from gpumix.spec.stage import Mode
+from gpumix.engine.model.model_settings import layer_drop
+from gpumix.schema.plan.stage import Mode
 from gpumix.testing import Share
 from harness import run_ranks
 from models import Block, Regression, mean_loss, vectors

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gpumix.engine import chunked_loss
-from gpumix.engine.coroutine import ModelError
-from gpumix.engine.head import HeadInChunks
+from gpumix.engine.cross_entropy import linear_cross_entropy
+from gpumix.engine.loss.chunked_head import HeadInChunks
+from gpumix.engine.model.forward_coroutine import ModelError
 
 SAMPLES, LENGTH, WIDTH, VOCABULARY = 3, 7, 8, 20
 IGNORED = -100
@@ -20,7 +20,7 @@ IGNORED = -100
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(chunked_loss, "rows_per_chunk", lambda rows, **sizes: 4)
+    monkeypatch.setattr(linear_cross_entropy, "rows_per_chunk", lambda rows, **sizes: 4)
 
 
 class Head(nn.Module):

@@ -7,14 +7,14 @@ import pytest
 
 from documents import STEPS, documents, one_by_one, packs, trained
 from extended import every_second, left_out
-from gpumix.data.course import ByLength
+from gpumix.data.core.source import Source
 from gpumix.data.loader import Loader, evaluation_batches
-from gpumix.data.rows import Source
-from gpumix.engine.deferred import build
-from gpumix.spec.errors import InputError
-from gpumix.spec.plan import Plan
-from gpumix.spec.stage import PLAIN, Mode
-from gpumix.train.documents import check_documents
+from gpumix.data.order.sampler import ByLength
+from gpumix.engine.model.deferred_init import build
+from gpumix.schema.errors import InputError
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.stage import PLAIN, Mode
+from gpumix.train.checks.packed_documents import check_documents
 from models import ARCHITECTURES
 from reference import (
     SEED,

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gpumix.engine.efficient import make_efficient
-from gpumix.spec.efficiency import Efficiency
-from gpumix.spec.errors import MachineError
+from gpumix.engine.model.kernel_selection import make_efficient
+from gpumix.schema.cluster.kernels import Efficiency
+from gpumix.schema.errors import MachineError
 from models import ARCHITECTURES
 from reference import SEED, Share, assert_step_is_plain, build, plan_for, prepare
 

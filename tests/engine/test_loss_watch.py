@@ -6,12 +6,12 @@ import pytest
 import torch
 from test_additivity import WIDTH, Blocks, a_batch, an_engine, cross_entropy, reduced
 
-from gpumix.engine.coroutine import ModelError
+from gpumix.engine.comm.step_exchange import Exchanged, Makeup
 from gpumix.engine.engine import Engine
-from gpumix.engine.exchanged import Exchanged, Makeup
-from gpumix.engine.loss_graph import kind_and_weight_of, kind_of
-from gpumix.engine.loss_watch import AGAIN, LossWatch
+from gpumix.engine.loss.loss_graph import kind_and_weight_of, kind_of
+from gpumix.engine.model.forward_coroutine import ModelError
 from gpumix.engine.prepare import prepare
+from gpumix.engine.rehearsal.loss_watch import AGAIN, LossWatch
 from harness import run_ranks
 from reference import SEED, Share, build, initialised, plan_for
 
@@ -93,7 +93,7 @@ def test_a_term_that_is_multiplied_by_zero_at_first_is_seen_when_it_is_not():
 
 
 def test_a_loss_that_is_made_in_another_way_and_adds_up_is_rehearsed_once(monkeypatch):
-    from gpumix.engine import additivity
+    from gpumix.engine.rehearsal import additivity
 
     times: list[int] = []
     again = additivity.rehearse_again

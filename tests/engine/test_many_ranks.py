@@ -13,7 +13,7 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from absent_group import LOOK_UPS, backend_absent, plan_of, preparations
-from gpumix.spec.plan import Plan
+from gpumix.schema.plan.plan import Plan
 
 FEW, MANY = 8, 1024
 

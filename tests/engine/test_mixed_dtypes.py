@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from extended import every_third
-from gpumix.spec.stage import Mode
+from gpumix.schema.plan.stage import Mode
 from harness import run_ranks
 from models import ARCHITECTURES, mean_loss
 from reference import (

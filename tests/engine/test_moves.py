@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from extended import chosen, every_second
-from gpumix.engine.deferred import build
 from gpumix.engine.engine import Engine
-from gpumix.hardware.memory import limit_memory
-from gpumix.spec.errors import InputError
-from gpumix.spec.plan import Collectives, Plan
+from gpumix.engine.model.deferred_init import build
+from gpumix.hardware.memory_limit import limit_memory
+from gpumix.schema.errors import InputError
+from gpumix.schema.plan.plan import Collectives, Plan
 from harness import run_ranks
 from models import ARCHITECTURES
 from reference import (

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from gpumix.engine.coroutine import ModelError
-from gpumix.engine.objective import objective_of
+from gpumix.engine.loss.objective import objective_of
+from gpumix.engine.model.forward_coroutine import ModelError
 from known_losses import known_loss
 from models import ARCHITECTURES, mean_loss
 from reference import batches, initialised

@@ -12,8 +12,8 @@ from torch.utils._pytree import register_dataclass
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
-from gpumix.engine.coroutine import ModelError
-from gpumix.spec.stage import Mode
+from gpumix.engine.model.forward_coroutine import ModelError
+from gpumix.schema.plan.stage import Mode
 from models import WIDTH, Block, Regression, vectors
 from reference import assert_step_is_plain, engine_alone
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from gpumix.engine.coroutine import ModelError
-from gpumix.engine.deferred import build
+from gpumix.engine.model.deferred_init import build
+from gpumix.engine.model.forward_coroutine import ModelError
 from gpumix.engine.prepare import prepare
-from gpumix.engine.units import dissect
-from gpumix.spec.plan import Plan
-from gpumix.spec.stage import Stage
+from gpumix.engine.sharding.unit_discovery import dissect
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.stage import Stage
 from harness import run_ranks
 from reference import SEED, initialised, optimizer_for
 from staging import rows, staged_plan

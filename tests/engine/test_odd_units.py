@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from gpumix.engine.coroutine import ModelError
+from gpumix.engine.model.forward_coroutine import ModelError
 from gpumix.engine.prepare import prepare
-from gpumix.spec.errors import InputError
-from gpumix.spec.stage import Mode
+from gpumix.schema.errors import InputError
+from gpumix.schema.plan.stage import Mode
 from models import ARCHITECTURES, WIDTH, Block, Regression, vectors
 from reference import Share, assert_step_is_plain, batches, engine_alone, plan_for
 

@@ -9,13 +9,13 @@ import torch
 
 import cuda_device
 from extended import every_second, left_out
-from gpumix.engine.alike import make_alike
-from gpumix.engine.chunked_loss import Sum
-from gpumix.engine.fused_loss import fused_losses
-from gpumix.engine.groups import all_ranks
-from gpumix.engine.randomness import program_untouched
-from gpumix.spec.plan import Collectives
-from gpumix.spec.stage import Mode
+from gpumix.engine.comm.process_groups import all_ranks
+from gpumix.engine.cross_entropy.fused_cross_entropy import fused_losses
+from gpumix.engine.cross_entropy.linear_cross_entropy import Sum
+from gpumix.engine.model.equal_weights import make_alike
+from gpumix.engine.model.rng import program_untouched
+from gpumix.schema.plan.plan import Collectives
+from gpumix.schema.plan.stage import Mode
 from harness import run_ranks
 from models import ARCHITECTURES
 from reference import Share, batches, engine_for, joined, train_alone, train_by_plan, worst_error

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from extended import every_second
-from gpumix.spec.plan import Plan
-from gpumix.spec.shares import share_of
+from gpumix.schema.plan.batch_shares import share_of
+from gpumix.schema.plan.plan import Plan
 from harness import run_ranks
 from models import ARCHITECTURES, gpt2
 from reference import batches, engine_alone, initialised

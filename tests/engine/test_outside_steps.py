@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 import gpumix
-from gpumix.engine.coroutine import ModelError
-from gpumix.spec.errors import InputError
-from gpumix.spec.plan import Plan
+from gpumix.engine.model.forward_coroutine import ModelError
+from gpumix.schema.errors import InputError
+from gpumix.schema.plan.plan import Plan
 from harness import run_ranks
 from known_losses import known_loss
 from models import mean_loss

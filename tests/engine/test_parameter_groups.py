@@ -10,12 +10,12 @@ import torch
 
 import gpumix
 from extended import every_second
-from gpumix.engine.state import load_optimizer_state, optimizer_state
-from gpumix.integrations.optimizers import taken_over
-from gpumix.spec.errors import InputError
-from gpumix.spec.job import OptimizerSpec, ParameterGroup
-from gpumix.spec.plan import Plan
-from gpumix.train.optimizer import optimizer_for
+from gpumix.engine.sharding.state_dict import load_optimizer_state, optimizer_state
+from gpumix.integrations.common.optimizer_adapter import taken_over
+from gpumix.schema.errors import InputError
+from gpumix.schema.job.job import OptimizerSpec, ParameterGroup
+from gpumix.schema.plan.plan import Plan
+from gpumix.train.worker.optimizer import optimizer_for
 from harness import run_ranks
 from models import ARCHITECTURES
 from reference import (

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 
 from commands import run
 from extended import left_out
-from gpumix.spec.plan import Collectives
+from gpumix.schema.plan.plan import Collectives
 from models import ARCHITECTURES
 from reference import (
     Share,

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from gpumix.engine.coroutine import ModelError
-from gpumix.engine.recompute import Recomputed
+from gpumix.engine.model.forward_coroutine import ModelError
+from gpumix.engine.unit.activation_checkpoint import Recomputed
 
 
 class Counted(nn.Linear):

@@ -6,10 +6,10 @@ from itertools import groupby, pairwise
 
 import pytest
 
-from gpumix.cost.pipeline import Pipeline
-from gpumix.engine.record import SILENT, Recorder
-from gpumix.spec.plan import Plan
-from gpumix.spec.stage import Mode
+from gpumix.cost.schedule import Pipeline
+from gpumix.engine.comm.step_recorder import SILENT, Recorder
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.stage import Mode
 from harness import run_ranks
 from models import ARCHITECTURES
 from reference import Share, batches, engine_alone, engine_for, own_rows

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from extended import every_second
-from gpumix.spec.errors import InputError
-from gpumix.spec.plan import Plan
-from gpumix.spec.stage import PLAIN, Mode
+from gpumix.schema.errors import InputError
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.stage import PLAIN, Mode
 from harness import run_ranks
 from models import ARCHITECTURES
 from reference import Trained, batches, joined, optimizer_for, pieces_of, train_alone, worst_error

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from gpumix.engine.deferred import build
+from gpumix.engine.model.deferred_init import build
 from gpumix.engine.prepare import prepare
-from gpumix.spec.errors import GpumixError, InputError
+from gpumix.schema.errors import GpumixError, InputError
 from harness import run_ranks
 from models import ARCHITECTURES, own_blocks, vectors
 from reference import SEED, Share, engine_alone, engine_for, plan_for

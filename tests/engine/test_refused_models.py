@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpumix.engine.coroutine import ModelError
-from gpumix.spec.errors import GpumixError
-from gpumix.spec.stage import Mode
+from gpumix.engine.model.forward_coroutine import ModelError
+from gpumix.schema.errors import GpumixError
+from gpumix.schema.plan.stage import Mode
 from harness import run_ranks
 from known_losses import known_loss
 from models import ARCHITECTURES, Block, Regression, vectors

@@ -10,7 +10,7 @@ from torch.optim import optimizer as torch_optimizer
 
 import gpumix
 from checkpoints import checkpointer, odd
-from gpumix.spec.errors import InputError
+from gpumix.schema.errors import InputError
 from models import ARCHITECTURES
 from reference import Share, batches, engine_alone, engine_for, pieces_of
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from extended import chosen, every_second
-from gpumix.engine import own_gradients
-from gpumix.engine.own_gradients import Fingerprints, OwnNorm
-from gpumix.spec.plan import Plan
-from gpumix.spec.stage import Mode
-from gpumix.train.replayed import comparable
+from gpumix.engine.sharding import gradient_fingerprint
+from gpumix.engine.sharding.gradient_fingerprint import Fingerprints, OwnNorm
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.stage import Mode
+from gpumix.train.monitor.replay_verdict import comparable
 from harness import run_ranks
 from models import ARCHITECTURES, gpt2, mean_loss
 from reference import (
@@ -124,7 +124,7 @@ def test_training_is_the_same_with_replays_between(zero_stage):
 
 
 def test_the_norm_of_one_rank_alone_is_that_of_the_gradient(monkeypatch):
-    monkeypatch.setattr(own_gradients, "ROW", 2**30)  # all is looked at
+    monkeypatch.setattr(gradient_fingerprint, "ROW", 2**30)  # all is looked at
     engine = engine_alone(GPT2.factory, 4, 2)
     batch = next(batches(GPT2, 4, 1))
     model = initialised(GPT2.factory)

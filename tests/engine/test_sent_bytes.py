@@ -7,8 +7,8 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
-from gpumix.engine.comm import Communicator
-from gpumix.spec.cut import Intervals
+from gpumix.engine.comm.communicator import Communicator
+from gpumix.schema.plan.splitting import Intervals
 from harness import run_ranks
 
 RANKS, NUMEL = 3, 12

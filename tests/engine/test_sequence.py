@@ -11,13 +11,13 @@ from torch import nn
 from turns import assert_case, in_turn
 
 from extended import left_out
-from gpumix.engine.coroutine import ModelError
-from gpumix.engine.deferred import build
+from gpumix.engine.model.deferred_init import build
+from gpumix.engine.model.forward_coroutine import ModelError
 from gpumix.engine.prepare import prepare
-from gpumix.engine.units import dissect
-from gpumix.spec.errors import InputError
-from gpumix.spec.plan import Plan
-from gpumix.spec.stage import PLAIN, Mode, Stage
+from gpumix.engine.sharding.unit_discovery import dissect
+from gpumix.schema.errors import InputError
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.stage import PLAIN, Mode, Stage
 from harness import run_ranks
 from models import ARCHITECTURES, Batch, mean_loss
 from reference import SEED, batches, initialised, optimizer_for

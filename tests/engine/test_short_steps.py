@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from extended import chosen, left_out
-from gpumix.spec.errors import InputError
-from gpumix.spec.plan import Plan
-from gpumix.spec.shares import rows_of
-from gpumix.spec.stage import Mode
+from gpumix.schema.errors import InputError
+from gpumix.schema.plan.batch_shares import rows_of
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.stage import Mode
 from models import ARCHITECTURES, mean_loss
 from reference import batches, engine_alone, initialised, optimizer_for
 from staging import rows, run_in_turn, staged_engine, staged_plan

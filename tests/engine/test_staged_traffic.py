@@ -13,11 +13,11 @@ from counted_steps import BESIDE_THE_MODEL_BYTES, counted, llama, profiled
 from extended import chosen, left_out
 from gpumix.cost.predict import predict
 from gpumix.cost.traffic import traffic
-from gpumix.planner.explain import plan as make_plan
-from gpumix.spec.plan import Plan
-from gpumix.spec.profile import Profile
-from gpumix.spec.space import Space
-from gpumix.spec.stage import Mode, Stage
+from gpumix.planner.plan import plan as make_plan
+from gpumix.schema.job.search_space import Space
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.stage import Mode, Stage
+from gpumix.schema.profile.profile import Profile
 from reference import SEED, Share, plan_for
 
 KEEP = Mode(recompute=False)

@@ -16,12 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from turns import STEPS, assert_case, assert_same, in_turn
 
 from extended import chosen, every_second, every_third, left_out
-from gpumix.engine.coroutine import ModelError
+from gpumix.engine.model.forward_coroutine import ModelError
 from gpumix.engine.prepare import prepare
-from gpumix.spec.errors import InputError, MachineError
-from gpumix.spec.plan import Plan
-from gpumix.spec.shares import share_of
-from gpumix.spec.stage import PLAIN, Mode
+from gpumix.schema.errors import InputError, MachineError
+from gpumix.schema.plan.batch_shares import share_of
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.stage import PLAIN, Mode
 from harness import run_ranks
 from models import ARCHITECTURES, mean_loss
 from reference import batches, initialised

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpumix.engine.record import SILENT, Recorder
-from gpumix.engine.stands import where_main_stands
-from gpumix.spec.profile import ROOT
-from gpumix.spec.stage import Mode
+from gpumix.engine.comm.collective_progress import where_main_stands
+from gpumix.engine.comm.step_recorder import SILENT, Recorder
+from gpumix.schema.plan.stage import Mode
+from gpumix.schema.profile.profile import ROOT
 from models import WIDTH, Block, Regression, vectors
 from reference import engine_alone
 

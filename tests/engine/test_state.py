@@ -16,10 +16,10 @@ from checkpoints import (
     trained,
     whole,
 )
-from gpumix.engine.deferred import build
-from gpumix.engine.state import Part
-from gpumix.engine.weights import source_of
-from gpumix.spec.errors import InputError
+from gpumix.engine.model.deferred_init import build
+from gpumix.engine.sharding.initial_weights import source_of
+from gpumix.engine.sharding.state_dict import Part
+from gpumix.schema.errors import InputError
 from harness import run_ranks
 from models import ARCHITECTURES
 from reference import Share, engine_for

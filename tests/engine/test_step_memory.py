@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gpumix.engine.away import AtRest, Away
 from gpumix.engine.engine import Engine
-from gpumix.spec.stage import Mode
+from gpumix.engine.sharding.absent_parameter import AtRest, Away
+from gpumix.schema.plan.stage import Mode
 from memory import assert_no_tensor_waits_for_the_collector, count_tensors
 from models import ARCHITECTURES
 from reference import batches, engine_alone

@@ -23,13 +23,13 @@ from torch.distributed.tensor.parallel import (
 from turns import assert_case, in_turn
 
 from extended import left_out
-from gpumix.engine.deferred import build
+from gpumix.engine.model.deferred_init import build
 from gpumix.engine.prepare import prepare
-from gpumix.engine.tensor_plans import tensor_plan
-from gpumix.engine.units import dissect
-from gpumix.spec.errors import InputError
-from gpumix.spec.plan import Plan
-from gpumix.spec.stage import Mode, Stage
+from gpumix.engine.sharding.unit_discovery import dissect
+from gpumix.engine.tensor_parallel.plans import tensor_plan
+from gpumix.schema.errors import InputError
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.stage import Mode, Stage
 from harness import run_ranks
 from models import ARCHITECTURES, causal_model
 from reference import SEED, batches, initialised, mean_loss

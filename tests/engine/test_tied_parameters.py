@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gpumix.engine.units import ROOT, dissect
+from gpumix.engine.sharding.unit_discovery import ROOT, dissect
 from models import ARCHITECTURES, Block, Regression, vectors
 from reference import assert_step_is_plain, batches, engine_alone
 

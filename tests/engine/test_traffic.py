@@ -9,9 +9,9 @@ from counted_steps import BESIDE_THE_MODEL_BYTES, VOCABULARY, WIDTH, counted, ll
 from extended import chosen, every_second
 from gpumix.cost.predict import predict
 from gpumix.cost.traffic import traffic
-from gpumix.spec.plan import Plan
-from gpumix.spec.profile import End, Profile
-from gpumix.spec.stage import Mode
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.stage import Mode
+from gpumix.schema.profile.profile import End, Profile
 from reference import SEED, Share, plan_for
 
 ENDS = {"before": ("model.embed_tokens.weight",), "after": ("lm_head.weight",)}

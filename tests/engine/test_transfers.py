@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpumix.engine.lanes import Lane
-from gpumix.engine.transfers import HostMasters, Transfers
+from gpumix.engine.offload.copy_lanes import Lane
+from gpumix.engine.offload.state_transfers import HostMasters, Transfers
 from models import ARCHITECTURES
 from reference import batches, engine_alone
 

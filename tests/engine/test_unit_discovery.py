@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from gpumix.engine.units import ROOT, buffer_bytes, dissect
-from gpumix.spec.errors import InputError
-from gpumix.spec.stage import PLAIN, Mode
+from gpumix.engine.sharding.unit_discovery import ROOT, buffer_bytes, dissect
+from gpumix.schema.errors import InputError
+from gpumix.schema.plan.stage import PLAIN, Mode
 from harness import run_ranks
 from models import ARCHITECTURES, LENGTH, WIDTH, Block, Regression, own_blocks, vectors
 from reference import (

@@ -10,11 +10,11 @@ import pytest
 from turns import assert_case, in_turn
 
 from extended import chosen, every_second, left_out
-from gpumix.engine.deferred import build
+from gpumix.engine.model.deferred_init import build
 from gpumix.engine.prepare import prepare
-from gpumix.engine.units import dissect
-from gpumix.spec.plan import Plan
-from gpumix.spec.stage import Mode
+from gpumix.engine.sharding.unit_discovery import dissect
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.stage import Mode
 from harness import run_ranks
 from memory import count_tensors
 from models import ARCHITECTURES

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from extended import chosen, left_out
-from gpumix.spec.plan import Plan
-from gpumix.spec.stage import Mode
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.stage import Mode
 from models import mean_loss
 from reference import Share, Trained, batches, initialised, joined, pieces_of, plan_for, worst_error
 from staging import EVERY, Row, own_samples, run_in_turn, staged_engine, staged_plan

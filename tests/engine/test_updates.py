@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from extended import chosen, left_out
-from gpumix.engine.guard import Guard
-from gpumix.hardware.memory import limit_memory
-from gpumix.spec.errors import InputError
-from gpumix.spec.stage import Mode
+from gpumix.engine.update_guard import Guard
+from gpumix.hardware.memory_limit import limit_memory
+from gpumix.schema.errors import InputError
+from gpumix.schema.plan.stage import Mode
 from harness import run_ranks
 from models import ARCHITECTURES
 from reference import (

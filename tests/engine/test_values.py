@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_flatten
 
-from gpumix.engine.values import Arguments, flatten, unflatten
+from gpumix.engine.model.unit_values import Arguments, flatten, unflatten
 
 ONE, TWO = torch.zeros(1), torch.ones(2)
 Pair = namedtuple("Pair", ["left", "right"])

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import gpumix
-from gpumix.engine.versions import own_versions, refuse_unlike
-from gpumix.spec.errors import InputError
+from gpumix.engine.comm.version_check import own_versions, refuse_unlike
+from gpumix.schema.errors import InputError
 from harness import run_ranks
 from models import WIDTH, Block, Regression
 from reference import Share, plan_for

@@ -14,9 +14,9 @@ import gpumix
 from checkpoints import checkpointer, odd, whole
 from checkpoints import optimizer_values as state_values
 from extended import left_out
-from gpumix.engine.comm import Communicator
+from gpumix.engine.comm.communicator import Communicator
 from gpumix.engine.optimizers.layout import Layout
-from gpumix.spec.errors import InputError
+from gpumix.schema.errors import InputError
 from harness import run_ranks
 from reference import engine_for, joined, pieces_of
 from whole_optimizers import (

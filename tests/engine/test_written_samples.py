@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpumix.spec.stage import Mode
+from gpumix.schema.plan.stage import Mode
 from models import Block, Regression, vectors
 from reference import assert_gradients_equal, engine_alone, joined, pieces_of, plain_step
 

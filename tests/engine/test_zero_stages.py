@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from extended import chosen, left_out
-from gpumix.engine.micro_batch import MicroBatch
-from gpumix.spec.stage import Mode
+from gpumix.engine.schedule.micro_batch import MicroBatch
+from gpumix.schema.plan.stage import Mode
 from models import ARCHITECTURES
 from reference import (
     Case,

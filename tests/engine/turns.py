@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from extended import chosen
-from gpumix.spec.plan import Plan
+from gpumix.schema.plan.plan import Plan
 from reference import Trained, train_alone, worst_error
 from staging import EVERY, Row, staged_plan, train_in_turn
 

@@ -25,7 +25,7 @@ from changed_imports import (
 from extended import left_out
 from gpumix.report.page import page
 from gpumix.report.run import read_run
-from gpumix.spec.plan import Plan
+from gpumix.schema.plan.plan import Plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

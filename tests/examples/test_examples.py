@@ -12,9 +12,9 @@ import pytest
 from example_runs import EXAMPLES, TORCHRUN, python
 
 from gpumix.report.step_picture import Bar, Panel
-from gpumix.spec.plan import Plan
-from gpumix.spec.read import read_job
-from gpumix.spec.trace import Trace
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.step_trace import Trace
+from gpumix.schema.reading.read import read_job
 from staging import rows, staged_plan
 
 sys.path.insert(0, str(EXAMPLES))

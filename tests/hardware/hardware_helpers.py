@@ -6,10 +6,10 @@ import sys
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 
-from gpumix.hardware import discover
-from gpumix.hardware.cards import Card
-from gpumix.hardware.torch_build import TorchBuild
-from gpumix.spec.cluster import DeviceClass
+from gpumix.hardware.discovery import discover
+from gpumix.hardware.discovery.pci_gpus import Card
+from gpumix.hardware.discovery.torch_build import TorchBuild
+from gpumix.schema.cluster.cluster import DeviceClass
 
 
 def emulated_class(**changes) -> DeviceClass:

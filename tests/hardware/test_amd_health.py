@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from gpumix.hardware.amd_health import amd_driver, amd_handle_of, amd_health
-from gpumix.hardware.gpu_health import GpuHealth
+from gpumix.hardware.discovery.amd_health import amd_driver, amd_handle_of, amd_health
+from gpumix.hardware.discovery.gpu_health import GpuHealth
 
 GIB = 2**30
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gpumix.hardware import cards as module
-from gpumix.hardware.cards import Card, cards_on_bus, count
+from gpumix.hardware.discovery import pci_gpus as module
+from gpumix.hardware.discovery.pci_gpus import Card, cards_on_bus, count
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 from pydantic import ValidationError
 
-from gpumix.hardware.catalogue import (
+from gpumix.hardware.estimates.gpu_catalogue import (
     Card,
     CoherentLink,
     DeviceLink,
@@ -22,7 +22,7 @@ from gpumix.hardware.catalogue import (
     find,
     load,
 )
-from gpumix.spec.errors import InputError
+from gpumix.schema.errors import InputError
 
 GIB = 2**30
 MIB = 2**20
@@ -402,7 +402,7 @@ def test_pcie_counts_lanes_and_generations():
 
 
 def test_the_catalogue_needs_no_torch():
-    code = "import sys; from gpumix.hardware.catalogue import find; find('p40'); "
+    code = "import sys; from gpumix.hardware.estimates.gpu_catalogue import find; find('p40'); "
     code += "sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr or "torch was imported"

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from gpumix.hardware import control_groups
-from gpumix.hardware.control_groups import core_quotas, memory_groups
-from gpumix.hardware.environment import available_host_bytes, host_memory_bytes
+from gpumix.hardware.host import cgroups
+from gpumix.hardware.host.cgroups import core_quotas, memory_groups
+from gpumix.hardware.host.environment import available_host_bytes, host_memory_bytes
 
 OF_SLURM = "0::/system.slice/slurmstepd.scope/job_7/step_0\n"
 OF_DOCKER = "5:cpu,cpuacct:/docker/7f\n4:memory:/docker/7f\n0::/docker/7f\n"
@@ -26,8 +26,8 @@ def machine(monkeypatch, tmp_path):
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(content)
 
-    monkeypatch.setattr(control_groups, "_OWN", tmp_path / "own")
-    monkeypatch.setattr(control_groups, "_ROOT", tmp_path / "root")
+    monkeypatch.setattr(cgroups, "_OWN", tmp_path / "own")
+    monkeypatch.setattr(cgroups, "_ROOT", tmp_path / "root")
     return write
 
 

@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
-from gpumix.hardware import cpu
-from gpumix.hardware.cpu import (
+from gpumix.hardware.host import cpu
+from gpumix.hardware.host.cpu import (
     bf16_in,
     cores_here,
     cpu_has_bf16,

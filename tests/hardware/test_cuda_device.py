@@ -10,10 +10,10 @@ import torch
 
 from gpumix.hardware import runtime
 from gpumix.hardware.device import open_device
-from gpumix.hardware.environment import ALLOCATORS
-from gpumix.hardware.gpu_health import GpuHealth
-from gpumix.spec.cluster import DeviceClass
-from gpumix.spec.errors import MachineError
+from gpumix.hardware.discovery.gpu_health import GpuHealth
+from gpumix.hardware.host.environment import ALLOCATORS
+from gpumix.schema.cluster.cluster import DeviceClass
+from gpumix.schema.errors import MachineError
 
 GIB = 2**30
 TOTAL = 24 * GIB

@@ -8,17 +8,24 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import gpumix
 from extended import left_out
-from gpumix.engine.tensor import all_of, divide
-from gpumix.engine.tensor_plans import tensor_plan
-from gpumix.engine.units import dissect
-from gpumix.hardware.decoder import GATED, KIND, PLAIN, Decoder, decoder, llama_shaped
+from gpumix.engine.sharding.unit_discovery import dissect
+from gpumix.engine.tensor_parallel.parallelize import all_of, divide
+from gpumix.engine.tensor_parallel.plans import tensor_plan
 from gpumix.hardware.device import open_device
-from gpumix.profiler.measure import measure_class
-from gpumix.profiler.specimen import MadeUpTeam
+from gpumix.hardware.estimates.decoder_shapes import (
+    GATED,
+    KIND,
+    PLAIN,
+    Decoder,
+    decoder,
+    llama_shaped,
+)
+from gpumix.profiler.compute.class_measurement import measure_class
+from gpumix.profiler.compute.unit_fixture import MadeUpTeam
 from gpumix.profiler.subject import Shape, Subject
-from gpumix.spec.cluster import DeviceClass
-from gpumix.spec.errors import InputError
-from gpumix.spec.profile import ROOT
+from gpumix.schema.cluster.cluster import DeviceClass
+from gpumix.schema.errors import InputError
+from gpumix.schema.profile.profile import ROOT
 
 SIZES = {
     "hidden_size": 64,

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from gpumix.hardware.describe import cards, cluster
-from gpumix.spec.errors import InputError
+from gpumix.hardware.estimates.cluster_shorthand import cards, cluster
+from gpumix.schema.errors import InputError
 
 
 def counts(found):

@@ -10,9 +10,9 @@ from hardware_helpers import emulated_class
 
 from gpumix.hardware.device import open_device
 from gpumix.hardware.emulation import EmulatedDevice
-from gpumix.hardware.memory import limit_memory
-from gpumix.spec.cluster import DeviceClass
-from gpumix.spec.errors import InputError, MachineError
+from gpumix.hardware.memory_limit import limit_memory
+from gpumix.schema.cluster.cluster import DeviceClass
+from gpumix.schema.errors import InputError, MachineError
 
 pytestmark = pytest.mark.usefixtures("no_garbage")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from hardware_helpers import FakeCard, FakeNvml
 
-from gpumix.hardware import control_groups
-from gpumix.hardware import discover as module
-from gpumix.hardware.control_groups import MemoryGroup
-from gpumix.hardware.discover import discover, product_slug
-from gpumix.spec.errors import MachineError
+from gpumix.hardware.discovery import discover as module
+from gpumix.hardware.discovery.discover import discover, product_slug
+from gpumix.hardware.host import cgroups
+from gpumix.hardware.host.cgroups import MemoryGroup
+from gpumix.schema.errors import MachineError
 
 GIB = 2**30
 RTX = "NVIDIA GeForce RTX 3090"
@@ -19,7 +19,7 @@ A100 = "NVIDIA A100-SXM4-40GB"
 @pytest.fixture
 def nvml(monkeypatch):
     monkeypatch.setattr(module.socket, "gethostname", lambda: "node7")
-    monkeypatch.setattr(control_groups, "memory_groups", list)
+    monkeypatch.setattr(cgroups, "memory_groups", list)
     return FakeNvml().install(monkeypatch)
 
 
@@ -161,7 +161,7 @@ def test_a_container_has_less_memory_than_its_host(nvml, monkeypatch, tmp_path):
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:       16777216 kB\n")
     monkeypatch.setattr(module, "_MEMINFO", meminfo)
-    monkeypatch.setattr(control_groups, "memory_groups", lambda: [MemoryGroup(4 * GIB, 0)])
+    monkeypatch.setattr(cgroups, "memory_groups", lambda: [MemoryGroup(4 * GIB, 0)])
     (cpu,) = discover().classes
     assert cpu.memory_bytes == int(4 * GIB * 0.8) and "4.0 GiB" in cpu.product
 
@@ -189,5 +189,5 @@ def test_a_gpu_that_does_not_answer_is_named(mixed):
 
 
 def test_discovery_needs_no_torch(run_python):
-    code = "import sys, gpumix.hardware.discover; print('torch' in sys.modules)"
+    code = "import sys, gpumix.hardware.discovery.discover; print('torch' in sys.modules)"
     assert run_python(code).stdout.strip() == "False"

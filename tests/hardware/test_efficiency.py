@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from gpumix.hardware.efficiency import TABLE, Chosen, Installed, choose
-from gpumix.spec.cluster import Cluster, Device, DeviceClass
-from gpumix.spec.dtypes import compute_dtypes
-from gpumix.spec.efficiency import PLAIN_EFFICIENCY, Efficiency, EfficiencySpec
-from gpumix.spec.errors import InputError
+from gpumix.hardware.estimates.kernel_choice import TABLE, Chosen, Installed, choose
+from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
+from gpumix.schema.cluster.kernels import PLAIN_EFFICIENCY, Efficiency, EfficiencySpec
+from gpumix.schema.errors import InputError
+from gpumix.schema.plan.dtypes import compute_dtypes
 
 ALL = Installed(flash_attn=True, liger_kernel=True, triton=True)
 CAPABILITIES = {"p40": "6.1", "v100": "7.0", "t4": "7.5", "a100": "8.0", "h100": "9.0"}

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from gpumix.cost.curves import seconds_at, seconds_of
+from gpumix.cost.layout.curves import seconds_at, seconds_of
+from gpumix.cost.network.link_times import PER_OWNER
 from gpumix.cost.teams import in_team
-from gpumix.cost.wire import PER_OWNER
-from gpumix.hardware.decoder import KIND, decoder, llama_shaped
-from gpumix.hardware.describe import cluster
-from gpumix.hardware.estimate import estimate, rescaled
-from gpumix.planner.base import PlanRequest, predicted
-from gpumix.planner.explain import plan
-from gpumix.planner.optimal import optimal
-from gpumix.planner.staged import staged
-from gpumix.spec.errors import InputError
-from gpumix.spec.profile import ROOT
-from gpumix.spec.space import Space
+from gpumix.hardware.estimates.cluster_shorthand import cluster
+from gpumix.hardware.estimates.decoder_shapes import KIND, decoder, llama_shaped
+from gpumix.hardware.estimates.estimate import estimate, rescaled
+from gpumix.planner.common.strategy import PlanRequest, predicted
+from gpumix.planner.data_parallel.search import optimal
+from gpumix.planner.pipeline_parallel.search import staged
+from gpumix.planner.plan import plan
+from gpumix.schema.errors import InputError
+from gpumix.schema.job.search_space import Space
+from gpumix.schema.profile.profile import ROOT
 
 
 def model_in(dtype):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpumix.hardware.memory import is_fragmented, is_out_of_memory
+from gpumix.hardware.memory_limit import is_fragmented, is_out_of_memory
 
 MIB = 2**20
 END = (

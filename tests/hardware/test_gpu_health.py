@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from gpumix.hardware.gpu_health import (
+from gpumix.hardware.discovery.gpu_health import (
     GpuHealth,
     Look,
     driver,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from gpumix.hardware.environment import torchrun_place
-from gpumix.spec.errors import InputError
-from gpumix.train.runner import LocalRunner, runner
+from gpumix.hardware.host.environment import torchrun_place
+from gpumix.schema.errors import InputError
+from gpumix.train.processes.runner import LocalRunner, runner
 
 PLACE = {
     "RANK": "1",

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpumix.hardware.memory import is_out_of_memory, limit_memory
+from gpumix.hardware.memory_limit import is_out_of_memory, limit_memory
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import pytest
 import test_gpu_health as nvidia
 from profiles import Card, profile, steady
 
-from gpumix.hardware.occupied import Occupied, leave_taken, occupied
-from gpumix.spec.cluster import Cluster, Device, DeviceClass
-from gpumix.spec.errors import MachineError
+from gpumix.hardware.discovery.foreign_memory import Occupied, leave_taken, occupied
+from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
+from gpumix.schema.errors import MachineError
 
 GIB = 2**30
 

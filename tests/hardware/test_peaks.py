@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from gpumix.hardware.catalogue import find
-from gpumix.hardware.peaks import stated_peak
-from gpumix.spec.cluster import DeviceClass
-from gpumix.spec.peak import Peak
+from gpumix.hardware.estimates.gpu_catalogue import find
+from gpumix.hardware.estimates.stated_peak import stated_peak
+from gpumix.schema.cluster.cluster import DeviceClass
+from gpumix.schema.peak_flops import Peak
 
 
 def of(product: str = "", **fields) -> DeviceClass:

@@ -9,9 +9,10 @@ import os
 import pytest
 import torch
 
-from gpumix.engine.host import empty_on_host
-from gpumix.hardware import pinned, runtime
-from gpumix.hardware.pinned import pinned_memory
+from gpumix.engine.offload.host_offload import empty_on_host
+from gpumix.hardware import runtime
+from gpumix.hardware.host import pinned
+from gpumix.hardware.host.pinned import pinned_memory
 
 SIZE = 3 * mmap.PAGESIZE + 5
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gpumix.hardware.catalogue import find, load
-from gpumix.hardware.roofline import (
+from gpumix.hardware.estimates.gpu_catalogue import find, load
+from gpumix.hardware.estimates.roofline import (
     MATRIX,
     PLAIN,
     flops_per_s,

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from gpumix.hardware.torch_build import (
+from gpumix.hardware.discovery.torch_build import (
     TorchBuild,
     build_of,
     cuda_wheel,

@@ -8,12 +8,13 @@ import pytest
 import torch
 from hardware_helpers import FakeNvml, built_for
 
-from gpumix.hardware import discover as discovery
-from gpumix.hardware import runtime, torch_gpus
-from gpumix.hardware.discover import discover
-from gpumix.hardware.torch_gpus import gpus_by_torch, shows_gpus, told_by_torch
-from gpumix.hardware.visible import Gpu
-from gpumix.spec.errors import MachineError
+from gpumix.hardware import runtime
+from gpumix.hardware.discovery import discover as discovery
+from gpumix.hardware.discovery import torch_gpus
+from gpumix.hardware.discovery.cuda_visible_devices import Gpu
+from gpumix.hardware.discovery.discover import discover
+from gpumix.hardware.discovery.torch_gpus import gpus_by_torch, shows_gpus, told_by_torch
+from gpumix.schema.errors import MachineError
 
 GIB = 2**30
 HIP_UUID = "35663062-3061-3937-6635-363062306139"  # HIP's 16 digits, as bytes

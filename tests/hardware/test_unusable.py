@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 from hardware_helpers import FakeCard, FakeNvml, built_for, plugged_in
 
-from gpumix.hardware import discover as discovery
-from gpumix.hardware import unusable
-from gpumix.hardware.discover import discover, why_cpu
-from gpumix.spec.errors import MachineError
+from gpumix.hardware.discovery import discover as discovery
+from gpumix.hardware.discovery import unusable_gpus
+from gpumix.hardware.discovery.discover import discover, why_cpu
+from gpumix.schema.errors import MachineError
 
 
 @pytest.fixture
 def nvml(monkeypatch, tmp_path):
     for name in ("_NVIDIA_MODULE", "_KFD", "_DRI"):
-        monkeypatch.setattr(unusable, name, tmp_path / name)
+        monkeypatch.setattr(unusable_gpus, name, tmp_path / name)
     return FakeNvml([FakeCard("GPU-1")]).install(monkeypatch)
 
 

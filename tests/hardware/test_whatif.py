@@ -7,17 +7,17 @@ from collections import Counter
 import pytest
 from profiles import curve
 
-from gpumix.cost.curves import seconds_at
-from gpumix.hardware.catalogue import find
-from gpumix.hardware.decoder import KIND, llama_shaped
-from gpumix.hardware.describe import cluster
-from gpumix.hardware.estimate import estimate, estimate_class, rescaled
-from gpumix.hardware.whatif import added, class_named, relinked, relinked_inside, removed
-from gpumix.planner.explain import plan
-from gpumix.spec.errors import InputError
-from gpumix.spec.network import Network
-from gpumix.spec.profile import CollectiveTimes, End, Profile, RootParameter
-from gpumix.spec.space import Space
+from gpumix.cost.layout.curves import seconds_at
+from gpumix.hardware.estimates.cluster_shorthand import cluster
+from gpumix.hardware.estimates.decoder_shapes import KIND, llama_shaped
+from gpumix.hardware.estimates.estimate import estimate, estimate_class, rescaled
+from gpumix.hardware.estimates.gpu_catalogue import find
+from gpumix.hardware.estimates.what_if import added, class_named, relinked, relinked_inside, removed
+from gpumix.planner.plan import plan
+from gpumix.schema.cluster.network import Network
+from gpumix.schema.errors import InputError
+from gpumix.schema.job.search_space import Space
+from gpumix.schema.profile.profile import CollectiveTimes, End, Profile, RootParameter
 
 ONE_STAGE = Space(most_stages=1, tensor=1)
 

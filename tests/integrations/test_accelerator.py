@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from extended import every_second
 from gpumix.report.page import page
 from gpumix.report.run import Run, read_run
-from gpumix.spec.errors import InputError
+from gpumix.schema.errors import InputError
 from harness import run_ranks
 from programs import (
     GLOBAL_BATCH,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from transformers import TrainerControl
 
-from gpumix.integrations.trainer.control import FLAGS, AgreedControl
+from gpumix.integrations.transformers.control import FLAGS, AgreedControl
 from harness import run_ranks
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from gpumix.integrations.fields import Fields
-from gpumix.integrations.hosted import refuse_gpu
-from gpumix.spec.errors import InputError
+from gpumix.integrations.common.plan_and_shard import refuse_gpu
+from gpumix.integrations.common.unsupported_arguments import Fields
+from gpumix.schema.errors import InputError
 from harness import run_ranks
 from programs import Texts, arguments, as_launched, model, tokenizer
 
@@ -39,8 +39,8 @@ def classes() -> dict[str, tuple[list[str], Fields]]:
     from accelerate.utils import DataLoaderConfiguration
     from transformers.trainer_pt_utils import AcceleratorConfig
 
-    from gpumix.integrations import accelerator_arguments as loop
-    from gpumix.integrations.trainer import arguments as trainer
+    from gpumix.integrations.accelerate import arguments as loop
+    from gpumix.integrations.transformers import arguments as trainer
     from gpumix.integrations.trl import ARGUMENTS
 
     kinds = {
@@ -240,9 +240,8 @@ def _asked(folder: Path) -> dict[str, Any]:
     from torch.utils.data import DataLoader
 
     from gpumix import Accelerator
-    from gpumix.integrations import accelerated
-    from gpumix.integrations.trainer import planned
-    from gpumix.integrations.transformers import Trainer
+    from gpumix.integrations.accelerate import accelerator
+    from gpumix.integrations.transformers import Trainer, trainer_mixin
 
     found: dict[str, Any] = {}
 
@@ -257,7 +256,7 @@ def _asked(folder: Path) -> dict[str, Any]:
 
         return told
 
-    planned.host, accelerated.host = host("Trainer"), host("Accelerator")
+    trainer_mixin.host, accelerator.host = host("Trainer"), host("Accelerator")
     for said in PRECISIONS:
         found[said] = {}
         asked = {} if said == "no" else {said: True}

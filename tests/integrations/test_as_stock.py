@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from gpumix.integrations.specimens import specimen_of
+from gpumix.integrations.dataloader.example_batch import specimen_of
 from gpumix.testing import Share, plan_for
 from harness import run_ranks
 from programs import Texts, arguments, as_launched, model
@@ -66,7 +66,7 @@ def _backwards(folder: Path) -> dict[str, Any]:
     import accelerate
 
     import gpumix
-    from gpumix.spec.errors import InputError
+    from gpumix.schema.errors import InputError
 
     accelerate.Accelerator = gpumix.Accelerator  # type: ignore[misc]
     network, other = model(), nn.Linear(3, 1)
@@ -163,7 +163,7 @@ def _fitted(folder: Path) -> dict[str, Any]:
     from lightning.pytorch import LightningModule, Trainer
 
     from gpumix.integrations.lightning import GpumixStrategy
-    from gpumix.spec.errors import InputError
+    from gpumix.schema.errors import InputError
 
     class Module(LightningModule):
         """Whose first unit gets the batch itself, of which a hook takes a part."""

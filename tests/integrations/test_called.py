@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from gpumix.integrations.called import call_of
-from gpumix.spec.errors import InputError
+from gpumix.integrations.accelerate.call_signature import call_of
+from gpumix.schema.errors import InputError
 
 X, Y = torch.zeros(2, 3), torch.ones(2)
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gpumix.integrations import coupled_rows
-from gpumix.integrations.coupled_rows import refuse_coupled
-from gpumix.spec.errors import InputError
+from gpumix.integrations.accelerate import coupled_rows
+from gpumix.integrations.accelerate.coupled_rows import refuse_coupled
+from gpumix.schema.errors import InputError
 
 Y = torch.tensor([0, 2, 1, 2])
 APART: dict[str, Callable[[Tensor], Tensor]] = {

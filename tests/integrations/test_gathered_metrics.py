@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from extended import every_second
-from gpumix.spec.errors import InputError
+from gpumix.schema.errors import InputError
 from harness import run_ranks
 from programs import GLOBAL_BATCH, Texts, as_launched, model, other_ranks, unlike_ranks
 from reference import Share, plan_for

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumix.engine.alike import _digest, make_alike, refuse_other_models
-from gpumix.engine.groups import all_ranks
-from gpumix.integrations.gathering import all_rows, all_texts
-from gpumix.spec.errors import InputError
+from gpumix.engine.comm.process_groups import all_ranks
+from gpumix.engine.model.equal_weights import _digest, make_alike, refuse_other_models
+from gpumix.integrations.common.gather import all_rows, all_texts
+from gpumix.schema.errors import InputError
 from harness import run_ranks
 
 PLACES = [[range(4, 6), range(6, 7)], [], [range(4)]]  # by rank

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from gpumix.integrations import hosted
-from gpumix.spec.errors import InputError
+from gpumix.integrations.common import plan_and_shard
+from gpumix.schema.errors import InputError
 from staging import rows, staged_plan
 
 
@@ -22,13 +22,13 @@ def test_what_a_newer_gpumix_left_is_kept(tmp_path, monkeypatch, kind):
     def measured(*arguments, **options):
         raise AssertionError("the model was measured")
 
-    monkeypatch.setattr(hosted, "profile", measured)
+    monkeypatch.setattr(plan_and_shard, "profile", measured)
     file = tmp_path / f"{kind}.json"
     newer = json.dumps({"kind": kind, "schema_version": 99})
     file.write_text(newer)
-    training = hosted.Training(torch.zeros, sequence_length=1, global_batch=1)
+    training = plan_and_shard.Training(torch.zeros, sequence_length=1, global_batch=1)
     with pytest.raises(InputError) as caught:
-        hosted.host(nn.Linear(1, 1), training, folder=tmp_path)
+        plan_and_shard.host(nn.Linear(1, 1), training, folder=tmp_path)
     assert caught.value.why == "a newer gpumix wrote it"
     assert file.read_text() == newer
 
@@ -36,11 +36,13 @@ def test_what_a_newer_gpumix_left_is_kept(tmp_path, monkeypatch, kind):
 @pytest.mark.parametrize("asked, told", [("bf16", True), ("fp32", False), ("auto", False)])
 def test_a_given_plan_that_computes_in_another_dtype_is_told(monkeypatch, asked, told):
     for name in ("refuse_other_models", "own_device", "leave_at_end", "prepare"):
-        monkeypatch.setattr(hosted, name, Mock())
+        monkeypatch.setattr(plan_and_shard, name, Mock())
     plan, said = staged_plan("gpt2", rows([1])), []
     batch = plan.global_batch
-    training = hosted.Training(torch.zeros, sequence_length=1, global_batch=batch, precision=asked)
-    hosted.host(nn.Linear(1, 1), training, plan=plan, say=said.append)
+    training = plan_and_shard.Training(
+        torch.zeros, sequence_length=1, global_batch=batch, precision=asked
+    )
+    plan_and_shard.host(nn.Linear(1, 1), training, plan=plan, say=said.append)
     line = "devices compute in fp32, as the plan says, not in bf16"
     assert said == ([line] if told else [])
 
@@ -54,14 +56,16 @@ class Trained:
 
 def test_memory_of_what_was_trained_before_is_free_for_what_comes(monkeypatch):
     for name in ("refuse_other_models", "own_device", "leave_at_end"):
-        monkeypatch.setattr(hosted, name, Mock())
+        monkeypatch.setattr(plan_and_shard, name, Mock())
     plan = staged_plan("gpt2", rows([1]))
-    training = hosted.Training(torch.zeros, sequence_length=1, global_batch=plan.global_batch)
+    training = plan_and_shard.Training(
+        torch.zeros, sequence_length=1, global_batch=plan.global_batch
+    )
     gc.disable()
     try:
         before = weakref.ref(Trained())
         assert before() is not None
-        monkeypatch.setattr(hosted, "prepare", lambda *given, **more: before())
-        assert hosted.host(nn.Linear(1, 1), training, plan=plan) is None
+        monkeypatch.setattr(plan_and_shard, "prepare", lambda *given, **more: before())
+        assert plan_and_shard.host(nn.Linear(1, 1), training, plan=plan) is None
     finally:
         gc.enable()

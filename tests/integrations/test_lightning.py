@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from gpumix.report.run import read_run
-from gpumix.spec.errors import InputError
+from gpumix.schema.errors import InputError
 from harness import run_ranks
 from programs import GLOBAL_BATCH, Texts, as_launched, model, told_of_input
 from reference import Share, plan_for
@@ -97,7 +97,7 @@ def other_ranks() -> Any:
 
 
 def two_stages() -> Any:
-    from gpumix.engine.units import dissect
+    from gpumix.engine.sharding.unit_discovery import dissect
 
     plan = staged_plan("llama", rows([12], [8, 4]), zero_stage=1)
     stages = [

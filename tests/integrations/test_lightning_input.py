@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
 from extended import chosen, left_out
-from gpumix.spec.plan import Plan
+from gpumix.schema.plan.plan import Plan
 from harness import run_ranks
 from programs import as_launched
 from reference import Share, plan_for

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
-from gpumix.spec.errors import InputError
+from gpumix.schema.errors import InputError
 from harness import run_ranks
 
 pytest.importorskip("lightning")
@@ -139,7 +139,7 @@ def test_it_is_refused(name, refused):
 
 
 def test_checkpoints_are_in_a_file_system():
-    from gpumix.integrations.strategy.checkpoints import state_of
+    from gpumix.integrations.lightning.checkpoints import state_of
 
     with pytest.raises(InputError, match="s3://"):
         state_of("s3://bucket/last.ckpt")

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("lightning")
 
-from gpumix.integrations.strategy.combining import TRIES, Part, Ways, fitting_ways
+from gpumix.integrations.lightning.combining import TRIES, Part, Ways, fitting_ways
 
 SAMPLES = [1.0, 5.0, 3.0]
 LABELS = [2.0, 4.0, 1.0]

@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from gpumix.engine.coroutine import ModelError
-from gpumix.integrations.loop_outputs import NotKept, as_leaves, joined, without_rows
-from gpumix.integrations.unlike_rows import is_of_rows
-from gpumix.spec.errors import InputError
+from gpumix.engine.model.forward_coroutine import ModelError
+from gpumix.integrations.accelerate.outputs import NotKept, as_leaves, joined, without_rows
+from gpumix.integrations.accelerate.unlike_rows import is_of_rows
+from gpumix.schema.errors import InputError
 from harness import run_ranks
 from programs import as_launched
 from reference import Share, plan_for

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
-from gpumix.integrations.loop_outputs import Outputs
-from gpumix.spec.errors import InputError
+from gpumix.integrations.accelerate.outputs import Outputs
+from gpumix.schema.errors import InputError
 from harness import run_ranks
 from programs import GLOBAL_BATCH, Texts, as_launched, model
 from reference import Share, plan_for

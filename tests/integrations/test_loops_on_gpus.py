@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader
 
 import cuda_device
 import gpumix
-from gpumix.integrations import recorded as records
+from gpumix.integrations.common import run_recorder as records
 from gpumix.report.run import read_run
-from gpumix.train import run_files
-from gpumix.train.metrics import StepRecord
+from gpumix.train.run_log import run_files
+from gpumix.train.run_log.metrics import StepRecord
 from harness import run_ranks
 from programs import Texts, arguments, as_launched, model
 from reference import Share, plan_for

@@ -30,11 +30,11 @@ CLUSTER = """
 def on_unlike_devices(folder: Path) -> None:
     """A short look at them is enough, for shares that go by what their class is known to do."""
     as_launched(folder)
-    from gpumix.integrations import hosted
+    from gpumix.integrations.common import plan_and_shard
 
     Path(os.environ["GPUMIX_CLUSTER"]).write_text(CLUSTER)
-    hosted.profile = partial(hosted.profile, budget_s=2.0)
-    hosted.strategy_of = lambda couples: "proportional"
+    plan_and_shard.profile = partial(plan_and_shard.profile, budget_s=2.0)
+    plan_and_shard.strategy_of = lambda couples: "proportional"
 
 
 def by_trainer(folder: Path, world: int) -> tuple[list[float], Any]:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from gpumix.integrations.mixed_samples import refuse_mixing
-from gpumix.spec.errors import InputError
+from gpumix.integrations.dataloader.mixed_samples import refuse_mixing
+from gpumix.schema.errors import InputError
 
 SAMPLES = [
     {"x": torch.randn(4, generator=torch.Generator().manual_seed(number)), "w": torch.rand(())}

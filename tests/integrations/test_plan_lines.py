@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpumix.integrations.hosted import lines_of
+from gpumix.integrations.common.plan_and_shard import lines_of
 from staging import rows, staged_plan
 
 

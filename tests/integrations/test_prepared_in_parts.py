@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from gpumix.integrations.hosted import refuse_as_loaded
-from gpumix.spec.errors import GpumixError, InputError
+from gpumix.integrations.common.plan_and_shard import refuse_as_loaded
+from gpumix.schema.errors import GpumixError, InputError
 from harness import run_ranks
 from programs import GLOBAL_BATCH, Texts, as_launched, model, other_ranks
 

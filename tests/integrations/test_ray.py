@@ -19,7 +19,7 @@ import yaml
 ray = pytest.importorskip("ray")
 
 from gpumix.integrations.ray import Workers, run, train  # noqa: E402 - it needs Ray
-from gpumix.spec.errors import InputError, Interrupted, MachineError, TrainingError  # noqa: E402
+from gpumix.schema.errors import InputError, Interrupted, MachineError, TrainingError  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -145,7 +145,7 @@ def _sums(own: float) -> tuple[str, str, float]:
     import torch
     import torch.distributed as dist
 
-    from gpumix.engine.launched import join_launched
+    from gpumix.engine.comm.init_distributed import join_launched
 
     rank = os.environ["RANK"]
     if own < 0 and rank == "1":

@@ -10,8 +10,8 @@ from unittest import mock
 
 import pytest
 
-from gpumix.hardware.environment import place_settings
-from gpumix.integrations.on_ray.places import (
+from gpumix.hardware.host.environment import place_settings
+from gpumix.integrations.ray.placement import (
     Arrived,
     Place,
     Workers,
@@ -20,8 +20,8 @@ from gpumix.integrations.on_ray.places import (
     the_error,
     wanted,
 )
-from gpumix.integrations.on_ray.ranks import JobRank, numbers_of
-from gpumix.spec.errors import (
+from gpumix.integrations.ray.worker import JobRank, numbers_of
+from gpumix.schema.errors import (
     InputError,
     MachineError,
     NoFeasiblePlanError,
@@ -144,7 +144,9 @@ def test_a_folder_that_a_host_does_not_have(tmp_path, own_environment):
 def test_without_ray_the_line_that_installs_it_is_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "gpumix.integrations.ray", raising=False)
-    monkeypatch.setattr("gpumix.integrations.missing.find_spec", lambda name: None)
+    monkeypatch.setattr(
+        "gpumix.integrations.common.optional_dependency.find_spec", lambda name: None
+    )
     with pytest.raises(MachineError) as found:
         import gpumix.integrations.ray  # noqa: F401
     assert found.value.fix == 'pip install "gpumix[ray]"'

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from gpumix.engine.groups import all_ranks
-from gpumix.engine.wait_clock import WaitClock
-from gpumix.hardware.stamps import HostStamps
-from gpumix.integrations import recorded
-from gpumix.integrations.recorded import CLASSES_STEPS, Record, Recorded
+from gpumix.engine.comm.process_groups import all_ranks
+from gpumix.engine.comm.wait_clock import WaitClock
+from gpumix.hardware.timestamps import HostStamps
+from gpumix.integrations.common import run_recorder
+from gpumix.integrations.common.run_recorder import CLASSES_STEPS, Record, Recorded
 from gpumix.report.page import page
 from gpumix.report.run import read_run
-from gpumix.train import run_files
-from gpumix.train.account import Shares
-from gpumix.train.watch import WINDOW_STEPS, Watch
+from gpumix.train.monitor.step_timer import WINDOW_STEPS, Watch
+from gpumix.train.run_log import run_files
+from gpumix.train.run_log.time_breakdown import Shares
 from staging import rows, staged_plan
 
 HOST = torch.device("cpu")
@@ -30,8 +30,8 @@ class Loop:
     def __init__(self, folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         clock = lambda: self.now  # noqa: E731
-        monkeypatch.setattr(recorded, "Watch", partial(Watch, clock=clock))
-        monkeypatch.setattr(recorded, "stamps_of", lambda device: HostStamps(clock))
+        monkeypatch.setattr(run_recorder, "Watch", partial(Watch, clock=clock))
+        monkeypatch.setattr(run_recorder, "stamps_of", lambda device: HostStamps(clock))
         engine: Any = SimpleNamespace(
             comm=all_ranks(HOST),
             plan=staged_plan("gpt2", rows([4])),

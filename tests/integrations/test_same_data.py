@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset
 
-from gpumix.integrations.same_data import check_same_data
-from gpumix.spec.errors import InputError
+from gpumix.integrations.dataloader.same_data import check_same_data
+from gpumix.schema.errors import InputError
 from harness import run_ranks
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from gpumix.integrations.samplers import alike, grouped, prepared, seed_of_all
+from gpumix.integrations.dataloader.samplers import alike, grouped, prepared, seed_of_all
 from harness import run_ranks
 
 NUMBERS = range(20)

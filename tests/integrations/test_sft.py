@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from extended import chosen, left_out
-from gpumix.spec.errors import GpumixError, InputError
+from gpumix.schema.errors import GpumixError, InputError
 from harness import run_ranks
 from programs import as_launched, in_folder, in_hub_cache, tokenizer
 from reference import Share, plan_for

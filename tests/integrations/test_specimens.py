@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset
 
-from gpumix.integrations import specimens
-from gpumix.integrations.specimens import OF_STREAM, are_padded, specimen_of
-from gpumix.spec.errors import InputError
+from gpumix.integrations.dataloader import example_batch
+from gpumix.integrations.dataloader.example_batch import OF_STREAM, are_padded, specimen_of
+from gpumix.schema.errors import InputError
 from harness import run_ranks
 
 LENGTHS = [3, 4, 2, 9, 5]
@@ -52,7 +52,7 @@ def at_its_speed(streamed: bool) -> tuple[int, list[int]]:
     if streamed:
         dataset = SlowStream(0.0)
         dataset.samples = samples
-    specimens.time = SimpleNamespace(monotonic=lambda: samples.now)
+    example_batch.time = SimpleNamespace(monotonic=lambda: samples.now)
     found = specimen_of(dataset, padded)
     return found.sequence_length, found.batch(1)["input_ids"][0].tolist()
 
@@ -83,7 +83,7 @@ def made(lengths: list[int]) -> Any:
 
 
 # The longest lies behind what is looked at one by one.
-MANY = [1 + n % 7 for n in range(specimens.LOOKED_AT)] + [30, 40, 2]
+MANY = [1 + n % 7 for n in range(example_batch.LOOKED_AT)] + [30, 40, 2]
 SHOWN = {
     "as it is": (lambda all_: all_, 40),
     "shuffled": (lambda all_: all_.shuffle(seed=1), 40),
@@ -97,7 +97,7 @@ SHOWN = {
 def test_of_a_table_the_longest_of_all_is_taken(name, monkeypatch):
     show, longest = SHOWN[name]
     dataset = show(made(MANY))
-    monkeypatch.setattr(specimens, "LOOKS_S", -1.0)
+    monkeypatch.setattr(example_batch, "LOOKS_S", -1.0)
     assert specimen_of(dataset, padded).sequence_length == (longest or max(dataset["more"]))
 
 

@@ -10,9 +10,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from extended import every_second
-from gpumix.integrations.batching import Batching
-from gpumix.integrations.own_batches import Collated, OwnLoader
-from gpumix.spec.errors import InputError
+from gpumix.integrations.dataloader.inspect import Batching
+from gpumix.integrations.dataloader.sharded_loader import Collated, OwnLoader
+from gpumix.schema.errors import InputError
 
 SAMPLES, BATCH = 26, 4
 

@@ -46,10 +46,10 @@ def trained(folder: Path, import_of: str, plan: str = "", resumes: bool = False)
     else:
         from transformers import TrainerCallback
 
-        from gpumix.integrations import recorded
+        from gpumix.integrations.common import run_recorder
         from gpumix.integrations.transformers import Trainer
 
-        recorded.CLASSES_STEPS = 4
+        run_recorder.CLASSES_STEPS = 4
         made = other_ranks() if resumes else PLANS[plan]()
         more, world = {"plan": made}, len(made.workers)
 

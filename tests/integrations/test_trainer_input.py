@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import gpumix
 from extended import chosen, left_out
-from gpumix.integrations.missing import need_names
+from gpumix.integrations.common.optional_dependency import need_names
 from gpumix.report.run import read_run
-from gpumix.spec.errors import GpumixError, InputError
+from gpumix.schema.errors import GpumixError, InputError
 from harness import run_ranks
 from programs import (
     Texts,
@@ -408,7 +408,7 @@ def test_what_is_not_installed_is_named_with_the_line_that_installs_it(
     code = (
         "import importlib.util as u; find = u.find_spec\n"
         f"u.find_spec = lambda n, *a: None if n == {package!r} else find(n, *a)\n"
-        "from gpumix.spec.errors import MachineError\n"
+        "from gpumix.schema.errors import MachineError\n"
         "try:\n"
         f"    from {module} import {name}\n"
         "except MachineError as error: print(error)\n"
@@ -523,14 +523,14 @@ def test_a_run_that_goes_on_with_weights_alone_is_told_what_begins_anew(tmp_path
 
 
 def _with_weights_alone(folder: Path) -> list[str]:
-    from gpumix.integrations import saving
+    from gpumix.integrations.common import saver
     from gpumix.integrations.transformers import Trainer
 
     as_launched(folder)
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    saving._LOG.addHandler(handler)
+    saver._LOG.addHandler(handler)
     plan = plan_for(model(), [Share(12, 6, 1)])
     saves = SHORT | {"save_strategy": "steps", "save_steps": 2, "save_only_model": True}
     args = arguments(folder / "out", 12, **saves)
@@ -547,7 +547,7 @@ def test_a_resumed_run_goes_on_by_its_plan(tmp_path):
 
 
 def _resumed_by_its_plan(folder: Path) -> list[Any]:
-    from gpumix.integrations import hosted
+    from gpumix.integrations.common import plan_and_shard
     from gpumix.integrations.transformers import Trainer
 
     as_launched(folder)
@@ -562,7 +562,7 @@ def _resumed_by_its_plan(folder: Path) -> list[Any]:
 
     first = trainer(12, 2)
     first.train()
-    hosted.profile = measured  # type: ignore[assignment]
+    plan_and_shard.profile = measured  # type: ignore[assignment]
     second = trainer(12, 4)
     second.train(resume_from_checkpoint=True)
     assert second.state.global_step == 4

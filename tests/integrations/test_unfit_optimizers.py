@@ -11,10 +11,10 @@ from torch import nn
 from transformers.optimization import Adafactor
 
 import gpumix
-from gpumix.integrations.hosted import Training, _allowed
-from gpumix.integrations.optimizers import like, optimizer_like
-from gpumix.spec.errors import InputError
-from gpumix.spec.space import EVERYTHING, Space
+from gpumix.integrations.common.optimizer_adapter import like, optimizer_like
+from gpumix.integrations.common.plan_and_shard import Training, _allowed
+from gpumix.schema.errors import InputError
+from gpumix.schema.job.search_space import EVERYTHING, Space
 
 
 def of_arguments(kind: type) -> SimpleNamespace:

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 import gpumix
-from gpumix.engine.ranks import Ranks
-from gpumix.integrations.saving import Saver
-from gpumix.profiler import library
+from gpumix.engine.rank_group import Ranks
+from gpumix.integrations.common.saver import Saver
+from gpumix.profiler import api
 from harness import run_ranks
 
 WAIT_S = 77.0
@@ -34,7 +34,7 @@ def waits(timeout_s: float | None) -> tuple[list[float], float]:
             waited.append(settings["timeout_s"])
             super().__init__(*args, **settings)
 
-    library.Ranks = Noted
+    api.Ranks = Noted
     device_class = gpumix.DeviceClass(
         name="d", accelerator="cpu", memory_bytes=300 * 2**20, emulate_flops_per_s=1e12
     )

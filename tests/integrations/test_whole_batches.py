@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from gpumix.engine.prepare import prepare
-from gpumix.spec.errors import InputError
+from gpumix.schema.errors import InputError
 from harness import run_ranks
 from programs import as_launched
 from reference import Share, plan_for

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 from extended import left_out
-from gpumix.integrations import meeting
-from gpumix.spec.errors import InputError
+from gpumix.integrations.common import collective_guard
+from gpumix.schema.errors import InputError
 from harness import run_ranks
 from programs import GLOBAL_BATCH, Texts, arguments, as_launched, model
 from reference import Share, plan_for
@@ -130,7 +130,7 @@ def test_a_rank_that_saves_alone_is_told_so_where_the_state_is_divided(tmp_path)
 
 
 def _waits_in_vain(folder: Path) -> None:
-    meeting.PATIENCE_S = 1.0
+    collective_guard.PATIENCE_S = 1.0
     accelerator, network = looped(folder, 2, "all", 2)
     if accelerator.is_main_process:
         whole = accelerator.unwrap_model(network)
@@ -143,7 +143,7 @@ def _waits_in_vain(folder: Path) -> None:
                 save()
             assert "get_state_dict(model) on all ranks" in told.value.fix
             assert "rank 1 did not ask for it in 1 s" in told.value.why
-    meeting.PATIENCE_S = 30.0
+    collective_guard.PATIENCE_S = 30.0
     accelerator.wait_for_everyone()
     accelerator.unwrap_model(network).save_pretrained(folder / "together")
 

@@ -11,9 +11,9 @@ import pytest
 from jobs import gpumix
 from sshd import CLOSED, LOCKED, SILENT, STRANGE
 
-from gpumix.launch import probe, survey
-from gpumix.launch.ready import Facts, meeting_at, refuse_unready
-from gpumix.spec.errors import InputError, MachineError
+from gpumix.launch.probes import probe, survey
+from gpumix.launch.probes.readiness import Facts, meeting_at, refuse_unready
+from gpumix.schema.errors import InputError, MachineError
 
 HERE = Facts(
     host="here",

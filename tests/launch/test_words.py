@@ -10,18 +10,11 @@ from pathlib import Path
 import pytest
 
 from gpumix.launch.commands import Meeting, Ssh, Surroundings, on_host
-from gpumix.launch.hosts import (
-    Host,
-    hosts_of,
-    in_rank_order,
-    placed,
-    read_hosts,
-    uncounted,
-)
+from gpumix.launch.hosts import Host, hosts_of, in_rank_order, placed, read_hosts, uncounted
 from gpumix.launch.options import pythons_of, settings_of
 from gpumix.launch.program import Program
-from gpumix.spec.cluster import Cluster, Device, DeviceClass
-from gpumix.spec.errors import InputError
+from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
+from gpumix.schema.errors import InputError
 
 GPU = DeviceClass(name="gpu", accelerator="cuda", memory_bytes=2**30)
 

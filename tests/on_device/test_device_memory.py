@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpumix.hardware.memory.limit import is_out_of_memory
+from gpumix.hardware.memory_limit.limit import is_out_of_memory
 
 pytestmark = pytest.mark.gpu
 MIB = 2**20

@@ -11,7 +11,7 @@ import pytest
 
 import cuda_device
 import gpumix
-from gpumix.spec.stage import Mode
+from gpumix.schema.plan.stage import Mode
 from harness import run_ranks
 from models import ARCHITECTURES
 from reference import Share, batches, engine_for, optimizer_for, own_rows

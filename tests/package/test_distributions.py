@@ -21,8 +21,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 DATA = [
     "py.typed",
     "report/style.css",
-    "hardware/catalogue.toml",
-    "hardware/memory/capped_alloc.cpp",
+    "hardware/estimates/catalogue.toml",
+    "hardware/memory_limit/capped_alloc.cpp",
 ]
 INFO = f"gpumix-{gpumix.__version__}.dist-info"
 

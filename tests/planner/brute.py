@@ -16,21 +16,21 @@ from math import inf
 from hypothesis import strategies as st
 from profiles import Card, Network, block, curve, profile, root
 
-from gpumix.cost.curves import MicroBatches
-from gpumix.cost.memory import Activations, free_bytes
-from gpumix.cost.time import can, exposed_seconds, pass_seconds
-from gpumix.planner.base import PlanRequest, predicted, ranked_devices
-from gpumix.planner.fleet import Fleet
-from gpumix.planner.optimal import optimal
-from gpumix.planner.setting import Setting, settings
-from gpumix.spec.curve import Curve
-from gpumix.spec.errors import NoFeasiblePlanError
-from gpumix.spec.network import Link, LinkOf
-from gpumix.spec.network import Network as StatedNetwork
-from gpumix.spec.plan import Collectives, Plan
-from gpumix.spec.profile import ROOT, Profile, UnitTimes
-from gpumix.spec.space import EVERYTHING, Space
-from gpumix.spec.stage import DTYPE_BYTES
+from gpumix.cost.layout.curves import MicroBatches
+from gpumix.cost.peak_memory import Activations, free_bytes
+from gpumix.cost.step_time import can, exposed_seconds, pass_seconds
+from gpumix.planner.common.device_pool import Fleet
+from gpumix.planner.common.sharding_setting import Setting, settings
+from gpumix.planner.common.strategy import PlanRequest, predicted, ranked_devices
+from gpumix.planner.data_parallel.search import optimal
+from gpumix.schema.cluster.network import Link, LinkOf
+from gpumix.schema.cluster.network import Network as StatedNetwork
+from gpumix.schema.curve import Curve
+from gpumix.schema.errors import NoFeasiblePlanError
+from gpumix.schema.job.search_space import EVERYTHING, Space
+from gpumix.schema.plan.plan import Collectives, Plan
+from gpumix.schema.plan.stage import DTYPE_BYTES
+from gpumix.schema.profile.profile import ROOT, Profile, UnitTimes
 
 # None, or so many that two unequal intervals do not come out equal by rounding.
 ELEMENTS = st.one_of(st.just(0), st.integers(300, 3000))

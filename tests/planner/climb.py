@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
 
-from gpumix.planner.base import PlanRequest, ranked_devices
-from gpumix.planner.counted import Candidate, Counting
-from gpumix.planner.manner import ALONE, Manner, Manners, kind_of
-from gpumix.planner.pace import PaceOf
-from gpumix.planner.way import Way
-from gpumix.spec.cluster import Device
-from gpumix.spec.plan import Plan, Schedule, ZeroStage
-from gpumix.spec.profile import Profile
+from gpumix.planner.common.strategy import PlanRequest, ranked_devices
+from gpumix.planner.pipeline_parallel.call_times import PaceOf
+from gpumix.planner.pipeline_parallel.candidate import Way
+from gpumix.planner.pipeline_parallel.micro_batch_counts import Candidate, Counting
+from gpumix.planner.pipeline_parallel.stage_modes import ALONE, Manner, Manners, kind_of
+from gpumix.schema.cluster.cluster import Device
+from gpumix.schema.plan.plan import Plan, Schedule, ZeroStage
+from gpumix.schema.profile.profile import Profile
 
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "eager-1f1b", "gpipe", "zero-bubble")
 ZERO_STAGES: tuple[ZeroStage, ...] = (0, 1, 2, 3)

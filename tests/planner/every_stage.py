@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations, cycle, pairwise, permutations, product
 
 from gpumix.cost.predict import predict
-from gpumix.spec.cluster import Device
-from gpumix.spec.plan import Plan, Schedule
-from gpumix.spec.profile import Profile
-from gpumix.spec.space import Space
-from gpumix.spec.stage import Mode, Stage, Worker
+from gpumix.schema.cluster.cluster import Device
+from gpumix.schema.job.search_space import Space
+from gpumix.schema.plan.plan import Plan, Schedule
+from gpumix.schema.plan.stage import Mode, Stage, Worker
+from gpumix.schema.profile.profile import Profile
 
 ROUNDS = {"interleaved": 2}  # stages of each group
 

@@ -15,10 +15,10 @@ from naive import moments_bytes, worker_seconds
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import lil_array
 
-from gpumix.spec.dtypes import communication_dtype
-from gpumix.spec.plan import Plan
-from gpumix.spec.profile import ClassProfile, Profile
-from gpumix.spec.stage import Mode, Stage, Worker
+from gpumix.schema.plan.dtypes import communication_dtype
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.stage import Mode, Stage, Worker
+from gpumix.schema.profile.profile import ClassProfile, Profile
 
 RESERVE = {"cuda": 0.06, "cpu": 0.02}
 

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from itertools import combinations
 from math import ceil, log2
 
-from gpumix.cost.slots import Buffer, share_slots
-from gpumix.spec.curve import Curve
-from gpumix.spec.cut import cut_sizes
-from gpumix.spec.network import Link
-from gpumix.spec.plan import Plan
-from gpumix.spec.profile import ROOT, ClassProfile, ModelProfile, Profile, UnitKind
-from gpumix.spec.stage import Worker
+from gpumix.cost.layout.buffer_slots import Buffer, share_slots
+from gpumix.schema.cluster.network import Link
+from gpumix.schema.curve import Curve
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.splitting import cut_sizes
+from gpumix.schema.plan.stage import Worker
+from gpumix.schema.profile.profile import ROOT, ClassProfile, ModelProfile, Profile, UnitKind
 
 WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}
 GRADIENT, MASTER = 4, 4  # fp32

@@ -5,18 +5,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from gpumix.cost.curves import MicroBatches
-from gpumix.cost.memory import Activations, free_bytes
-from gpumix.cost.network import Links, free_links
-from gpumix.cost.time import pass_seconds
-from gpumix.planner.base import Part, PlanRequest, Strategy, assemble, predicted, ranked_devices
-from gpumix.planner.setting import Setting
-from gpumix.planner.weigh import even_settings
-from gpumix.spec.errors import InputError, NoFeasiblePlanError
-from gpumix.spec.plan import Plan
-from gpumix.spec.profile import Profile
-from gpumix.spec.space import EVERYTHING, Space
-from gpumix.spec.stage import Mode
+from gpumix.cost.layout.curves import MicroBatches
+from gpumix.cost.network.collective_times import Links, free_links
+from gpumix.cost.peak_memory import Activations, free_bytes
+from gpumix.cost.step_time import pass_seconds
+from gpumix.planner.common.score import even_settings
+from gpumix.planner.common.sharding_setting import Setting
+from gpumix.planner.common.strategy import (
+    Part,
+    PlanRequest,
+    Strategy,
+    assemble,
+    predicted,
+    ranked_devices,
+)
+from gpumix.schema.errors import InputError, NoFeasiblePlanError
+from gpumix.schema.job.search_space import EVERYTHING, Space
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.stage import Mode
+from gpumix.schema.profile.profile import Profile
 
 
 def peaked(profile: Profile, peaks: Sequence[float] = (3e12, 1e12, 2e12)) -> Profile:

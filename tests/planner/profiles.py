@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from gpumix.spec.cluster import Cluster, Device, DeviceClass
-from gpumix.spec.curve import Curve
-from gpumix.spec.network import Network as StatedNetwork
-from gpumix.spec.plan import Collectives
-from gpumix.spec.profile import (
+from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
+from gpumix.schema.cluster.network import Network as StatedNetwork
+from gpumix.schema.curve import Curve
+from gpumix.schema.plan.plan import Collectives
+from gpumix.schema.plan.stage import DTYPE_BYTES, ComputeDtype, Taken
+from gpumix.schema.profile.profile import (
     ROOT,
     ClassProfile,
     CollectiveTimes,
@@ -25,7 +26,6 @@ from gpumix.spec.profile import (
     UnitKind,
     UnitTimes,
 )
-from gpumix.spec.stage import DTYPE_BYTES, ComputeDtype, Taken
 
 MIB = 1024**2
 GIB = 1024**3

@@ -10,10 +10,10 @@ from policies import plan_by
 from profiles import GIB, Card, fleet, profile, steady
 
 from draws import examples
-from gpumix.planner.base import PlanRequest
-from gpumix.planner.best_subset import best_subset
-from gpumix.planner.optimal import optimal
-from gpumix.spec.errors import NoFeasiblePlanError
+from gpumix.planner.baselines.best_subset import best_subset
+from gpumix.planner.common.strategy import PlanRequest
+from gpumix.planner.data_parallel.search import optimal
+from gpumix.schema.errors import NoFeasiblePlanError
 
 MANY = examples(8)
 

@@ -14,15 +14,15 @@ from policies import parts_of, plan_by, room, seconds
 from profiles import GIB, MIB, Card, block, fleet, line, profile, steady
 
 from draws import examples
-from gpumix.planner import cephalo as module
-from gpumix.planner.base import PlanRequest, ranked_devices
-from gpumix.planner.cephalo import cephalo, solve
-from gpumix.planner.misfit import Short, too_large
-from gpumix.planner.setting import setting_of
-from gpumix.planner.weigh import even_settings
-from gpumix.spec.errors import InputError, NoFeasiblePlanError
-from gpumix.spec.space import EVERYTHING, Space
-from gpumix.spec.stage import Mode
+from gpumix.planner.baselines import cephalo as module
+from gpumix.planner.baselines.cephalo import cephalo, solve
+from gpumix.planner.common.score import even_settings
+from gpumix.planner.common.sharding_setting import setting_of
+from gpumix.planner.common.strategy import PlanRequest, ranked_devices
+from gpumix.planner.common.why_policy_does_not_fit import Short, too_large
+from gpumix.schema.errors import InputError, NoFeasiblePlanError
+from gpumix.schema.job.search_space import EVERYTHING, Space
+from gpumix.schema.plan.stage import Mode
 
 MANY = examples(20)
 INF = float("inf")

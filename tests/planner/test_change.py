@@ -9,16 +9,16 @@ from hypothesis import strategies as st
 from profiles import GIB, Card, profile, steady
 
 from draws import examples
-from gpumix.hardware.decoder import decoder
-from gpumix.hardware.describe import cluster
-from gpumix.hardware.estimate import estimate
-from gpumix.planner.base import PlanRequest
-from gpumix.planner.change import outlooks
-from gpumix.planner.explain import STRATEGIES
-from gpumix.planner.optimal import optimal
-from gpumix.planner.staged import staged
-from gpumix.spec.errors import InputError, NoFeasiblePlanError
-from gpumix.spec.space import Space
+from gpumix.hardware.estimates.cluster_shorthand import cluster
+from gpumix.hardware.estimates.decoder_shapes import decoder
+from gpumix.hardware.estimates.estimate import estimate
+from gpumix.planner.cluster_change import outlooks
+from gpumix.planner.common.strategy import PlanRequest
+from gpumix.planner.data_parallel.search import optimal
+from gpumix.planner.pipeline_parallel.search import staged
+from gpumix.planner.plan import STRATEGIES
+from gpumix.schema.errors import InputError, NoFeasiblePlanError
+from gpumix.schema.job.search_space import Space
 
 SIZES = {"model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 4,
          "num_attention_heads": 8, "intermediate_size": 2816, "vocab_size": 4000}  # fmt: skip

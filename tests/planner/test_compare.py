@@ -10,12 +10,12 @@ from policies import peaked
 from profiles import GIB, Card, fleet, profile, steady
 
 from draws import examples
-from gpumix.planner.base import PlanRequest
+from gpumix.planner.common.strategy import PlanRequest
 from gpumix.planner.compare import Comparison, compare
-from gpumix.planner.explain import STRATEGIES
-from gpumix.planner.explain import plan as make_plan
-from gpumix.spec.errors import InputError, NoFeasiblePlanError
-from gpumix.spec.profile import Profile
+from gpumix.planner.plan import STRATEGIES
+from gpumix.planner.plan import plan as make_plan
+from gpumix.schema.errors import InputError, NoFeasiblePlanError
+from gpumix.schema.profile.profile import Profile
 
 EASY = examples(8)
 

@@ -7,18 +7,18 @@ import pytest
 from profiles import GIB, Card, block, in_a_row, line, profile
 
 from extended import every_second
-from gpumix.planner.arrange import rows
-from gpumix.planner.counted import Candidate, Counting
-from gpumix.planner.cuts import Cutter
-from gpumix.planner.manner import ALONE, Manner, Manners
-from gpumix.planner.pace import PaceOf
-from gpumix.planner.stage_room import StageRoom
-from gpumix.planner.way import Way, rounds_of
-from gpumix.spec.network import Link, Network
-from gpumix.spec.plan import Schedule, ZeroStage
-from gpumix.spec.profile import ROOT, Profile, UnitTimes
-from gpumix.spec.space import Space
-from gpumix.spec.stage import Mode
+from gpumix.planner.pipeline_parallel.call_times import PaceOf
+from gpumix.planner.pipeline_parallel.candidate import Way, rounds_of
+from gpumix.planner.pipeline_parallel.device_order import rows
+from gpumix.planner.pipeline_parallel.micro_batch_counts import Candidate, Counting
+from gpumix.planner.pipeline_parallel.stage_cuts import Cutter
+from gpumix.planner.pipeline_parallel.stage_memory import StageRoom
+from gpumix.planner.pipeline_parallel.stage_modes import ALONE, Manner, Manners
+from gpumix.schema.cluster.network import Link, Network
+from gpumix.schema.job.search_space import Space
+from gpumix.schema.plan.plan import Schedule, ZeroStage
+from gpumix.schema.plan.stage import Mode
+from gpumix.schema.profile.profile import ROOT, Profile, UnitTimes
 
 BATCH = 6
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from policies import by_largest_remainder
 
-from gpumix.planner.division import apportion
+from gpumix.planner.common.class_split import apportion
 
 CLASSES = st.lists(
     st.tuples(st.sampled_from([0.0, 1.0, 1.5, 7.0]), st.integers(0, 9), st.integers(1, 4)),

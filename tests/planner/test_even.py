@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from profiles import GIB, Card, block, line, profile, steady
 
 from draws import examples
-from gpumix.planner.base import PlanRequest
-from gpumix.planner.even import even, even_plans
-from gpumix.planner.optimal import optimal
-from gpumix.spec.errors import InputError, NoFeasiblePlanError
-from gpumix.spec.space import Space
+from gpumix.planner.baselines.even import even, even_plans
+from gpumix.planner.common.strategy import PlanRequest
+from gpumix.planner.data_parallel.search import optimal
+from gpumix.schema.errors import InputError, NoFeasiblePlanError
+from gpumix.schema.job.search_space import Space
 
 MANY = examples(20)
 

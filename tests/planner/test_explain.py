@@ -9,13 +9,13 @@ import pytest
 from profiles import GIB, Card, Network, block, curve, fleet, line, profile, steady
 from rich.console import Console, RenderableType
 
-from gpumix.planner.explain import against, plan
-from gpumix.spec.efficiency import Choice
-from gpumix.spec.errors import InputError, NoFeasiblePlanError
-from gpumix.spec.network import Network as Links
-from gpumix.spec.plan import Plan
-from gpumix.spec.stage import Mode
-from gpumix.train.tables import efficiency_table, mixing, plan_table, why
+from gpumix.planner.plan import against, plan
+from gpumix.schema.cluster.kernels import Choice
+from gpumix.schema.cluster.network import Network as Links
+from gpumix.schema.errors import InputError, NoFeasiblePlanError
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.stage import Mode
+from gpumix.train.run_log.tables import efficiency_table, mixing, plan_table, why
 
 
 def two_classes(slow=3.0, **changes):

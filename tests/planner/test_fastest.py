@@ -7,24 +7,24 @@ from profiles import GIB, MIB, Card, Network, block, in_a_row, line, profile, st
 
 from extended import every_second
 from gpumix.cost.predict import predict
-from gpumix.planner.base import PlanRequest, predicted
-from gpumix.planner.best_subset import best_subset
-from gpumix.planner.by_memory import by_memory
+from gpumix.planner.baselines.best_subset import best_subset
+from gpumix.planner.baselines.naive_model_parallel import by_memory
+from gpumix.planner.common.strategy import PlanRequest, predicted
 from gpumix.planner.compare import compare
-from gpumix.planner.counted import Candidate, Counting
-from gpumix.planner.explain import plan as make_plan
-from gpumix.planner.fastest import fastest
-from gpumix.planner.manner import ALONE, Manner
-from gpumix.planner.optimal import optimal
-from gpumix.planner.pace import PaceOf
-from gpumix.planner.staged import staged
-from gpumix.planner.way import Way
-from gpumix.spec.errors import InputError, NoFeasiblePlanError
-from gpumix.spec.network import Link
-from gpumix.spec.network import Network as StatedNetwork
-from gpumix.spec.profile import Profile
-from gpumix.spec.space import Space
-from gpumix.spec.stage import Mode
+from gpumix.planner.data_parallel.search import optimal
+from gpumix.planner.optimal import fastest
+from gpumix.planner.pipeline_parallel.call_times import PaceOf
+from gpumix.planner.pipeline_parallel.candidate import Way
+from gpumix.planner.pipeline_parallel.micro_batch_counts import Candidate, Counting
+from gpumix.planner.pipeline_parallel.search import staged
+from gpumix.planner.pipeline_parallel.stage_modes import ALONE, Manner
+from gpumix.planner.plan import plan as make_plan
+from gpumix.schema.cluster.network import Link
+from gpumix.schema.cluster.network import Network as StatedNetwork
+from gpumix.schema.errors import InputError, NoFeasiblePlanError
+from gpumix.schema.job.search_space import Space
+from gpumix.schema.plan.stage import Mode
+from gpumix.schema.profile.profile import Profile
 
 
 def hosts(link: float, *, memory: int = GIB, trainable: int = 1_000_000) -> Profile:

@@ -10,14 +10,14 @@ from profiles import GIB, Card, Network, block, curve, line, profile, root
 
 from draws import examples
 from gpumix.cost.predict import predict
-from gpumix.planner.base import Part, PlanRequest, assemble
-from gpumix.planner.finish import _most_graphs, finished
-from gpumix.planner.optimal import optimal
-from gpumix.planner.options import Paces
-from gpumix.planner.setting import setting_of
-from gpumix.spec.errors import NoFeasiblePlanError
-from gpumix.spec.profile import ROOT, UnitTimes
-from gpumix.spec.space import EVERYTHING, Space
+from gpumix.planner.common.sharding_setting import setting_of
+from gpumix.planner.common.strategy import Part, PlanRequest, assemble
+from gpumix.planner.data_parallel.class_options import Paces
+from gpumix.planner.data_parallel.search import optimal
+from gpumix.planner.refine import _most_graphs, finished
+from gpumix.schema.errors import NoFeasiblePlanError
+from gpumix.schema.job.search_space import EVERYTHING, Space
+from gpumix.schema.profile.profile import ROOT, UnitTimes
 
 MANY = examples(12)
 TIMES = {

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 from profiles import GIB, MIB, Card, Network, block, curve, fleet, line, profile, root, steady
 
-from gpumix.planner.explain import plan
-from gpumix.spec.errors import NoFeasiblePlanError
-from gpumix.spec.plan import Collectives
-from gpumix.spec.profile import Profile
+from gpumix.planner.plan import plan
+from gpumix.schema.errors import NoFeasiblePlanError
+from gpumix.schema.plan.plan import Collectives
+from gpumix.schema.profile.profile import Profile
 
 
 def two_cards() -> Profile:

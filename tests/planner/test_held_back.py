@@ -6,16 +6,16 @@ import pytest
 from profiles import GIB, Card, block, in_a_row, line, profile, steady
 
 from extended import every_second
-from gpumix.cost.input import input_seconds, rates_of
+from gpumix.cost.input_time import input_seconds, rates_of
 from gpumix.cost.predict import plan_seconds, predict
-from gpumix.planner.base import predicted
-from gpumix.planner.explain import plan as make_plan
-from gpumix.planner.held_back import held_back
-from gpumix.spec.network import Link, Network
-from gpumix.spec.plan import Plan
-from gpumix.spec.profile import HostInput, Profile
-from gpumix.spec.space import Space
-from gpumix.train.tables import why
+from gpumix.planner.common.strategy import predicted
+from gpumix.planner.data_parallel.input_bound import held_back
+from gpumix.planner.plan import plan as make_plan
+from gpumix.schema.cluster.network import Link, Network
+from gpumix.schema.job.search_space import Space
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.profile.profile import HostInput, Profile
+from gpumix.train.run_log.tables import why
 
 BATCH = 128
 ONE_STAGE = Space(most_stages=1, tensor=1, leave_out=False)

@@ -12,11 +12,11 @@ from naive import exposed_seconds, peak_bytes, step_seconds
 from profiles import FREE, Card, Network, block, curve, profile, root
 
 from extended import every_second, every_third
-from gpumix.planner.optimal import LARGE_GAP
-from gpumix.planner.search import IMPROVEMENT
-from gpumix.spec.plan import Plan
-from gpumix.spec.profile import ROOT, Profile, UnitTimes
-from gpumix.spec.space import Space
+from gpumix.planner.data_parallel.branch_and_bound import IMPROVEMENT
+from gpumix.planner.data_parallel.search import LARGE_GAP
+from gpumix.schema.job.search_space import Space
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.profile.profile import ROOT, Profile, UnitTimes
 
 SPACE = Space(
     zero_stages=(3,), shardings=("all",), orders=("layered",), heads="whole", padded=False

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumix.planner.knapsack import WHOLE, Staircase, select
+from gpumix.planner.data_parallel.knapsack import WHOLE, Staircase, select
 
 
 @st.composite

@@ -9,15 +9,15 @@ from profiles import GIB, MIB, Card, block, in_a_row, line, profile, steady, wit
 from rich.console import Console
 
 from gpumix.cost.predict import predict
-from gpumix.planner.base import PlanRequest, predicted
-from gpumix.planner.explain import STRATEGIES
+from gpumix.planner.common.strategy import PlanRequest, predicted
+from gpumix.planner.plan import STRATEGIES
 from gpumix.report.facts import groups_of
+from gpumix.schema.errors import InputError, NoFeasiblePlanError
+from gpumix.schema.job.search_space import Space
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.profile.profile import ROOT, Profile
 from gpumix.simulate.events import simulate
-from gpumix.spec.errors import InputError, NoFeasiblePlanError
-from gpumix.spec.plan import Plan
-from gpumix.spec.profile import ROOT, Profile
-from gpumix.spec.space import Space
-from gpumix.train.tables import plan_table
+from gpumix.train.run_log.tables import plan_table
 
 optimal, even = STRATEGIES["optimal"], STRATEGIES["even"]
 ONE_STAGE = {"most_stages": 1, "boundaries": "device", "state_on": "device", "leave_out": True}
@@ -123,14 +123,14 @@ def test_memory_is_foretold_of_ranks_in_their_own_order():
 
 def test_many_classes_have_few_mixtures_and_a_bound_for_all_of_them(monkeypatch):
     found = cards()
-    monkeypatch.setattr("gpumix.planner.teams.MIXTURES", 0)
+    monkeypatch.setattr("gpumix.planner.pipeline_parallel.tensor_parallel_teams.MIXTURES", 0)
     without = best(found)
     assert not without.stages[0].unlike_teams
     monkeypatch.undo()
     plan = best(found)
     # What was not looked at might have taken less, and the bound says so.
     assert predicted(without).bound_s <= predicted(plan).step_s < predicted(without).step_s
-    monkeypatch.setattr("gpumix.planner.teams.COMBINED", 1)
+    monkeypatch.setattr("gpumix.planner.pipeline_parallel.tensor_parallel_teams.COMBINED", 1)
     fewer = best(found)
     assert predicted(fewer).bound_s <= predicted(plan).step_s
 

@@ -10,18 +10,18 @@ from every_stage import least_s
 from profiles import GIB, Card, block, in_a_row, line, profile, steady, with_teams
 
 from extended import every_second
-from gpumix.planner.arrange import rows
-from gpumix.planner.base import PlanRequest, predicted
-from gpumix.planner.explain import plan as make_plan
-from gpumix.planner.staged import staged
-from gpumix.planner.way import members
-from gpumix.spec.curve import Curve
-from gpumix.spec.errors import InputError
-from gpumix.spec.islands import Links, PairTimes, placed
-from gpumix.spec.network import Link, Network
-from gpumix.spec.plan import Collectives
-from gpumix.spec.profile import CollectiveTimes, Profile, RankGroup
-from gpumix.spec.space import Space
+from gpumix.planner.common.strategy import PlanRequest, predicted
+from gpumix.planner.pipeline_parallel.candidate import members
+from gpumix.planner.pipeline_parallel.device_order import rows
+from gpumix.planner.pipeline_parallel.search import staged
+from gpumix.planner.plan import plan as make_plan
+from gpumix.schema.cluster.link_islands import Links, PairTimes, placed
+from gpumix.schema.cluster.network import Link, Network
+from gpumix.schema.curve import Curve
+from gpumix.schema.errors import InputError
+from gpumix.schema.job.search_space import Space
+from gpumix.schema.plan.plan import Collectives
+from gpumix.schema.profile.profile import CollectiveTimes, Profile, RankGroup
 
 FAST, SLOW = 1e9, 2e6  # bytes/s
 SPACE = Space(zero_stages=(0, 1), recompute=True, schedules="1f1b", heads="whole")

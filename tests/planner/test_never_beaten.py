@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from profiles import GIB, MIB, Card, block, in_a_row, line, profile, steady
 
 from draws import examples
-from gpumix.planner.base import PlanRequest, predicted
-from gpumix.planner.explain import STRATEGIES
-from gpumix.planner.fastest import fastest
-from gpumix.spec.errors import InputError, NoFeasiblePlanError
-from gpumix.spec.network import Link, Network
-from gpumix.spec.profile import Profile
+from gpumix.planner.common.strategy import PlanRequest, predicted
+from gpumix.planner.optimal import fastest
+from gpumix.planner.plan import STRATEGIES
+from gpumix.schema.cluster.network import Link, Network
+from gpumix.schema.errors import InputError, NoFeasiblePlanError
+from gpumix.schema.profile.profile import Profile
 
 BEATEN = 1.001  # times as long as another plan
 

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from profiles import GIB, Card, Network, block, curve, line, profile, steady
 
 from draws import examples
-from gpumix.planner import fleet, options
-from gpumix.planner import optimal as module
-from gpumix.planner.base import PlanRequest, predicted
-from gpumix.planner.optimal import optimal
-from gpumix.spec.errors import InputError
-from gpumix.spec.plan import Collectives
-from gpumix.spec.profile import ROOT, UnitTimes
+from gpumix.planner.common import device_pool
+from gpumix.planner.common.strategy import PlanRequest, predicted
+from gpumix.planner.data_parallel import class_options
+from gpumix.planner.data_parallel import search as module
+from gpumix.planner.data_parallel.search import optimal
+from gpumix.schema.errors import InputError
+from gpumix.schema.plan.plan import Collectives
+from gpumix.schema.profile.profile import ROOT, UnitTimes
 
 about = partial(pytest.approx, rel=1e-9, abs=1e-15)
 MANY = examples(20)
@@ -50,7 +51,7 @@ def test_in_large_clusters_some_classes_and_hosts_are_left_out(profile, batch):
         return len(some) == sum(d.device_class in classes and d.host in hosts for d in every)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fleet, "MOST_FLEETS", 0)
+        patch.setattr(device_pool, "MOST_FLEETS", 0)
         assert step_of(profile, batch) == best_of_some(profile, batch, whole)
 
 
@@ -77,8 +78,8 @@ def test_a_rough_answer_first_changes_nothing(profile, batch):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "FEW_CELLS", 1)
         patch.setattr(module, "FEW_SIZES", 2)
-        patch.setattr(options, "FEW_SIZES", 2)
-        patch.setattr(options, "WORTH_THINNING", 0)
+        patch.setattr(class_options, "FEW_SIZES", 2)
+        patch.setattr(class_options, "WORTH_THINNING", 0)
         assert step_of(profile, batch) == (expected and pytest.approx(expected, rel=1e-9))
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 from profiles import GIB, MIB, Card, block, in_a_row, line, profile
 
-from gpumix.planner.arrange import rows
-from gpumix.planner.base import PlanRequest, predicted
-from gpumix.planner.counted import Counting
-from gpumix.planner.manner import Manners
-from gpumix.planner.pace import PaceOf
-from gpumix.planner.pipeline_estimate import PipelineEstimates
-from gpumix.planner.staged import staged
-from gpumix.spec.network import Link
-from gpumix.spec.network import Network as StatedNetwork
-from gpumix.spec.profile import ROOT, Profile, UnitTimes
-from gpumix.spec.space import Space
+from gpumix.planner.common.strategy import PlanRequest, predicted
+from gpumix.planner.pipeline_parallel.call_times import PaceOf
+from gpumix.planner.pipeline_parallel.device_order import rows
+from gpumix.planner.pipeline_parallel.micro_batch_counts import Counting
+from gpumix.planner.pipeline_parallel.pipeline_estimate import PipelineEstimates
+from gpumix.planner.pipeline_parallel.search import staged
+from gpumix.planner.pipeline_parallel.stage_modes import Manners
+from gpumix.schema.cluster.network import Link
+from gpumix.schema.cluster.network import Network as StatedNetwork
+from gpumix.schema.job.search_space import Space
+from gpumix.schema.profile.profile import ROOT, Profile, UnitTimes
 
 
 def times(seconds: float) -> dict[str, UnitTimes]:

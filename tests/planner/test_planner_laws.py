@@ -13,10 +13,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from draws import examples
-from gpumix.spec.base import Value
-from gpumix.spec.cluster import Device
-from gpumix.spec.curve import Curve
-from gpumix.spec.profile import ROOT, Profile
+from gpumix.schema.cluster.cluster import Device
+from gpumix.schema.curve import Curve
+from gpumix.schema.profile.profile import ROOT, Profile
+from gpumix.schema.value import Value
 
 EASY = examples(5)
 FEW = examples(3)
@@ -219,9 +219,9 @@ def slowed(profile: Profile, factor: float) -> Profile:
 def test_the_same_plan_under_any_hash_seed():
     code = (
         "from brute import linked; from profiles import fleet\n"
-        "from gpumix.planner.explain import plan\n"
-        "from gpumix.spec.network import Network\n"
-        "from gpumix.spec.space import EVERYTHING\n"
+        "from gpumix.planner.plan import plan\n"
+        "from gpumix.schema.cluster.network import Network\n"
+        "from gpumix.schema.job.search_space import EVERYTHING\n"
         "measured = fleet(8, memory_factor=0.5)\n"
         "print(plan(measured, 100).model_dump_json())\n"
         "stated = linked(measured, Network(inside='pcie4', between='25GbE'))\n"

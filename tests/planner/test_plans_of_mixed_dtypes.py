@@ -7,17 +7,17 @@ from naive import peak_bytes, step_seconds
 
 from gpumix.cost.predict import predict
 from gpumix.cost.traffic import traffic
-from gpumix.hardware.decoder import llama_shaped
-from gpumix.hardware.describe import cluster
-from gpumix.hardware.estimate import estimate
-from gpumix.planner.base import PlanRequest
-from gpumix.planner.explain import plan
-from gpumix.planner.optimal import optimal
-from gpumix.spec.errors import InputError
-from gpumix.spec.profile import Profile
-from gpumix.spec.space import Space
-from gpumix.spec.stage import DTYPE_BYTES
-from gpumix.train.tables import why
+from gpumix.hardware.estimates.cluster_shorthand import cluster
+from gpumix.hardware.estimates.decoder_shapes import llama_shaped
+from gpumix.hardware.estimates.estimate import estimate
+from gpumix.planner.common.strategy import PlanRequest
+from gpumix.planner.data_parallel.search import optimal
+from gpumix.planner.plan import plan
+from gpumix.schema.errors import InputError
+from gpumix.schema.job.search_space import Space
+from gpumix.schema.plan.stage import DTYPE_BYTES
+from gpumix.schema.profile.profile import Profile
+from gpumix.train.run_log.tables import why
 
 V100, A100 = "v100-16gb-sxm", "a100-40gb-pcie"
 MODEL = llama_shaped(3e8)

@@ -18,11 +18,11 @@ from policies import (
 from profiles import GIB, Card, Network, block, curve, fleet, line, profile, steady
 
 from draws import examples
-from gpumix.planner.base import PlanRequest
-from gpumix.planner.poplar import poplar
-from gpumix.spec.errors import NoFeasiblePlanError
-from gpumix.spec.profile import ROOT, UnitTimes
-from gpumix.spec.space import EVERYTHING, Space
+from gpumix.planner.baselines.poplar import poplar
+from gpumix.planner.common.strategy import PlanRequest
+from gpumix.schema.errors import NoFeasiblePlanError
+from gpumix.schema.job.search_space import EVERYTHING, Space
+from gpumix.schema.profile.profile import ROOT, UnitTimes
 
 MANY = examples(8)
 ONE_WAY = {"shardings": ("all",), "recompute": (True,), "boundaries": ("device",)}

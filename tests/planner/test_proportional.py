@@ -21,14 +21,14 @@ from policies import (
 from profiles import GIB, Card, block, fleet, line, profile, steady
 
 from draws import examples
-from gpumix.cost.curves import MicroBatches
-from gpumix.cost.memory import Activations
-from gpumix.planner.base import PlanRequest
-from gpumix.planner.proportional import proportional
-from gpumix.spec.cluster import DeviceClass
-from gpumix.spec.errors import InputError, NoFeasiblePlanError
-from gpumix.spec.space import EVERYTHING, Space
-from gpumix.spec.stage import Mode
+from gpumix.cost.layout.curves import MicroBatches
+from gpumix.cost.peak_memory import Activations
+from gpumix.planner.baselines.whale import proportional
+from gpumix.planner.common.strategy import PlanRequest
+from gpumix.schema.cluster.cluster import DeviceClass
+from gpumix.schema.errors import InputError, NoFeasiblePlanError
+from gpumix.schema.job.search_space import EVERYTHING, Space
+from gpumix.schema.plan.stage import Mode
 
 MANY = examples(8)
 

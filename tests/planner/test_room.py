@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from profiles import Card, block, line, profile, steady
 
 from draws import examples
-from gpumix.planner import room
-from gpumix.planner.base import PlanRequest, ranked_devices
-from gpumix.planner.fleet import Fleet
-from gpumix.planner.room import may_fit
-from gpumix.planner.setting import setting_of
-from gpumix.planner.setting import settings as settings_of
-from gpumix.spec.space import EVERYTHING
+from gpumix.planner.common.device_pool import Fleet
+from gpumix.planner.common.sharding_setting import setting_of
+from gpumix.planner.common.sharding_setting import settings as settings_of
+from gpumix.planner.common.strategy import PlanRequest, ranked_devices
+from gpumix.planner.data_parallel import feasibility
+from gpumix.planner.data_parallel.feasibility import may_fit
+from gpumix.schema.job.search_space import EVERYTHING
 
 MANY = examples(30)
 
@@ -28,7 +28,7 @@ def test_nothing_fits_where_it_is_said(profile, batch, steps):
     devices = ranked_devices(profile, PlanRequest(global_batch=batch))
     cut = cuts()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(room, "STEPS", steps)
+        patch.setattr(feasibility, "STEPS", steps)
         for setting in settings_of(Fleet.of(profile, devices), EVERYTHING):
             if all(setting.modes[name] for name in setting.classes):
                 assert may_fit(setting, batch) or best_of(setting, batch, cut) == inf

@@ -8,12 +8,12 @@ import pytest
 from brute import plan_of
 from profiles import GIB, Card, block, curve, line, profile, steady
 
-from gpumix.cost.memory import usable_bytes
-from gpumix.planner.base import PlanRequest
-from gpumix.planner.optimal import optimal
-from gpumix.planner.shortage import UNREACHABLE
-from gpumix.spec.errors import NoFeasiblePlanError
-from gpumix.spec.space import EVERYTHING, Space
+from gpumix.cost.peak_memory import usable_bytes
+from gpumix.planner.common.strategy import PlanRequest
+from gpumix.planner.data_parallel.search import optimal
+from gpumix.planner.data_parallel.why_nothing_fits import UNREACHABLE
+from gpumix.schema.errors import NoFeasiblePlanError
+from gpumix.schema.job.search_space import EVERYTHING, Space
 
 # Where all that is done takes memory: nothing runs one after the other, nothing is kept elsewhere.
 LAYERED = Space(

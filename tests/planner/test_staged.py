@@ -14,20 +14,20 @@ from profiles import GIB, Card, block, in_a_row, line, profile, root, steady
 
 from draws import examples
 from extended import every_second, every_third
-from gpumix.cost.memory import usable_bytes
+from gpumix.cost.peak_memory import usable_bytes
 from gpumix.cost.predict import predict
-from gpumix.planner.base import PlanRequest, predicted
-from gpumix.planner.by_memory import by_memory
-from gpumix.planner.counted import spread
-from gpumix.planner.explain import plan as make_plan
-from gpumix.planner.staged import SCHEDULES, staged
-from gpumix.spec.curve import Curve
-from gpumix.spec.errors import InputError, NoFeasiblePlanError
-from gpumix.spec.network import Link
-from gpumix.spec.network import Network as StatedNetwork
-from gpumix.spec.plan import Plan, Schedule
-from gpumix.spec.profile import Profile
-from gpumix.spec.space import Space
+from gpumix.planner.baselines.naive_model_parallel import by_memory
+from gpumix.planner.common.strategy import PlanRequest, predicted
+from gpumix.planner.pipeline_parallel.micro_batch_counts import spread
+from gpumix.planner.pipeline_parallel.search import SCHEDULES, staged
+from gpumix.planner.plan import plan as make_plan
+from gpumix.schema.cluster.network import Link
+from gpumix.schema.cluster.network import Network as StatedNetwork
+from gpumix.schema.curve import Curve
+from gpumix.schema.errors import InputError, NoFeasiblePlanError
+from gpumix.schema.job.search_space import Space
+from gpumix.schema.plan.plan import Plan, Schedule
+from gpumix.schema.profile.profile import Profile
 
 ALIKE = Space(zero_stages=0, recompute=True, schedules="1f1b", heads="whole")
 SPACE = Space(zero_stages=(0, 1), recompute=True, schedules=("1f1b",), heads="whole")

@@ -10,15 +10,15 @@ from profiles import GIB, Card, block, in_a_row, line, profile, steady, with_tea
 
 from draws import examples
 from gpumix.cost.predict import predict
-from gpumix.planner.base import PlanRequest, predicted
-from gpumix.planner.explain import plan as make_plan
-from gpumix.planner.fastest import fastest
-from gpumix.planner.staged import staged
+from gpumix.planner.common.strategy import PlanRequest, predicted
+from gpumix.planner.optimal import fastest
+from gpumix.planner.pipeline_parallel.search import staged
+from gpumix.planner.plan import plan as make_plan
+from gpumix.schema.cluster.network import Link, Network
+from gpumix.schema.errors import InputError, NoFeasiblePlanError
+from gpumix.schema.job.search_space import Space
+from gpumix.schema.profile.profile import Profile
 from gpumix.simulate.events import simulate
-from gpumix.spec.errors import InputError, NoFeasiblePlanError
-from gpumix.spec.network import Link, Network
-from gpumix.spec.profile import Profile
-from gpumix.spec.space import Space
 
 
 def request(batch: int, **space) -> PlanRequest:

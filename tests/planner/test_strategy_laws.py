@@ -15,9 +15,9 @@ from policies import peaked, plan_by
 from profiles import fleet
 
 from draws import examples
-from gpumix.planner.base import PlanRequest
-from gpumix.planner.explain import STRATEGIES
-from gpumix.spec.space import EVERYTHING, Space
+from gpumix.planner.common.strategy import PlanRequest
+from gpumix.planner.plan import STRATEGIES
+from gpumix.schema.job.search_space import EVERYTHING, Space
 
 LAYERS = Space(zero_stages=3, recompute=True, state_on="device")
 
@@ -84,8 +84,8 @@ def test_the_order_of_devices_and_classes_does_not_matter(name, space, profile, 
 def test_the_same_plans_under_any_hash_seed():
     code = (
         "from profiles import fleet; from policies import peaked, plan_by\n"
-        "from gpumix.planner.explain import STRATEGIES\n"
-        "from gpumix.spec.space import EVERYTHING\n"
+        "from gpumix.planner.plan import STRATEGIES\n"
+        "from gpumix.schema.job.search_space import EVERYTHING\n"
         "profile = peaked(fleet(8, memory_factor=0.7), [4e12, 2e12, 1e12, 3e12])\n"
         "for name, strategy in STRATEGIES.items():\n"
         "    print(name, plan_by(strategy, profile, 100, EVERYTHING))"

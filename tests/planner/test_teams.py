@@ -7,23 +7,23 @@ from itertools import pairwise
 import pytest
 from profiles import GIB, MIB, Card, block, in_a_row, line, profile, steady, with_teams
 
+from gpumix.cost.pipeline.staged_step import StagedStep
 from gpumix.cost.predict import plan_seconds, predict
-from gpumix.cost.staged import StagedStep
 from gpumix.cost.teams import told_in
-from gpumix.planner.base import PlanRequest, predicted
-from gpumix.planner.explain import STRATEGIES
-from gpumix.planner.explain import plan as make_plan
-from gpumix.planner.fastest import fastest
-from gpumix.planner.manner import Manner, Team
-from gpumix.planner.way import Way, assemble_stages
+from gpumix.planner.common.strategy import PlanRequest, predicted
+from gpumix.planner.optimal import fastest
+from gpumix.planner.pipeline_parallel.candidate import Way, assemble_stages
+from gpumix.planner.pipeline_parallel.stage_modes import Manner, Team
+from gpumix.planner.plan import STRATEGIES
+from gpumix.planner.plan import plan as make_plan
+from gpumix.schema.curve import Curve
+from gpumix.schema.errors import InputError, NoFeasiblePlanError
+from gpumix.schema.job.search_space import Space
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.stage import Mode
+from gpumix.schema.profile.profile import CollectiveTimes, Profile
 from gpumix.simulate.events import simulate
-from gpumix.spec.curve import Curve
-from gpumix.spec.errors import InputError, NoFeasiblePlanError
-from gpumix.spec.plan import Plan
-from gpumix.spec.profile import CollectiveTimes, Profile
-from gpumix.spec.space import Space
-from gpumix.spec.stage import Mode
-from gpumix.train.tables import why
+from gpumix.train.run_log.tables import why
 
 optimal, staged = STRATEGIES["optimal"], STRATEGIES["staged"]
 

@@ -12,13 +12,13 @@ from policies import plan_by, ways
 from profiles import fleet
 
 from draws import examples
-from gpumix.cost.memory import free_bytes
-from gpumix.planner.base import Part, PlanRequest, assemble
-from gpumix.planner.fastest import fastest
-from gpumix.planner.search import level as fill
+from gpumix.cost.peak_memory import free_bytes
+from gpumix.planner.common.strategy import Part, PlanRequest, assemble
+from gpumix.planner.data_parallel.branch_and_bound import level as fill
+from gpumix.planner.optimal import fastest
 from gpumix.planner.undivided import strategy_of, undivided
-from gpumix.spec.errors import NoFeasiblePlanError
-from gpumix.spec.space import EVERYTHING, Space
+from gpumix.schema.errors import NoFeasiblePlanError
+from gpumix.schema.job.search_space import EVERYTHING, Space
 
 MANY = examples(10)
 ONE = EVERYTHING.in_one_stage()

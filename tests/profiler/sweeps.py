@@ -18,12 +18,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 import gpumix
 from gpumix.hardware.device import DeviceRuntime
 from gpumix.hardware.emulation import Pacer, device
-from gpumix.profiler import compute
-from gpumix.profiler.measure import measure_class
+from gpumix.profiler.compute import sweep
+from gpumix.profiler.compute.class_measurement import measure_class
 from gpumix.profiler.subject import Shape, Subject
-from gpumix.spec.cluster import Cluster
-from gpumix.spec.measurements import ClassMeasurement
-from gpumix.spec.profile import ROOT
+from gpumix.schema.cluster.cluster import Cluster
+from gpumix.schema.profile.measurements import ClassMeasurement
+from gpumix.schema.profile.profile import ROOT
 from models import WIDTH, Batch, Regression
 from virtual_clock import VirtualClock
 
@@ -57,7 +57,7 @@ def virtual_time() -> Iterator[VirtualClock]:
     """The profiler, and emulated devices that are opened inside, go by this clock."""
     clock = VirtualClock()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compute, "time", SimpleNamespace(perf_counter=clock))
+        patch.setattr(sweep, "time", SimpleNamespace(perf_counter=clock))
         patch.setattr(device, "Pacer", partial(Pacer, clock=clock, sleep=clock.sleep))
         yield clock
 

@@ -11,15 +11,15 @@ from sweeps import subject
 from torch import nn
 
 from extended import every_second
-from gpumix.engine.compiled import CompiledForward
+from gpumix.engine.unit.regional_compile import CompiledForward
 from gpumix.hardware.device import open_device
-from gpumix.hardware.efficiency import PLAIN, Chosen
-from gpumix.profiler import agreement, specimen
-from gpumix.profiler.measure import measure_class
+from gpumix.hardware.estimates.kernel_choice import PLAIN, Chosen
+from gpumix.profiler.compute import numerics_check, unit_fixture
+from gpumix.profiler.compute.class_measurement import measure_class
 from gpumix.profiler.subject import Subject
-from gpumix.spec.cluster import DeviceClass
-from gpumix.spec.efficiency import Choice, Efficiency
-from gpumix.spec.profile import ClassProfile
+from gpumix.schema.cluster.cluster import DeviceClass
+from gpumix.schema.cluster.kernels import Choice, Efficiency
+from gpumix.schema.profile.profile import ClassProfile
 from models import ARCHITECTURES, WIDTH, Regression
 
 MIB = 2**20
@@ -124,7 +124,7 @@ def test_what_comes_before_the_first_unit_is_compared_too(monkeypatch, is_right)
 
 
 def test_attention_that_computes_something_else_is_not_used(monkeypatch):
-    plain = agreement.make_efficient
+    plain = numerics_check.make_efficient
 
     def wrong(model, efficiency, device):
         plain(model, efficiency, device)
@@ -133,7 +133,7 @@ def test_attention_that_computes_something_else_is_not_used(monkeypatch):
                 if type(module).__name__ == "LlamaAttention":
                     module.register_forward_hook(lambda m, a, out: (out[0] * 1.1, *out[1:]))
 
-    monkeypatch.setattr(agreement, "make_efficient", wrong)
+    monkeypatch.setattr(numerics_check, "make_efficient", wrong)
     found, [told] = measured(llama(chosen=wanted(attention="eager")))
     assert found.efficiency.attention == "own"
     assert "attention is not used: a unit is" in told
@@ -161,7 +161,7 @@ def test_what_there_is_no_room_to_check_is_not_used_but_for_the_dtype(monkeypatc
     def full(*_):
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(agreement, "computed", full)
+    monkeypatch.setattr(numerics_check, "computed", full)
     found, [told] = measured(llama(dtype="bf16", chosen=wanted(attention="eager")))
     assert (found.compute_dtype, found.efficiency.attention) == ("bf16", "own")
     assert "no room to check it" in told
@@ -190,7 +190,7 @@ def test_compiled_code_that_computes_something_else_is_not_used(monkeypatch, fac
         for unit in units:
             unit.forward = _Compiled(unit.forward, factor)
 
-    monkeypatch.setattr(specimen, "compile_units", compiled)
+    monkeypatch.setattr(unit_fixture, "compile_units", compiled)
     what = subject(lambda: Regression([BrokenInBf16() for _ in range(2)]), largest=1)
     what = replace(what, compiled=frozenset({"one"}), chosen={"one": wanted()})
     found, told = measured(what)
@@ -209,7 +209,7 @@ def test_compiled_units_that_draw_are_not_said_to_agree(monkeypatch):
         def __init__(self) -> None:
             super().__init__(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
 
-    monkeypatch.setattr(specimen, "compile_units", compiled)
+    monkeypatch.setattr(unit_fixture, "compile_units", compiled)
     what = subject(lambda: Regression([Dropping() for _ in range(2)]), largest=1)
     what = replace(what, compiled=frozenset({"one"}), chosen={"one": wanted()})
     found, told = measured(what)
@@ -220,8 +220,8 @@ def test_compiled_units_that_draw_are_not_said_to_agree(monkeypatch):
 
 def test_compiled_units_are_measured_in_all_ways(monkeypatch):
     """Also with their backward in two parts, for which the graph runs twice."""
-    compiled = partial(specimen.compile_units, backend="aot_eager")
-    monkeypatch.setattr(specimen, "compile_units", compiled)
+    compiled = partial(unit_fixture.compile_units, backend="aot_eager")
+    monkeypatch.setattr(unit_fixture, "compile_units", compiled)
     found, told = measured(replace(llama(chosen=wanted()), compiled=frozenset({"one"})))
     assert found.compiled
     assert not told
@@ -252,7 +252,7 @@ def test_a_fused_optimizer_that_updates_otherwise_is_not_used():
 
 def test_tf32_is_switched_on_for_gpus_alone():
     before = torch.get_float32_matmul_precision()
-    agreement.make_efficient(nn.Linear(1, 1), Efficiency(tf32=True), torch.device("cpu"))
+    numerics_check.make_efficient(nn.Linear(1, 1), Efficiency(tf32=True), torch.device("cpu"))
     assert torch.get_float32_matmul_precision() == before
 
 
@@ -276,14 +276,14 @@ def test_a_fused_loss_is_used_where_it_computes_the_same_faster(monkeypatch, com
             raise compared
         return compared
 
-    monkeypatch.setattr(agreement, "compare_losses", compare)
+    monkeypatch.setattr(numerics_check, "compare_losses", compare)
     what = llama()
     head = what.build().lm_head
     chosen = replace(wanted(loss="triton"), choices=(Choice(what="loss", value="?", why="asked"),))
     one = DeviceClass(name="one", accelerator="cpu", memory_bytes=64 * MIB)
     with open_device(one, 0) as runtime:
         what = replace(what, chosen={"one": chosen})
-        found = agreement.agreed(what, runtime, "one", print).chosen["one"]
+        found = numerics_check.agreed(what, runtime, "one", print).chosen["one"]
     assert asked == [(head.in_features, head.out_features)]
     assert found.efficiency.loss == loss
     assert found.why("loss") == why

@@ -7,11 +7,11 @@ import torch
 
 import gpumix
 from gpumix.hardware.device import open_device
-from gpumix.profiler import measure
-from gpumix.profiler.compute import Sweep
-from gpumix.profiler.measure import measure_class
+from gpumix.profiler.compute import class_measurement
+from gpumix.profiler.compute.class_measurement import measure_class
+from gpumix.profiler.compute.sweep import Sweep
 from gpumix.profiler.subject import Shape, Subject
-from gpumix.spec.cluster import DeviceClass
+from gpumix.schema.cluster.cluster import DeviceClass
 from models import ARCHITECTURES, LENGTH
 
 BATCH = 2
@@ -21,7 +21,7 @@ STALL_S = 100.0
 @pytest.mark.parametrize("part", ["forward", "backward", "gradient"])
 def test_a_time_above_that_of_more_work_is_lowered_to_it(monkeypatch, part):
     found: list[Sweep] = []
-    sweep = measure.sweep
+    sweep = class_measurement.sweep
 
     def disturbed(*arguments, **options) -> Sweep:
         found.append(sweep(*arguments, **options))
@@ -30,7 +30,7 @@ def test_a_time_above_that_of_more_work_is_lowered_to_it(monkeypatch, part):
             seconds[kind] += STALL_S
         return found[0]
 
-    monkeypatch.setattr(measure, "sweep", disturbed)
+    monkeypatch.setattr(class_measurement, "sweep", disturbed)
     architecture = ARCHITECTURES["gpt2"]
     generator = torch.Generator().manual_seed(1)
     subject = Subject(

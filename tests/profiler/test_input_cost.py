@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from extended import left_out
-from gpumix.data.fetch import Cost
-from gpumix.data.reading import Reading
-from gpumix.data.samples import SampleSource
-from gpumix.engine.ranks import Ranks
-from gpumix.profiler import input_cost
-from gpumix.profiler.input_cost import measure_input, most_of, most_samples_per_s, read_at_once
-from gpumix.spec.cluster import Cluster, Device, DeviceClass
+from gpumix.data.core.read_policy import Reading
+from gpumix.data.sources.map_style import SampleSource
+from gpumix.data.workers.fetch import Cost
+from gpumix.engine.rank_group import Ranks
+from gpumix.profiler import input_pipeline
+from gpumix.profiler.input_pipeline import measure_input, most_of, most_samples_per_s, read_at_once
+from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
 
 ANSWER_S = 0.004
 READERS, SIZE = 4, 2
@@ -70,7 +70,7 @@ BEARS = list(product([True, False], repeat=2))
 def test_one_reads_where_there_are_threads_only_and_samples_bear_one(
     monkeypatch, thread_safe, forks
 ):
-    monkeypatch.setattr(input_cost, "can_fork", lambda: forks)
+    monkeypatch.setattr(input_pipeline, "can_fork", lambda: forks)
     device = Device(id="cpu-0", device_class="cpu", host="here", ordinal=0)
     kind = DeviceClass(name="cpu", accelerator="cpu", memory_bytes=2**30)
     (found,) = measure_input(

@@ -12,8 +12,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from gpumix.hardware.device import open_device
-from gpumix.spec.cluster import DeviceClass
-from gpumix.spec.profile import ROOT
+from gpumix.schema.cluster.cluster import DeviceClass
+from gpumix.schema.profile.profile import ROOT
 from models import WIDTH, Regression
 
 CAP = 2**26  # little: a part of it is taken to time the optimizer

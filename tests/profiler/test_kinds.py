@@ -9,9 +9,9 @@ import torch
 from sweeps import measure
 from torch.utils._pytree import tree_leaves
 
-from gpumix.engine.units import dissect
+from gpumix.engine.sharding.unit_discovery import dissect
 from gpumix.hardware.device import open_device
-from gpumix.spec.cluster import DeviceClass
+from gpumix.schema.cluster.cluster import DeviceClass
 from staging import EVERY, calls_of
 
 LARGEST = 2

@@ -13,13 +13,13 @@ from torch import nn
 
 import gpumix
 from extended import every_second
-from gpumix.engine.comm import Communicator
+from gpumix.engine.comm.communicator import Communicator
 from gpumix.profiler import network
 from gpumix.profiler.network import PRODUCT_S, measure_links, product_rows, team_ranks
-from gpumix.spec.cluster import Cluster, Device, DeviceClass
-from gpumix.spec.islands import placed
-from gpumix.spec.plan import Collectives
-from gpumix.spec.profile import Profile
+from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
+from gpumix.schema.cluster.link_islands import placed
+from gpumix.schema.plan.plan import Collectives
+from gpumix.schema.profile.profile import Profile
 from harness import run_ranks
 from models import WIDTH, Regression
 from virtual_clock import VirtualClock

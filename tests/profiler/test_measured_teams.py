@@ -11,14 +11,14 @@ from sweeps import subject, virtual_time
 from torch import nn
 
 from extended import every_second
-from gpumix.engine.coroutine import ModelError
+from gpumix.engine.model.forward_coroutine import ModelError
 from gpumix.hardware.device import open_device
-from gpumix.profiler.measure import measure_class
+from gpumix.profiler.compute.class_measurement import measure_class
 from gpumix.profiler.subject import Subject
-from gpumix.spec.cluster import DeviceClass
-from gpumix.spec.errors import InputError
-from gpumix.spec.measurements import TeamMeasurement
-from gpumix.spec.profile import ROOT
+from gpumix.schema.cluster.cluster import DeviceClass
+from gpumix.schema.errors import InputError
+from gpumix.schema.profile.measurements import TeamMeasurement
+from gpumix.schema.profile.profile import ROOT
 from models import ARCHITECTURES, LENGTH, WIDTH, Regression
 
 DEGREE = 2

@@ -10,13 +10,13 @@ import pytest
 from jobs import CLUSTER, write_job
 from sweeps import costly_model, subject, virtual_time
 
-from gpumix.engine.ranks import Ranks
+from gpumix.engine.rank_group import Ranks
 from gpumix.hardware.device import open_device
-from gpumix.profiler.cache import MeasurementCache
+from gpumix.profiler.cache.measurement_cache import MeasurementCache
 from gpumix.profiler.cluster import ClusterProfiler
-from gpumix.spec.measurements import ClassMeasurement, InputMeasurement
-from gpumix.spec.profile import HostInput, Profile
-from gpumix.train.pipeline import Pipeline
+from gpumix.schema.profile.measurements import ClassMeasurement, InputMeasurement
+from gpumix.schema.profile.profile import HostInput, Profile
+from gpumix.train.controller import Pipeline
 
 ALONE = [{"class": "one", "accelerator": "cpu", "memory": "64 MiB"}]
 NEW = {"class": "new", "accelerator": "cpu", "memory": "48 MiB"}

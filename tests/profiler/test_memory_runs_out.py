@@ -14,10 +14,10 @@ from sweeps import ROWS, costly_model, measure, sizes, some_batch, virtual_time
 
 import gpumix
 from gpumix.hardware.device import device_in_use, open_device
-from gpumix.hardware.memory import limit_memory
-from gpumix.spec.cluster import Cluster, Device, DeviceClass
-from gpumix.spec.errors import NoFeasiblePlanError
-from gpumix.spec.profile import Profile
+from gpumix.hardware.memory_limit import limit_memory
+from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
+from gpumix.schema.errors import NoFeasiblePlanError
+from gpumix.schema.profile.profile import Profile
 from harness import run_ranks
 from models import causal_model
 

@@ -12,11 +12,11 @@ from jobs import LENGTH, train, write_job
 from sweeps import measure, subject
 from torch.utils.data import default_collate
 
-from gpumix.engine.coroutine import ModelError
+from gpumix.engine.model.forward_coroutine import ModelError
 from gpumix.hardware.device import open_device
-from gpumix.profiler.measure import measure_class
-from gpumix.spec.cluster import DeviceClass
-from gpumix.spec.plan import Plan
+from gpumix.profiler.compute.class_measurement import measure_class
+from gpumix.schema.cluster.cluster import DeviceClass
+from gpumix.schema.plan.plan import Plan
 from models import causal_model, packed_lm
 
 CARD = [{"class": "only", "accelerator": "cpu", "memory": "64 MiB"}]

@@ -14,16 +14,16 @@ from torch import Tensor, nn
 
 import gpumix
 from extended import every_second, left_out
-from gpumix.cost.curves import bytes_at
-from gpumix.cost.pipeline import Pipeline
+from gpumix.cost.layout.curves import bytes_at
 from gpumix.cost.predict import predict
+from gpumix.cost.schedule import Pipeline
 from gpumix.hardware.device import open_device
-from gpumix.planner.explain import plan as make_plan
-from gpumix.spec.cluster import Cluster, Device, DeviceClass
-from gpumix.spec.plan import Plan
-from gpumix.spec.profile import Profile
-from gpumix.spec.space import Space
-from gpumix.spec.stage import Mode
+from gpumix.planner.plan import plan as make_plan
+from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
+from gpumix.schema.job.search_space import Space
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.stage import Mode
+from gpumix.schema.profile.profile import Profile
 from harness import run_ranks
 from models import VOCABULARY, causal_model, gpt2
 

@@ -10,13 +10,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import gpumix
 from extended import left_out
-from gpumix.engine.objective import objective_of
-from gpumix.engine.units import dissect
+from gpumix.engine.loss.objective import objective_of
+from gpumix.engine.sharding.unit_discovery import dissect
 from gpumix.hardware.device import open_device
-from gpumix.planner.explain import plan as make_plan
-from gpumix.spec.cluster import Cluster, Device, DeviceClass
-from gpumix.spec.plan import Plan
-from gpumix.spec.profile import ROOT, Profile
+from gpumix.planner.plan import plan as make_plan
+from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.profile.profile import ROOT, Profile
 from harness import run_ranks
 from models import ARCHITECTURES, LENGTH, WIDTH, mean_loss
 from reference import initialised

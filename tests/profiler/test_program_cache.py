@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 import gpumix
-from gpumix.integrations.hosted import without_weights
-from gpumix.profiler import input_cost
-from gpumix.profiler.program_cache import work_of
+from gpumix.integrations.common.plan_and_shard import without_weights
+from gpumix.profiler import input_pipeline
+from gpumix.profiler.cache.program_cache import work_of
 from harness import run_ranks
 from models import ARCHITECTURES, LENGTH
 
@@ -70,7 +70,7 @@ def test_it_is_measured_once(tmp_path):
 def _measured(folder: Path) -> list[str]:
     os.environ["XDG_CACHE_HOME"] = str(folder)
     slow_here = Slow(SLOW_S * dist.get_rank())
-    input_cost.READERS = (1, 2)  # on a busy machine a core is waited for, and more are tried
+    input_pipeline.READERS = (1, 2)  # on a busy machine a core is waited for, and more are tried
     found = []
     for told, dataset in (("one", None), ("one", None), ("another", None), ("one", slow_here)):
         profile = gpumix.profile(

@@ -8,8 +8,8 @@ import torch
 from sweeps import costly_model, measure, sizes, virtual_time
 
 from gpumix.hardware.device import open_device
-from gpumix.profiler import compute
-from gpumix.spec.cluster import DeviceClass
+from gpumix.profiler.compute import sweep
+from gpumix.schema.cluster.cluster import DeviceClass
 
 CAP = 2**26  # little: a part of it is taken to time the optimizer
 
@@ -161,4 +161,4 @@ def test_a_machine_that_is_always_too_busy_is_tried_three_times(emulated, clock)
     assert f"after {found.overruns} overruns" in told[0]
     # A time takes a forward, its recompute, and a forward whose graph is kept; that of the parts of
     # a backward, once, one more.
-    assert busy.calls == quiet.calls + 2 * (3 * compute.REPEATS + 1)
+    assert busy.calls == quiet.calls + 2 * (3 * sweep.REPEATS + 1)

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from gpumix.hardware import gpu_clocks
-from gpumix.hardware.gpu_clocks import ClockReader
-from gpumix.profiler import warm
-from gpumix.spec.clocks import Clocks
-from gpumix.train.clocks import ClockWatch
-from gpumix.train.metrics import RankRecord
+from gpumix.hardware.discovery import gpu_clocks
+from gpumix.hardware.discovery.gpu_clocks import ClockReader
+from gpumix.profiler.compute import warm_up
+from gpumix.schema.cluster.clocks import Clocks
+from gpumix.train.monitor.clock_warnings import ClockWatch
+from gpumix.train.run_log.metrics import RankRecord
 
 HOT = Clocks(sm_mhz=1410, power_watts=350.5, temperature_c=71)
 
@@ -81,11 +81,11 @@ def test_clocks_are_read_while_the_device_computes(monkeypatch):
     )
     product = torch.mm
     monkeypatch.setattr(torch, "mm", lambda *args, **kw: done.append("mm") or product(*args, **kw))
-    assert warm.warm_up(runtime, torch.float32) is None
+    assert warm_up.warm_up(runtime, torch.float32) is None
     assert not done, "a CPU is as it is"
-    monkeypatch.setattr(warm, "is_gpu", lambda device: True)
-    monkeypatch.setattr(warm, "WARM_UP_S", 0.01)
-    assert warm.warm_up(runtime, torch.float32) == HOT
+    monkeypatch.setattr(warm_up, "is_gpu", lambda device: True)
+    monkeypatch.setattr(warm_up, "WARM_UP_S", 0.01)
+    assert warm_up.warm_up(runtime, torch.float32) == HOT
     assert done[:3] == ["synchronize", "mm", "synchronize"]
     assert done[-4:] == ["mm", "mm", "clocks", "synchronize"]
 

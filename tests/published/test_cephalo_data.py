@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from gpumix.cost.curves import bytes_at, seconds_at
-from gpumix.cost.memory import usable_bytes
-from gpumix.spec.profile import ROOT
+from gpumix.cost.layout.curves import bytes_at, seconds_at
+from gpumix.cost.peak_memory import usable_bytes
+from gpumix.schema.profile.profile import ROOT
 from published import GIB, cephalo
 
 LLAMA = cephalo.Setting("llama_7b", "fp16")

@@ -6,9 +6,9 @@ from itertools import accumulate
 
 import pytest
 
-from gpumix.cost.curves import seconds_at
-from gpumix.cost.pipeline import Action
-from gpumix.spec.profile import ROOT
+from gpumix.cost.layout.curves import seconds_at
+from gpumix.cost.schedule import Action
+from gpumix.schema.profile.profile import ROOT
 from published import GIB
 from published.deepspeed import Receive, Send, instructions
 from published.sailor import BLOCK_PARAMETERS, FP32, PARAMETERS, Group, Setup, profile

@@ -11,8 +11,8 @@ from itertools import product
 import pytest
 
 import planner_cephalo as contest
-from gpumix.planner.base import PlanRequest
-from gpumix.planner.cephalo import cephalo as programme
+from gpumix.planner.baselines.cephalo import cephalo as programme
+from gpumix.planner.common.strategy import PlanRequest
 from published import cephalo
 
 PLAN = (("l4", 13, 1), ("l4", 6, 2), ("a6000", 34, 1), ("p40", 5, 1))  # size, number

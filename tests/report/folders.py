@@ -13,10 +13,10 @@ from typing import Any
 
 from verbs import measured
 
-from gpumix.planner.explain import plan as make_plan
+from gpumix.planner.plan import plan as make_plan
 from gpumix.report.page import page
 from gpumix.report.run import Run, read_run
-from gpumix.spec.plan import Plan
+from gpumix.schema.plan.plan import Plan
 
 BATCH, STEP_S = 8, 0.5
 PARTS = [

@@ -10,15 +10,15 @@ from folders import read, write_run
 from profiles import fleet
 from verbs import measured
 
-from gpumix.planner.explain import plan as make_plan
+from gpumix.planner.plan import plan as make_plan
 from gpumix.report.cluster import Box, cluster_of
 from gpumix.report.run import Run, read_run
-from gpumix.spec.cluster import Device
-from gpumix.spec.curve import Curve
-from gpumix.spec.islands import Links, PairTimes
-from gpumix.spec.network import Network
-from gpumix.spec.plan import Plan
-from gpumix.spec.profile import CollectiveTimes, Profile
+from gpumix.schema.cluster.cluster import Device
+from gpumix.schema.cluster.link_islands import Links, PairTimes
+from gpumix.schema.cluster.network import Network
+from gpumix.schema.curve import Curve
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.profile.profile import CollectiveTimes, Profile
 
 Named = Callable[[Device], str]
 

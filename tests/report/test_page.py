@@ -12,8 +12,8 @@ from folders import PARTS, check_alone, event_line, planned, read, run_of, step_
 
 from gpumix.report.page import page, write_page
 from gpumix.report.run import read_run
-from gpumix.spec.errors import InputError, MachineError
-from gpumix.spec.plan import Plan
+from gpumix.schema.errors import InputError, MachineError
+from gpumix.schema.plan.plan import Plan
 
 HOSTILE = [
     "</script><script>alert(1)</script>",

@@ -9,7 +9,7 @@ import pytest
 from folders import planned, run_of, step_line, write_run
 
 from gpumix.report.run import read_run
-from gpumix.spec.errors import InputError
+from gpumix.schema.errors import InputError
 
 
 def refused(folder) -> InputError:

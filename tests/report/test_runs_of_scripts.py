@@ -10,7 +10,7 @@ from folders import planned, read, run_of
 from gpumix.report.facts import Facts
 from gpumix.report.parts.reproduce import _started
 from gpumix.report.run import read_run
-from gpumix.train.run_record import RunRecord, Script
+from gpumix.train.run_manifest import RunRecord, Script
 
 
 def script(*words: str, **fields: object) -> Script:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from gpumix.report.step_picture import Bar, Panel, draw, panel_of, passes, read
-from gpumix.spec.errors import InputError, MachineError
-from gpumix.spec.trace import Span, Trace, event, wait
+from gpumix.schema.errors import InputError, MachineError
+from gpumix.schema.plan.step_trace import Span, Trace, event, wait
 
 FAST, SLOW = "localhost: a (fast, emulated)", "localhost: b (slow, emulated)"
 

@@ -16,10 +16,10 @@ from gpumix.report.page import page
 from gpumix.report.run import read_run
 from gpumix.report.speed import answer_of
 from gpumix.report.step_rows import simulated, traced
-from gpumix.spec.errors import InputError
-from gpumix.spec.plan import Plan
-from gpumix.spec.read import read_job
-from gpumix.spec.units import show_bytes, show_seconds
+from gpumix.schema.errors import InputError
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.reading.read import read_job
+from gpumix.schema.units import show_bytes, show_seconds
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,9 @@ from unittest import mock
 from attacked import PWNED, SECRET, Attack, Place, Swapping, gpumix, turns
 from strangers import give_away
 
-from gpumix.spec import files
-from gpumix.spec.errors import GpumixError, Interrupted
-from gpumix.train import run_files
+from gpumix.schema import files
+from gpumix.schema.errors import GpumixError, Interrupted
+from gpumix.train.run_log import run_files
 
 READ_BY_REPORT = ("plan.json", "profile.json", "run.json", "progress.json", "metrics.jsonl",
                   "trace.json", "checkpoints")  # fmt: skip
@@ -29,7 +29,7 @@ def documents() -> dict[str, str]:
     """A plan and its profile, as texts."""
     from verbs import measured
 
-    from gpumix.planner.explain import plan as make_plan
+    from gpumix.planner.plan import plan as make_plan
 
     profile = measured()
     plan = make_plan(profile, 8)
@@ -68,11 +68,11 @@ def top(place: Place) -> str:
 
 def resume(place: Place) -> str:
     """What a run does with its folder when it goes on, as the first rank does it."""
-    from gpumix.spec.plan import Plan
-    from gpumix.train.metrics import RunLog, StepRecord, Told, tell_afterwards
-    from gpumix.train.progress import mark_failed, mark_restarting
-    from gpumix.train.run_folder import check_folder
-    from gpumix.train.run_id import give_id
+    from gpumix.schema.plan.plan import Plan
+    from gpumix.train.checks.output_folder import check_folder
+    from gpumix.train.run_log.metrics import RunLog, StepRecord, Told, tell_afterwards
+    from gpumix.train.run_log.progress import mark_failed, mark_restarting
+    from gpumix.train.run_log.run_id import give_id
 
     said = []
     plan = Plan.model_validate_json(documents()["plan.json"])
@@ -106,7 +106,7 @@ FOREIGN = ("link", "link inside", "marks", "pipe", "file", "device", "open", "ne
 
 def squat(how: str, place: Place) -> str:
     """The folders of copies in memory, before they are made: the user's are made and removed."""
-    from gpumix.train.memory_folder import Home
+    from gpumix.train.memory_checkpoint.memory_folder import Home
 
     memory = place.root / "memory"
     memory.mkdir(mode=0o1777)
@@ -197,7 +197,7 @@ def linked_file(name: str, act: Callable[[Place], str], place: Place) -> str:
 
 def linked_folder(name: str, place: Place) -> str:
     """A folder that a run clears or keeps few things in."""
-    from gpumix.train import checkpoint_folder
+    from gpumix.train.checkpoint import checkpoint_folder
 
     fill(place)
     for inside in ("step-00000001", "step-00000002.part", "step-00000003.gone.part"):
@@ -219,7 +219,7 @@ def linked_folder(name: str, place: Place) -> str:
 
 def linked_checkpoint(name: str, place: Place) -> str:
     """Among checkpoints, a link to the user's home by the name of what a crash left."""
-    from gpumix.train import checkpoint_folder
+    from gpumix.train.checkpoint import checkpoint_folder
 
     fill(place)
     place.link(f"checkpoints/{name}", place.home / "folder")
@@ -250,7 +250,7 @@ def leaking_values(place: Place) -> str:
 
 def exported(name: str, place: Place) -> str:
     """A folder for an export, with a link by the name of what it writes."""
-    from gpumix.train import export
+    from gpumix.train.checkpoint import export
 
     fill(place)
     place.link(name, place.secret)
@@ -359,11 +359,11 @@ def foreign_library() -> bytes:
 
 def loaded(how: str, place: Place) -> str:
     """The allocator, from a cache that others may write."""
-    from gpumix.hardware.memory import build, limit
+    from gpumix.hardware.memory_limit import build_allocator, limit
 
     cache_folder = place.root / "cache"
     os.environ["XDG_CACHE_HOME"] = str(cache_folder)
-    name = f"capped_alloc-{build._key()}.so"
+    name = f"capped_alloc-{build_allocator._key()}.so"
     folder = cache_folder / "gpumix" / "libraries"
     folder.mkdir(parents=True, mode=0o700)
     for there in (folder, folder.parent):

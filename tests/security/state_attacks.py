@@ -29,7 +29,7 @@ FILES = ("checkpoint.json", "index.json", "__0_0.distcp", ".metadata")
 def whole() -> Path:
     """A checkpoint of a small model, in a folder of its own."""
     from checkpoints import ALONE, adamw, odd
-    from gpumix.train.checkpoint import Checkpointer
+    from gpumix.train.checkpoint.checkpointer import Checkpointer
     from reference import engine_for
 
     folder = Path(tempfile.mkdtemp(prefix="whole-checkpoint-"))
@@ -83,7 +83,7 @@ class _Harm:
 
 def forged(place: Place, change: Callable[[dict[str, Any], dict[str, Any]], None]) -> str:
     """A checkpoint with another index and another manifest, sealed as gpumix seals them."""
-    from gpumix.train.checkpoint_file import Manifest
+    from gpumix.train.checkpoint.manifest import Manifest
 
     folder = copied(place)
     index = json.loads((folder / "index.json").read_text())
@@ -125,7 +125,7 @@ def extra(value: Any, index: dict[str, Any], manifest: dict[str, Any]) -> None:
 def moved(place: Place) -> str:
     """The user's own checkpoint on another disk, linked back: it is kept, and the next save goes
     on."""
-    from gpumix.train import checkpoint_folder
+    from gpumix.train.checkpoint import checkpoint_folder
 
     folder = place.root / "own"
     for step in range(1, 4):
@@ -178,7 +178,7 @@ def on_store(what: str, place: Place) -> str:
     """The store of a run: those who belong to it are served meanwhile."""
     import torch.distributed as dist
 
-    from gpumix.train.launch import loopback_store
+    from gpumix.train.processes.local_launcher import loopback_store
 
     done = threading.Event()
     with loopback_store() as (store, port):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "src" / "gpumix"
-FILES = "spec/files.py"
+FILES = "schema/files.py"
 
 # Methods and functions that open, write, move or remove, by names that nothing else has.
 ANYWHERE = {
@@ -29,22 +29,22 @@ OF_MODULES = {
 # Who does so for itself, and why that is no file of others.
 ALLOWED = {
     FILES: "the door",
-    "launch/probe.py": {"read_bytes"},  # runs on hosts without gpumix: the standard library only
-    "hardware/memory/build.py": {"TemporaryDirectory"},  # private, for a compiler
-    "hardware/memory/limit.py": {"CDLL"},  # by a descriptor that the door has checked
-    "data/host.py": {"CDLL", "open"},  # this process, and a file of the kernel
-    "data/nursery.py": {"CDLL", "loads"},  # this process, and what its parent hands it
-    "data/packed.py": {"memmap"},  # numbers, with a checked head
-    "engine/extra_state.py": {"load"},  # weights_only, of what a checkpoint has in its manifest
-    "engine/weights.py": {"safe_open"},  # after `check_is_file`
-    "hardware/pinned.py": {"open"},  # in the private folder of copies
-    "train/memory_map.py": {"from_file"},  # likewise
-    "check/attend.py": {"mkstemp"},
-    "check/host_facts.py": {"NamedTemporaryFile"},  # whether a folder can be written
+    "launch/probes/probe.py": {"read_bytes"},  # on hosts without gpumix, by the standard library
+    "hardware/memory_limit/build_allocator.py": {"TemporaryDirectory"},  # private, for a compiler
+    "hardware/memory_limit/limit.py": {"CDLL"},  # by a descriptor that the door has checked
+    "data/core/host_limits.py": {"CDLL", "open"},  # this process, and a file of the kernel
+    "data/workers/fork_server.py": {"CDLL", "loads"},  # this process, and its parent's messages
+    "data/core/token_file.py": {"memmap"},  # numbers, with a checked head
+    "engine/model/extra_state.py": {"load"},  # weights_only, of a checkpoint's manifest
+    "engine/sharding/initial_weights.py": {"safe_open"},  # after `check_is_file`
+    "hardware/host/pinned.py": {"open"},  # in the private folder of copies
+    "train/memory_checkpoint/mmap_file.py": {"from_file"},  # likewise
+    "check/probes/worker.py": {"mkstemp"},
+    "check/facts/host.py": {"NamedTemporaryFile"},  # whether a folder can be written
     "cli/common.py": {"open"},  # /dev/null
     "integrations/trackers/__main__.py": {"open"},  # /dev/null
-    "train/meeting.py": {"loads"},  # of what this process made out of JSON
-    "integrations/trainer/checkpoints.py": {"load"},  # weights_only
+    "train/processes/rendezvous_handler.py": {"loads"},  # of what this process made out of JSON
+    "integrations/transformers/checkpoints.py": {"load"},  # weights_only
 }
 
 
@@ -89,7 +89,7 @@ def from_the_door(source: str) -> set[str]:
     """Names that are imported from the door, and functions of the module's own."""
     found = set()
     for node in ast.walk(parsed(source)):
-        if isinstance(node, ast.ImportFrom) and node.module == "gpumix.spec.files":
+        if isinstance(node, ast.ImportFrom) and node.module == "gpumix.schema.files":
             found |= {alias.name for alias in node.names}
         if isinstance(node, ast.FunctionDef):
             found.add(node.name)
@@ -142,4 +142,4 @@ def test_one_module_makes_consoles_and_one_reads_orders_for_them():
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Call) and "Console" in ast.unparse(node.func).split(".")[-1]
     }
-    assert makes == {"train/terminal.py"}
+    assert makes == {"train/run_log/terminal.py"}

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from strangers import as_root, give_away, linked
 
-from gpumix.hardware.environment import keep_compiled_code
-from gpumix.spec import files
+from gpumix.hardware.host.environment import keep_compiled_code
+from gpumix.schema import files
 
 
 @pytest.fixture

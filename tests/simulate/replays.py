@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from hypothesis import strategies as st
 from profiles import FREE, Card, Network, block, curve, line, profile, root
 
-from gpumix.cost.time import can
-from gpumix.planner.base import Part, PlanRequest, assemble, ranked_devices
-from gpumix.planner.setting import setting_of
+from gpumix.cost.step_time import can
+from gpumix.planner.common.sharding_setting import setting_of
+from gpumix.planner.common.strategy import Part, PlanRequest, assemble, ranked_devices
+from gpumix.schema.job.search_space import EVERYTHING
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.stage import PLAIN, Mode
+from gpumix.schema.profile.profile import ROOT, Profile, UnitTimes
 from gpumix.simulate.events import Played
 from gpumix.simulate.program import Task
 from gpumix.simulate.replay import BACK, FRONT, OUTSIDE, Event
-from gpumix.spec.plan import Plan
-from gpumix.spec.profile import ROOT, Profile, UnitTimes
-from gpumix.spec.space import EVERYTHING
-from gpumix.spec.stage import PLAIN, Mode
 
 
 def cards(

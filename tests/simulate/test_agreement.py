@@ -23,9 +23,9 @@ from replays import any_plans, cards, head_s, lockstep_s, plan_by_hand, wire
 
 from draws import examples
 from gpumix.cost.predict import predict
+from gpumix.schema.errors import InputError
+from gpumix.schema.plan.stage import Mode
 from gpumix.simulate.events import simulate
-from gpumix.spec.errors import InputError
-from gpumix.spec.stage import Mode
 
 EASY = examples(10)
 MODES = [Mode(recompute=r, boundary=b) for r, b in ((1, "device"), (1, "host"), (0, "device"))]

@@ -16,10 +16,10 @@ from profiles import fleet
 from replays import any_plans, cards, on_stream, plan_by_hand, wire
 
 from draws import examples
+from gpumix.schema.plan.stage import Mode
 from gpumix.simulate.events import simulate
 from gpumix.simulate.program import program_of
 from gpumix.simulate.timeline import uses
-from gpumix.spec.stage import Mode
 
 EASY = examples(10)
 

@@ -9,18 +9,18 @@ import pytest
 from profiles import Card, block, in_a_row, line, profile, steady, with_teams
 
 from gpumix.cost.predict import predict
-from gpumix.planner.manner import ALONE, Manner, Team
-from gpumix.planner.way import Way, assemble_stages, rounds_of
+from gpumix.planner.pipeline_parallel.candidate import Way, assemble_stages, rounds_of
+from gpumix.planner.pipeline_parallel.stage_modes import ALONE, Manner, Team
+from gpumix.schema.cluster.network import Link
+from gpumix.schema.cluster.network import Network as StatedNetwork
+from gpumix.schema.errors import InputError
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.stage import PLAIN, Mode
+from gpumix.schema.profile.profile import Profile
 from gpumix.simulate.events import simulate
 from gpumix.simulate.replay import Replay
 from gpumix.simulate.timeline import critical_path, stretches, uses
 from gpumix.simulate.trace import trace_of
-from gpumix.spec.errors import InputError
-from gpumix.spec.network import Link
-from gpumix.spec.network import Network as StatedNetwork
-from gpumix.spec.plan import Plan
-from gpumix.spec.profile import Profile
-from gpumix.spec.stage import PLAIN, Mode
 
 GIB = 2**30
 S = 1e-3  # seconds of a sample and call

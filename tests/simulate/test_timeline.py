@@ -12,9 +12,9 @@ from profiles import block, line
 from replays import any_plans, cards, plan_by_hand, wire
 
 from draws import examples
+from gpumix.schema.plan.stage import Mode
 from gpumix.simulate.events import simulate
 from gpumix.simulate.timeline import critical_path, stretches, uses
-from gpumix.spec.stage import Mode
 
 EASY = examples(20)
 

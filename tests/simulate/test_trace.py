@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from replays import any_plans, cards, plan_by_hand, wire
 
 from draws import examples
+from gpumix.schema.errors import InputError
+from gpumix.schema.plan.step_trace import STREAMS, Trace, event, wait
 from gpumix.simulate import trace as simulated
 from gpumix.simulate.events import simulate
 from gpumix.simulate.trace import trace_of
-from gpumix.spec.errors import InputError
-from gpumix.spec.trace import STREAMS, Trace, event, wait
 
 COMMUNICATION = STREAMS.index("communication")
 EASY = examples(12)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from gpumix.spec.cluster import Cluster, Device, DeviceClass
-from gpumix.spec.compiling import compiled_classes
-from gpumix.spec.errors import InputError
+from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
+from gpumix.schema.errors import InputError
+from gpumix.schema.job.compile_choice import compiled_classes
 
 
 def gpus(**capabilities: str) -> Cluster:

@@ -9,9 +9,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from gpumix.spec.cut import cut, cut_sizes, split_micro_batches
-from gpumix.spec.plan import Plan
-from gpumix.spec.stage import Stage, Worker
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.splitting import cut, cut_sizes, split_micro_batches
+from gpumix.schema.plan.stage import Stage, Worker
 
 WEIGHTS = st.one_of(st.just(0.0), st.integers(1, 1000).map(float), st.floats(1e-6, 1.0))
 SHARES = (

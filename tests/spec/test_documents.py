@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from gpumix.spec import files
-from gpumix.spec.cluster import Cluster, Device, DeviceClass
-from gpumix.spec.curve import Curve
-from gpumix.spec.errors import InputError, MachineError
-from gpumix.spec.plan import Plan, Prediction, WorkerPrediction
-from gpumix.spec.profile import (
+from gpumix.schema import files
+from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
+from gpumix.schema.curve import Curve
+from gpumix.schema.errors import InputError, MachineError
+from gpumix.schema.plan.explanation import Alternative, Binding, Mixing, Reasons, Worth
+from gpumix.schema.plan.plan import Plan, Prediction, WorkerPrediction
+from gpumix.schema.plan.stage import Stage, Worker
+from gpumix.schema.profile.profile import (
     ROOT,
     ClassProfile,
     Collectives,
@@ -24,8 +26,6 @@ from gpumix.spec.profile import (
     UnitKind,
     UnitTimes,
 )
-from gpumix.spec.reasons import Alternative, Binding, Mixing, Reasons, Worth
-from gpumix.spec.stage import Stage, Worker
 
 CLUSTER = Cluster(
     classes=(

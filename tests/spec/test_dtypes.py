@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from gpumix.hardware.catalogue import find, load
-from gpumix.hardware.describe import cluster, device_class
-from gpumix.spec.cluster import DeviceClass
-from gpumix.spec.dtypes import (
+from gpumix.hardware.estimates.cluster_shorthand import cluster, device_class
+from gpumix.hardware.estimates.gpu_catalogue import find, load
+from gpumix.schema.cluster.cluster import DeviceClass
+from gpumix.schema.errors import InputError
+from gpumix.schema.plan.dtypes import (
     UNKNOWN,
     communication_dtype,
     compute_dtypes,
     reason,
     support_of,
 )
-from gpumix.spec.errors import InputError
 
 MIXED = cluster("1x p40, 1x v100-16gb-sxm, 1x a100-80gb-sxm")
 BY_ITSELF = {"p40": "fp32", "v100-16gb-sxm": "fp16", "a100-80gb-sxm": "bf16"}

@@ -7,8 +7,8 @@ import pickle
 
 import pytest
 
-from gpumix.engine.coroutine import ModelError
-from gpumix.spec.errors import (
+from gpumix.engine.model.forward_coroutine import ModelError
+from gpumix.schema.errors import (
     GpumixError,
     InputError,
     MachineError,
@@ -18,7 +18,7 @@ from gpumix.spec.errors import (
     RankLost,
     error_from,
 )
-from gpumix.train.checkpoint_file import Damaged
+from gpumix.train.checkpoint.manifest import Damaged
 
 WORDS = {"where": "here", "why": "because", "fix": "do that"}
 ERRORS = [

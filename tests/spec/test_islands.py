@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumix.spec.cluster import Device
-from gpumix.spec.curve import Curve
-from gpumix.spec.islands import TIMES_FASTER, Links, PairTimes, grouped, near, placed
+from gpumix.schema.cluster.cluster import Device
+from gpumix.schema.cluster.link_islands import TIMES_FASTER, Links, PairTimes, grouped, near, placed
+from gpumix.schema.curve import Curve
 
 NVLINK, SWITCH, PCIE = 1.0, 14.0, 25.0
 

@@ -12,11 +12,11 @@ from typing import ClassVar, Literal
 import pytest
 
 from gpumix.launch.hosts import Host, read_hosts
-from gpumix.spec.base import Document
-from gpumix.spec.errors import InputError
-from gpumix.spec.plan import Plan
-from gpumix.spec.profile import Profile
-from gpumix.spec.read import read_cluster, read_job
+from gpumix.schema.errors import InputError
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.profile.profile import Profile
+from gpumix.schema.reading.read import read_cluster, read_job
+from gpumix.schema.value import Document
 
 
 class Note(Document):
@@ -89,7 +89,7 @@ def test_what_a_shell_hands_over_is_read(handed):
 def test_standard_input_is_waited_for():
     program = (
         "from pathlib import Path\n"
-        "from gpumix.spec.read import read_cluster\n"
+        "from gpumix.schema.reading.read import read_cluster\n"
         "print(read_cluster(Path('/dev/stdin')).classes[0].name)\n"
     )
     late = "sleep 1; echo '- {class: slow, memory: 1GiB, emulate: 1e9}'"

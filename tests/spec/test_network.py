@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from gpumix.spec.network import Link, Network, link
+from gpumix.schema.cluster.network import Link, Network, link
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from gpumix.spec.cluster import Cluster
-from gpumix.spec.cluster_file import written
-from gpumix.spec.errors import InputError
-from gpumix.spec.read import read_cluster, read_job
+from gpumix.schema.cluster.cluster import Cluster
+from gpumix.schema.errors import InputError
+from gpumix.schema.reading.cluster_file import written
+from gpumix.schema.reading.read import read_cluster, read_job
 
 LONG = """\
 classes:

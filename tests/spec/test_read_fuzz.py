@@ -8,9 +8,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from gpumix.spec.errors import InputError
-from gpumix.spec.job import Job
-from gpumix.spec.read import read_job
+from gpumix.schema.errors import InputError
+from gpumix.schema.job.job import Job
+from gpumix.schema.reading.read import read_job
 
 JOB = """\
 # everything a job can say

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from gpumix.spec.errors import InputError
-from gpumix.spec.job import Job
-from gpumix.spec.read import read_job
+from gpumix.schema.errors import InputError
+from gpumix.schema.job.job import Job
+from gpumix.schema.reading.read import read_job
 
 JOB = """\
 model:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from gpumix.spec.errors import InputError
-from gpumix.spec.read import read_job
-from gpumix.spec.words import printable
+from gpumix.schema.errors import InputError
+from gpumix.schema.reading.read import read_job
+from gpumix.schema.untrusted_text import printable
 
 JOB = """\
 model: {config: {model_type: gpt2}}

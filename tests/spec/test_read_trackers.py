@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from gpumix.spec.errors import InputError
-from gpumix.spec.job import Job
-from gpumix.spec.read import read_job
-from gpumix.spec.trackers import MlflowSpec, PrometheusSpec, TensorBoardSpec, Trackers, WandbSpec
+from gpumix.schema.errors import InputError
+from gpumix.schema.job.job import Job
+from gpumix.schema.job.trackers import (
+    MlflowSpec,
+    PrometheusSpec,
+    TensorBoardSpec,
+    Trackers,
+    WandbSpec,
+)
+from gpumix.schema.reading.read import read_job
 
 JOB = """
 model: {factory: mine:model}

@@ -7,8 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from gpumix.spec.errors import InputError
-from gpumix.spec.read_yaml import MAX_DEPTH, Source, load_yaml, parse_yaml, show_keys, show_value
+from gpumix.schema.errors import InputError
+from gpumix.schema.reading.yaml_places import (
+    MAX_DEPTH,
+    Source,
+    load_yaml,
+    parse_yaml,
+    show_keys,
+    show_value,
+)
 
 SOURCE = Source("f.yaml", Path("/"))
 

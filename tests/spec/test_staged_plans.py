@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from gpumix.spec.efficiency import Efficiency
-from gpumix.spec.plan import Plan
-from gpumix.spec.stage import Stage, Taken, Worker
+from gpumix.schema.cluster.kernels import Efficiency
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.stage import Stage, Taken, Worker
 
 
 def stage(number: int, *devices: str, samples: int = 4, **changes: Any) -> Stage:

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from gpumix.spec.plan import Plan
-from gpumix.spec.stage import Mode, Stage, Worker
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.stage import Mode, Stage, Worker
 
 
 def worker(number: int, **more: Any) -> Worker:

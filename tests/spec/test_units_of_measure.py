@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from gpumix.spec.units import Bytes, FlopRate, Seconds, show_bytes, show_flops, show_seconds
+from gpumix.schema.units import Bytes, FlopRate, Seconds, show_bytes, show_flops, show_seconds
 
 BYTES, RATE, SECONDS = TypeAdapter(Bytes), TypeAdapter(FlopRate), TypeAdapter(Seconds)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from jobs import SHARED_PROFILES
 
-from gpumix.train import launch
+from gpumix.train.processes import local_launcher
 
 sys.path.append(str(Path(__file__).parents[1] / "planner"))  # profiles that are made up
 
@@ -20,7 +20,7 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def short_grace(monkeypatch):
     """A rank that never answers is waited for in its own tests only."""
-    monkeypatch.setattr(launch, "GRACE_S", 5.0)
+    monkeypatch.setattr(local_launcher, "GRACE_S", 5.0)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -19,15 +19,15 @@ import yaml
 
 import commands
 from commands import Done
-from gpumix.engine.deferred import build
-from gpumix.engine.units import dissect
-from gpumix.spec.cluster import Cluster
-from gpumix.spec.plan import Plan
-from gpumix.spec.read import read_job
-from gpumix.spec.stage import PLAIN, Mode, Stage, Worker
-from gpumix.train.models import model_of
-from gpumix.train.outcome import Summary
-from gpumix.train.pipeline import Pipeline
+from gpumix.engine.model.deferred_init import build
+from gpumix.engine.sharding.unit_discovery import dissect
+from gpumix.schema.cluster.cluster import Cluster
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.stage import PLAIN, Mode, Stage, Worker
+from gpumix.schema.reading.read import read_job
+from gpumix.train.controller import Pipeline
+from gpumix.train.run_log.summary import Summary
+from gpumix.train.worker.model import model_of
 
 HERE = Path(__file__).parent
 LENGTH = 8

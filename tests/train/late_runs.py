@@ -11,13 +11,13 @@ import torch
 
 import cuda_device
 from gpumix.engine.engine import Engine
-from gpumix.engine.guard import Guard
-from gpumix.spec.cluster import Device
-from gpumix.spec.plan import Plan
-from gpumix.train import steps, work
-from gpumix.train.context import Task
-from gpumix.train.launch import Seat
-from gpumix.train.steps import Steps
+from gpumix.engine.update_guard import Guard
+from gpumix.schema.cluster.cluster import Device
+from gpumix.schema.plan.plan import Plan
+from gpumix.train import issued_steps, rank_tasks
+from gpumix.train.issued_steps import Steps
+from gpumix.train.processes.local_launcher import Seat
+from gpumix.train.worker.context import Task
 
 
 def train(
@@ -32,7 +32,7 @@ def train(
     late, bad_step, resume = settings
     _late(seat.rank in late)
     _bad_in(bad_step)
-    return work.train(seat, task, plan, None, devices, resume).losses
+    return rank_tasks.train(seat, task, plan, None, devices, resume).losses
 
 
 def waits(
@@ -48,7 +48,7 @@ def waits(
         found.append(cuda_device.host_waits())
 
     Steps.give = counted  # type: ignore[method-assign]
-    return work.train(seat, task, plan, None, devices, False).losses, found
+    return rank_tasks.train(seat, task, plan, None, devices, False).losses, found
 
 
 def forked(seat: Seat) -> tuple[bool, bool, str]:
@@ -61,7 +61,7 @@ def forked(seat: Seat) -> tuple[bool, bool, str]:
 def _late(late: bool) -> None:
     """A CPU's results are late too: its fused optimizers leave steps out as a GPU's do."""
     if late:
-        steps._guard_of = lambda engine, optimizer: Guard(engine.device)
+        issued_steps._guard_of = lambda engine, optimizer: Guard(engine.device)
 
 
 def _bad_in(bad_step: int | None) -> None:

@@ -10,12 +10,12 @@ from signal import SIGABRT
 
 import torch.distributed as dist
 
-from gpumix.data.reading import NOTHING_READ
-from gpumix.engine.heartbeat import beat_with
-from gpumix.engine.held_up import Stand, Wait
-from gpumix.spec.cluster import Device
-from gpumix.spec.errors import RankLost
-from gpumix.train.launch import Seat, _Child, _Lookout
+from gpumix.data.core.read_policy import NOTHING_READ
+from gpumix.engine.comm.hang_attribution import Stand, Wait
+from gpumix.engine.comm.heartbeat import beat_with
+from gpumix.schema.cluster.cluster import Device
+from gpumix.schema.errors import RankLost
+from gpumix.train.processes.local_launcher import Seat, _Child, _Lookout
 
 ALL = "all"
 

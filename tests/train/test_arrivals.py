@@ -8,11 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from gpumix.hardware.environment import TorchrunPlace
-from gpumix.spec.cluster import Cluster, Device, DeviceClass
-from gpumix.spec.errors import InputError, TrainingError
-from gpumix.train import run_files
-from gpumix.train.torchrun import (
+from gpumix.hardware.host.environment import TorchrunPlace
+from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
+from gpumix.schema.errors import InputError, TrainingError
+from gpumix.train.processes.torchrun_runner import (
     Arrival,
     TorchrunRunner,
     _was_there,
@@ -21,6 +20,7 @@ from gpumix.train.torchrun import (
     meet_devices,
     seats,
 )
+from gpumix.train.run_log import run_files
 
 
 class Board:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from gpumix.spec.plan import Plan
-from gpumix.spec.stage import Stage, Worker
-from gpumix.train.balancing import FIRST_STEPS, MEASURED_STEPS, Balancing
-from gpumix.train.metrics import Told
-from gpumix.train.rebalance import WINDOW_STEPS
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.stage import Stage, Worker
+from gpumix.train.elastic.rebalancer import WINDOW_STEPS
+from gpumix.train.rebalance_controller import FIRST_STEPS, MEASURED_STEPS, Balancing
+from gpumix.train.run_log.metrics import Told
 
 
 class Run:

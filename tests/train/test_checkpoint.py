@@ -25,7 +25,7 @@ from checkpoints import (
     whole,
 )
 from extended import every_second
-from gpumix.spec import files
+from gpumix.schema import files
 from harness import run_ranks
 from reference import Share, engine_for, own_rows, random_shares
 

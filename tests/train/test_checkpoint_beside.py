@@ -23,10 +23,10 @@ from checkpoints import (
 )
 from checkpoints import train as go_on
 from extended import every_second
-from gpumix.spec.errors import MachineError
-from gpumix.train import checkpoint
-from gpumix.train.checkpoint_shards import Boxed
-from gpumix.train.host_copy import HostCopy
+from gpumix.schema.errors import MachineError
+from gpumix.train.checkpoint import checkpointer as checkpoint
+from gpumix.train.checkpoint.dcp_storage import Boxed
+from gpumix.train.checkpoint.host_copy import HostCopy
 from harness import run_ranks
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpumix.engine.boxes import boxes
+from gpumix.engine.sharding.nd_boxes import boxes
 
 
 @st.composite

@@ -23,9 +23,9 @@ from checkpoints import (
     train,
     trained,
 )
-from gpumix.spec.errors import InputError, MachineError
-from gpumix.train import checkpoint_file
-from gpumix.train.checkpoint_file import Damaged, SavedFile, described, of_steps, read_manifest
+from gpumix.schema.errors import InputError, MachineError
+from gpumix.train.checkpoint import manifest as checkpoint_file
+from gpumix.train.checkpoint.manifest import Damaged, SavedFile, described, of_steps, read_manifest
 from harness import run_ranks
 from models import ARCHITECTURES
 from reference import engine_for

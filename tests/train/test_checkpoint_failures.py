@@ -12,11 +12,11 @@ import pytest
 from torch.distributed.checkpoint import filesystem
 
 from checkpoints import ALONE, UNEVEN, adamw, blank, checkpointer, odd, trained
-from gpumix.engine.comm import CommunicationError
-from gpumix.spec.errors import GpumixError, MachineError
-from gpumix.train import checkpoint_folder
-from gpumix.train.checkpoint_file import SavedFile
-from gpumix.train.checkpoint_folder import check_visible
+from gpumix.engine.comm.communicator import CommunicationError
+from gpumix.schema.errors import GpumixError, MachineError
+from gpumix.train.checkpoint import checkpoint_folder
+from gpumix.train.checkpoint.checkpoint_folder import check_visible
+from gpumix.train.checkpoint.manifest import SavedFile
 from harness import run_ranks
 from reference import engine_for
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 
 from gpumix.hardware.device import open_device
-from gpumix.hardware.memory import limit_memory
-from gpumix.spec.cluster import DeviceClass
-from gpumix.train.checkpoint import Checkpointer
-from gpumix.train.checkpoint_shards import Boxed, read, write
-from gpumix.train.checkpoint_together import Together
+from gpumix.hardware.memory_limit import limit_memory
+from gpumix.schema.cluster.cluster import DeviceClass
+from gpumix.train.checkpoint.checkpointer import Checkpointer
+from gpumix.train.checkpoint.collective_errors import Together
+from gpumix.train.checkpoint.dcp_storage import Boxed, read, write
 from harness import run_ranks
 from models import ARCHITECTURES
 from reference import batches, engine_alone

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoints import UNEVEN, assert_same, blank, checkpointer, model_values, trained
-from gpumix.spec.errors import GpumixError
-from gpumix.train.checkpoint_file import INDEX
-from gpumix.train.checkpoint_shards import Index, StoredBox, StoredTensor
+from gpumix.schema.errors import GpumixError
+from gpumix.train.checkpoint.dcp_storage import Index, StoredBox, StoredTensor
+from gpumix.train.checkpoint.manifest import INDEX
 from harness import run_ranks
 from reference import Share
 

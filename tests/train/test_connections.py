@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from gpumix.train.connections import (
+from gpumix.train.processes.store import store_on
+from gpumix.train.processes.tcp_liveness import (
     Line,
     give_up_after,
     is_visited,
@@ -22,7 +23,6 @@ from gpumix.train.connections import (
     wait_until_left,
     watched_at,
 )
-from gpumix.train.rendezvous import store_on
 
 
 def limits(connection: socket.socket) -> tuple[int, int]:
@@ -117,7 +117,7 @@ def test_a_store_at_one_address_is_not_visited_by_its_own_process():
 
 WATCHED = """
 import sys
-from gpumix.train.connections import watched_at
+from gpumix.train.processes.tcp_liveness import watched_at
 watched = watched_at("127.0.0.1")
 print(watched.getsockname()[1], flush=True)
 sys.stdin.read()

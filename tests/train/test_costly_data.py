@@ -7,12 +7,12 @@ from math import inf
 import pytest
 from jobs import BATCH, metrics, plan_for, train, write_job
 
-from gpumix.data.order import GlobalOrder
-from gpumix.hardware.cpu import cores_here
-from gpumix.planner.base import predicted
-from gpumix.spec.plan import Plan
-from gpumix.spec.profile import Profile
-from gpumix.train.pipeline import Pipeline
+from gpumix.data.order.global_order import GlobalOrder
+from gpumix.hardware.host.cpu import cores_here
+from gpumix.planner.common.strategy import predicted
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.profile.profile import Profile
+from gpumix.train.controller import Pipeline
 
 # Compute of a sample: 0.6 ms on the fast device, 2.5 ms on the slow one.
 TWO_HOSTS = [

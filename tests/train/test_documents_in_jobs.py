@@ -11,8 +11,8 @@ from jobs import CLUSTER, metrics, plan_for, progress, train, write_job
 
 from extended import every_second
 from gpumix.doctor.inside import Inside
-from gpumix.spec.errors import InputError
-from gpumix.train.pipeline import Pipeline
+from gpumix.schema.errors import InputError
+from gpumix.train.controller import Pipeline
 
 LENGTH = 24
 UNLIKE = [one | {"count": 1} for one in CLUSTER]

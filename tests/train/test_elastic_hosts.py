@@ -18,8 +18,8 @@ import pytest
 from jobs import OWN_PROFILES, environment, metrics, toy, train, write_job
 
 from commands import begin
-from gpumix.spec.plan import Plan
-from gpumix.spec.profile import Profile
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.profile.profile import Profile
 from hosts import Host
 from ports import free_port
 from warm_commands import Command

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from gpumix.spec.cluster import Device
-from gpumix.spec.errors import InputError, RankLost
-from gpumix.train import launch
+from gpumix.schema.cluster.cluster import Device
+from gpumix.schema.errors import InputError, RankLost
+from gpumix.train.processes import local_launcher
 
 DEVICES = [Device(id=f"cpu-{n}", device_class="cpu", host="localhost") for n in range(2)]
 FOREVER_S = 600.0
@@ -45,7 +45,7 @@ def _killed_with_a_child(seat, left) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="children are forked")
 def test_a_killed_rank_is_named_though_a_process_that_it_forked_lives(left):
     with pytest.raises(RankLost) as caught:
-        launch.launch(_killed_with_a_child, DEVICES, left)
+        local_launcher.launch(_killed_with_a_child, DEVICES, left)
     os.kill(int(left.read_text()), 0)  # it is still there
     told = r"rank 1 \(device 'cpu-1', pid \d+\) was killed by signal 9 \(SIGKILL\)"
     assert re.fullmatch(told, caught.value.what)
@@ -60,17 +60,17 @@ def _says_and_ends(seat, fails: bool) -> str:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_a_rank_says_last_counts_though_its_end_is_seen_first(monkeypatch, fails):
-    seen = launch.wait
+    seen = local_launcher.wait
 
     def only_ends(signs, timeout):
         return seen([sign for sign in signs if isinstance(sign, int)], timeout)
 
-    monkeypatch.setattr(launch, "wait", only_ends)
+    monkeypatch.setattr(local_launcher, "wait", only_ends)
     if fails:
         with pytest.raises(InputError, match="no such thing"):
-            launch.launch(_says_and_ends, DEVICES, fails)
+            local_launcher.launch(_says_and_ends, DEVICES, fails)
     else:
-        assert launch.launch(_says_and_ends, DEVICES, fails) == ["said by 0", "said by 1"]
+        assert local_launcher.launch(_says_and_ends, DEVICES, fails) == ["said by 0", "said by 1"]
 
 
 def _says_much(seat, size: int) -> bytes:
@@ -79,4 +79,4 @@ def _says_much(seat, size: int) -> bytes:
 
 def test_what_fills_the_pipe_is_read_to_its_end():
     size = 1 << 22
-    assert launch.launch(_says_much, DEVICES, size) == [bytes(size)] * 2
+    assert local_launcher.launch(_says_much, DEVICES, size) == [bytes(size)] * 2

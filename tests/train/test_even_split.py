@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 from profiles import GIB, Card, block, line, profile, steady
 
-from gpumix.planner.base import predicted
-from gpumix.spec.errors import NoFeasiblePlanError
-from gpumix.spec.space import Space
-from gpumix.train.even_split import DOUBT, MOST_TRIED, best_even_split, even_plans
+from gpumix.planner.common.strategy import predicted
+from gpumix.schema.errors import NoFeasiblePlanError
+from gpumix.schema.job.search_space import Space
+from gpumix.train.run_log.even_baseline import DOUBT, MOST_TRIED, best_even_split, even_plans
 
 CARDS = [Card("fast", 1, GIB, steady(4.0)), Card("slow", 1, GIB, steady(1.0))]
 

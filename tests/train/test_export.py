@@ -14,12 +14,12 @@ import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-import gpumix.train.export
+import gpumix.train.checkpoint.export
 from checkpoints import checkpointer, odd
-from gpumix.data.tokenizer import bytes_as_file
-from gpumix.spec.errors import InputError, MachineError
-from gpumix.train.export import export
-from gpumix.train.model_files import saved_beside_weights
+from gpumix.data.core.tokenizer import bytes_as_file
+from gpumix.schema.errors import InputError, MachineError
+from gpumix.train.checkpoint.export import export
+from gpumix.train.checkpoint.model_files import saved_beside_weights
 from harness import run_ranks
 from models import ARCHITECTURES
 from reference import Share, batches, engine_for, own_rows
@@ -266,7 +266,7 @@ def test_a_full_disk_leaves_the_former_export(tmp_path, monkeypatch):
         Path(file).write_bytes(b"half")
         raise SafetensorError("Error while serializing: I/O error: No space left on device")
 
-    monkeypatch.setattr(gpumix.train.export, "save_file", full)
+    monkeypatch.setattr(gpumix.train.checkpoint.export, "save_file", full)
     with pytest.raises(MachineError, match="No space left"):
         export(tmp_path, folder)
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from checkpoints import checkpointer
-from gpumix.spec.errors import InputError
+from gpumix.schema.errors import InputError
 from harness import run_ranks
 from models import Block, Regression, vectors
 from reference import Share, engine_for, own_rows

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from jobs import gpumix, plan_for, toy, write_job
 
-from gpumix.hardware.environment import record_collectives
-from gpumix.train import run_files
+from gpumix.hardware.host.environment import record_collectives
+from gpumix.train.run_log import run_files
 
 
 def test_files_go_into_the_run_and_what_is_set_stays(monkeypatch):

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from jobs import CLUSTER, OWN_PROFILES, metrics, toy, train, write_job
 
-from gpumix.spec.errors import InputError
-from gpumix.spec.peak import Peak
-from gpumix.spec.plan import Plan
-from gpumix.spec.profile import Profile
-from gpumix.train.given_plan import other_speeds
-from gpumix.train.pipeline import Pipeline
+from gpumix.schema.errors import InputError
+from gpumix.schema.peak_flops import Peak
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.profile.profile import Profile
+from gpumix.train.checks.user_plan import other_speeds
+from gpumix.train.controller import Pipeline
 
 TWO = {"techniques": {"least_stages": 2, "most_stages": 2, "leave_out": False}}
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumix.train.interlude import Interlude
+from gpumix.train.run_log.interruption_cost import Interlude
 
 
 def whole_s(every: int, step_s: float, slowed_s: float, writes_s: float) -> float:

@@ -21,8 +21,8 @@ from jobs import (
 from pytest import approx
 
 from extended import every_second
-from gpumix.spec.errors import Interrupted
-from gpumix.train.stop import StopRequest
+from gpumix.schema.errors import Interrupted
+from gpumix.train.processes.stop_signals import StopRequest
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,12 @@ from toys import model as toy_model
 
 import gpumix
 from extended import left_out
-from gpumix.spec.cluster import Cluster, Device, DeviceClass
-from gpumix.spec.errors import InputError
-from gpumix.spec.job import OptimizerSpec, ParameterGroup
-from gpumix.spec.profile import ModelProfile
-from gpumix.spec.read import read_job
-from gpumix.train.optimizer import optimizer_for, set_learning_rates, trial_optimizer
+from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
+from gpumix.schema.errors import InputError
+from gpumix.schema.job.job import OptimizerSpec, ParameterGroup
+from gpumix.schema.profile.profile import ModelProfile
+from gpumix.schema.reading.read import read_job
+from gpumix.train.worker.optimizer import optimizer_for, set_learning_rates, trial_optimizer
 from reference import engine_alone
 
 OPTIMIZERS = {

@@ -9,10 +9,10 @@ import pytest
 import torch
 from jobs import metrics, toy, train, write_job
 
-from gpumix.engine.wait_clock import WaitClock
-from gpumix.hardware.stamps import stamps_of
-from gpumix.spec.trace import Trace
-from gpumix.train.watch import Watch
+from gpumix.engine.comm.wait_clock import WaitClock
+from gpumix.hardware.timestamps import stamps_of
+from gpumix.schema.plan.step_trace import Trace
+from gpumix.train.monitor.step_timer import Watch
 
 pytestmark = [
     pytest.mark.gpu,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpumix.train.keeping import interval_of
+from gpumix.train.state_keeper import interval_of
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ import pytest
 from jobs import CLUSTER, checkpoints, environment, metrics, plan_for, toy, train, write_job
 
 from commands import begin
-from gpumix.spec.errors import Interrupted, MachineError
-from gpumix.train.checkpoint import opened
-from gpumix.train.checkpoint_file import verify
-from gpumix.train.last_minute import AT_ONCE, LastMinute, Moment
+from gpumix.schema.errors import Interrupted, MachineError
+from gpumix.train.checkpoint.checkpointer import opened
+from gpumix.train.checkpoint.manifest import verify
+from gpumix.train.preemption_save import AT_ONCE, LastMinute, Moment
 from ports import free_port
 from warm_commands import Command
 

@@ -15,11 +15,11 @@ from jobs import PAIR, metrics, plan_for, write_job
 
 from cuda_device import is_here
 from extended import left_out
-from gpumix.spec.cluster import Device
-from gpumix.spec.errors import TrainingError
-from gpumix.spec.read import read_job
-from gpumix.train.context import Task
-from gpumix.train.launch import launch
+from gpumix.schema.cluster.cluster import Device
+from gpumix.schema.errors import TrainingError
+from gpumix.schema.reading.read import read_job
+from gpumix.train.processes.local_launcher import launch
+from gpumix.train.worker.context import Task
 
 BOTH = (0, 1)
 NOT_OF_A_CLOCK = ("event", "step", "loss", "gradient_norm", "learning_rate", "tokens", "samples")

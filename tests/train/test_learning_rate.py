@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from gpumix.engine.shard import Piece
-from gpumix.engine.window import Window
-from gpumix.spec.job import DataSpec, Job, ModelSpec, OptimizerSpec, ScheduleSpec
-from gpumix.train.optimizer import learning_rate, optimizer_for
+from gpumix.engine.sharding.parameter_slice import Window
+from gpumix.engine.sharding.shard import Piece
+from gpumix.schema.job.job import DataSpec, Job, ModelSpec, OptimizerSpec, ScheduleSpec
+from gpumix.train.worker.optimizer import learning_rate, optimizer_for
 
 PEAK = 0.3
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from gpumix.engine.heartbeat import STOPPED_S, Pulse
-from gpumix.spec.cluster import Device
-from gpumix.spec.errors import GpumixError, RankLost
-from gpumix.train.connections import Line, Presence
-from gpumix.train.launch import Seat
-from gpumix.train.lookout import Lookout
-from gpumix.train.torchrun import Arrival
+from gpumix.engine.comm.heartbeat import STOPPED_S, Pulse
+from gpumix.schema.cluster.cluster import Device
+from gpumix.schema.errors import GpumixError, RankLost
+from gpumix.train.processes.local_launcher import Seat
+from gpumix.train.processes.peer_watchdog import Lookout
+from gpumix.train.processes.tcp_liveness import Line, Presence
+from gpumix.train.processes.torchrun_runner import Arrival
 
 DEVICES = [Device(id=f"gpu-{host}", device_class="gpu", host=host) for host in "ab"]
 ARRIVALS = [

@@ -8,7 +8,7 @@ import pytest
 from jobs import EMULATED, checkpoints, gpumix, metrics, plan_for, progress, toy, train, write_job
 
 from extended import every_second
-from gpumix.spec.errors import GpumixError, MachineError, RankLost, TrainingError
+from gpumix.schema.errors import GpumixError, MachineError, RankLost, TrainingError
 
 MIB = 2**20
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters, RendezvousStateError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
-from gpumix.train.meeting import Backend, handler
+from gpumix.train.processes.rendezvous_handler import Backend, handler
 from harness import run_ranks
 
 HERE, ELSEWHERE = "127.0.0.1", "127.0.0.2"  # both loopback

@@ -26,13 +26,13 @@ from checkpoints import (
     whole,
 )
 from extended import every_second
-from gpumix.engine.ranks import Ranks
-from gpumix.spec.errors import InputError, RankLost
-from gpumix.train import memory_folder, memory_reader
-from gpumix.train.host_copy import HostCopy
-from gpumix.train.memory_buddies import Buddies, buddies
-from gpumix.train.memory_checkpoint import MemoryCheckpointer
-from gpumix.train.memory_folder import Home
+from gpumix.engine.rank_group import Ranks
+from gpumix.schema.errors import InputError, RankLost
+from gpumix.train.checkpoint.host_copy import HostCopy
+from gpumix.train.memory_checkpoint import memory_folder, reader
+from gpumix.train.memory_checkpoint.checkpointer import MemoryCheckpointer
+from gpumix.train.memory_checkpoint.memory_folder import Home
+from gpumix.train.memory_checkpoint.replication import Buddies, buddies
 from harness import run_ranks
 from reference import random_shares
 
@@ -99,7 +99,7 @@ def _take_up(folder: Path, shares: Any, hosts: str, settings: Any = None) -> Any
         found = memory_folder.newest([memory_folder.from_text(text) for text in told])
         assert found is not None
         group = dist.group.WORLD if ranks.world > 1 else None
-        state = memory_reader.load(home, held, found, ranks, group, engine, optimizer)
+        state = reader.load(home, held, found, ranks, group, engine, optimizer)
         return state, model_values(engine), optimizer_values(engine, optimizer), engine.steps
 
 
@@ -174,9 +174,9 @@ def test_the_last_of_several_copies_counts(tmp_path):
 
 
 def _without_room(folder: Path) -> tuple[str, str]:
-    from gpumix.train import memory_checkpoint
+    from gpumix.train.memory_checkpoint import checkpointer
 
-    memory_checkpoint.room_for = lambda size, ranks: False
+    checkpointer.room_for = lambda size, ranks: False
     with all_ranks() as ranks:
         engine, optimizer = trained(ALONE)
         memory = copier(folder, "a", ranks)

@@ -10,10 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from gpumix.spec.errors import MachineError
-from gpumix.train import memory_folder as folder
-from gpumix.train.memory_folder import Found, Held, Home, from_text, newest, to_text
-from gpumix.train.run_id import give_id
+from gpumix.schema.errors import MachineError
+from gpumix.train.memory_checkpoint import memory_folder as folder
+from gpumix.train.memory_checkpoint.memory_folder import (
+    Found,
+    Held,
+    Home,
+    from_text,
+    newest,
+    to_text,
+)
+from gpumix.train.run_log.run_id import give_id
 
 RUN = "1a2b"
 

@@ -8,11 +8,11 @@ import pytest
 from jobs import metrics, plan_for, toy, train, write_job
 
 from gpumix.cost.predict import predict
-from gpumix.hardware.whatif import with_less_memory
-from gpumix.spec.plan import Collectives, Plan
-from gpumix.spec.profile import Profile
-from gpumix.train.checkpoint import opened
-from gpumix.train.pipeline import Pipeline
+from gpumix.hardware.estimates.what_if import with_less_memory
+from gpumix.schema.plan.plan import Collectives, Plan
+from gpumix.schema.profile.profile import Profile
+from gpumix.train.checkpoint.checkpointer import opened
+from gpumix.train.controller import Pipeline
 
 STEPS = 20
 SAMPLES = (40, 40, 40)

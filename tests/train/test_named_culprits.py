@@ -9,9 +9,9 @@ import pytest
 from jobs import BATCH, staged_plan_for, toy, train, write_job
 
 from extended import every_third, left_out
-from gpumix.spec.errors import RankLost
-from gpumix.spec.plan import Plan
-from gpumix.spec.stage import Mode
+from gpumix.schema.errors import RankLost
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.stage import Mode
 
 pytestmark = [pytest.mark.slow]  # most are waited for until the timeout
 

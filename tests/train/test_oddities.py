@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from jobs import gpumix, plan_for, write_job
 
-from gpumix.data.rows import split_held_out
-from gpumix.data.samples import as_source
-from gpumix.data.streams import StreamSource
-from gpumix.spec.read import read_job
-from gpumix.train.oddities import of_data, of_schedule
+from gpumix.data.core.source import split_held_out
+from gpumix.data.sources.iterable import StreamSource
+from gpumix.data.sources.map_style import as_source
+from gpumix.schema.reading.read import read_job
+from gpumix.train.checks.job_warnings import of_data, of_schedule
 
 
 def told(samples: int, held_out: float, global_batch: int = 8) -> list[str]:

@@ -9,14 +9,11 @@ from dataclasses import replace
 import pytest
 from jobs import CLUSTER, plan_for, write_job
 
-from gpumix.spec.cluster import Cluster
-from gpumix.spec.plan import Plan
-from gpumix.spec.read import read_job
-from gpumix.train import run_files
-from gpumix.train.context import Task
-from gpumix.train.metrics import RunLog, StepRecord
-from gpumix.train.paces import with_samples
-from gpumix.train.plan_change import (
+from gpumix.schema.cluster.cluster import Cluster
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.reading.read import read_job
+from gpumix.train.elastic.device_pace import with_samples
+from gpumix.train.elastic.plan_change import (
     Parts,
     change,
     dealt_anew,
@@ -25,9 +22,12 @@ from gpumix.train.plan_change import (
     split_anew,
     started,
 )
-from gpumix.train.rebalance_room import with_shares
-from gpumix.train.run_id import give_id
-from gpumix.train.run_record import RunRecord
+from gpumix.train.elastic.rebalance_memory import with_shares
+from gpumix.train.run_log import run_files
+from gpumix.train.run_log.metrics import RunLog, StepRecord
+from gpumix.train.run_log.run_id import give_id
+from gpumix.train.run_manifest import RunRecord
+from gpumix.train.worker.context import Task
 
 STEP = StepRecord(1, 2.0, 1e-3, 0.7, 0.5, 100.0, 50)
 

@@ -10,12 +10,12 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from gpumix.hardware import environment
-from gpumix.hardware.environment import talk_inside_of_host
-from gpumix.spec.errors import MachineError
-from gpumix.train.launch import LOOPBACK, Seat
-from gpumix.train.rendezvous import store_of
-from gpumix.train.torchrun import NO_DEVICE
+from gpumix.hardware.host import environment
+from gpumix.hardware.host.environment import talk_inside_of_host
+from gpumix.schema.errors import MachineError
+from gpumix.train.processes.local_launcher import LOOPBACK, Seat
+from gpumix.train.processes.store import store_of
+from gpumix.train.processes.torchrun_runner import NO_DEVICE
 from harness import run_ranks
 from ports import free_port
 

@@ -11,11 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jobs import metrics, plan_for, toy, train, write_job
 
-from gpumix.spec.plan import Plan
-from gpumix.spec.stage import Stage, Worker
-from gpumix.train.paces import Pace, split, with_samples
-from gpumix.train.rebalance import FAILED_STEPS, WINDOW_STEPS, Change, Fixed, Moved, Rebalancer
-from gpumix.train.rebalance_room import with_shares
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.stage import Stage, Worker
+from gpumix.train.elastic.device_pace import Pace, split, with_samples
+from gpumix.train.elastic.rebalance_memory import with_shares
+from gpumix.train.elastic.rebalancer import (
+    FAILED_STEPS,
+    WINDOW_STEPS,
+    Change,
+    Fixed,
+    Moved,
+    Rebalancer,
+)
 
 PLENTY = 10**6
 TOTAL = 48

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from profiles import Card, Network, block, line, profile, steady, with_teams
 
 from gpumix.cost.predict import predict
-from gpumix.spec.plan import Collectives, Plan
-from gpumix.spec.profile import Profile
-from gpumix.spec.stage import Stage, Worker
-from gpumix.train.paces import Pace, split, with_samples
-from gpumix.train.rebalance_room import Movable, most_by_memory, settled, with_shares
+from gpumix.schema.plan.plan import Collectives, Plan
+from gpumix.schema.plan.stage import Stage, Worker
+from gpumix.schema.profile.profile import Profile
+from gpumix.train.elastic.device_pace import Pace, split, with_samples
+from gpumix.train.elastic.rebalance_memory import Movable, most_by_memory, settled, with_shares
 
 BATCH = 12
 MEMORIES = [(620, 570, 550), (560, 560, 560), (900, 550, 550)]  # KiB

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from gpumix.spec.cluster import Cluster, Device, DeviceClass
-from gpumix.spec.errors import (
-    OutOfMemory,
-    PlanOutdated,
-    RankInterrupted,
-    RankLost,
-    TrainingError,
-)
-from gpumix.spec.plan import Plan, Prediction, WorkerPrediction
-from gpumix.spec.stage import Stage, Worker
-from gpumix.train.recovery import LESS_MEMORY, Lessons, Recovery, Restart, taken_up
+from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
+from gpumix.schema.errors import OutOfMemory, PlanOutdated, RankInterrupted, RankLost, TrainingError
+from gpumix.schema.plan.plan import Plan, Prediction, WorkerPrediction
+from gpumix.schema.plan.stage import Stage, Worker
+from gpumix.train.elastic.recovery import LESS_MEMORY, Lessons, Recovery, Restart, taken_up
 
 
 def plan(peak: int = 0, framework: int = 0) -> Plan:

@@ -6,7 +6,7 @@ import pytest
 from jobs import metrics, plan_for, staged_plan_for, toy, train, write_job
 
 from gpumix.cost.predict import predict
-from gpumix.train.pipeline import Pipeline
+from gpumix.train.controller import Pipeline
 
 STEPS, BATCH = 26, 12
 # So slow that nothing but computing counts.

@@ -14,14 +14,14 @@ from jobs import CLUSTER, OWN_PROFILES, gpumix, plan_for, toy, train, write_job
 from safetensors.torch import save_file
 
 from extended import every_second, left_out
-from gpumix.spec.errors import GpumixError, InputError, NoFeasiblePlanError
-from gpumix.spec.plan import Plan
-from gpumix.train import work
-from gpumix.train.checkpoint_file import Damaged
-from gpumix.train.context import Task
-from gpumix.train.launch import launch
-from gpumix.train.pipeline import Pipeline
-from gpumix.train.run_record import RunRecord
+from gpumix.schema.errors import GpumixError, InputError, NoFeasiblePlanError
+from gpumix.schema.plan.plan import Plan
+from gpumix.train import rank_tasks
+from gpumix.train.checkpoint.manifest import Damaged
+from gpumix.train.controller import Pipeline
+from gpumix.train.processes.local_launcher import launch
+from gpumix.train.run_manifest import RunRecord
+from gpumix.train.worker.context import Task
 
 GIB = 2**30
 
@@ -447,7 +447,7 @@ def test_a_device_in_which_no_model_can_be_built_is_too_small(tmp_path):
 
 def _train_own(seat, tasks, plans, devices):
     """A rank of a run whose hosts were given different things."""
-    return work.train(seat, tasks[seat.rank], plans[seat.rank], None, devices, False)
+    return rank_tasks.train(seat, tasks[seat.rank], plans[seat.rank], None, devices, False)
 
 
 def disagreement(job, *, overrides=("", "", ""), plans=None) -> GpumixError:

@@ -8,9 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumix.spec.plan import Plan
-from gpumix.spec.stage import Stage, Worker
-from gpumix.train.replayed import TOLERANCE, comparable, not_replayed, tolerance, verdict
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.stage import Stage, Worker
+from gpumix.train.monitor.replay_verdict import (
+    TOLERANCE,
+    comparable,
+    not_replayed,
+    tolerance,
+    verdict,
+)
 
 LAST, FIRST = "block.1", "block.0"  # in the order of backward
 GOOD = {LAST: [2.0, 1.0, 0.5], FIRST: [3.0, -2.0, 1.0]}

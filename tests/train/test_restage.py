@@ -11,17 +11,17 @@ from profiles import Card, block, in_a_row, line, profile, steady
 
 from extended import every_second
 from gpumix.cost.predict import predict
-from gpumix.hardware.whatif import with_less_memory, with_slower
-from gpumix.planner.explain import plan as make_plan
-from gpumix.spec.errors import PlanOutdated
-from gpumix.spec.network import Link
-from gpumix.spec.network import Network as StatedNetwork
-from gpumix.spec.plan import Plan
-from gpumix.spec.profile import Profile
-from gpumix.spec.space import Space
-from gpumix.spec.stage import Stage, Worker
-from gpumix.train.paces import with_samples_in
-from gpumix.train.restage import WINDOW_STEPS, Redealt, Restaging
+from gpumix.hardware.estimates.what_if import with_less_memory, with_slower
+from gpumix.planner.plan import plan as make_plan
+from gpumix.schema.cluster.network import Link
+from gpumix.schema.cluster.network import Network as StatedNetwork
+from gpumix.schema.errors import PlanOutdated
+from gpumix.schema.job.search_space import Space
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.stage import Stage, Worker
+from gpumix.schema.profile.profile import Profile
+from gpumix.train.elastic.device_pace import with_samples_in
+from gpumix.train.elastic.replan_stages import WINDOW_STEPS, Redealt, Restaging
 
 BATCH, STEPS = 16, 10_000
 SPACE = Space(tensor=(1,), leave_out=False)

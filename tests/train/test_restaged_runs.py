@@ -12,10 +12,10 @@ import pytest
 from jobs import environment, metrics, toy, write_job
 
 from commands import begin
-from gpumix.spec.plan import Plan
-from gpumix.train.balancing import MEASURED_STEPS
-from gpumix.train.pipeline import Pipeline
-from gpumix.train.rebalance import WINDOW_STEPS
+from gpumix.schema.plan.plan import Plan
+from gpumix.train.controller import Pipeline
+from gpumix.train.elastic.rebalancer import WINDOW_STEPS
+from gpumix.train.rebalance_controller import MEASURED_STEPS
 
 # So slow that nothing but computing counts.
 CLUSTER = [{"class": "same", "emulate": "0.2 GFLOP/s", "memory": "64 MiB", "count": 3}]

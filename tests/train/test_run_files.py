@@ -18,10 +18,10 @@ from jobs import (
     write_job,
 )
 
-from gpumix.planner.explain import plan as make_plan
-from gpumix.spec.plan import Plan
-from gpumix.spec.profile import Profile
-from gpumix.spec.space import Space
+from gpumix.planner.plan import plan as make_plan
+from gpumix.schema.job.search_space import Space
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.profile.profile import Profile
 
 PEAK_TOLERANCE = 0.97
 

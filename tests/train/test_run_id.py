@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpumix.train.run_id import give_id, id_of
+from gpumix.train.run_log.run_id import give_id, id_of
 
 
 def test_a_run_keeps_its_id_until_another_begins_in_its_folder(tmp_path):

@@ -14,15 +14,14 @@ from jobs import metrics, progress
 from rich.console import Console
 from torch.utils.flop_counter import FlopCounterMode
 
-from gpumix.spec import files
-from gpumix.spec.errors import Interrupted, MachineError
-from gpumix.spec.peak import Peak
-from gpumix.spec.plan import Plan, Prediction, WorkerPrediction
-from gpumix.spec.stage import Stage, Worker
-from gpumix.train import progress as progress_file
-from gpumix.train.account import Shares
-from gpumix.train.display import Display, classes_table
-from gpumix.train.metrics import (
+from gpumix.schema import files
+from gpumix.schema.errors import Interrupted, MachineError
+from gpumix.schema.peak_flops import Peak
+from gpumix.schema.plan.plan import Plan, Prediction, WorkerPrediction
+from gpumix.schema.plan.stage import Stage, Worker
+from gpumix.train.run_log import progress as progress_file
+from gpumix.train.run_log.display import Display, classes_table
+from gpumix.train.run_log.metrics import (
     ClassRecord,
     Part,
     RankRecord,
@@ -34,7 +33,8 @@ from gpumix.train.metrics import (
     speed_of,
     tell_afterwards,
 )
-from gpumix.train.progress import mark_failed, mark_restarting
+from gpumix.train.run_log.progress import mark_failed, mark_restarting
+from gpumix.train.run_log.time_breakdown import Shares
 
 MIB = 2**20
 

@@ -12,9 +12,9 @@ import pytest
 from jobs import EMULATED, toy, write_job
 
 from commands import run
-from gpumix.spec.cluster_file import written
-from gpumix.spec.read import read_cluster, read_job
-from gpumix.train.run_record import RunRecord, Script
+from gpumix.schema.reading.cluster_file import written
+from gpumix.schema.reading.read import read_cluster, read_job
+from gpumix.train.run_manifest import RunRecord, Script
 
 CLUSTERS = {
     "emulated": EMULATED,
@@ -69,7 +69,7 @@ def test_it_is_a_document(tmp_path):
 SCRIPT = """\
 from pathlib import Path
 
-from gpumix.train.run_record import RunRecord
+from gpumix.train.run_manifest import RunRecord
 
 RunRecord.of_script("Trainer").save(Path("run.json"))
 """

@@ -12,24 +12,24 @@ import pytest
 from jobs import gpumix, metrics, plan_for, toy, train, write_job
 
 import rank_server
-from gpumix.spec.cluster import Cluster, Device
-from gpumix.spec.errors import RankLost
-from gpumix.spec.read import read_job
-from gpumix.train import launch, spare
-from gpumix.train.runner import LocalRunner
+from gpumix.schema.cluster.cluster import Cluster, Device
+from gpumix.schema.errors import RankLost
+from gpumix.schema.reading.read import read_job
+from gpumix.train.processes import local_launcher, spare_fork
+from gpumix.train.processes.runner import LocalRunner
 
 DEVICES = [Device(id=f"cpu-{number}", device_class="cpu") for number in range(2)]
 STEPS = 8
 
 
-def family(seat: launch.Seat) -> tuple[int, tuple[object, ...]]:
+def family(seat: local_launcher.Seat) -> tuple[int, tuple[object, ...]]:
     """What a rank was forked from, and how it takes signals."""
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     return os.getppid(), tuple(map(signal.getsignal, numbers))
 
 
 def parents() -> set[int]:
-    return {parent for parent, _ in launch.launch(family, DEVICES)}
+    return {parent for parent, _ in local_launcher.launch(family, DEVICES)}
 
 
 def server() -> int:
@@ -45,7 +45,7 @@ def kill(process: int) -> None:
     pipe = _forkserver._forkserver_alive_fd if process == _forkserver._forkserver_pid else None
     os.kill(process, signal.SIGKILL)
     deadline = time.monotonic() + 30.0
-    while _runs(process) or (pipe is not None and spare._is_read(pipe)):
+    while _runs(process) or (pipe is not None and spare_fork._is_read(pipe)):
         assert time.monotonic() < deadline
         time.sleep(0.002)
 
@@ -58,20 +58,20 @@ def _runs(process: int) -> bool:
     return state not in "ZX"
 
 
-def kept() -> spare.Spare:
-    found = spare.keep_spare()
+def kept() -> spare_fork.Spare:
+    found = spare_fork.keep_spare()
     assert found is not None
     assert found.pid != server()
     return found
 
 
 def test_ranks_are_forked_from_the_spare_of_a_killed_server_again_and_again():
-    _, signals = launch.launch(family, DEVICES[:1])[0]
+    _, signals = local_launcher.launch(family, DEVICES[:1])[0]
     for _ in range(3):
         one = kept()
-        assert spare.keep_spare() is one
+        assert spare_fork.keep_spare() is one
         kill(server())
-        assert launch.launch(family, DEVICES) == [(one.pid, signals)] * 2
+        assert local_launcher.launch(family, DEVICES) == [(one.pid, signals)] * 2
 
 
 def test_a_spare_that_was_killed_is_no_harm():
@@ -99,7 +99,7 @@ def test_a_server_that_is_killed_before_it_has_forked_a_spare_is_started_anew():
     first = server()
     kill(kept().pid)
     os.kill(first, signal.SIGSTOP)
-    late = spare.keep_spare()  # nothing is waited for
+    late = spare_fork.keep_spare()  # nothing is waited for
     assert late is not None
     kill(first)
     assert not late.lives
@@ -110,10 +110,10 @@ def test_a_rank_that_cannot_be_forked_is_one_that_was_lost(monkeypatch):
     """The server is killed after it was looked for."""
     one, first = kept(), server()
     monkeypatch.setattr(_forkserver, "ensure_running", lambda: None)
-    monkeypatch.setattr(launch, "warm_up", lambda: None)
+    monkeypatch.setattr(local_launcher, "warm_up", lambda: None)
     kill(first)
     with pytest.raises(RankLost, match="could not be started"):
-        launch.launch(family, DEVICES)
+        local_launcher.launch(family, DEVICES)
     monkeypatch.undo()
     assert parents() == {one.pid}
 
@@ -125,14 +125,14 @@ def test_a_rank_that_cannot_be_forked_is_one_that_was_lost(monkeypatch):
 def forked_from(monkeypatch) -> list[int]:
     """Of each rank that is started, in this order, what it is forked from."""
     found: list[int] = []
-    start = launch._start
+    start = local_launcher._start
 
     def started(process) -> None:
         start(process)
         status = Path(f"/proc/{process.pid}/stat").read_text()
         found.append(int(status.rpartition(") ")[2].split()[1]))
 
-    monkeypatch.setattr(launch, "_start", started)
+    monkeypatch.setattr(local_launcher, "_start", started)
     return found
 
 
@@ -141,8 +141,8 @@ def test_a_run_whose_server_is_killed_goes_on_from_memory_and_with_the_spare(
 ):
     train(sound := write_job(tmp_path / "sound", steps=STEPS), plan=plan_for(sound))
     first, seen = server(), []
-    keep = launch.keep_spare
-    monkeypatch.setattr(launch, "keep_spare", lambda: seen.append(keep()))
+    keep = local_launcher.keep_spare
+    monkeypatch.setattr(local_launcher, "keep_spare", lambda: seen.append(keep()))
     del forked_from[:]
     fault = toy(fault="kill-parent", rank=1, at=5, once=str(tmp_path / "once"))
     job = write_job(
@@ -165,7 +165,7 @@ def test_a_run_whose_server_is_killed_goes_on_from_memory_and_with_the_spare(
 
 
 def test_runs_that_do_not_start_again_and_profiles_have_no_spare(tmp_path, monkeypatch):
-    monkeypatch.setattr(launch, "keep_spare", lambda: pytest.fail("a spare is made"))
+    monkeypatch.setattr(local_launcher, "keep_spare", lambda: pytest.fail("a spare is made"))
     job = write_job(tmp_path, restarts=0)
     train(job, plan=plan_for(job))
     cluster = read_job(job).cluster

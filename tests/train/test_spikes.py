@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 
-from gpumix.train.spikes import KNOWN_STEPS, Spikes
+from gpumix.train.monitor.gradient_spikes import KNOWN_STEPS, Spikes
 
 COUNTS = [30, 10, 10, 0]  # the last rank computes nothing
 

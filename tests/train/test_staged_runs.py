@@ -21,12 +21,12 @@ from jobs import (
 from traces import slices, told
 
 from extended import every_second, every_third
+from gpumix.schema.errors import InputError
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.step_trace import Trace
 from gpumix.simulate.events import simulate
 from gpumix.simulate.trace import trace_of
-from gpumix.spec.errors import InputError
-from gpumix.spec.plan import Plan
-from gpumix.spec.trace import Trace
-from gpumix.train.pipeline import Pipeline
+from gpumix.train.controller import Pipeline
 
 
 @pytest.fixture(scope="module")

@@ -9,15 +9,15 @@ import pytest
 from jobs import EMULATED, gpumix, metrics, plan_for, toy, train, write_job
 from traces import slices, told
 
-from gpumix.engine.record import Activity, Moved, Recording
+from gpumix.engine.comm.step_recorder import Activity, Moved, Recording
+from gpumix.schema.errors import InputError
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.stage import Stage, Worker
+from gpumix.schema.plan.step_trace import CAUSES, Trace
 from gpumix.simulate.events import simulate
 from gpumix.simulate.trace import trace_of as simulated_trace
-from gpumix.spec.errors import InputError
-from gpumix.spec.plan import Plan
-from gpumix.spec.stage import Stage, Worker
-from gpumix.spec.trace import CAUSES, Trace
-from gpumix.train.pipeline import Pipeline
-from gpumix.train.trace import trace_of
+from gpumix.train.controller import Pipeline
+from gpumix.train.monitor.step_trace import trace_of
 
 STEP = 3
 REAL = [{"class": "one", "accelerator": "cpu", "memory": "64 MiB", "count": 2}]

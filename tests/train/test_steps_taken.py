@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpumix.train.steps_taken import KEPT_STEPS, Newest
+from gpumix.train.monitor.step_history import KEPT_STEPS, Newest
 
 
 def newest(count: int) -> Newest[int]:

@@ -8,9 +8,9 @@ import toys
 from jobs import BATCH, LENGTH, metrics, plan_for, train, write_job
 
 from extended import every_second
-from gpumix.engine.deferred import build
-from gpumix.spec.errors import InputError
-from gpumix.train.pipeline import Pipeline
+from gpumix.engine.model.deferred_init import build
+from gpumix.schema.errors import InputError
+from gpumix.train.controller import Pipeline
 
 SAMPLES = 20  # of a pass; the first batch of it is held out
 LEFT = SAMPLES - BATCH

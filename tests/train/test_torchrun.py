@@ -23,9 +23,9 @@ from jobs import (
 
 from commands import Done
 from extended import every_second, left_out
-from gpumix.spec.errors import RankLost
-from gpumix.spec.plan import Plan
-from gpumix.spec.profile import Profile
+from gpumix.schema.errors import RankLost
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.profile.profile import Profile
 from ports import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]

@@ -9,12 +9,12 @@ import pytest
 import transformers
 from jobs import OWN_PROFILES, gpumix, metrics, plan_for, train, write_job
 
-from gpumix.data.order import GlobalOrder
-from gpumix.spec.errors import InputError, MachineError, TrainingError
-from gpumix.spec.read import read_job
-from gpumix.train.export import export
-from gpumix.train.models import check_fits, config_of, model_of
-from gpumix.train.pipeline import Pipeline
+from gpumix.data.order.global_order import GlobalOrder
+from gpumix.schema.errors import InputError, MachineError, TrainingError
+from gpumix.schema.reading.read import read_job
+from gpumix.train.checkpoint.export import export
+from gpumix.train.controller import Pipeline
+from gpumix.train.worker.model import check_fits, config_of, model_of
 
 ALONE = [{"class": "device", "accelerator": "cpu", "memory": "64 MiB"}]
 WORDS = ["the", "cat", "sat", "on", "the", "mat", "and", "the", "dog", "lay", "by", "the", "door"]

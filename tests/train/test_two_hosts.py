@@ -14,7 +14,7 @@ import pytest
 from jobs import environment, metrics, plan_for, train, write_job
 from two_hosts import ADDRESSES, HOSTS, NotAllowed, Wire, end, wire
 
-from gpumix.spec.plan import Plan
+from gpumix.schema.plan.plan import Plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 

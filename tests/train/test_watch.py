@@ -8,14 +8,14 @@ from dataclasses import asdict
 import pytest
 from jobs import metrics, train, write_job
 
-from gpumix.cost.input import STARVED_SHARE
-from gpumix.cost.parts import PARTS, in_parts
-from gpumix.data.tuning import Limit
-from gpumix.hardware.stamps import HostStamps
-from gpumix.train.account import Shares
-from gpumix.train.display import input_bound
-from gpumix.train.metrics import RankRecord
-from gpumix.train.watch import WINDOW_STEPS, Starvation, Watch
+from gpumix.cost.input_time import STARVED_SHARE
+from gpumix.cost.layout.causes import PARTS, in_parts
+from gpumix.data.workers.autotune import Limit
+from gpumix.hardware.timestamps import HostStamps
+from gpumix.train.monitor.step_timer import WINDOW_STEPS, Starvation, Watch
+from gpumix.train.run_log.display import input_bound
+from gpumix.train.run_log.metrics import RankRecord
+from gpumix.train.run_log.time_breakdown import Shares
 
 
 class Times:

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import IterableDataset
 
-from gpumix.train import checkpoint, loop
+from gpumix.train import trainer
+from gpumix.train.checkpoint import checkpointer
 
 VOCABULARY = 32
 NOBODY = -2  # among ranks
@@ -363,7 +364,7 @@ def absent_tokens(first: int) -> list[dict[str, Tensor]]:
 def tokens_on_slow_disk(sync_s: float, stall_s: float = 5.0) -> list[dict[str, Tensor]]:
     """Whoever reads them has a disk that takes so long to sync a file, and steps wait for a
     checkpoint no longer than `stall_s`."""
-    quick, loop.MOST_STALL_S = os.fsync, stall_s
+    quick, trainer.MOST_STALL_S = os.fsync, stall_s
 
     def sync(file: int) -> None:
         time.sleep(sync_s)
@@ -375,7 +376,7 @@ def tokens_on_slow_disk(sync_s: float, stall_s: float = 5.0) -> list[dict[str, T
 
 def tokens_without_room() -> list[dict[str, Tensor]]:
     """Whoever reads them has no memory for a copy of what it saves."""
-    checkpoint.room_for = lambda size, ranks: False
+    checkpointer.room_for = lambda size, ranks: False
     return tokens()
 
 

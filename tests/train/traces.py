@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from gpumix.spec.trace import Trace
+from gpumix.schema.plan.step_trace import Trace
 
 
 def slices(trace: Trace) -> dict[str, dict[str, list[Any]]]:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpumix.engine.comm import CommunicationError
-from gpumix.spec.errors import InputError
+from gpumix.engine.comm.communicator import CommunicationError
+from gpumix.schema.errors import InputError
 from harness import run_ranks
 from scripts_of.comparing import LIMIT, worst_of
 from scripts_of.running import Script, judged, scripts, shares_of

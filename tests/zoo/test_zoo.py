@@ -82,8 +82,8 @@ def test_rounding_excuses_as_much_as_it_moves(error, rounding, verdict):
 
 
 def test_a_refusal_has_a_way_out_and_comes_before_training():
-    from gpumix.engine.comm import CommunicationError
-    from gpumix.spec.errors import InputError
+    from gpumix.engine.comm.communicator import CommunicationError
+    from gpumix.schema.errors import InputError
 
     told = InputError("blocks of this model share a cache", fix="train it with one block")
     assert refusal(told) == "refused"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
 
-from gpumix.spec.base import Value
+from gpumix.schema.value import Value
 
 
 class Severity(StrEnum):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from gpumix.check import of_gpus, of_hosts, of_job, of_links, of_software
-from gpumix.check.facts import Survey
+from gpumix.check.facts.cluster import Survey
 from gpumix.check.finding import Finding, Severity, worst_first
+from gpumix.check.rules import gpus, hosts, job, links, software
 
 
 @dataclass(frozen=True)
@@ -27,23 +27,23 @@ class Check:
 
 
 CHECKS = (
-    Check("ranks", of_software.ranks, of_software.ranks_fine),
-    Check("versions", of_software.versions, of_software.versions_fine),
-    Check("driver", of_software.driver, of_software.driver_fine),
-    Check("kernels", of_software.kernels, of_software.kernels_fine),
-    Check("gpus", of_gpus.health, of_gpus.health_fine),
-    Check("speed", of_gpus.speed, of_gpus.speed_fine, of_gpus.speeds),
-    Check("links", of_links.links, of_links.links_fine, of_links.rates),
-    Check("clocks", of_links.clocks, of_links.clocks_fine, of_links.skews),
-    Check("settings", of_hosts.settings, of_hosts.settings_fine),
-    Check("limits", of_hosts.limits, of_hosts.limits_fine),
-    Check("cores", of_hosts.cores, of_hosts.cores_fine),
-    Check("memory", of_hosts.memory, of_hosts.memory_fine, of_hosts.free_memory),
-    Check("shared memory", of_hosts.shared_memory, of_hosts.shared_memory_fine),
-    Check("disk", of_hosts.disk, of_hosts.disk_fine, of_hosts.free_disk),
-    Check("packages", of_job.packages, of_job.packages_fine),
-    Check("model", of_job.model, of_job.model_fine),
-    Check("data", of_job.data, of_job.data_fine),
+    Check("ranks", software.ranks, software.ranks_fine),
+    Check("versions", software.versions, software.versions_fine),
+    Check("driver", software.driver, software.driver_fine),
+    Check("kernels", software.kernels, software.kernels_fine),
+    Check("gpus", gpus.health, gpus.health_fine),
+    Check("speed", gpus.speed, gpus.speed_fine, gpus.speeds),
+    Check("links", links.links, links.links_fine, links.rates),
+    Check("clocks", links.clocks, links.clocks_fine, links.skews),
+    Check("settings", hosts.settings, hosts.settings_fine),
+    Check("limits", hosts.limits, hosts.limits_fine),
+    Check("cores", hosts.cores, hosts.cores_fine),
+    Check("memory", hosts.memory, hosts.memory_fine, hosts.free_memory),
+    Check("shared memory", hosts.shared_memory, hosts.shared_memory_fine),
+    Check("disk", hosts.disk, hosts.disk_fine, hosts.free_disk),
+    Check("packages", job.packages, job.packages_fine),
+    Check("model", job.model, job.model_fine),
+    Check("data", job.data, job.data_fine),
 )
 
 

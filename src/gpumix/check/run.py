@@ -15,26 +15,26 @@ from pathlib import Path
 import torch.distributed as dist
 
 import gpumix
-from gpumix.check.attend import KEYS, KILLED_S, PRELOAD, Attendant, Maker, next_task
-from gpumix.check.crew import SLACK_S, Crew
-from gpumix.check.facts import RankFacts, Survey
+from gpumix.check.facts.cluster import RankFacts, Survey
 from gpumix.check.finding import Finding, has_error
 from gpumix.check.judge import judge
-from gpumix.check.probe import Probe, Setting
+from gpumix.check.probes.probe import Probe, Setting
+from gpumix.check.probes.requests import SLACK_S, Crew
+from gpumix.check.probes.worker import KEYS, KILLED_S, PRELOAD, Attendant, Maker, next_task
 from gpumix.check.survey import HELLO_S, Say, Surveyor
-from gpumix.engine.ranks import STORE_ERRORS
-from gpumix.hardware.discover import discover
-from gpumix.hardware.environment import TorchrunPlace, torchrun_place
-from gpumix.spec.allowed import check_allowed
-from gpumix.spec.cluster import Cluster, Device, DeviceClass
-from gpumix.spec.errors import GpumixError
-from gpumix.spec.job import Job
-from gpumix.spec.read import read_job
-from gpumix.train.context import without_paths
-from gpumix.train.launch import Seat, loopback_store, warm_up
-from gpumix.train.rendezvous import store_of
-from gpumix.train.runner import LocalRunner
-from gpumix.train.torchrun import NO_DEVICE, TorchrunRunner, own_device, seat_in
+from gpumix.engine.rank_group import STORE_ERRORS
+from gpumix.hardware.discovery.discover import discover
+from gpumix.hardware.host.environment import TorchrunPlace, torchrun_place
+from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
+from gpumix.schema.errors import GpumixError
+from gpumix.schema.job.job import Job
+from gpumix.schema.reading.allowed_code import check_allowed
+from gpumix.schema.reading.read import read_job
+from gpumix.train.processes.local_launcher import Seat, loopback_store, warm_up
+from gpumix.train.processes.runner import LocalRunner
+from gpumix.train.processes.store import store_of
+from gpumix.train.processes.torchrun_runner import NO_DEVICE, TorchrunRunner, own_device, seat_in
+from gpumix.train.worker.context import without_paths
 
 LIMIT_S = 50.0  # for a complete check, plus a few seconds for processes to end
 MEET_S = 20.0  # limit for reaching the store

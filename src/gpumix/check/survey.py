@@ -9,9 +9,7 @@ from contextlib import suppress
 from pydantic import ValidationError
 
 import gpumix
-from gpumix.check.attend import START_S
-from gpumix.check.crew import Answer, Crew
-from gpumix.check.facts import (
+from gpumix.check.facts.cluster import (
     ClockFacts,
     HostFacts,
     JobFacts,
@@ -21,12 +19,14 @@ from gpumix.check.facts import (
     Speed,
     Survey,
 )
-from gpumix.check.probe import Told
-from gpumix.check.rounds import Pair, rounds, turns
-from gpumix.hardware.gpu_health import GpuHealth
-from gpumix.spec.cluster import Cluster
-from gpumix.spec.job import Job
-from gpumix.train.memory_folder import copies
+from gpumix.check.probes.pair_rounds import Pair, rounds, turns
+from gpumix.check.probes.probe import Told
+from gpumix.check.probes.requests import Answer, Crew
+from gpumix.check.probes.worker import START_S
+from gpumix.hardware.discovery.gpu_health import GpuHealth
+from gpumix.schema.cluster.cluster import Cluster
+from gpumix.schema.job.job import Job
+from gpumix.train.memory_checkpoint.memory_folder import copies
 
 HELLO_S = START_S + 2.0  # limit for all ranks to arrive
 FACTS_S, COPY_S = 12.0, 3.0

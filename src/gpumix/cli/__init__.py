@@ -12,7 +12,8 @@ import typer
 from typer.core import TyperGroup
 
 from gpumix import __version__
-from gpumix.cli import (
+from gpumix.cli.common import print_json
+from gpumix.cli.verbs import (
     check,
     compare,
     demo,
@@ -29,9 +30,8 @@ from gpumix.cli import (
     train,
     whatif,
 )
-from gpumix.cli.common import print_json
-from gpumix.hardware.environment import count_gpus_by_nvml
-from gpumix.spec.errors import InputError
+from gpumix.hardware.host.environment import count_gpus_by_nvml
+from gpumix.schema.errors import InputError
 
 _GIVEN = "gpumix.given"
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
 import typer
 
-from gpumix.hardware.environment import ALLOW, world_size
-from gpumix.spec.errors import ENDED_AT_ONCE, GpumixError, InputError, Interrupted, MachineError
+from gpumix.hardware.host.environment import ALLOW, world_size
+from gpumix.schema.errors import ENDED_AT_ONCE, GpumixError, InputError, Interrupted, MachineError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -96,7 +96,7 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 
 def _in_words(error: BaseException) -> GpumixError:
-    from gpumix.train.failures import in_words
+    from gpumix.train.processes.error_translation import in_words
 
     if isinstance(error, KeyboardInterrupt):
         return Interrupted(ENDED_AT_ONCE)
@@ -114,7 +114,7 @@ def answer(
     value: Callable[[], Any], shown: Callable[[], RenderableType], as_json: bool, note: str = ""
 ) -> None:
     """Print a result: the value as JSON on stdout, or the view for people, after the note."""
-    from gpumix.train.terminal import stderr
+    from gpumix.train.run_log.terminal import stderr
 
     if as_json:
         print_json(value())

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from gpumix.spec.cluster import Cluster
-from gpumix.spec.errors import MachineError
-from gpumix.spec.units import plural
+from gpumix.schema.cluster.cluster import Cluster
+from gpumix.schema.errors import MachineError
+from gpumix.schema.units import plural
 
 # Speeds 4 : 2 : 1 : 1, and the fast device is not the one with the most memory. The rates keep
 # the emulation at a fraction of two ordinary CPU cores.
@@ -56,7 +56,7 @@ class DemoDevices:
 
 def demo_devices() -> DemoDevices:
     """Return the GPUs of this host, if of two classes or more, or an emulated mixture."""
-    from gpumix.hardware.discover import discover, why_cpu
+    from gpumix.hardware.discovery.discover import discover, why_cpu
 
     try:
         found = discover()

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from gpumix.spec.units import show_bytes, show_seconds
-from gpumix.train.tables import labelled, new_table
+from gpumix.schema.units import show_bytes, show_seconds
+from gpumix.train.run_log.tables import labelled, new_table
 
 if TYPE_CHECKING:
-    from gpumix.planner.change import Outlook
+    from gpumix.planner.cluster_change import Outlook
     from gpumix.planner.compare import Comparison, Row
 
 

@@ -13,9 +13,9 @@ from functools import cache
 from typing import NamedTuple
 
 from gpumix.cost.teams import team_of
-from gpumix.spec.cut import split_micro_batches
-from gpumix.spec.plan import Plan, Prediction
-from gpumix.spec.profile import ModelProfile, Profile, UnitKind
+from gpumix.schema.plan.plan import Plan, Prediction
+from gpumix.schema.plan.splitting import split_micro_batches
+from gpumix.schema.profile.profile import ModelProfile, Profile, UnitKind
 
 
 class Flops(NamedTuple):

@@ -12,11 +12,14 @@ from functools import cached_property
 
 import numpy as np
 
-from gpumix.cost.buckets import Joining
-from gpumix.cost.curves import FloatArray, IntArray, MicroBatches
 from gpumix.cost.flops import with_flops
-from gpumix.cost.input import input_seconds, no_faster_than_input
-from gpumix.cost.memory import (
+from gpumix.cost.input_time import input_seconds, no_faster_than_input
+from gpumix.cost.layout.curves import FloatArray, IntArray, MicroBatches
+from gpumix.cost.model_match import check_units
+from gpumix.cost.network.buckets import Joining
+from gpumix.cost.network.collective_times import Cuts, Layout, Links, free_links, links_for
+from gpumix.cost.network.link_times import on_hosts, wire_for
+from gpumix.cost.peak_memory import (
     Activations,
     MemoryModel,
     Owned,
@@ -24,11 +27,8 @@ from gpumix.cost.memory import (
     owned_by_rank,
     usable_bytes,
 )
-from gpumix.cost.network import Cuts, Layout, Links, free_links, links_for
-from gpumix.cost.of_model import check_units
-from gpumix.cost.staged import StagedStep, predict_stages
-from gpumix.cost.teams import TeamOf, in_one_stage, of_members, refuse_unmeasured
-from gpumix.cost.time import (
+from gpumix.cost.pipeline.staged_step import StagedStep, predict_stages
+from gpumix.cost.step_time import (
     can,
     can_keep_state_on_host,
     exposed_seconds,
@@ -36,11 +36,11 @@ from gpumix.cost.time import (
     pass_seconds,
     passes_meet,
 )
-from gpumix.cost.wire import on_hosts, wire_for
-from gpumix.spec.errors import InputError
-from gpumix.spec.plan import Plan, Prediction, WorkerPrediction
-from gpumix.spec.profile import ModelProfile, Profile
-from gpumix.spec.stage import Mode, Place, Worker
+from gpumix.cost.teams import TeamOf, in_one_stage, of_members, refuse_unmeasured
+from gpumix.schema.errors import InputError
+from gpumix.schema.plan.plan import Plan, Prediction, WorkerPrediction
+from gpumix.schema.plan.stage import Mode, Place, Worker
+from gpumix.schema.profile.profile import ModelProfile, Profile
 
 
 def predict(profile: Profile, plan: Plan) -> Prediction:

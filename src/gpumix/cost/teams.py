@@ -13,15 +13,16 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
-from gpumix.cost.curves import bytes_at
-from gpumix.cost.of_ranks import ModelOfRank, ProfileOfRanks, undivided
-from gpumix.cost.time import can
-from gpumix.cost.wire import team_seconds
-from gpumix.spec.cluster import Cluster
-from gpumix.spec.curve import Curve
-from gpumix.spec.errors import InputError
-from gpumix.spec.plan import Plan, Prediction
-from gpumix.spec.profile import (
+from gpumix.cost.layout.curves import bytes_at
+from gpumix.cost.mixed_degrees import ModelOfRank, ProfileOfRanks, undivided
+from gpumix.cost.network.link_times import team_seconds
+from gpumix.cost.step_time import can
+from gpumix.schema.cluster.cluster import Cluster
+from gpumix.schema.curve import Curve
+from gpumix.schema.errors import InputError
+from gpumix.schema.plan.plan import Plan, Prediction
+from gpumix.schema.plan.stage import Mode, Stage, Taken, Worker
+from gpumix.schema.profile.profile import (
     ROOT,
     ClassProfile,
     Profile,
@@ -30,7 +31,6 @@ from gpumix.spec.profile import (
     TeamTraffic,
     UnitTimes,
 )
-from gpumix.spec.stage import Mode, Stage, Taken, Worker
 
 
 def in_team(

@@ -12,17 +12,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from gpumix.cost.buckets import AFTER, BEFORE, GRADIENT_BYTES, Buckets
-from gpumix.cost.curves import bytes_at
-from gpumix.cost.memory import owned_by_rank
-from gpumix.cost.of_ranks import ModelOfRank, Sized
-from gpumix.cost.pipeline import Action
+from gpumix.cost.layout.curves import bytes_at
+from gpumix.cost.mixed_degrees import ModelOfRank, Sized
+from gpumix.cost.network.buckets import AFTER, BEFORE, GRADIENT_BYTES, Buckets
+from gpumix.cost.peak_memory import owned_by_rank
+from gpumix.cost.pipeline.staged_step import StagedStep
 from gpumix.cost.predict import by_host, check_match, links_of_plan
-from gpumix.cost.staged import StagedStep
+from gpumix.cost.schedule import Action
 from gpumix.cost.teams import in_one_stage, told_in
-from gpumix.spec.plan import Plan
-from gpumix.spec.profile import ROOT, Profile
-from gpumix.spec.stage import DTYPE_BYTES, Worker, between_teams
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.stage import DTYPE_BYTES, Worker, between_teams
+from gpumix.schema.profile.profile import ROOT, Profile
 
 EXCHANGE_BYTES = 10 * 8  # loss, count, notice, report, norm, and how losses are made
 OVERFLOW_BYTES = 4

@@ -21,26 +21,26 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from gpumix.data import draws
-from gpumix.data.copies import Copies, CopyStream
-from gpumix.data.course import AS_THEY_COME, NO_INDICES, ByLength, Course, begin_of
-from gpumix.data.crew import Kind
-from gpumix.data.feed import Feed
-from gpumix.data.fetch import Cost, fetch_in_time
-from gpumix.data.host import batch_memory_bytes, cores_for
-from gpumix.data.layout import Batch
-from gpumix.data.nursery import can_fork
-from gpumix.data.order import Cursor
-from gpumix.data.pace import pace_of
-from gpumix.data.reading import AS_USUAL, BadSamples, Reading, Skipped
-from gpumix.data.rows import Source
-from gpumix.data.samples import as_source
-from gpumix.data.streams import Form, StreamSource, is_stream
-from gpumix.data.tuning import Bounds, Limit, Setting, Tuner
+from gpumix.data.core import sample_rng
+from gpumix.data.core.host_limits import batch_memory_bytes, cores_for
+from gpumix.data.core.read_policy import AS_USUAL, BadSamples, Reading, Skipped
+from gpumix.data.core.source import Source
+from gpumix.data.order.global_order import Cursor
+from gpumix.data.order.sampler import AS_THEY_COME, NO_INDICES, ByLength, Course, begin_of
+from gpumix.data.sources.iterable import Form, StreamSource, is_stream
+from gpumix.data.sources.map_style import as_source
+from gpumix.data.workers.autotune import Bounds, Limit, Setting, Tuner
+from gpumix.data.workers.batch_layout import Batch
+from gpumix.data.workers.device_copy import Copies, CopyStream
+from gpumix.data.workers.fetch import Cost, fetch_in_time
+from gpumix.data.workers.fork_server import can_fork
+from gpumix.data.workers.prefetcher import Feed
+from gpumix.data.workers.step_timing import pace_of
+from gpumix.data.workers.worker_pool import Kind
 from gpumix.hardware import runtime
-from gpumix.spec.errors import InputError
-from gpumix.spec.job import MOST_WORKERS
-from gpumix.spec.shares import Shares, share_of
+from gpumix.schema.errors import InputError
+from gpumix.schema.job.job import MOST_WORKERS
+from gpumix.schema.plan.batch_shares import Shares, share_of
 
 COPIED = (
     "the device is a GPU: batches lie in pinned memory, and each is copied beside the step before "
@@ -330,7 +330,7 @@ class Loader(Iterator[Batch]):
     def _fetch_watched(self) -> None:
         """Request the next batches, and wait for the first unfinished one, or a moment. Read
         samples again if they were seen to draw."""
-        with draws.put_back_if_moved() as drawn:
+        with sample_rng.put_back_if_moved() as drawn:
             late = [
                 position for position in self._fetch_ahead() if not self._feed.is_ready(position)
             ]

@@ -10,12 +10,12 @@ from typing import Any
 import yaml
 
 from gpumix.doctor.layout import with_value
-from gpumix.spec.base import Value
-from gpumix.spec.errors import InputError
-from gpumix.spec.files import read_bytes, replace_text
-from gpumix.spec.job import Job
-from gpumix.spec.read_overrides import key_of
-from gpumix.spec.read_yaml import Source, parse_yaml
+from gpumix.schema.errors import InputError
+from gpumix.schema.files import read_bytes, replace_text
+from gpumix.schema.job.job import Job
+from gpumix.schema.reading.overrides import key_of
+from gpumix.schema.reading.yaml_places import Source, parse_yaml
+from gpumix.schema.value import Value
 
 Changes = Mapping[str, Any]
 """Values by dotted key."""

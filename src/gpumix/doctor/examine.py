@@ -16,8 +16,8 @@ from typing import Protocol, Self, TypeVar
 from gpumix.doctor.change import Changes
 from gpumix.doctor.report import Finding, Report, Suspect
 from gpumix.doctor.verdict import PAIRS, Gain, enough, gain_of
-from gpumix.spec.errors import GpumixError
-from gpumix.spec.units import show_seconds
+from gpumix.schema.errors import GpumixError
+from gpumix.schema.units import show_seconds
 
 STEPS = 12  # of a window, not counting its warm-up
 DISTURBED = 0.3  # limit on the spread of windows with equal settings, as fraction of a step

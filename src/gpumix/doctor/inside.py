@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gpumix.doctor.function.seen import Site
-from gpumix.spec.files import opened_log
+from gpumix.schema.files import opened_log
 
 CODE = ("late_values", "quiet", "expandable_segments")
 """Changes of code or environment in ranks, in contrast to job settings."""

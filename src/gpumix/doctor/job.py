@@ -17,18 +17,18 @@ from gpumix.doctor.inside import CODE, Inside, SeenInside
 from gpumix.doctor.machine import SITES, Watched, remarks_on, still_starved, watched, written_out
 from gpumix.doctor.report import Suspect
 from gpumix.doctor.suspects import Evidence, suspects
-from gpumix.hardware.cpu import cpu_has_bf16
-from gpumix.hardware.environment import has_cpp_compiler
-from gpumix.spec.cluster import DeviceClass
-from gpumix.spec.dtypes import compute_dtypes
-from gpumix.spec.errors import GpumixError
-from gpumix.spec.files import scratch_folder
-from gpumix.spec.job import Job
-from gpumix.spec.plan import Plan
-from gpumix.spec.profile import Profile
-from gpumix.train.outcome import Trial
-from gpumix.train.pipeline import Pipeline
-from gpumix.train.rebalance_room import settled
+from gpumix.hardware.host.cpu import cpu_has_bf16
+from gpumix.hardware.host.environment import has_cpp_compiler
+from gpumix.schema.cluster.cluster import DeviceClass
+from gpumix.schema.errors import GpumixError
+from gpumix.schema.files import scratch_folder
+from gpumix.schema.job.job import Job
+from gpumix.schema.plan.dtypes import compute_dtypes
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.profile.profile import Profile
+from gpumix.train.controller import Pipeline
+from gpumix.train.elastic.rebalance_memory import settled
+from gpumix.train.run_log.summary import Trial
 
 SETTLING = 10  # additional steps for the loader to tune itself
 COMPARED = {"late_values": "late_values", "precision": "autocast"}  # changes, and names in `alike`

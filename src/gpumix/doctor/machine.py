@@ -13,10 +13,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from gpumix.cost.input import STARVED_SHARE
-from gpumix.data.tuning import Limit
-from gpumix.hardware.gpu_health import REASONS, Look, driver, look, most_link
-from gpumix.spec.files import read_log
+from gpumix.cost.input_time import STARVED_SHARE
+from gpumix.data.workers.autotune import Limit
+from gpumix.hardware.discovery.gpu_health import REASONS, Look, driver, look, most_link
+from gpumix.schema.files import read_log
 
 SHARE = 0.1  # fraction of samples, or of the time, above which a problem is reported
 LOOK_S = 0.2  # between samples of the GPUs

@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from gpumix.cost.input import STARVED_SHARE
+from gpumix.cost.input_time import STARVED_SHARE
 from gpumix.doctor.change import Changes, default_of
 from gpumix.doctor.function.suspects import LAUNCH_SHARE, lines, retried
 from gpumix.doctor.inside import SeenInside
 from gpumix.doctor.report import BATCH_NOTE, DTYPE_NOTE, Suspect
-from gpumix.spec.efficiency import EfficiencySpec
-from gpumix.spec.job import Job
-from gpumix.spec.plan import Plan
-from gpumix.spec.units import LARGEST_BATCH
-from gpumix.train.interlude import Interlude
+from gpumix.schema.cluster.kernels import EfficiencySpec
+from gpumix.schema.job.job import Job
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.units import LARGEST_BATCH
+from gpumix.train.run_log.interruption_cost import Interlude
 
 FORETOLD = 0.02  # predicted savings, as fraction of a step, to suspect a pin
 BESIDE = 0.02  # fraction of a run allowed for evaluations, or for checkpoints

@@ -18,45 +18,48 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from gpumix.cost.pipeline import Pipeline
-from gpumix.engine import buffers, layered, own_checkpoints, pipelined, sequential, stands
-from gpumix.engine.buckets import Reductions
-from gpumix.engine.comm import Communicator
-from gpumix.engine.coroutine import Calls
-from gpumix.engine.efficient import channels_last
-from gpumix.engine.exchanged import Exchanged, Makeup, scale_of
-from gpumix.engine.guard import Guard
-from gpumix.engine.host import HostStore
-from gpumix.engine.inventory import Inventory
-from gpumix.engine.micro_batch import Loss, MicroBatch, closing, kept_by
-from gpumix.engine.optimizers import check
-from gpumix.engine.optimizers.layout import Layout
-from gpumix.engine.outside import ByBlocks, OutsideSteps
-from gpumix.engine.own_gradients import OwnNorm
-from gpumix.engine.parts import Parts
-from gpumix.engine.pipelined import Entrance, Place, Running
-from gpumix.engine.precision import TORCH_DTYPE, LossScaler
-from gpumix.engine.randomness import OtherGenerators, Randomness, evaluating, untouched
-from gpumix.engine.reduction import Objective, Reduces
-from gpumix.engine.replan import move_state, moves_state
-from gpumix.engine.samples import (
+from gpumix.cost.schedule import Pipeline
+from gpumix.engine.batch.batch_split import (
     Samples,
     compare_samples,
     padded_from,
     parts_of,
     samples_in,
 )
-from gpumix.engine.settling import Settling
-from gpumix.engine.switches import in_units, layer_drop
-from gpumix.engine.tensor import Changes
+from gpumix.engine.comm import collective_progress
+from gpumix.engine.comm.communicator import Communicator
+from gpumix.engine.comm.step_exchange import Exchanged, Makeup, scale_of
+from gpumix.engine.comm.wait_clock import WaitClock
+from gpumix.engine.loss.reduction import Objective, Reduces
+from gpumix.engine.model import module_buffers
+from gpumix.engine.model.forward_coroutine import Calls
+from gpumix.engine.model.kernel_selection import channels_last
+from gpumix.engine.model.model_settings import in_units, layer_drop
+from gpumix.engine.model.rng import OtherGenerators, Randomness, evaluating, untouched
+from gpumix.engine.offload.host_offload import HostStore
+from gpumix.engine.optimizers import elementwise_check
+from gpumix.engine.optimizers.layout import Layout
+from gpumix.engine.optimizers.overlapped_step import StepsOnHost, Updates, updates_elements
+from gpumix.engine.outside_steps import ByBlocks, OutsideSteps
+from gpumix.engine.rehearsal.settling_engine import Settling
+from gpumix.engine.reshard import move_state, moves_state
+from gpumix.engine.schedule import layered, pipeline_parallel, sequential
+from gpumix.engine.schedule.micro_batch import Loss, MicroBatch, closing, kept_by
+from gpumix.engine.schedule.pipeline_parallel import Entrance, Place, Running
+from gpumix.engine.sharding.bucket import Reductions
+from gpumix.engine.sharding.gradient_fingerprint import OwnNorm
+from gpumix.engine.sharding.mixed_precision import TORCH_DTYPE, LossScaler
+from gpumix.engine.sharding.parameter_index import Inventory
+from gpumix.engine.sharding.unit_discovery import nothing_to_train
+from gpumix.engine.sharding.unused_parameters import UnusedParameters
+from gpumix.engine.tensor_parallel.parallelize import Changes
 from gpumix.engine.undo import Undo
-from gpumix.engine.units import nothing_to_train
-from gpumix.engine.unused import UnusedParameters
-from gpumix.engine.updates import StepsOnHost, Updates, updates_elements
-from gpumix.engine.wait_clock import WaitClock
-from gpumix.spec.errors import GpumixError, InputError, TrainingError, in_a_line
-from gpumix.spec.plan import Plan
-from gpumix.spec.stage import Worker
+from gpumix.engine.unit import own_checkpointing
+from gpumix.engine.unit.sharded_units import Parts
+from gpumix.engine.update_guard import Guard
+from gpumix.schema.errors import GpumixError, InputError, TrainingError, in_a_line
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.stage import Worker
 
 Function = Callable[[nn.Module, Any], Any]
 
@@ -120,7 +123,7 @@ class Engine(Settling, ByBlocks):
         self._tells_samples = bool(places) or plan.in_teams
         tokens = float(plan.global_batch * plan.sequence_length)
         self.losses_counted = torch.full((), tokens, dtype=torch.float64, device=comm.device)
-        self.keepers = buffers.keepers(model)
+        self.keepers = module_buffers.keepers(model)
         self._switches = in_units(model)
         self._leaves_out = bool(layer_drop(model).on)
         self._others = OtherGenerators()
@@ -136,7 +139,7 @@ class Engine(Settling, ByBlocks):
         self.computed: list[tuple[int, int | None]] = []
         self.copies = WaitClock(self.device)
         self._host = HostStore(self.device, self.copies)
-        check.Watch(self)
+        elementwise_check.Watch(self)
         if self.state_on_host:
             StepsOnHost(self, self.parameters())
 
@@ -293,7 +296,7 @@ class Engine(Settling, ByBlocks):
         assert self._pipeline is not None
         actions = self._pipeline.actions_of(self.plan, self.comm.rank)
         make, empty = self._maker(cut, keep=True), self._empty(rows)
-        step = pipelined.Step(self.places, actions, make, scale.float(), empty=empty)
+        step = pipeline_parallel.Step(self.places, actions, make, scale.float(), empty=empty)
         table, gradient_scale = self._exchange(step.run(), scale)
         self.comm.record.meets("other stage")
         gradient_scale()
@@ -304,7 +307,7 @@ class Engine(Settling, ByBlocks):
                 updates.update(bucket)
         return table
 
-    def _maker(self, cut: list[Samples], *, keep: bool) -> pipelined.Make:
+    def _maker(self, cut: list[Samples], *, keep: bool) -> pipeline_parallel.Make:
         """Return a function that begins micro-batches in stages; `keep`: for backward."""
 
         def make(place: Place, number: int) -> Running:
@@ -475,7 +478,7 @@ class Engine(Settling, ByBlocks):
         actions = self._pipeline.actions_of(self.plan, self.comm.rank)
         forwards = [action for action in actions if action.kind == "forward"]
         make, empty = self._maker(cut, keep=False), self._empty(rows)
-        return pipelined.Step(self.places, forwards, make, None, empty=empty).run()
+        return pipeline_parallel.Step(self.places, forwards, make, None, empty=empty).run()
 
     def _empty(self, rows: Sequence[range]) -> list[int]:
         """Return numbers of this rank's micro-batches in stages without samples."""
@@ -528,7 +531,7 @@ class Engine(Settling, ByBlocks):
         try:
             for bucket in self._buckets:
                 bucket.begin_step()
-            with self._switches, own_checkpoints.taken_over():
+            with self._switches, own_checkpointing.taken_over():
                 yield
         except BaseException as error:
             if self.comm.world > 1:
@@ -544,7 +547,7 @@ class Engine(Settling, ByBlocks):
             raise
         finally:
             self.outside.in_step = False
-            stands.computes()
+            collective_progress.computes()
 
     def _cut(
         self, batch: Any, rows: Sequence[range], objective: Function | None = None

@@ -17,39 +17,40 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpumix.cost.of_model import check_ends, check_names
-from gpumix.engine import split_backward, versions
-from gpumix.engine.alike import make_alike
-from gpumix.engine.comm import Communicator
-from gpumix.engine.compiled import compile_units
-from gpumix.engine.coroutine import Calls, intercept
-from gpumix.engine.division import Division
-from gpumix.engine.efficient import make_efficient
+from gpumix.cost.model_match import check_ends, check_names
+from gpumix.engine.comm import version_check
+from gpumix.engine.comm.communicator import Communicator
+from gpumix.engine.comm.failure_report import LastWords
+from gpumix.engine.comm.init_distributed import join_launched
+from gpumix.engine.comm.process_groups import all_ranks, on_gpu, own_device
 from gpumix.engine.engine import Engine
-from gpumix.engine.groups import all_ranks, on_gpu, own_device
-from gpumix.engine.head import HeadInChunks
-from gpumix.engine.inventory import Inventory
-from gpumix.engine.last_words import LastWords
-from gpumix.engine.launched import join_launched
-from gpumix.engine.objective import objective_of
-from gpumix.engine.parts import Parts, Storage, shard, share
-from gpumix.engine.pipelined import Place
-from gpumix.engine.precision import TORCH_DTYPE
-from gpumix.engine.reduction import Objective, reducing
-from gpumix.engine.shards import Dtypes
-from gpumix.engine.stages import divisions, own_parts, part_of, stand_ins, teams_of
-from gpumix.engine.tensor import Changes, divide
-from gpumix.engine.tensor_plans import tensor_plan
-from gpumix.engine.units import Anatomy, dissect
-from gpumix.engine.weights import load_buffers, source_of
-from gpumix.engine.wires import Wires
+from gpumix.engine.loss.chunked_head import HeadInChunks
+from gpumix.engine.loss.objective import objective_of
+from gpumix.engine.loss.reduction import Objective, reducing
+from gpumix.engine.model.equal_weights import make_alike
+from gpumix.engine.model.forward_coroutine import Calls, intercept
+from gpumix.engine.model.kernel_selection import make_efficient
+from gpumix.engine.schedule.pipeline_parallel import Place
+from gpumix.engine.schedule.point_to_point import Wires
+from gpumix.engine.schedule.stage_setup import divisions, own_parts, part_of, stand_ins, teams_of
+from gpumix.engine.sharding.flat_group import Dtypes
+from gpumix.engine.sharding.initial_weights import load_buffers, source_of
+from gpumix.engine.sharding.mixed_precision import TORCH_DTYPE
+from gpumix.engine.sharding.parameter_index import Inventory
+from gpumix.engine.sharding.shard_layout import Division
+from gpumix.engine.sharding.unit_discovery import Anatomy, dissect
+from gpumix.engine.tensor_parallel.parallelize import Changes, divide
+from gpumix.engine.tensor_parallel.plans import tensor_plan
+from gpumix.engine.unit import split_backward
+from gpumix.engine.unit.regional_compile import compile_units
+from gpumix.engine.unit.sharded_units import Parts, Storage, shard, share
 from gpumix.hardware import runtime
-from gpumix.spec.couples import NO_RULE, WHOLE_BATCH
-from gpumix.spec.dtypes import support_of_capability
-from gpumix.spec.errors import InputError
-from gpumix.spec.plan import Plan
-from gpumix.spec.space import EVERYTHING
-from gpumix.spec.stage import Worker
+from gpumix.schema.errors import InputError
+from gpumix.schema.job.couples import NO_RULE, WHOLE_BATCH
+from gpumix.schema.job.search_space import EVERYTHING
+from gpumix.schema.plan.dtypes import support_of_capability
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.stage import Worker
 
 # Registries of modules; recurrent modules look up replaced weights there.
 REGISTERS = frozenset({"_parameters", "_modules", "_buffers", "_flat_weights"})
@@ -287,12 +288,12 @@ def _check(plan: Plan, anatomy: Anatomy, comm: Communicator) -> None:
             f"the plan is for {len(plan.workers)} ranks, {comm.world} are running",
             fix="start one process per device of the plan, or plan for these devices",
         )
-    told, digest = versions.own_versions(), int(plan.digest(), 16)
-    versions.publish(told, comm.rank)
-    own = torch.tensor([digest, versions.digest_of(told)], device=comm.device)
+    told, digest = version_check.own_versions(), int(plan.digest(), 16)
+    version_check.publish(told, comm.rank)
+    own = torch.tensor([digest, version_check.digest_of(told)], device=comm.device)
     table = comm.exchanged(own, "comparison of plans")
     if len({row[1] for row in table.tolist()}) > 1:
-        versions.refuse_unlike(versions.published(comm.world))
+        version_check.refuse_unlike(version_check.published(comm.world))
     others = [rank for rank, row in enumerate(table.tolist()) if row[0] != digest]
     if others:
         raise InputError(

@@ -8,14 +8,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gpumix.engine import buffers, extra_state, state
-from gpumix.engine.buckets import Bucket
-from gpumix.engine.comm import Communicator
-from gpumix.engine.inventory import Inventory, Stored
-from gpumix.engine.optimizers import check
-from gpumix.engine.shard import Piece, Shard
-from gpumix.engine.shards import FlatGroup
-from gpumix.engine.state import OptimizerState
+from gpumix.engine.comm.communicator import Communicator
+from gpumix.engine.model import extra_state, module_buffers
+from gpumix.engine.optimizers import elementwise_check
+from gpumix.engine.sharding import state_dict as state
+from gpumix.engine.sharding.bucket import Bucket
+from gpumix.engine.sharding.flat_group import FlatGroup
+from gpumix.engine.sharding.parameter_index import Inventory, Stored
+from gpumix.engine.sharding.shard import Piece, Shard
+from gpumix.engine.sharding.state_dict import OptimizerState
 
 
 class ShardedModel:
@@ -128,7 +129,7 @@ class ShardedModel:
     def has_whole_state(self) -> bool:
         """True if `state_dict` needs no other rank: each rank has the full state, without
         statistics to agree on."""
-        of_one = self._inventory.of_one_stage and not buffers.keepers(self.model)
+        of_one = self._inventory.of_one_stage and not module_buffers.keepers(self.model)
         divisions = (group.division for group in self.groups())
         return of_one and all(d.replicated and d.team is None for d in divisions)
 
@@ -141,7 +142,7 @@ class ShardedModel:
         """Make running statistics and modules' extra states equal on all ranks: all get the values
         of the first rank training on samples, in the stage that computes them. Collective.
         """
-        buffers.agree(self.model, self.comm, self._inventory.keeper)
+        module_buffers.agree(self.model, self.comm, self._inventory.keeper)
         extra_state.agree(self.model, self.comm, self._inventory.keeper)
 
     def load_state_dict(self, values: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
@@ -169,10 +170,10 @@ class ShardedModel:
 
     def optimizer_state(self, optimizer: Optimizer) -> OptimizerState:
         """Return the state of `optimizer` for this rank's pieces by name; see `engine.state`."""
-        check.check(optimizer, self.parameters())
+        elementwise_check.check(optimizer, self.parameters())
         return state.optimizer_state(self.pieces(), optimizer)
 
     def load_optimizer_state(self, optimizer: Optimizer, values: OptimizerState) -> None:
         """Replace the state of `optimizer`; its hyperparameters stay."""
-        check.check(optimizer, self.parameters())
+        elementwise_check.check(optimizer, self.parameters())
         state.load_optimizer_state(self.pieces(), optimizer, values)

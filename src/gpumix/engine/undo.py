@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from gpumix.engine.buffers import BufferCopies
+from gpumix.engine.model.module_buffers import BufferCopies
 
 # Steps that can be taken back: a bad step, and a step issued before the result was known.
 MOST_TAKEN_BACK = 2

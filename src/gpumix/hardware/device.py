@@ -13,20 +13,20 @@ from types import TracebackType
 import torch
 
 from gpumix.hardware import runtime
-from gpumix.hardware.cpu import threads_of
-from gpumix.hardware.environment import (
+from gpumix.hardware.discovery.cuda_visible_devices import product_slug
+from gpumix.hardware.discovery.foreign_memory import health_of
+from gpumix.hardware.discovery.gpu_clocks import ClockReader
+from gpumix.hardware.discovery.torch_build import runs_on, torch_build, wheel_of
+from gpumix.hardware.host.cpu import threads_of
+from gpumix.hardware.host.environment import (
     count_gpus_by_nvml,
     drop_preferred_segments,
     prefer_expandable_segments,
 )
-from gpumix.hardware.gpu_clocks import ClockReader
-from gpumix.hardware.memory import is_out_of_memory, limit_memory
-from gpumix.hardware.occupied import health_of
-from gpumix.hardware.torch_build import runs_on, torch_build, wheel_of
-from gpumix.hardware.visible import product_slug
-from gpumix.spec.clocks import Clocks
-from gpumix.spec.cluster import Device, DeviceClass
-from gpumix.spec.errors import DeviceMissing, InputError, MachineError
+from gpumix.hardware.memory_limit import is_out_of_memory, limit_memory
+from gpumix.schema.cluster.clocks import Clocks
+from gpumix.schema.cluster.cluster import Device, DeviceClass
+from gpumix.schema.errors import DeviceMissing, InputError, MachineError
 
 
 class DeviceRuntime(ABC):

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from gpumix.spec.errors import first_line
+from gpumix.schema.errors import first_line
 
 Stream: TypeAlias = torch.Stream
 Event: TypeAlias = torch.Event

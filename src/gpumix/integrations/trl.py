@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from gpumix.integrations.missing import need
+from gpumix.integrations.common.optional_dependency import need
 
 need(__name__, "trl", "transformers", "accelerate", extra="trl")
 
@@ -22,17 +22,17 @@ import torch  # noqa: E402 - a missing package is reported first
 import trl  # noqa: E402
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling  # noqa: E402
 
-from gpumix.engine.documents import mask_of_documents  # noqa: E402
+from gpumix.engine.batch.batch_split import IGNORED_LABEL  # noqa: E402
 from gpumix.engine.engine import Engine  # noqa: E402
-from gpumix.engine.samples import IGNORED_LABEL  # noqa: E402
-from gpumix.integrations.fields import Fields  # noqa: E402
-from gpumix.integrations.gathering import all_texts  # noqa: E402
-from gpumix.integrations.trainer.arguments import PLANNED, TRAINING, tell_of_cpus  # noqa: E402
-from gpumix.integrations.trainer.loss import by_itself  # noqa: E402
-from gpumix.integrations.trainer.planned import Planned  # noqa: E402
-from gpumix.spec.errors import InputError  # noqa: E402
-from gpumix.spec.plan import Plan  # noqa: E402
-from gpumix.train.documents import check_documents  # noqa: E402
+from gpumix.engine.model.document_mask import mask_of_documents  # noqa: E402
+from gpumix.integrations.common.gather import all_texts  # noqa: E402
+from gpumix.integrations.common.unsupported_arguments import Fields  # noqa: E402
+from gpumix.integrations.transformers.arguments import PLANNED, TRAINING, tell_of_cpus  # noqa: E402
+from gpumix.integrations.transformers.loss import by_itself  # noqa: E402
+from gpumix.integrations.transformers.trainer_mixin import Planned  # noqa: E402
+from gpumix.schema.errors import InputError  # noqa: E402
+from gpumix.schema.plan.plan import Plan  # noqa: E402
+from gpumix.train.checks.packed_documents import check_documents  # noqa: E402
 
 tell_of_cpus()
 

@@ -15,7 +15,7 @@ from pathlib import PurePath
 from gpumix.launch.hosts import Host, Place
 from gpumix.launch.program import Program
 
-HOST_MODULE = "gpumix.launch.host"
+HOST_MODULE = "gpumix.launch.ranks.host_launcher"
 NO_FOLDER = 91  # the shell's exit code without the working directory
 # ssh notices a cut link after some 30 s, regardless of the user's settings.
 NOTICE = ("ServerAliveInterval=10", "ServerAliveCountMax=3")

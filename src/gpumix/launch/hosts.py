@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpumix.spec.base import refuse_twins
-from gpumix.spec.cluster import Cluster
-from gpumix.spec.errors import InputError
-from gpumix.spec.files import MARK_BYTES, read_text, why_unreadable
-from gpumix.spec.words import check_host
+from gpumix.schema.cluster.cluster import Cluster
+from gpumix.schema.errors import InputError
+from gpumix.schema.files import MARK_BYTES, read_text, why_unreadable
+from gpumix.schema.untrusted_text import check_host
+from gpumix.schema.value import refuse_twins
 
 _COUNTED = re.compile(r"(?P<name>[^\s:]+)(?::(?P<count>\d+)|\s+slots=(?P<slots>\d+))?")
 HERE = "localhost"

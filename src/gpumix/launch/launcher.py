@@ -9,17 +9,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from gpumix.hardware.environment import CLUSTER, use_settings
-from gpumix.launch import host, several
+from gpumix.hardware.host.environment import CLUSTER, use_settings
 from gpumix.launch.commands import Meeting, Ssh, Surroundings, on_host, shell_line
 from gpumix.launch.hosts import HERE, Host, Place, in_rank_order, placed, placed_unasked, uncounted
 from gpumix.launch.orders import Orders
+from gpumix.launch.probes.readiness import meeting_at, refuse_unready
+from gpumix.launch.probes.survey import here, real_name, survey
 from gpumix.launch.program import Program
-from gpumix.launch.ranks import Share
-from gpumix.launch.ready import meeting_at, refuse_unready
-from gpumix.launch.survey import here, real_name, survey
-from gpumix.spec.cluster import Cluster
-from gpumix.spec.errors import InputError
+from gpumix.launch.ranks import host_launcher, several_hosts
+from gpumix.launch.ranks.host_ranks import Share
+from gpumix.schema.cluster.cluster import Cluster
+from gpumix.schema.errors import InputError
 
 PORT = 29500  # where no host is asked for a free port
 
@@ -85,10 +85,10 @@ def launch_here(asked: Asked) -> Done:
     """Run a program on all devices of this host."""
     use_settings(asked.around.settings)
     processes = processes_here(asked)
-    share = Share(0, processes, processes, host.LOOPBACK, asked.port or 0)
+    share = Share(0, processes, processes, host_launcher.LOOPBACK, asked.port or 0)
     orders = Orders()
     with orders.by_signals():
-        code, told = host.run(
+        code, told = host_launcher.run(
             share,
             asked.program.words,
             orders,
@@ -106,7 +106,7 @@ def processes_here(asked: Asked) -> int:
         InputError: the cluster has another number of devices.
     """
     if asked.cluster is None:
-        from gpumix.hardware.discover import discover
+        from gpumix.hardware.discovery.discover import discover
 
         return asked.processes or len(discover().devices)
     devices = len(asked.cluster.devices)
@@ -120,7 +120,7 @@ def processes_here(asked: Asked) -> int:
 
 
 def _to_stderr(to: int, line: str) -> None:
-    host.print_line(2, line)
+    host_launcher.print_line(2, line)
 
 
 # -- several hosts ---------------------------------------------------------------------------------
@@ -139,17 +139,19 @@ def launch_there(asked: Asked) -> Done:
     remote = _remote(places, replace(asked, program=program), meeting, led=True)
     commands = {place: asked.ssh.command(place.host, words) for place, words in remote.items()}
     data: list[str] | None = [] if asked.as_json else None
-    gathered = several.Gathered([place.host.name for place in places], asked.logs, data)
+    gathered = several_hosts.Gathered([place.host.name for place in places], asked.logs, data)
     meet = f"they meet at {meeting.address}:{meeting.port}"
     parts = [f"{place.ranks} on {place.host.name}" for place in places]
-    host.print_line(2, f"gpumix: {', '.join(parts)}; {meet}")
+    host_launcher.print_line(2, f"gpumix: {', '.join(parts)}; {meet}")
     orders = Orders()
     try:
         with orders.by_signals():
-            outcome = several.run(commands, orders, gathered.take, grace_s=asked.around.grace_s)
+            outcome = several_hosts.run(
+                commands, orders, gathered.take, grace_s=asked.around.grace_s
+            )
     finally:
         gathered.close()
-    error = several.account(outcome, asked.logs)
+    error = several_hosts.account(outcome, asked.logs)
     value = _value(outcome.code, [(ended.place, ended.code) for ended in outcome.hosts])
     if program.kind == "job" and data:
         with suppress(ValueError):  # the job's code may print too
@@ -222,7 +224,7 @@ def _command_here(asked: Asked) -> str:
     if asked.program.kind == "job":
         return shell_line(asked.around, Host(HERE), asked.program.words)
     place = Place(Host(HERE), 0, processes_here(asked))
-    meeting = Meeting(host.LOOPBACK, asked.port or PORT)
+    meeting = Meeting(host_launcher.LOOPBACK, asked.port or PORT)
     return on_host(
         place, asked.program, asked.around, world=place.processes, meeting=meeting, led=False
     )

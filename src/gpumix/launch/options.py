@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from gpumix.hardware.environment import settings_named
+from gpumix.hardware.host.environment import settings_named
 from gpumix.launch.hosts import Host
-from gpumix.spec.errors import InputError
+from gpumix.schema.errors import InputError
 
 
 def pythons_of(

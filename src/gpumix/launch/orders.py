@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from gpumix.train.stop import is_once_more, to_take
+from gpumix.train.processes.stop_signals import is_once_more, to_take
 
 ALIVE_S = 5.0  # interval of a launcher's signs of life
 SILENCE_S = 60.0  # limit of a launcher's silence

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from gpumix.spec.errors import InputError, no_such_file
+from gpumix.schema.errors import InputError, no_such_file
 
 JOBS = (".yaml", ".yml")
 FIX = "gpumix launch JOB.yaml, gpumix launch SCRIPT.py ARGUMENTS, or gpumix launch -m MODULE"

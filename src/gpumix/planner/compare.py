@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from gpumix.planner.base import PlanRequest, predicted
-from gpumix.planner.explain import STRATEGIES, verdict
-from gpumix.spec.base import Value
-from gpumix.spec.errors import InputError, NoFeasiblePlanError
-from gpumix.spec.plan import Plan, TokenRate, ZeroStage
-from gpumix.spec.profile import Profile
+from gpumix.planner.common.strategy import PlanRequest, predicted
+from gpumix.planner.plan import STRATEGIES, verdict
+from gpumix.schema.errors import InputError, NoFeasiblePlanError
+from gpumix.schema.plan.plan import Plan, TokenRate, ZeroStage
+from gpumix.schema.profile.profile import Profile
+from gpumix.schema.value import Value
 
 
 class HeadRoom(Value):

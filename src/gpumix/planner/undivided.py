@@ -11,18 +11,18 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from gpumix.cost.curves import MicroBatches
-from gpumix.planner.base import PlanRequest, ranked_devices
-from gpumix.planner.division import Division
-from gpumix.planner.fleet import Fleet
-from gpumix.planner.search import level
-from gpumix.planner.setting import Setting, settings
-from gpumix.planner.weigh import Load, capacities
-from gpumix.spec.couples import WHOLE_BATCH
-from gpumix.spec.errors import NoFeasiblePlanError
-from gpumix.spec.plan import Plan
-from gpumix.spec.profile import Profile
-from gpumix.spec.stage import Mode
+from gpumix.cost.layout.curves import MicroBatches
+from gpumix.planner.common.class_split import Division
+from gpumix.planner.common.device_pool import Fleet
+from gpumix.planner.common.score import Load, capacities
+from gpumix.planner.common.sharding_setting import Setting, settings
+from gpumix.planner.common.strategy import PlanRequest, ranked_devices
+from gpumix.planner.data_parallel.branch_and_bound import level
+from gpumix.schema.errors import NoFeasiblePlanError
+from gpumix.schema.job.couples import WHOLE_BATCH
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.stage import Mode
+from gpumix.schema.profile.profile import Profile
 
 ENOUGH = 1.0 - 1e-9  # part of the state that must have room
 

@@ -6,19 +6,19 @@ from collections.abc import Mapping
 
 import torch
 
-from gpumix.cost.buckets import GRADIENT_BYTES
-from gpumix.engine.ranks import Ranks
+from gpumix.cost.network.buckets import GRADIENT_BYTES
+from gpumix.engine.rank_group import Ranks
 from gpumix.hardware.device import DeviceRuntime
-from gpumix.profiler.cache import assemble
-from gpumix.profiler.compute import Progress
-from gpumix.profiler.measure import measure_class
-from gpumix.profiler.measurement_files import MeasurementFiles
+from gpumix.profiler.cache.measurement_cache import assemble
+from gpumix.profiler.cache.measurement_files import MeasurementFiles
+from gpumix.profiler.compute.class_measurement import measure_class
+from gpumix.profiler.compute.sweep import Progress
 from gpumix.profiler.network import measure_links
 from gpumix.profiler.subject import Subject
-from gpumix.spec.cluster import Cluster, Device
-from gpumix.spec.errors import GpumixError
-from gpumix.spec.measurements import ClassMeasurement, LinkMeasurement
-from gpumix.spec.profile import ModelProfile, Profile
+from gpumix.schema.cluster.cluster import Cluster, Device
+from gpumix.schema.errors import GpumixError
+from gpumix.schema.profile.measurements import ClassMeasurement, LinkMeasurement
+from gpumix.schema.profile.profile import ModelProfile, Profile
 
 
 class ClusterProfiler:

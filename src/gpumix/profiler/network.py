@@ -9,17 +9,17 @@ from typing import Literal
 
 import torch
 
-from gpumix.cost.wire import Operation
-from gpumix.engine.comm import Communicator, Pending
+from gpumix.cost.network.link_times import Operation
+from gpumix.engine.comm.communicator import Communicator, Pending
 from gpumix.hardware.runtime import synchronize
-from gpumix.spec.cluster import Device, ranked
-from gpumix.spec.curve import Curve
-from gpumix.spec.cut import Intervals, cut
-from gpumix.spec.islands import MOST_DEVICES, MOST_HOSTS, PairTimes, placed
-from gpumix.spec.measurements import LinkMeasurement
-from gpumix.spec.plan import Collectives, GatherForm, ReduceForm
-from gpumix.spec.profile import CollectiveTimes, RankGroup
-from gpumix.spec.units import show_bytes
+from gpumix.schema.cluster.cluster import Device, ranked
+from gpumix.schema.cluster.link_islands import MOST_DEVICES, MOST_HOSTS, PairTimes, placed
+from gpumix.schema.curve import Curve
+from gpumix.schema.plan.plan import Collectives, GatherForm, ReduceForm
+from gpumix.schema.plan.splitting import Intervals, cut
+from gpumix.schema.profile.measurements import LinkMeasurement
+from gpumix.schema.profile.profile import CollectiveTimes, RankGroup
+from gpumix.schema.units import show_bytes
 
 RankPair = tuple[int, int]
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpumix.engine.reduction import Objective
-from gpumix.engine.units import check_trains
-from gpumix.hardware.efficiency import PLAIN, Chosen
-from gpumix.profiler.compute import MakeBatch
-from gpumix.spec.stage import ComputeDtype
+from gpumix.engine.loss.reduction import Objective
+from gpumix.engine.sharding.unit_discovery import check_trains
+from gpumix.hardware.estimates.kernel_choice import PLAIN, Chosen
+from gpumix.profiler.compute.sweep import MakeBatch
+from gpumix.schema.plan.stage import ComputeDtype
 
 OptimizerOf = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 

@@ -12,15 +12,15 @@ from itertools import combinations
 from statistics import fmean
 from typing import Literal
 
-from gpumix.cost.wire import Messages
+from gpumix.cost.network.link_times import Messages
 from gpumix.report.ranges import Range
-from gpumix.spec.cluster import Device
-from gpumix.spec.curve import Curve
-from gpumix.spec.islands import near
-from gpumix.spec.network import Link, Where
-from gpumix.spec.plan import Plan
-from gpumix.spec.profile import Profile
-from gpumix.spec.stage import Stage, Worker
+from gpumix.schema.cluster.cluster import Device
+from gpumix.schema.cluster.link_islands import near
+from gpumix.schema.cluster.network import Link, Where
+from gpumix.schema.curve import Curve
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.stage import Stage, Worker
+from gpumix.schema.profile.profile import Profile
 
 MOST_ALONE = 24  # devices listed one by one; beyond, a host's devices of a class are grouped
 

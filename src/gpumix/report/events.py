@@ -10,8 +10,8 @@ from typing import Literal
 from gpumix.report.history import Happened, finite
 from gpumix.report.run import Run
 from gpumix.report.words import how_far
-from gpumix.spec.units import show_seconds
-from gpumix.train.plan_change import in_words
+from gpumix.schema.units import show_seconds
+from gpumix.train.elastic.plan_change import in_words
 
 ENDED_EARLY = "Ended by the script"
 

@@ -14,11 +14,11 @@ from gpumix.report.history import Happened
 from gpumix.report.ranges import Range
 from gpumix.report.run import Run
 from gpumix.report.speed import Answer, answer_of
-from gpumix.spec.plan import Plan, WorkerPrediction
-from gpumix.spec.stage import Stage, Worker
-from gpumix.train.account import Shares
-from gpumix.train.metrics import ClassRecord, utilisation
-from gpumix.train.plan_change import EVENT, split_anew
+from gpumix.schema.plan.plan import Plan, WorkerPrediction
+from gpumix.schema.plan.stage import Stage, Worker
+from gpumix.train.elastic.plan_change import EVENT, split_anew
+from gpumix.train.run_log.metrics import ClassRecord, utilisation
+from gpumix.train.run_log.time_breakdown import Shares
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,16 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any, TypeVar
 
-from gpumix.spec.units import plural
-from gpumix.train import run_files
-from gpumix.train.account import Shares
-from gpumix.train.metrics import WARM_UP_STEPS, ClassRecord, RankRecord, StepRecord, typical_s
+from gpumix.schema.units import plural
+from gpumix.train.run_log import run_files
+from gpumix.train.run_log.metrics import (
+    WARM_UP_STEPS,
+    ClassRecord,
+    RankRecord,
+    StepRecord,
+    typical_s,
+)
+from gpumix.train.run_log.time_breakdown import Shares
 
 # Limits for long runs; twice as many entries may be kept.
 MOST_STEPS, MOST_WINDOWS, MOST_EVENTS, NEWEST = 10_000, 2_000, 10_000, 100

@@ -13,7 +13,7 @@ from gpumix.report import words
 from gpumix.report.events import Told
 from gpumix.report.facts import ClassFacts, Facts
 from gpumix.report.page import SILENT_S, stand
-from gpumix.train.tables import EMULATED, ESTIMATE
+from gpumix.train.run_log.tables import EMULATED, ESTIMATE
 
 EVENTS = 5
 DEVICES, LEAST_DEVICES = 16, 2  # listed individually

@@ -25,8 +25,8 @@ from gpumix.report.parts.section import labels
 from gpumix.report.parts.spent import spent
 from gpumix.report.parts.timeline import timeline
 from gpumix.report.run import Progress, Run
-from gpumix.spec.errors import InputError
-from gpumix.spec.files import opened, read_text, replace_text
+from gpumix.schema.errors import InputError
+from gpumix.schema.files import opened, read_text, replace_text
 
 PARTS = (
     answer,

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from gpumix.report.history import History, finite, read_history
-from gpumix.spec.errors import InputError
-from gpumix.spec.files import MARK_BYTES, lines_in, opened, read_text
-from gpumix.spec.plan import Plan
-from gpumix.spec.profile import Profile
-from gpumix.spec.trace import Trace
-from gpumix.train import run_files
-from gpumix.train.checkpoint_file import step_of
-from gpumix.train.checkpoint_folder import choices
-from gpumix.train.run_record import RunRecord
+from gpumix.schema.errors import InputError
+from gpumix.schema.files import MARK_BYTES, lines_in, opened, read_text
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.step_trace import Trace
+from gpumix.schema.profile.profile import Profile
+from gpumix.train.checkpoint.checkpoint_folder import choices
+from gpumix.train.checkpoint.manifest import step_of
+from gpumix.train.run_log import run_files
+from gpumix.train.run_manifest import RunRecord
 
 State = Literal["planned", "training", "restarting", "interrupted", "failed", "finished"]
 LIVE: tuple[State, ...] = ("training", "restarting")

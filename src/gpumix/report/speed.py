@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
 
-from gpumix.cost.alone import ideal_tokens_per_s
+from gpumix.cost.device_alone import ideal_tokens_per_s
 from gpumix.report.history import Happened
 from gpumix.report.run import Run
 

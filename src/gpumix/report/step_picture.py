@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpumix.spec.errors import InputError, MachineError, first_line
-from gpumix.spec.files import replacing
-from gpumix.spec.trace import Slice, Trace
+from gpumix.schema.errors import InputError, MachineError, first_line
+from gpumix.schema.files import replacing
+from gpumix.schema.plan.step_trace import Slice, Trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from gpumix.schema.errors import InputError
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.step_trace import Label, Slice, Trace, process_of
+from gpumix.schema.profile.profile import Profile
 from gpumix.simulate.events import simulate
 from gpumix.simulate.replay import Replay
-from gpumix.spec.errors import InputError
-from gpumix.spec.plan import Plan
-from gpumix.spec.profile import Profile
-from gpumix.spec.trace import Label, Slice, Trace, process_of
 
 ROWS = 16
 BARS = 500  # of a row; longer rows are drawn with the dominant kind at each position

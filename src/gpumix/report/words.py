@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from statistics import fmean
 
-from gpumix.spec.units import show_bytes, show_seconds
+from gpumix.schema.units import show_bytes, show_seconds
 
 UNKNOWN = "–"
 HEIGHTS = "▁▂▃▄▅▆▇█"

@@ -18,12 +18,12 @@ from dataclasses import dataclass, field, replace
 
 from gpumix.cost.predict import predict
 from gpumix.cost.teams import in_one_stage
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.profile.profile import Profile
 from gpumix.simulate.in_stages import simulate_stages
 from gpumix.simulate.program import Collective, Program, Task, program_of
 from gpumix.simulate.replay import OUTSIDE, Alike, Event, Kind, Replay
 from gpumix.simulate.waits import waits_of
-from gpumix.spec.plan import Plan
-from gpumix.spec.profile import Profile
 
 
 @dataclass(frozen=True)

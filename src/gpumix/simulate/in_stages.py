@@ -10,14 +10,14 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from gpumix.cost.pipeline import Action
+from gpumix.cost.pipeline.staged_step import StagedStep
 from gpumix.cost.predict import check_match
-from gpumix.cost.staged import StagedStep
+from gpumix.cost.schedule import Action
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.step_trace import Cause, stage_name
+from gpumix.schema.profile.profile import Profile
 from gpumix.simulate.program import check_devices
 from gpumix.simulate.replay import COMPUTING, OUTSIDE, Alike, Event, Idle, Kind, Replay
-from gpumix.spec.plan import Plan
-from gpumix.spec.profile import Profile
-from gpumix.spec.trace import Cause, stage_name
 
 
 def simulate_stages(profile: Profile, plan: Plan) -> Replay:

@@ -16,17 +16,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gpumix.cost.buckets import Run
-from gpumix.cost.curves import MicroBatches
-from gpumix.cost.network import Links
+from gpumix.cost.layout.curves import MicroBatches
+from gpumix.cost.network.buckets import Run
+from gpumix.cost.network.collective_times import Links
 from gpumix.cost.predict import check_match, links_of_plan, update_seconds
-from gpumix.cost.time import Computing
+from gpumix.cost.step_time import Computing
+from gpumix.schema.errors import InputError
+from gpumix.schema.plan.plan import Plan, ZeroStage
+from gpumix.schema.plan.stage import Worker
+from gpumix.schema.plan.step_trace import Move, Work
+from gpumix.schema.profile.profile import ROOT, Profile
 from gpumix.simulate.replay import BACK, FRONT, OUTSIDE, ROOTS, Alike
-from gpumix.spec.errors import InputError
-from gpumix.spec.plan import Plan, ZeroStage
-from gpumix.spec.profile import ROOT, Profile
-from gpumix.spec.stage import Worker
-from gpumix.spec.trace import Move, Work
 
 
 @dataclass(frozen=True)

@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from gpumix.cost.buckets import AFTER, BEFORE
-from gpumix.spec import trace
-from gpumix.spec.profile import ROOT
-from gpumix.spec.stage import Worker
-from gpumix.spec.trace import Cause
+from gpumix.cost.network.buckets import AFTER, BEFORE
+from gpumix.schema.plan import step_trace
+from gpumix.schema.plan.stage import Worker
+from gpumix.schema.plan.step_trace import Cause
+from gpumix.schema.profile.profile import ROOT
 
 # Instead of a unit's number: the root unit, and its parts used only at the front or the back.
 OUTSIDE, FRONT, BACK = -1, -2, -3
 ROOTS = {OUTSIDE: ROOT, FRONT: BEFORE, BACK: AFTER}
 
-Kind = Literal[trace.Kind, "overhead"]
-COMPUTING: tuple[trace.Work, ...] = get_args(trace.Work)
+Kind = Literal[step_trace.Kind, "overhead"]
+COMPUTING: tuple[step_trace.Work, ...] = get_args(step_trace.Work)
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gpumix.schema.plan.step_trace import CAUSES, Cause
 from gpumix.simulate.replay import COMPUTING, Alike, Event, Replay
-from gpumix.spec.trace import CAUSES, Cause
 
 
 @dataclass(frozen=True)

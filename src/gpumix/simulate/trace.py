@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.step_trace import Span, Trace, event, process_of, wait
 from gpumix.simulate.replay import Event, Idle, Replay
 from gpumix.simulate.timeline import critical_path
-from gpumix.spec.plan import Plan
-from gpumix.spec.trace import Span, Trace, event, process_of, wait
 
 DEVICES = 256  # with more, identical devices are shown as one
 

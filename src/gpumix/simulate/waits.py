@@ -6,9 +6,9 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import pairwise, takewhile
 
+from gpumix.schema.plan.step_trace import cause_of
 from gpumix.simulate.program import Program
 from gpumix.simulate.replay import COMPUTING, Event, Idle
-from gpumix.spec.trace import cause_of
 
 Span = tuple[float, float]
 

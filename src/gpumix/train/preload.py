@@ -3,7 +3,7 @@
 import torch
 import torch.distributed.checkpoint
 
-import gpumix.train.work  # noqa: F401
+import gpumix.train.rank_tasks  # noqa: F401
 
 # Forked processes must not inherit the threads of a pool.
 torch.set_num_threads(1)

@@ -9,8 +9,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumix.integrations.trackers.follow import Follower, Marks, marks_of
-from gpumix.train.progress import write_at_once
+from gpumix.integrations.trackers.follower import Follower, Marks, marks_of
+from gpumix.train.run_log.progress import write_at_once
 
 
 def line(event: str, step: int, time: float = 1.0, **fields: Any) -> str:

@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from jobs import plan_for
 from told import eventually, job_for, trains
 
-from gpumix.hardware.environment import UNTOLD, tracker_environment
-from gpumix.spec.job import Job
-from gpumix.train import run_files
-from gpumix.train.metrics import RunLog
-from gpumix.train.tracking import MODULE
+from gpumix.hardware.host.environment import UNTOLD, tracker_environment
+from gpumix.schema.job.job import Job
+from gpumix.train.run_log import run_files
+from gpumix.train.run_log.metrics import RunLog
+from gpumix.train.run_log.tracker_processes import MODULE
 
 
 def test_it_does_not_import_torch():
@@ -36,7 +36,7 @@ def test_nothing_in_its_environment_sends_anything_anywhere(monkeypatch):
 
 @contextmanager
 def process(job: Job, since: float) -> Iterator[subprocess.Popen[str]]:
-    """That of Prometheus, as `train/tracking.py` starts it."""
+    """That of Prometheus, as `train/run_log/tracker_processes.py` starts it."""
     started = subprocess.Popen(
         [sys.executable, "-m", MODULE, "prometheus"],
         stdin=subprocess.PIPE,

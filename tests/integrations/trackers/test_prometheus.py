@@ -9,8 +9,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from told import LOSSES, address_in, eventually, job_for, telling, trains
 
-from gpumix.spec.errors import MachineError
-from gpumix.train.tracking import tracked
+from gpumix.schema.errors import MachineError
+from gpumix.train.run_log.tracker_processes import tracked
 
 
 def scraped(address: str) -> dict[tuple[str, ...], float]:

@@ -6,11 +6,11 @@ from dataclasses import asdict, fields
 
 import pytest
 
-from gpumix.integrations.trackers import lines
-from gpumix.integrations.trackers.lines import told
+from gpumix.integrations.trackers import metric_names
+from gpumix.integrations.trackers.metric_names import told
 from gpumix.integrations.trackers.tracker import Event, Numbers, without_secrets
-from gpumix.train.metrics import ClassRecord, RankRecord, StepRecord
-from gpumix.train.watch import Shares
+from gpumix.train.monitor.step_timer import Shares
+from gpumix.train.run_log.metrics import ClassRecord, RankRecord, StepRecord
 
 SHARES = Shares(compute=0.6, input=0.1, communication=0.2, copies=0.05, other=0.05)
 STEP = StepRecord(
@@ -81,7 +81,7 @@ def test_what_is_not_known_is_left_out():
 
 
 def test_of_very_many_devices_only_classes_are_told():
-    ranks = [asdict(RANK) | {"device": str(n)} for n in range(lines.MOST_DEVICES + 1)]
+    ranks = [asdict(RANK) | {"device": str(n)} for n in range(metric_names.MOST_DEVICES + 1)]
     assert list(told(line("ranks", ranks=ranks))) == []
     assert only(told(line("ranks", ranks=ranks[1:])))
 
@@ -97,9 +97,9 @@ def test_each_class_and_evaluations():
 @pytest.mark.parametrize(
     ("record", "names"),
     [
-        (StepRecord, lines.OF_STEP),
-        (ClassRecord, lines.OF_CLASS),
-        (RankRecord, lines.OF_DEVICE),
+        (StepRecord, metric_names.OF_STEP),
+        (ClassRecord, metric_names.OF_CLASS),
+        (RankRecord, metric_names.OF_DEVICE),
     ],
 )
 def test_what_is_looked_for_is_what_records_have(record, names):

@@ -10,9 +10,9 @@ from jobs import metrics, plan_for, toy, train, write_job
 from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from gpumix.hardware.environment import shared_memory_folder
-from gpumix.spec.errors import MachineError
-from gpumix.train import tracking
+from gpumix.hardware.host.environment import shared_memory_folder
+from gpumix.schema.errors import MachineError
+from gpumix.train.run_log import tracker_processes
 
 STEPS, MORE = 8, 10
 
@@ -140,7 +140,7 @@ def other_process(tmp_path, monkeypatch):
     def of(code: str) -> None:
         (tmp_path / "other_tracker.py").write_text(code)
         monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-        monkeypatch.setattr(tracking, "MODULE", "other_tracker")
+        monkeypatch.setattr(tracker_processes, "MODULE", "other_tracker")
 
     return of
 
@@ -150,7 +150,7 @@ READY = "print('{\"ready\": true}', flush=True)\n"
 
 def test_a_tracker_that_hangs_is_not_waited_for(tmp_path, monkeypatch, capfd, other_process):
     other_process(f"import time\n{READY}time.sleep(600)")
-    monkeypatch.setattr(tracking, "END_S", 0.2)
+    monkeypatch.setattr(tracker_processes, "END_S", 0.2)
     job = write_job(tmp_path, trackers="tensorboard")
     assert train(job, plan=plan_for(job)).steps == 6
     assert "tracker 'tensorboard' did not take the rest within 0 s" in capfd.readouterr().err
@@ -187,7 +187,7 @@ def test_a_folder_that_cannot_be_made_is_told_with_what_to_do(tmp_path):
 
 
 def test_a_package_that_is_missing_is_told_with_the_line_that_installs_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(tracking, "find_spec", lambda name: None)
+    monkeypatch.setattr(tracker_processes, "find_spec", lambda name: None)
     job = write_job(tmp_path, trackers=["wandb", "prometheus"])
     with pytest.raises(MachineError) as caught:
         train(job)

@@ -14,12 +14,12 @@ from typing import Any
 
 from jobs import plan_for, write_job
 
-from gpumix.spec.errors import Interrupted
-from gpumix.spec.job import Job
-from gpumix.spec.read import read_job
-from gpumix.train import run_files
-from gpumix.train.metrics import RunLog, StepRecord
-from gpumix.train.tracking import tracked
+from gpumix.schema.errors import Interrupted
+from gpumix.schema.job.job import Job
+from gpumix.schema.reading.read import read_job
+from gpumix.train.run_log import run_files
+from gpumix.train.run_log.metrics import RunLog, StepRecord
+from gpumix.train.run_log.tracker_processes import tracked
 
 LOSSES = {step: 3.0 / step for step in range(1, 20)}
 WHY = "rank 1 was killed"

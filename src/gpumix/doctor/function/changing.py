@@ -26,7 +26,7 @@ from gpumix.doctor.function.roots import Treatment, device_of
 from gpumix.doctor.function.suspects import LATE
 from gpumix.doctor.function.watching import FUSIBLE, SETTERS, UNFUSIBLE
 from gpumix.hardware import runtime
-from gpumix.hardware.environment import use_expandable_segments
+from gpumix.hardware.host.environment import use_expandable_segments
 
 
 class Stamp(Protocol):

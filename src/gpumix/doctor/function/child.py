@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from gpumix.data.factory import call_factory
+from gpumix.data.core.factory import call_factory
 from gpumix.doctor.function.attention import WrittenOut
 from gpumix.doctor.function.changing import apply
 from gpumix.doctor.function.kernels import Kernels
@@ -34,10 +34,10 @@ from gpumix.doctor.function.seen import Order, Seen
 from gpumix.doctor.function.steps import LEAST, Enough, Steps
 from gpumix.doctor.function.watching import Watch
 from gpumix.hardware.runtime import device_count
-from gpumix.spec.errors import InputError
-from gpumix.spec.files import opened_log
-from gpumix.spec.units import plural
-from gpumix.train.failures import in_words
+from gpumix.schema.errors import InputError
+from gpumix.schema.files import opened_log
+from gpumix.schema.units import plural
+from gpumix.train.processes.error_translation import in_words
 
 Answer = tuple[str, Any]
 """Message to the parent: "begun", then "seen" with a `Seen`, or "error" with a `GpumixError`."""

@@ -27,8 +27,8 @@ from gpumix.doctor.machine import (
     written_out,
 )
 from gpumix.doctor.report import Suspect
-from gpumix.spec.errors import GpumixError, InputError, TrainingError
-from gpumix.spec.files import read_log, read_text, scratch_folder
+from gpumix.schema.errors import GpumixError, InputError, TrainingError
+from gpumix.schema.files import read_log, read_text, scratch_folder
 
 WARM_UP_STEPS = 4
 PROFILED_STEPS = 4
@@ -223,8 +223,8 @@ def function_patient(
 def _warm_up(reference: str, folder: Path) -> None:
     """Start the fork server and preload the module's known imports, if free of side effects, to
     avoid an import per window."""
-    from gpumix.train.launch import warm_up
-    from gpumix.train.pipeline import TRANSFORMERS
+    from gpumix.train.controller import TRANSFORMERS
+    from gpumix.train.processes.local_launcher import warm_up
 
     file = folder / f"{reference.partition(':')[0].replace('.', '/')}.py"
     try:

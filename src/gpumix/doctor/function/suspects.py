@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import ceil, floor
 
-from gpumix.cost.input import STARVED_SHARE
-from gpumix.data.tuning import Bounds, Measured, choose
+from gpumix.cost.input_time import STARVED_SHARE
+from gpumix.data.workers.autotune import Bounds, Measured, choose
 from gpumix.doctor.function.seen import LoaderSeen, Seen, Site
 from gpumix.doctor.report import BATCH_NOTE, DTYPE_NOTE, Suspect
 

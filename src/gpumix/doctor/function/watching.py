@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from gpumix.data.loader import Loader
-from gpumix.data.tuning import FIRST
+from gpumix.data.workers.autotune import FIRST
 from gpumix.doctor.function.between import Between
 from gpumix.doctor.function.lines import Lines, Sites
 from gpumix.doctor.function.patches import UNKNOWN, Patches, calling_line
@@ -31,8 +31,8 @@ from gpumix.doctor.function.roots import Roots
 from gpumix.doctor.function.seen import LoaderSeen, OptimizerSeen, Seen
 from gpumix.doctor.function.steps import Steps
 from gpumix.hardware import runtime
-from gpumix.hardware.cpu import cores_here, cpu_has_bf16
-from gpumix.hardware.environment import has_cpp_compiler, host_memory_bytes
+from gpumix.hardware.host.cpu import cores_here, cpu_has_bf16
+from gpumix.hardware.host.environment import has_cpp_compiler, host_memory_bytes
 
 FUSIBLE = (Adam, AdamW, SGD, Adagrad)
 UNFUSIBLE = ("differentiable", "capturable", "foreach")  # options incompatible with `fused`

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpumix.engine.boxes import boxes
 from gpumix.engine.optimizers.base import (
     Group,
     Parameters,
@@ -27,6 +26,7 @@ from gpumix.engine.optimizers.base import (
     layout_of,
 )
 from gpumix.engine.optimizers.layout import Layout
+from gpumix.engine.sharding.nd_boxes import boxes
 
 State = dict[str, Any]
 

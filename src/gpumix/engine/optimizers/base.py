@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gpumix.engine.optimizers.layout import Layout
-from gpumix.spec.errors import InputError
+from gpumix.schema.errors import InputError
 
 Group = dict[str, Any]
 # As in torch.optim: parameters, named parameters, or groups of these with their own settings.

@@ -10,10 +10,10 @@ from math import prod
 import torch
 from torch import nn
 
-from gpumix.engine.comm import Communicator
-from gpumix.engine.shard import Piece
-from gpumix.engine.window import Window
-from gpumix.spec.errors import InputError
+from gpumix.engine.comm.communicator import Communicator
+from gpumix.engine.sharding.parameter_slice import Window
+from gpumix.engine.sharding.shard import Piece
+from gpumix.schema.errors import InputError
 
 Interval = tuple[int, int]
 

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from gpumix.engine.optimizers.assign import assign
+from gpumix.engine.optimizers.assign_work import assign
 from gpumix.engine.optimizers.base import (
     Group,
     Parameters,
@@ -31,7 +31,7 @@ from gpumix.engine.optimizers.base import (
 )
 from gpumix.engine.optimizers.layout import Layout
 from gpumix.engine.optimizers.newton_schulz import JORDAN, Coefficients, orthogonalised
-from gpumix.spec.errors import InputError
+from gpumix.schema.errors import InputError
 
 AdjustLr = Literal["original", "match_rms_adamw"]
 

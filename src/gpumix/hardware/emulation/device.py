@@ -8,9 +8,9 @@ from types import TracebackType
 import torch
 
 from gpumix.hardware.emulation.pacer import Pacer
-from gpumix.hardware.memory import MemoryLimit, limit_memory
-from gpumix.spec.cluster import DeviceClass
-from gpumix.spec.errors import InputError
+from gpumix.hardware.memory_limit import MemoryLimit, limit_memory
+from gpumix.schema.cluster.cluster import DeviceClass
+from gpumix.schema.errors import InputError
 
 
 class EmulatedDevice:

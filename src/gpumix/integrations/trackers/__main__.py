@@ -1,5 +1,5 @@
 """Process of a tracker: `python -m gpumix.integrations.trackers NAME`, started by
-`train/tracking.py`.
+`train/run_log/tracker_processes.py`.
 
 Reads the run's description from stdin, in a line, and finally how the run ended; answers on stdout
 that it is ready, or why not. A failure here is reported once, and the run continues without the
@@ -19,14 +19,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
-from gpumix.hardware.environment import step_aside
-from gpumix.integrations.trackers.follow import Follower, Marks, marks_of
-from gpumix.integrations.trackers.lines import told
+from gpumix.hardware.host.environment import step_aside
+from gpumix.integrations.trackers.follower import Follower, Marks, marks_of
+from gpumix.integrations.trackers.metric_names import told
 from gpumix.integrations.trackers.tracker import Numbers, Run, Tracker
-from gpumix.spec.errors import GpumixError, InputError, MachineError, in_a_line
-from gpumix.spec.job import Job
-from gpumix.spec.plan import Plan
-from gpumix.train import run_files
+from gpumix.schema.errors import GpumixError, InputError, MachineError, in_a_line
+from gpumix.schema.job.job import Job
+from gpumix.schema.plan.plan import Plan
+from gpumix.train.run_log import run_files
 
 LOOK_S = 0.5
 GONE = "interrupted"  # the end reported for a run whose process vanished

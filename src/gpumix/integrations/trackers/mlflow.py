@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from gpumix.integrations.trackers.tracker import Event, Numbers, Run, without_secrets
-from gpumix.spec.job import Job
-from gpumix.spec.trackers import MlflowSpec
+from gpumix.schema.job.job import Job
+from gpumix.schema.job.trackers import MlflowSpec
 
 DATABASE = "mlflow.db"
 ARTIFACTS = "mlflow-artifacts"

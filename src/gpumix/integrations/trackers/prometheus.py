@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from gpumix.integrations.trackers.tracker import Event, Numbers, Run, Series, versions
-from gpumix.spec.errors import MachineError
-from gpumix.spec.job import Job
-from gpumix.spec.trackers import PrometheusSpec
+from gpumix.schema.errors import MachineError
+from gpumix.schema.job.job import Job
+from gpumix.schema.job.trackers import PrometheusSpec
 
 PREFIX = "gpumix"
 SHARE = "share/"

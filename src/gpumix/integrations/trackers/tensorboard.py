@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import yaml
 
 from gpumix.integrations.trackers.tracker import Event, Numbers, Run
-from gpumix.spec.job import Job
-from gpumix.spec.trackers import TensorBoardSpec
+from gpumix.schema.job.job import Job
+from gpumix.schema.job.trackers import TensorBoardSpec
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.summary_pb2 import Summary

@@ -13,8 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
 
-from gpumix.spec.job import Job
-from gpumix.spec.plan import Plan
+from gpumix.schema.job.job import Job
+from gpumix.schema.plan.plan import Plan
 
 PACKAGES = ("gpumix", "torch", "transformers", "numpy")
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
-from gpumix.hardware.environment import keep_trackio_in
+from gpumix.hardware.host.environment import keep_trackio_in
 from gpumix.integrations.trackers.tracker import Event, Numbers, Run, without_secrets
-from gpumix.spec.job import Job
-from gpumix.spec.trackers import TrackioSpec
+from gpumix.schema.job.job import Job
+from gpumix.schema.job.trackers import TrackioSpec
 
 
 def of(settings: TrackioSpec, job: Job) -> Trackio:

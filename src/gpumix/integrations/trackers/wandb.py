@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from gpumix.integrations.trackers.tracker import Event, Numbers, Run
-from gpumix.spec.job import Job
-from gpumix.spec.trackers import WandbSpec
+from gpumix.schema.job.job import Job
+from gpumix.schema.job.trackers import WandbSpec
 
 EXIT_CODES = {"finished": 0, "failed": 1, "interrupted": 130}
 

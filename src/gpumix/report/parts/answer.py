@@ -8,7 +8,7 @@ from gpumix.report.facts import Facts
 from gpumix.report.html import Markup, el
 from gpumix.report.parts.section import aside, labels, too_busy
 from gpumix.report.speed import Answer, Speed
-from gpumix.spec.units import plural
+from gpumix.schema.units import plural
 
 MOST = 0.985  # fraction of the width taken by the longest bar
 

@@ -13,7 +13,7 @@ from gpumix.report.facts import Facts
 from gpumix.report.html import Markup, el
 from gpumix.report.parts.plan_picture import class_names
 from gpumix.report.parts.section import aside, section
-from gpumix.spec.units import plural
+from gpumix.schema.units import plural
 
 MOST_BOXES = 24  # drawn per box; the rest is counted
 BAR = 9  # pixels

@@ -7,7 +7,7 @@ from gpumix.report.events import Told
 from gpumix.report.facts import Facts
 from gpumix.report.html import Child, Markup, el
 from gpumix.report.parts.section import aside, section, table
-from gpumix.spec.units import plural
+from gpumix.schema.units import plural
 
 CHECKPOINTS = 6  # listed among all events; more are folded into a list of checkpoints
 MOST = 500

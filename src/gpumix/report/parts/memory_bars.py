@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gpumix.cost.parts import PARTS, in_parts
+from gpumix.cost.layout.causes import PARTS, in_parts
 from gpumix.report import words
 from gpumix.report.draw import Entry, bar, colour, legend, picture, tick
 from gpumix.report.facts import ClassFacts, Facts

@@ -9,9 +9,9 @@ from gpumix.report.draw import bar, colour, picture
 from gpumix.report.facts import Facts, Group
 from gpumix.report.html import Markup, el
 from gpumix.report.parts.section import aside, section
-from gpumix.spec.stage import Stage
-from gpumix.spec.units import plural
-from gpumix.train.tables import why
+from gpumix.schema.plan.stage import Stage
+from gpumix.schema.units import plural
+from gpumix.train.run_log.tables import why
 
 GLYPHS = 64  # squares drawn for devices; more are a number
 SQUARE, GAP, TEAM_GAP, LINE = 9, 3, 6, 190  # pixels

@@ -6,13 +6,13 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator
 
-from gpumix.hardware.environment import CLUSTER
+from gpumix.hardware.host.environment import CLUSTER
 from gpumix.report import words
 from gpumix.report.facts import Facts
 from gpumix.report.html import Markup, el
 from gpumix.report.parts.section import aside, section, table
-from gpumix.train import run_files
-from gpumix.train.run_record import HIDDEN, RunRecord, Script
+from gpumix.train.run_log import run_files
+from gpumix.train.run_manifest import HIDDEN, RunRecord, Script
 
 JOB = "job.yaml"
 

@@ -10,7 +10,7 @@ from gpumix.report.facts import Facts
 from gpumix.report.html import Child, Markup, el
 from gpumix.report.parts.section import aside, section
 from gpumix.report.step_rows import COPIES, WAITING, Bar, Row, Step, simulated, traced
-from gpumix.spec.units import plural
+from gpumix.schema.units import plural
 
 # Kinds of bars, with style sheet class and label.
 KINDS = {

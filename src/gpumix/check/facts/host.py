@@ -1,0 +1,125 @@
+"""Facts of the local host: versions, memory, limits, folders, networks. Uses no GPU."""
+
+from __future__ import annotations
+
+import platform
+import resource
+import shutil
+import socket
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import gpumix
+from gpumix.check.facts.cluster import FolderFacts, HostFacts, Limits, Software
+from gpumix.hardware import runtime
+from gpumix.hardware.discovery.gpu_health import driver_versions
+from gpumix.hardware.host.cpu import cores_here
+from gpumix.hardware.host.environment import (
+    available_host_bytes,
+    has_cpp_compiler,
+    host_memory_bytes,
+    talking_settings,
+)
+
+_SHM = Path("/dev/shm")
+_RDMA = Path("/sys/class/infiniband")
+
+
+def host_facts(folders: Mapping[str, Path]) -> HostFacts:
+    """Return the facts of this host; `folders` maps roles ("output", "cache") to paths."""
+    shm = shutil.disk_usage(_SHM) if _SHM.is_dir() else None
+    return HostFacts(
+        software=software(),
+        memory_bytes=host_memory_bytes(),
+        available_bytes=available_host_bytes(),
+        cores=cores_here(),
+        shm_bytes=None if shm is None else shm.total,
+        shm_free_bytes=None if shm is None else shm.free,
+        limits=limits(),
+        rdma=tuple(sorted(path.name for path in _RDMA.glob("*"))),
+        interfaces=tuple(name for _, name in socket.if_nameindex()),
+        address=_own_address(),
+        settings=talking_settings(),
+        compiler=has_cpp_compiler(),
+        folders=tuple(folder_facts(role, path) for role, path in folders.items()),
+    )
+
+
+def software() -> Software:
+    """Return the installed versions."""
+    nccl = ""
+    if dist.is_nccl_available():
+        nccl = runtime.nccl_version()
+    driver, driver_cuda = driver_versions()
+    return Software(
+        gpumix=gpumix.__version__,
+        torch=torch.__version__,
+        python=platform.python_version(),
+        cuda=torch.version.cuda or "",
+        rocm=torch.version.hip or "",
+        xpu=getattr(torch.version, "xpu", None) or "",
+        nccl=nccl,
+        transformers=_version("transformers"),
+        driver=driver,
+        driver_cuda=driver_cuda,
+        arches=runtime.built_architectures(),
+    )
+
+
+def folder_facts(role: str, path: Path) -> FolderFacts:
+    """Test writing to a folder; a missing folder is tested at its nearest existing parent."""
+    there = nearest(path)
+    refusal = ""
+    try:
+        with tempfile.NamedTemporaryFile(dir=there, prefix=".gpumix-check-") as file:
+            file.write(b"can be written")
+            file.flush()
+    except OSError as error:
+        refusal = error.strerror or str(error)
+    free = 0
+    with suppress(OSError):
+        free = shutil.disk_usage(there).free
+    return FolderFacts(role=role, path=str(path), refusal=refusal, free_bytes=free)
+
+
+def nearest(path: Path) -> Path:
+    """Return the path itself or its nearest existing parent."""
+    path = path.absolute()
+    return next((one for one in (path, *path.parents) if one.exists()), path)
+
+
+def limits() -> Limits:
+    """Return the resource limits of this process, as reported by `ulimit`."""
+    most_locked = getattr(resource, "RLIMIT_MEMLOCK", None)
+    most_processes = getattr(resource, "RLIMIT_NPROC", None)
+    return Limits(
+        open_files=_limit(resource.RLIMIT_NOFILE),
+        most_open_files=_limit(resource.RLIMIT_NOFILE, 1),
+        processes=None if most_processes is None else _limit(most_processes),
+        locked_bytes=None if most_locked is None else _limit(most_locked),
+    )
+
+
+def _limit(which: int, place: int = 0) -> int | None:
+    found = resource.getrlimit(which)[place]
+    return None if found == resource.RLIM_INFINITY else found
+
+
+def _own_address() -> str:
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return ""
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""

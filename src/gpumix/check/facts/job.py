@@ -1,0 +1,136 @@
+"""Requirements of a job, and their state on a host. Builds the model without tensors and reads a
+little of the data; tokenizes and writes nothing."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from gpumix.check.facts.cluster import JobOnHost
+from gpumix.data.core.tokenizer import open_tokenizer
+from gpumix.data.sources.open_data import open_data
+from gpumix.data.sources.saved_dataset import saved_mark
+from gpumix.data.text.files import find_files
+from gpumix.hardware.host.environment import cache_folder, has_cpp_compiler
+from gpumix.schema.errors import GpumixError
+from gpumix.schema.files import opened
+from gpumix.schema.job.job import Job, OptimizerSpec
+from gpumix.train.run_log import run_files
+from gpumix.train.worker.model import check_fits, model_of, vocabulary_of
+
+MASTER_BYTES = 4  # parameters are stored and saved in fp32
+MOST_FILES = 2000  # files of a text corpus opened at most
+# Packages required by keys of a job, and the commands installing them.
+_INSTALLS = {
+    "transformers": "pip install 'gpumix[transformers]'",
+    "tokenizers": "pip install 'gpumix[transformers]'",
+    "datasets": "pip install 'gpumix[datasets]'",
+    "flash_attn": "pip install flash-attn",
+    "liger_kernel": "pip install liger-kernel",
+    "triton": "pip install triton",
+}
+
+
+def job_on_host(job: Job, folder: Path) -> JobOnHost:
+    """Check a job's packages, data and model on this host."""
+    missing = missing_packages(job)
+    found: dict[str, tuple[str, str]] = {}
+    told: list[tuple[str, int]] = []
+    if "datasets" not in missing and "tokenizers" not in missing:
+        _try("data", found, lambda: told.append(_data(job, folder)))
+    if "transformers" not in missing:
+        _try("model", found, lambda: check_fits(job, folder))
+    data, size = told[0] if told else ("", 0)
+    return JobOnHost(missing=missing, data=data, data_bytes=size, trouble=found)
+
+
+def missing_packages(job: Job) -> dict[str, str]:
+    """Return packages required by the job's keys and absent here, with install commands."""
+    needed = {
+        "transformers": job.model.config is not None,
+        "tokenizers": job.tokenizer != "bytes",
+        "datasets": job.data.dataset is not None,
+        "flash_attn": _pinned(job.efficiency.attention, "flash"),
+        "liger_kernel": _pinned(job.efficiency.kernels, "liger"),
+        "triton": _pinned(job.efficiency.loss, "triton"),
+    }
+    lacking = [name for name, wanted in needed.items() if wanted and find_spec(name) is None]
+    missing = {name: _INSTALLS[name] for name in lacking}
+    compiled = job.compile is True or (isinstance(job.compile, dict) and any(job.compile.values()))
+    if compiled and not has_cpp_compiler():
+        missing["a C++ compiler"] = "apt-get install g++, or leave out `compile` in the job"
+    return missing
+
+
+def checkpoint_bytes(job: Job, folder: Path) -> int:
+    """Return an upper bound of the bytes of one checkpoint."""
+    return bytes_of(model_of(job.model, folder=folder, seed=job.seed), job.optimizer)
+
+
+def bytes_of(model: torch.nn.Module, optimizer: OptimizerSpec) -> int:
+    """Return the bytes of master parameters, buffers and trained parameters' optimizer state."""
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    buffers = sum(b.nbytes for b in model.buffers())
+    per_element = MASTER_BYTES + optimizer.most_state_bytes_per_element
+    return trained * per_element + frozen * MASTER_BYTES + buffers
+
+
+def saved_bytes(output: Path) -> int:
+    """Return the bytes of the checkpoints in a run's folder."""
+    saved = (output / run_files.CHECKPOINTS).rglob("*")
+    return sum(path.stat().st_size for path in saved if path.is_file())
+
+
+def _pinned(value: object, wanted: str) -> bool:
+    return wanted in (value.values() if isinstance(value, dict) else (value,))
+
+
+def _try(check: str, found: dict[str, tuple[str, str]], work: Callable[[], object]) -> None:
+    """Run `work`, recording errors of gpumix and of the job's code as findings."""
+    try:
+        work()
+    except GpumixError as error:
+        where = f" ({error.where})" if error.where else ""
+        why = f": {error.why}" if error.why else ""
+        told = (f"{error.what}{where}{why}", error.fix)
+        if told not in found.values():  # both checks need the tokenizer
+            found[check] = told
+    except Exception as error:
+        found[check] = (
+            f"the job's own code failed: {type(error).__name__}: {error}",
+            "gpumix train JOB.yaml --debug shows where",
+        )
+
+
+def _data(job: Job, folder: Path) -> tuple[str, int]:
+    """Return a mark of the data and the bytes of text, as far as known without tokenizing."""
+    data = job.data
+    if isinstance(job.tokenizer, Path):
+        open_tokenizer(folder / job.tokenizer)
+    if data.dataset is not None:
+        return saved_mark(folder / data.dataset), 0
+    if data.text:
+        return _text(job, folder)
+    train, _ = open_data(
+        job, folder, cache_folder() / "tokens", vocabulary=vocabulary_of(job.model)
+    )
+    train.rows(np.zeros(1, dtype=np.int64))
+    return f"{len(train)} samples, {train.fingerprint}", 0
+
+
+def _text(job: Job, folder: Path) -> tuple[str, int]:
+    """Mark text files by name and size; equal files may differ in modification time."""
+    places = tuple(folder / path for path in job.data.text)
+    files = find_files(job.data.model_copy(update={"text": places}))
+    for file in files[:MOST_FILES]:
+        with opened(file.path) as stream:
+            stream.read(1)
+    sizes = [(file.path.name, file.size) for file in files]
+    mark = hashlib.sha256(repr(sizes).encode()).hexdigest()[:12]
+    return f"{len(files)} files, {mark}", sum(file.size for file in files)

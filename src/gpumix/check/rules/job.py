@@ -1,0 +1,76 @@
+"""Checks of a job on each host: packages, data, and a model fitting the data. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gpumix.check.facts.cluster import JobOnHost, Survey
+from gpumix.check.finding import Finding, Severity
+
+
+def packages(survey: Survey) -> Iterator[Finding]:
+    """Check for packages required by the job's keys."""
+    for host, job in _hosts(survey):
+        for name, fix in job.missing.items():
+            yield Finding(
+                check="packages",
+                severity=Severity.ERROR,
+                what=f"the job needs {name}, which is not here",
+                fix=fix,
+                host=host,
+            )
+
+
+def packages_fine(survey: Survey) -> str:
+    return "all that the job names are there" if _hosts(survey) else ""
+
+
+def model(survey: Survey) -> Iterator[Finding]:
+    """Check building the model, and its fit to the data."""
+    yield from _troubles(survey, "model")
+
+
+def model_fine(survey: Survey) -> str:
+    job = survey.job
+    if job is None or job.checkpoint_bytes is None:
+        return ""
+    return "it can be built"
+
+
+def data(survey: Survey) -> Iterator[Finding]:
+    """Check reading the data, and equal data on all hosts."""
+    yield from _troubles(survey, "data")
+    told = [(host, job.data) for host, job in _hosts(survey) if job.data]
+    for host, mark in told[1:]:
+        if mark != told[0][1]:
+            yield Finding(
+                check="data",
+                severity=Severity.ERROR,
+                what=f"its data are {mark}, those of {told[0][0]} {told[0][1]}",
+                fix="give every host the same data files",
+                host=host,
+            )
+    for host, job in _hosts(survey):
+        if job.slow:
+            yield Finding(
+                check="data",
+                severity=Severity.NOTE,
+                what=f"the job's model and data were not looked at to their end: {job.slow}",
+                fix="a run waits for them too: look at the disk, and at the job's own factories",
+                host=host,
+            )
+
+
+def data_fine(survey: Survey) -> str:
+    return next((f"readable: {job.data.partition(',')[0]}" for _, job in _hosts(survey)), "")
+
+
+def _troubles(survey: Survey, check: str) -> Iterator[Finding]:
+    for host, job in _hosts(survey):
+        if check in job.trouble:
+            what, fix = job.trouble[check]
+            yield Finding(check=check, severity=Severity.ERROR, what=what, fix=fix, host=host)
+
+
+def _hosts(survey: Survey) -> list[tuple[str, JobOnHost]]:
+    return [] if survey.job is None else list(survey.job.on_hosts.items())

@@ -1,0 +1,420 @@
+"""Sources of a plan's profile: a file, the cache, a measurement, or an estimate."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from inspect import Signature, signature
+from pathlib import Path
+from shlex import quote
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from gpumix.cli.common import Allowed, Overrides
+from gpumix.schema.errors import InputError
+from gpumix.schema.files import read_text, why_unreadable
+from gpumix.schema.reading.error_location import placed
+from gpumix.schema.units import LARGEST_BATCH, LARGEST_LENGTH
+
+if TYPE_CHECKING:
+    from gpumix.hardware.estimates.decoder_shapes import Decoder
+    from gpumix.planner.common.strategy import PlanRequest
+    from gpumix.schema.cluster.cluster import Cluster
+    from gpumix.schema.job.job import Job, OptimizerSpec
+    from gpumix.schema.job.search_space import Space
+    from gpumix.schema.plan.dtypes import Precision
+    from gpumix.schema.plan.plan import Plan
+    from gpumix.schema.profile.profile import Profile
+
+ClusterText = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        help='Estimate for cards that need not be here: "4x rtx3090, 2x p40"; hosts are separated '
+        'by semicolons; "2 hosts of 8x a100-80gb-sxm" are two alike.',
+    ),
+]
+NetworkText = Annotated[
+    str | None,
+    typer.Option("--network", help="Link between hosts: 25GbE, ib-hdr, '12 GB/s', ..."),
+]
+BetweenText = Annotated[
+    str | None, typer.Option("--between", help="With --cluster: the link that its hosts have.")
+]
+ModelText = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        help="Without a job: a size such as 7B (Llama-shaped), or a config.json; 1B by default.",
+    ),
+]
+
+# Defaults without a job, stated with every answer.
+MODEL, SEQUENCE_LENGTH, GLOBAL_BATCH = "1B", 2048, 128
+_SIZE = re.compile(r"^([0-9]+(?:\.[0-9]+)?)\s*([MBT])$", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Input of planning: profile, request, the files or arguments behind both, and a line on
+    assumptions."""
+
+    profile: Profile
+    request: PlanRequest
+    strategy: str
+    place: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Options of a verb that plans, or looks at a plan. `measures`: measure jobs not in the cache.
+    `link_option` is the verb's name for `network`."""
+
+    job: Path | None
+    overrides: list[str]
+    allowed: Sequence[str] = ()
+    profile: Path | None = None
+    cluster: str | None = None
+    network: str | None = None
+    model: str | None = None
+    sequence_length: int | None = None
+    global_batch: int | None = None
+    precision: Precision | None = None
+    as_json: bool = False
+    measures: bool = True
+    link_option: str = "--network"
+
+    def source(self, strategy: str | None = "optimal") -> Source:
+        """Return the profile to plan from.
+
+        Args:
+            strategy: to plan by; None: the job's.
+
+        Raises:
+            InputError: the options contradict each other, or say too little; or a job is yet to be
+                measured, and the strategy can have no plan.
+        """
+        self._refuse_contradictions()
+        if self.job is None:
+            return self._estimated_without_job(strategy or "optimal")
+        from gpumix.schema.reading.read import read_job
+
+        job = read_job(self.job, self.overrides)
+        job = job.model_copy(update={"strategy": strategy or job.strategy})
+        profile = self._of_job(job, self.job)
+        request = _request(job.global_batch, job.techniques.leaving_out())
+        place = ", ".join(str(path) for path in (self.job, self.profile) if path is not None)
+        return Source(profile, request, job.strategy, place)
+
+    def _of_job(self, job: Job, path: Path) -> Profile:
+        from gpumix.profiler.cache.measurement_cache import reading_as
+        from gpumix.schema.profile.profile import Profile
+
+        if self.cluster is not None:
+            config = job.model.config
+            if config is None:
+                raise InputError(
+                    "estimates need a model with a `config`, this one has a factory",
+                    where=str(path),
+                    fix="measure it: `gpumix profile JOB.yaml`, then `gpumix whatif JOB.yaml`",
+                )
+            if not isinstance(config, dict):
+                config = _read_config(path.absolute().parent / config)
+            with placed(path):
+                return self._estimate(config, job.sequence_length, job.precision, job.optimizer)
+        if self.profile is not None:
+            profile = Profile.load(self.profile)
+            _check_profile(profile, job, self.profile, path)
+            return reading_as(job, profile)
+        with placed(path):
+            found = cached(path, job)
+        if found is None and not self.measures:
+            raise InputError(
+                "this job was not measured", where=str(path), fix=f"gpumix profile {path}"
+            )
+        if found is not None:
+            return found
+        overrides = [*self.overrides, f"strategy={job.strategy}"]
+        return measured(path, overrides, self.allowed, as_json=self.as_json)
+
+    def _estimated_without_job(self, strategy: str) -> Source:
+        from gpumix.hardware.estimates.decoder_shapes import llama_shaped
+        from gpumix.schema.job.job import OptimizerSpec
+
+        model = self.model or MODEL
+        length = self.sequence_length or SEQUENCE_LENGTH
+        batch = self.global_batch or GLOBAL_BATCH
+        precision = self.precision or "auto"
+        size = _SIZE.match(model.strip())
+        if size is None:
+            config = _read_config(Path(model))
+            with placed(model):
+                profile = self._estimate(config, length, precision, OptimizerSpec())
+        else:
+            scale = {"M": 1e6, "B": 1e9, "T": 1e12}[size[2].upper()]
+            shaped = llama_shaped(float(size[1]) * scale)
+            profile = self._profile(shaped, model, length, precision, OptimizerSpec())
+        note = (
+            f"for a model of {profile.model.parameters / 1e9:.2f} G parameters, {length} tokens a "
+            f"sample, {batch} samples a step, {computed_in(profile)}, AdamW"
+        )
+        return Source(profile, _request(batch), strategy, "--cluster", note)
+
+    def _estimate(
+        self, config: Mapping[str, Any], length: int, precision: Precision, optimizer: OptimizerSpec
+    ) -> Profile:
+        from gpumix.hardware.estimates.decoder_shapes import decoder
+
+        name = str(config.get("model_type", ""))
+        return self._profile(decoder(config), name, length, precision, optimizer)
+
+    def _profile(
+        self,
+        shape: Decoder,
+        name: str,
+        length: int,
+        precision: Precision,
+        optimizer: OptimizerSpec,
+    ) -> Profile:
+        """Return the estimate for the cluster."""
+        from gpumix.hardware.estimates.cluster_shorthand import cluster
+        from gpumix.hardware.estimates.estimate import estimate
+
+        assert self.cluster is not None
+        there = cluster(self.cluster, precision, self.network, option=self.link_option)
+        return estimate(
+            lambda dtype: shape.model(length, dtype, name),
+            there,
+            sequence_length=length,
+            precision=precision,
+            optimizer_bytes=optimizer.state_bytes_per_element(shape.model(length, "fp32", name)),
+            parts_in=lambda dtype: shape.parts(length, dtype, name),
+        )
+
+    def _refuse_contradictions(self) -> None:
+        given = {
+            "--model": self.model,
+            "--sequence-length": self.sequence_length,
+            "--global-batch": self.global_batch,
+            "--precision": self.precision,
+        }
+        named = [name for name, value in given.items() if value is not None]
+        if self.job is None and self.cluster is None:
+            raise InputError(
+                "there is nothing to plan for",
+                fix='give a job file, or --cluster "4x rtx3090, 2x p40"',
+            )
+        if self.cluster is not None and Path(self.cluster).is_file():
+            raise InputError(
+                f"'{self.cluster}' is a file, and --cluster has the names of cards here",
+                fix="--cluster '4x rtx3090, 2x p40'; the devices of a file are those of a job: "
+                f"--set {quote(f'cluster={self.cluster}')}",
+            )
+        if self.job is not None and named:
+            raise InputError(
+                f"{named[0]} has no effect on a job", fix="change the job: --set key=value"
+            )
+        if self.cluster is not None and self.profile is not None:
+            raise InputError("--cluster is an estimate, --profile was measured: give one of them")
+        if self.job is None and self.overrides:
+            raise InputError(
+                "--set replaces keys of a job, and there is none",
+                fix="write a job file and give it, or leave --set out",
+            )
+        if self.network is not None and self.cluster is None:
+            raise InputError(
+                f"{self.link_option} has no effect without --cluster",
+                fix="`gpumix whatif JOB.yaml --network ...` tells what other links are worth",
+            )
+
+
+def planning(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a verb the options of planning, passed together as `asked`.
+
+    A verb with its own `--network` gets `--between` for the cluster's link.
+    """
+    own = dict(signature(command, eval_str=True).parameters)
+    del own["asked"]
+    shared = dict(signature(_options, eval_str=True).parameters)
+    link = "network"
+    if link in own:
+        link = "between"
+        shared[link] = shared.pop("network").replace(name=link, annotation=BetweenText)
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        options = {name: given.pop(name) for name in shared}
+        network = options.pop(link)
+        asked = Asked(**options, network=network, as_json=given["as_json"], link_option=f"--{link}")
+        command(asked=asked, **given)
+
+    last = {name: own.pop(name) for name in ("as_json", "debug")}
+    every = {"job": shared["job"]} | own | shared | last
+    run.__signature__ = Signature(list(every.values()))  # type: ignore[attr-defined]
+    run.__annotations__ = {name: parameter.annotation for name, parameter in every.items()}
+    return run
+
+
+def _options(
+    job: Annotated[
+        Path | None,
+        typer.Argument(metavar="JOB", help="The job, a YAML file.", show_default=False),
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option("--profile", help="Plan from this profile.")
+    ] = None,
+    cluster: ClusterText = None,
+    network: NetworkText = None,
+    model: ModelText = None,
+    sequence_length: Annotated[
+        int | None,
+        typer.Option(
+            "--sequence-length",
+            min=2,
+            max=LARGEST_LENGTH,
+            help="Without a job: tokens in a sample; 2048.",
+        ),
+    ] = None,
+    global_batch: Annotated[
+        int | None,
+        typer.Option(
+            "--global-batch", min=1, max=LARGEST_BATCH, help="Without a job: samples per step; 128."
+        ),
+    ] = None,
+    precision: Annotated[
+        Literal["auto", "bf16", "fp16", "fp32"] | None,
+        typer.Option(
+            "--precision",
+            help="Without a job: what is computed in; by default auto, what each card does best.",
+        ),
+    ] = None,
+    overrides: Overrides = [],  # noqa: B006
+    allowed: Allowed = [],  # noqa: B006
+) -> None:
+    """Options added by `planning`."""
+
+
+def computed_in(profile: Profile) -> str:
+    """Describe the dtype of all classes, or of each class."""
+    dtypes = {c.device_class: c.compute_dtype for c in profile.classes}
+    if len(set(dtypes.values())) == 1:
+        return next(iter(dtypes.values()))
+    return " and ".join(
+        f"{dtype} ({', '.join(name for name in dtypes if dtypes[name] == dtype)})"
+        for dtype in dict.fromkeys(dtypes.values())
+    )
+
+
+def profile_beside(plan: Path) -> Path:
+    """Return the path of a plan's profile: plan.profile.json next to plan.json."""
+    return plan.with_name(f"{plan.stem}.profile.json")
+
+
+def found_beside(plan: Path) -> Path | None:
+    """Return the profile that `gpumix plan --output` and runs write next to a plan."""
+    places = (profile_beside(plan), plan.with_name("profile.json"))
+    return next((place for place in places if place.is_file()), None)
+
+
+def beside(path: Path, plan: Plan) -> tuple[Profile, Path] | None:
+    """Load the profile next to a plan, with its path; None unless the plan was made from it."""
+    from gpumix.schema.profile.profile import Profile
+
+    place = found_beside(path)
+    if place is None:
+        return None
+    profile = Profile.load(place)
+    made_from = profile.model.fingerprint, profile.sequence_length
+    return (profile, place) if made_from == (plan.model, plan.sequence_length) else None
+
+
+def _request(batch: int, space: Space | None = None) -> PlanRequest:
+    from gpumix.planner.common.strategy import PlanRequest
+    from gpumix.schema.job.search_space import EVERYTHING
+
+    return PlanRequest(global_batch=batch, space=space or EVERYTHING)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(read_text(path))
+    except (OSError, ValueError) as error:
+        raise InputError(
+            "cannot read the model's configuration",
+            where=str(path),
+            why=why_unreadable(error),
+            fix="give a config.json; without a job a size does too, such as 7B",
+        ) from error
+    if not isinstance(config, dict):
+        raise InputError("this is no configuration of a model", where=str(path))
+    return config
+
+
+def _check_profile(profile: Profile, job: Job, path: Path, job_path: Path) -> None:
+    """Check that a profile fits the job. A profile without the job's model is compared when the
+    model is built."""
+    from gpumix.profiler.cache.measurement_cache import model_hash
+    from gpumix.schema.plan.dtypes import compute_dtypes
+
+    fix = "measure this job: gpumix profile JOB.yaml --output PROFILE.json"
+    with placed(job_path):
+        wanted_dtypes = compute_dtypes(job.precision, profile.cluster)
+    dtypes = {c.device_class: wanted_dtypes[c.device_class] for c in profile.classes}
+    for what, found, wanted in (
+        ("sequence_length", profile.sequence_length, job.sequence_length),
+        (
+            "precision",
+            ", ".join(f"{c.compute_dtype} on {c.device_class}" for c in profile.classes),
+            ", ".join(f"{dtype} on {name}" for name, dtype in dtypes.items()),
+        ),
+        (
+            "bytes of optimizer state an element",
+            profile.optimizer_bytes_per_element,
+            job.optimizer.state_bytes_per_element(profile.model),
+        ),
+    ):
+        if found != wanted:
+            raise InputError(
+                f"the profile is of {what} {found}, the job has {wanted}",
+                where=str(path),
+                fix=fix,
+            )
+    if profile.job_model not in ("", model_hash(job, job_path.absolute().parent)):
+        raise InputError("the profile is of another model than the job's", where=str(path), fix=fix)
+    if job.cluster not in ("auto", profile.cluster):
+        raise InputError(
+            "the profile is of another cluster than the job's", where=str(path), fix=fix
+        )
+
+
+def measured(
+    path: Path, overrides: Sequence[str], allowed: Sequence[str], *, as_json: bool
+) -> Profile:
+    """Return the job's profile, measured in another process."""
+    from gpumix.schema.profile.profile import Profile
+
+    sets = [part for override in overrides for part in ("--set", override)]
+    sets += [part for name in allowed for part in ("--allow", name)]
+    # -P: modules are found next to the job, as everywhere, not in the current folder.
+    command = [sys.executable, "-P", "-m", "gpumix", "profile", str(path), "--json", *sets]
+    done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        if as_json:  # print the error
+            sys.stdout.write(done.stdout)
+        raise typer.Exit(done.returncode)
+    return Profile.model_validate_json(done.stdout)
+
+
+def cached(path: Path, job: Job) -> Profile | None:
+    from gpumix.hardware.discovery.discover import discover
+    from gpumix.profiler.cache.measurement_cache import MeasurementCache
+
+    cluster: Cluster = discover() if job.cluster == "auto" else job.cluster
+    return MeasurementCache(job, cluster, path.absolute().parent).load()

@@ -1,0 +1,77 @@
+"""`gpumix check`: test in less than a minute whether a cluster is fit for a run, with fixes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gpumix.cli.common import Allowed, Debug, Json, Overrides, answer, refuse_set_without, verb
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from gpumix.check.finding import Finding
+
+STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan", "ok": "green"}
+
+
+def register(app: typer.Typer) -> None:
+    app.command(
+        help="Test a cluster before a run, in less than a minute: one line for each thing that is "
+        "wrong, with the fix.\n\n"
+        "Versions, drivers, kernels, GPUs, pairs of devices and hosts, clocks, disks, memory, "
+        "limits; with a job also what it needs. Without one the devices that are found. Nothing is "
+        "left behind.\n\n"
+        "Several hosts: torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend gpumix "
+        "--rdzv-endpoint host-a:29500 -m gpumix check job.yaml\n\n"
+        "Leaves with 3 if there is an error, with 0 if there are only warnings and notes.\n\n"
+        "Example: gpumix check job.yaml"
+    )(check)
+
+
+@verb
+def check(
+    context: typer.Context,
+    job: Annotated[
+        Path | None, typer.Argument(metavar="JOB", help="Also test what this job needs.")
+    ] = None,
+    overrides: Overrides = [],  # noqa: B006
+    allowed: Allowed = [],  # noqa: B006
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    from gpumix.check.run import check as outcome_of
+    from gpumix.schema.errors import MachineError
+    from gpumix.train.run_log.terminal import stderr
+
+    refuse_set_without(job, overrides, fix="gpumix check JOB.yaml --set ...")
+    leaving = context.with_resource(ExitStack())
+    say = stderr().print
+    outcome = outcome_of(job, overrides, allowed=allowed, say=say, leaving=leaving, debug=debug)
+    findings = outcome.findings
+    if findings is not None:
+        answer(
+            lambda: [one.model_dump(mode="json") for one in findings],
+            lambda: _shown(findings),
+            as_json,
+        )
+    if outcome.failed:
+        raise typer.Exit(MachineError.exit_code)
+
+
+def _shown(findings: Sequence[Finding]) -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text
+
+    from gpumix.check.finding import lines
+
+    return Group(
+        *(
+            Text.assemble((f"{severity.value:<8}", STYLES[severity.value]), line)
+            for severity, line in lines(findings)
+        )
+    )

@@ -1,0 +1,34 @@
+"""`gpumix compare`: all strategies side by side. Pure planning: never imports torch."""
+
+from __future__ import annotations
+
+import typer
+
+from gpumix.cli.common import Debug, Json, answer, verb
+from gpumix.cli.profile_source import Asked, planning
+from gpumix.schema.reading.error_location import placed
+
+
+def register(app: typer.Typer) -> None:
+    app.command(
+        help="Plan with every strategy, and tell why each one but the fastest lost.\n\n"
+        "Example: gpumix compare job.yaml\n\n"
+        'Example: gpumix compare --cluster "4x rtx3090, 2x p40" --model 1B'
+    )(compare)
+
+
+@verb
+@planning
+def compare(asked: Asked, as_json: Json = False, debug: Debug = False) -> None:
+    from gpumix.cli.tables import comparison_table
+    from gpumix.planner.compare import compare as compared
+
+    source = asked.source()
+    with placed(source.place):
+        found = compared(source.profile, source.request)
+    answer(
+        lambda: found.model_dump(mode="json"),
+        lambda: comparison_table(found),
+        as_json,
+        source.note,
+    )

@@ -1,0 +1,156 @@
+"""`gpumix demo`: a complete run on unlike GPUs of this host, or on four emulated devices; the text
+is from Python's standard library."""
+
+from __future__ import annotations
+
+import sysconfig
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gpumix.cli.common import Debug, Json, print_json, verb
+from gpumix.schema.errors import InputError
+from gpumix.schema.files import remove, write_at_once
+from gpumix.train.run_log import run_files
+
+if TYPE_CHECKING:
+    from gpumix.cli.demo_devices import DemoDevices
+    from gpumix.train.run_log.even_baseline import EvenSplit
+    from gpumix.train.run_log.metrics import Told
+
+JOB_FILE = "demo.yaml"
+EVEN_STEPS = 4
+# Not a part of the library itself, or not in every installation.
+NOT_TEXT = {"site-packages", "test", "idlelib", "__pycache__", "lib2to3"}
+
+GPT = {
+    "model_type": "gpt2",
+    "activation_function": "gelu_pytorch_tanh",  # transformers' own activation, as one operation
+    "vocab_size": 264,  # 256 bytes, the end of a text, rounded up
+    "bos_token_id": 256,
+    "eos_token_id": 256,
+}
+
+
+def register(app: typer.Typer) -> None:
+    app.command(
+        help="Train a small GPT on unlike GPUs of this host, or on an emulated mixture; takes a "
+        "few minutes.\n\n"
+        "Example: gpumix demo --steps 10"
+    )(demo)
+
+
+@verb
+def demo(
+    steps: Annotated[int, typer.Option("--steps", min=3, help="Training steps.")] = 24,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The run's folder; a former demo is replaced.")
+    ] = Path("runs/demo"),
+    overrides: Annotated[
+        list[str], typer.Option("--set", metavar="KEY=VALUE", help="Replace a key of the job.")
+    ] = [],  # noqa: B006
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    from gpumix.cli.demo_devices import demo_devices
+    from gpumix.train.controller import Pipeline, too_busy
+    from gpumix.train.run_log.even_baseline import best_even_split
+    from gpumix.train.run_log.metrics import tell_afterwards
+
+    _check_room(output)
+    devices = demo_devices()
+    pipeline = Pipeline.of_file(_write_job(output, steps, devices), overrides, debug=debug)
+    pipeline.show(devices.said)
+    _clear(output)
+    summary = pipeline.train(None, resume=False)
+    pipeline.show(f"now an even split on the same devices, {EVEN_STEPS} steps in each setting")
+    even = best_even_split(pipeline, pipeline.profile(), EVEN_STEPS)
+    overruns = summary.overruns + even.overruns
+    if overruns:
+        pipeline.show(too_busy(overruns))
+    speedup = summary.tokens_per_s / even.trial.tokens_per_s
+    error = summary.prediction_error or 0.0
+    tell_afterwards(pipeline.job.output, summary.steps, _even_told(even))
+    from rich.text import Text
+
+    answer = (
+        f"{summary.tokens_per_s:.0f} tokens/s, {speedup:.2f} times an even split "
+        f"in its best setting ({even.trial.tokens_per_s:.0f} tokens/s: {even.setting}); "
+        f"the prediction was off by {error:+.1%}"
+    )
+    pipeline.show(Text(answer, style="bold"))
+    if as_json:
+        print_json({**asdict(summary), "speedup_vs_even": speedup, "all_overruns": overruns})
+
+
+def _even_told(even: EvenSplit) -> Told:
+    """Return the event of the even split's speed, for the run's report."""
+    from gpumix.train.run_log.metrics import Told
+
+    fields = {
+        "strategy": "even",
+        "steps": EVEN_STEPS,
+        "setting": even.setting,
+        "tried": even.tried,
+        "step_s": even.trial.step_s,
+        "tokens_per_s": even.trial.tokens_per_s,
+        "overruns": even.overruns,
+    }
+    return Told("compared", fields, "")
+
+
+def _write_job(folder: Path, steps: int, devices: DemoDevices) -> Path:
+    """Write the demo's job file."""
+    import yaml
+
+    job = {
+        "model": {"config": GPT | devices.model_size},
+        "data": {"text": _library_text(), "pattern": "*.py", "held_out": 0.01},
+        "sequence_length": devices.sequence_length,
+        "global_batch": devices.global_batch,
+        "steps": steps,
+        "optimizer": {"lr": 1e-3},  # at twice that rate the loss jumps before it falls
+        "schedule": {"warmup_steps": 6},
+        "cluster": devices.cluster,
+        "techniques": {"leave_out": False},  # the demo shows all devices
+        "output": str(folder.absolute()),
+        "log_every_steps": 2,
+        "evaluation": {"every_steps": max(1, steps // 2), "batches": 1},
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / JOB_FILE
+    write_at_once(path, yaml.safe_dump(job, sort_keys=False))
+    return path
+
+
+def _check_room(folder: Path) -> None:
+    """Refuse to clear a folder with files not written by a demo."""
+    if folder.exists() and not folder.is_dir():
+        raise InputError("the demo's output is a file, not a folder", where=str(folder))
+    found = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    foreign = found - {JOB_FILE, *run_files.ALL} if JOB_FILE in found else found
+    if foreign:
+        raise InputError(
+            f"'{min(foreign)}' is there, which no demo wrote",
+            where=str(folder),
+            fix="give the demo a folder of its own: `gpumix demo --output FOLDER`",
+        )
+
+
+def _clear(folder: Path) -> None:
+    """Remove a former run."""
+    for name in run_files.ALL:
+        remove(folder / name)
+
+
+def _library_text() -> list[str]:
+    """Return the source paths of the standard library: modules and packages."""
+    library = Path(sysconfig.get_path("stdlib"))
+    found = [
+        path
+        for path in sorted(library.iterdir())
+        if path.name not in NOT_TEXT and (path.suffix == ".py" or (path / "__init__.py").is_file())
+    ]
+    return [str(path) for path in found]

@@ -1,0 +1,49 @@
+"""`gpumix devices`: the devices to train on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gpumix.cli.common import Debug, Json, Overrides, answer, refuse_set_without, verb
+
+
+def register(app: typer.Typer) -> None:
+    app.command(
+        help="Show the devices of this host, or of a job or cluster file.\n\n"
+        "Example: gpumix devices --json"
+    )(devices)
+
+
+@verb
+def devices(
+    job: Annotated[
+        Path | None, typer.Argument(metavar="JOB", help="Take the cluster of this job.")
+    ] = None,
+    cluster: Annotated[
+        Path | None, typer.Option("--cluster", help="Take this cluster file.")
+    ] = None,
+    overrides: Overrides = [],  # noqa: B006
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    from gpumix.hardware.discovery.discover import discover
+    from gpumix.schema.errors import InputError
+    from gpumix.schema.reading.read import read_cluster, read_job
+    from gpumix.train.run_log.tables import devices_table
+
+    if job is not None and cluster is not None:
+        raise InputError("give a job or --cluster, not both", where=f"{job}, {cluster}")
+    refuse_set_without(
+        job, overrides, fix="gpumix devices JOB.yaml --set ..., or gpumix devices --cluster FILE"
+    )
+    wanted = None
+    if cluster is not None:
+        wanted = read_cluster(cluster)
+    elif job is not None:
+        named = read_job(job, overrides).cluster
+        wanted = None if named == "auto" else named
+    found = wanted or discover()
+    answer(lambda: found.model_dump(mode="json"), lambda: devices_table(found), as_json)

@@ -1,0 +1,177 @@
+"""`gpumix doctor`: causes of slow training, measured, and remedies."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from shlex import quote
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gpumix.cli.common import Allowed, Debug, Json, Overrides, print_json, verb
+from gpumix.schema.errors import InputError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from gpumix.doctor.examine import Patient
+    from gpumix.doctor.report import Report
+
+
+def register(app: typer.Typer) -> None:
+    app.command(
+        help="Find what slows a job down, or any function that trains: run a few steps, try what "
+        "may mend it, and say by how much.\n\n"
+        "Each change is measured, in windows of a few steps with and without it that run in turn; "
+        "what was seen and no change mends is told beside that, without a gain. "
+        "A function is one of a script of your own, in plain PyTorch; its module is looked for in "
+        "this folder. It is called without arguments, and ended after some steps.\n\n"
+        "Example: gpumix doctor job.yaml --apply\n\n"
+        "Example: gpumix doctor train:main"
+    )(doctor)
+
+
+@verb
+def doctor(
+    target: Annotated[
+        str,
+        typer.Argument(metavar="JOB|MODULE:FUNCTION", help="The job, a YAML file; or a function."),
+    ],
+    apply: Annotated[
+        bool,
+        typer.Option("--apply", help="Write the job with all that helped, as JOB.tuned.yaml."),
+    ] = False,
+    steps: Annotated[int, typer.Option("--steps", min=3, help="Steps of a window.")] = 12,
+    pairs: Annotated[
+        int, typer.Option("--pairs", min=3, help="Windows with and without each change.")
+    ] = 5,
+    only: Annotated[
+        list[str],
+        typer.Option("--only", metavar="NAME", help="Try this suspect only; may be repeated."),
+    ] = [],  # noqa: B006
+    overrides: Overrides = [],  # noqa: B006
+    allowed: Allowed = [],  # noqa: B006
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    from gpumix.doctor.change import given_again, write_tuned
+    from gpumix.doctor.examine import examine
+    from gpumix.train.run_log.terminal import stderr
+
+    _refuse_a_script(target)
+    is_function = _is_function(target)
+    if is_function:
+        _refuse(target, apply=apply, overrides=overrides)
+    _refuse_unknown(only, is_function)
+    console = stderr()
+    with _patient(target, is_function, overrides, allowed, steps=steps, debug=debug) as patient:
+        report = examine(patient, say=console.print, pairs=pairs, only=tuple(only))
+    if as_json:
+        print_json(report.as_dict())
+    else:
+        console.print(_table(report) if report.findings else _none(report))
+        for remark in report.remarks:
+            console.print(remark)
+        for name in report.untried:
+            console.print(f"not tried, for that takes minutes: --only {name}")
+    if apply and report.settings:
+        tuned = tuned_path(Path(target))
+        again = given_again(overrides, report.settings)
+        given = " ".join(f"--set {quote(one)}" for one in again)
+        with_these = [f"measured with {given}, which is not written here"] if given else []
+        write_tuned(Path(target), tuned, report.settings, [*report.notes, *with_these])
+        told = f"; what --set gave is not in it: gpumix train {quote(str(tuned))} {given}"
+        console.print(f"the job with these changes: {tuned}{told if given else ''}")
+    if apply:
+        for one in report.left:
+            console.print(f"left to you: {one}")
+
+
+def _is_function(target: str) -> bool:
+    from gpumix.schema.job.job import FACTORY
+
+    return re.match(FACTORY, target) is not None and not Path(target).exists()
+
+
+def _refuse_a_script(target: str) -> None:
+    if target.endswith(".py"):
+        name = Path(target).stem
+        raise InputError(
+            f"'{target}' is a script, and what is examined is a function",
+            fix=f"in the folder of {name}.py name the one that trains: gpumix doctor {name}:main",
+        )
+
+
+def _refuse(target: str, *, apply: bool, overrides: list[str]) -> None:
+    if apply:
+        raise InputError(
+            f"--apply is for jobs, '{target}' is a function",
+            why="code is not rewritten",
+            fix="leave --apply out: the report has the lines to change, --json all of it",
+        )
+    if overrides:
+        raise InputError(f"--set is for jobs, '{target}' is a function", fix="leave --set out")
+
+
+def _refuse_unknown(only: list[str], is_function: bool) -> None:
+    from gpumix.doctor import suspects as of_jobs
+    from gpumix.doctor.function import suspects as of_functions
+
+    names = of_functions.NAMES if is_function else of_jobs.NAMES
+    for name in only:
+        if name not in names:
+            raise InputError(
+                f"there is no suspect '{name}'",
+                where="--only",
+                fix=f"of {'functions' if is_function else 'jobs'} there are {', '.join(names)}",
+            )
+
+
+@contextmanager
+def _patient(
+    target: str,
+    is_function: bool,
+    overrides: list[str],
+    allowed: list[str],
+    *,
+    steps: int,
+    debug: bool,
+) -> Iterator[Patient]:
+    from gpumix.doctor.function.patient import function_patient
+    from gpumix.doctor.job import job_patient
+
+    if is_function:
+        with function_patient(target, Path.cwd(), steps=steps, debug=debug) as function:
+            yield function
+    else:
+        with job_patient(
+            Path(target), tuple(overrides), steps=steps, allowed=tuple(allowed), debug=debug
+        ) as job:
+            yield job
+
+
+def _table(report: Report) -> Table:
+    from rich.table import Table
+
+    waited = f"{report.input_share:.0%} of a step was spent waiting for data"
+    title = f"{report.gain:.2f} times as fast; {waited}"
+    table = Table("finding", "why", "change", "gain", title=title)
+    for one in report.findings:
+        suspect = one.suspect
+        table.add_row(suspect.what, suspect.why, suspect.mended_by, str(one.gain))
+    return table
+
+
+def _none(report: Report) -> str:
+    """Describe a report without helpful changes."""
+    if report.remarks:
+        return "no change was found that makes it faster"
+    return "nothing was found that slows it down"
+
+
+def tuned_path(job: Path) -> Path:
+    """Return the path written by `--apply`."""
+    return job.with_name(f"{job.stem}.tuned.yaml")

@@ -1,0 +1,36 @@
+"""`gpumix export`: a run's weights as a folder for transformers to load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gpumix.cli.common import Debug, Json, print_json, verb
+
+
+def register(app: typer.Typer) -> None:
+    app.command(
+        help="Write the weights of a run's newest checkpoint as safetensors, with configuration "
+        "and tokenizer: a folder that transformers loads.\n\n"
+        "Example: gpumix export runs/latest --to my-model"
+    )(export)
+
+
+@verb
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, or a checkpoint.")],
+    to: Annotated[Path, typer.Option("--to", help="The folder to write.")],
+    dtype: Annotated[str, typer.Option("--dtype", help="fp32 or bf16.")] = "fp32",
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    from gpumix.train.checkpoint.export import export as write
+    from gpumix.train.run_log.terminal import stderr
+
+    write(run, to, dtype=dtype, tell=stderr().print)
+    if as_json:
+        print_json({"folder": str(to)})
+    else:
+        stderr().print(f"wrote {to}")

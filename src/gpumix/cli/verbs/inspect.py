@@ -1,0 +1,99 @@
+"""`gpumix inspect`: contents and integrity of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gpumix.cli.common import Debug, Json, answer, verb
+from gpumix.schema.errors import InputError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from gpumix.train.checkpoint.inspect import Contents
+
+
+def register(app: typer.Typer) -> None:
+    app.command(
+        help="Say what a checkpoint holds, who saved it, and whether it is whole.\n\n"
+        "Reads every byte and runs nothing. Of a run all checkpoints are told, the newest first; "
+        "--resume takes the first that is whole. Ends with code 2 if one is damaged.\n\n"
+        "Example: gpumix inspect runs/first"
+    )(inspect)
+
+
+@verb
+def inspect(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run's folder.")
+    ],
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    from rich.console import Group
+
+    from gpumix.train.checkpoint.inspect import inspect as contents_of
+
+    found = contents_of(checkpoint)
+    answer(lambda: [_as_dict(one) for one in found], lambda: Group(*_shown(found)), as_json)
+    if any(one.damage is not None for one in found):
+        raise typer.Exit(InputError.exit_code)
+
+
+def _as_dict(one: Contents) -> dict[str, Any]:
+    plan = None if one.plan is None else one.plan.model_dump(mode="json")
+    return {key: value for key, value in vars(one).items() if key != "plan"} | {"plan": plan}
+
+
+def _shown(found: Sequence[Contents]) -> Iterable[RenderableType]:
+    from rich.text import Text
+
+    from gpumix.schema.units import show_bytes
+    from gpumix.train.run_log.tables import new_table
+
+    table = new_table("checkpoints", "checkpoint", "step", "size", "ranks", "gpumix", "whole")
+    for one in found:
+        table.add_row(
+            Path(one.path).name,
+            _of(one.step, one.of_steps),
+            show_bytes(one.bytes),
+            "" if one.plan is None else str(len(one.plan.workers)),
+            one.gpumix,
+            "yes" if one.damage is None else "no",
+        )
+    yield table
+    for one in found:
+        if one.damage is not None:
+            yield Text(f"damaged: {one.damage}", style="yellow")
+    for one in [one for one in found if one.damage is None][:1]:
+        yield from (Text(line) for line in _lines(one))
+
+
+def _lines(one: Contents) -> Iterable[str]:
+    from gpumix.schema.units import show_bytes
+
+    yield (
+        f"{one.path}: {one.parameters / 1e6:.2f} M parameters and buffers in "
+        f"{show_bytes(one.model_bytes)}, model {one.model}"
+    )
+    states = ", ".join(one.states or {}) or "nothing"
+    yield f"{one.optimizer} keeps {states}, {show_bytes(one.optimizer_bytes)} in all"
+    if one.position is not None:
+        epoch = "" if one.epoch is None else f", in epoch {one.epoch}"
+        yield f"{one.position} samples were seen{epoch}; saved with torch {one.torch}"
+    if one.plan is not None:
+        stages = len(one.plan.stages)
+        yield (
+            f"saved by {len(one.plan.workers)} ranks in {stages} stage{'s' if stages > 1 else ''} "
+            f"at ZeRO stage {one.plan.zero_stage}; any plan loads it"
+        )
+
+
+def _of(step: int | None, steps: int | None) -> str:
+    if step is None:
+        return ""
+    return str(step) if steps is None else f"{step} of {steps}"

@@ -1,0 +1,319 @@
+"""`gpumix launch`: a job or a program on all devices of one or several hosts."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gpumix.cli.common import Debug, Json, print_json, verb
+from gpumix.schema.errors import InputError
+
+if TYPE_CHECKING:
+    from gpumix.launch.hosts import Host
+    from gpumix.launch.launcher import Asked
+    from gpumix.launch.program import Program
+    from gpumix.schema.cluster.cluster import Cluster
+
+
+TIMEOUT_S = 20.0
+GRACE_S, SLURM_GRACE_S = 60.0, 270.0
+
+
+class Template(StrEnum):
+    slurm = "slurm"
+    k8s = "k8s"
+
+
+def register(app: typer.Typer) -> None:
+    app.command(
+        help="Run a job or a program on all devices of this host, or of several hosts over ssh.\n\n"
+        "A script or module gets one process for each device, as torchrun starts them; what "
+        "follows its name are its own arguments. A job is trained; what follows are those of "
+        "gpumix train. Hosts are asked first whether they are ready; one Ctrl-C stops all, so that "
+        "runs save.\n\n"
+        "Example: gpumix launch train.py\n\n"
+        "Example: gpumix launch --cluster cluster.yaml train.py\n\n"
+        "Example: gpumix launch --hosts a:4,b:8 job.yaml\n\n"
+        "Example: gpumix launch --template slurm --cluster cluster.yaml job.yaml",
+        context_settings={"allow_interspersed_args": False},
+    )(launch)
+
+
+# One parameter per option, as typer requires.
+@verb
+def launch(
+    called: typer.Context,
+    program: Annotated[
+        list[str],
+        typer.Argument(metavar="PROGRAM", help="JOB.yaml, SCRIPT.py or, with -m, MODULE."),
+    ],
+    module: Annotated[bool, typer.Option("-m", help="The program is a module.")] = False,
+    cluster: Annotated[
+        Path | None,
+        typer.Option("--cluster", help="A cluster file: which devices there are, or to emulate."),
+    ] = None,
+    processes: Annotated[
+        int | None,
+        typer.Option("--processes", min=1, help="On this host; default: one for each device."),
+    ] = None,
+    hosts: Annotated[
+        str | None,
+        typer.Option(
+            "--hosts",
+            metavar="HOSTS",
+            help="As ssh knows them: a,b or a:4,b:8 (processes), a file with one on each line, or "
+            "a cluster file that names them.",
+        ),
+    ] = None,
+    python: Annotated[
+        list[str],
+        typer.Option(
+            "--python",
+            metavar="[HOSTS=]PATH",
+            help="Interpreter on the hosts, or on some: a,b=/opt/py311/bin/python; default: the "
+            "path of this one. May be repeated.",
+        ),
+    ] = [],  # noqa: B006
+    folder: Annotated[
+        Path | None,
+        typer.Option("--folder", help="Working directory on the hosts; default: this one."),
+    ] = None,
+    env: Annotated[
+        list[str],
+        typer.Option(
+            "--env",
+            metavar="NAME[=VALUE]",
+            help="A variable for the program; without a value as it is here. May be repeated.",
+        ),
+    ] = [],  # noqa: B006
+    logs: Annotated[
+        Path | None, typer.Option("--logs", help="A folder for a file of each host's lines.")
+    ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            "--address", help="Of the first host, as the others reach it; default: as ssh does."
+        ),
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option("--port", min=1, max=65535, help="There; default: one that is free."),
+    ] = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            "--timeout",
+            min=1.0,
+            help=f"Seconds that a host may take to answer; default: {TIMEOUT_S:.0f}.",
+        ),
+    ] = None,
+    grace: Annotated[
+        float | None,
+        typer.Option(
+            "--grace",
+            min=0.0,
+            help=f"Seconds to save in, when it is stopped; default: {GRACE_S:.0f}, under SLURM "
+            f"{SLURM_GRACE_S:.0f}.",
+        ),
+    ] = None,
+    ssh: Annotated[
+        str | None,
+        typer.Option("--ssh", help="The ssh to use, with options if need be; default: ssh."),
+    ] = None,
+    print_commands: Annotated[
+        bool,
+        typer.Option(
+            "--print-commands", help="Print what each host would run, to be typed; ask nobody."
+        ),
+    ] = False,
+    template: Annotated[
+        Template | None,
+        typer.Option("--template", help="Print a template for a scheduler: slurm or k8s."),
+    ] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    from gpumix.launch.commands import Ssh, Surroundings
+    from gpumix.launch.launcher import Asked, asked_of
+    from gpumix.launch.options import pythons_of, settings_of
+    from gpumix.launch.program import program_of
+    from gpumix.launch.schedulers.kubernetes import PYTHON
+
+    asking: dict[str, object] = {"--timeout": timeout, "--ssh": ssh}
+    printed: dict[str, object] = {
+        "--processes": processes,
+        "--logs": logs,
+        "--print-commands": print_commands,
+    }
+    if template is not None:
+        _refuse(printed | asking, "has no effect on a template", fix="leave it out")
+    elif print_commands:
+        unused: dict[str, object] = {"--logs": logs, "--timeout": timeout}
+        _refuse(unused, "has no effect where commands are printed", fix="leave it out")
+    there: dict[str, object] = {
+        "--address": address,
+        "--logs": logs,
+        "--python": python,
+        "--folder": folder,
+    }
+    if hosts is None and template is None:
+        _refuse(there | asking, "has an effect on several hosts only", fix="name them: --hosts a,b")
+    if hosts is not None:
+        _refuse({"--processes": processes}, "is of this host", fix="--hosts a:4,b:8")
+    named = program_of(program, module=module)
+    if named.kind == "job":
+        _refuse_behind(named.arguments, called)
+    devices, file, on = _devices(named, cluster, hosts)
+    if hosts is None and named.kind == "job" and template is None:
+        _refuse(
+            {"--processes": processes, "--port": port, "--grace": grace is not None},
+            "has no effect on a job on one host",
+            fix="leave it out: its cluster says which devices it has",
+        )
+    usual = PYTHON if template is Template.k8s else sys.executable
+    default, pythons = pythons_of(python, on, usual)
+    if template is not None:
+        one = "is for one host: nodes of a template have one interpreter"
+        _refuse({f"--python {word}": "=" in word for word in python}, one, fix="--python PATH")
+    if grace is None:
+        grace = SLURM_GRACE_S if template is Template.slurm else GRACE_S
+    asked = asked_of(
+        Asked(
+            program=named,
+            around=Surroundings(
+                folder=folder or Path.cwd(),
+                python=default,
+                pythons=pythons,
+                settings=settings_of(env),
+                grace_s=grace,
+            ),
+            hosts=on,
+            cluster=devices,
+            cluster_file=file,
+            processes=processes,
+            ssh=Ssh(tuple(shlex.split(ssh or "ssh")), timeout or TIMEOUT_S),
+            address=address,
+            port=port,
+            logs=logs,
+            as_json=as_json,
+        ),
+        scheduled=template is not None,
+    )
+    if template is not None:
+        _print_template(template, asked)
+    elif print_commands:
+        _print_commands(asked)
+    else:
+        _run(asked)
+
+
+def _refuse_behind(arguments: Sequence[str], called: typer.Context) -> None:
+    """Refuse options of `gpumix launch` behind a job; arguments there are for `gpumix train`."""
+    assert called.parent is not None
+    verbs: Any = called.parent.command
+    of_train, own = verbs.commands["train"], called.command
+    before = {option for of in own.params for option in of.opts}
+    before.difference_update(option for of in of_train.params for option in of.opts)
+    for word in arguments:
+        if word.partition("=")[0] in before:
+            raise InputError(
+                f"{word} is an option of gpumix launch, and stands behind the job",
+                where="command line",
+                fix=f"put it before: gpumix launch {word} ... JOB.yaml",
+            )
+
+
+def _refuse(options: Mapping[str, object], what: str, *, fix: str) -> None:
+    for name, value in options.items():
+        if value:
+            raise InputError(f"{name} {what}", fix=fix)
+
+
+def _devices(
+    program: Program, file: Path | None, hosts: str | None
+) -> tuple[Cluster | None, Path | None, tuple[Host, ...]]:
+    """Return the cluster, the program's cluster file, and the hosts."""
+    from gpumix.hardware.host.environment import cluster_file
+    from gpumix.launch.hosts import hosts_of, read_hosts
+    from gpumix.launch.program import JOBS
+    from gpumix.schema.reading.error_location import placed
+    from gpumix.schema.reading.read import read_cluster, read_job
+
+    of_hosts = Path(hosts) if hosts is not None and hosts.endswith(JOBS) else None
+    file = file or of_hosts or (cluster_file() if program.kind != "job" else None)
+    cluster = read_cluster(file) if file is not None else None
+    if program.kind == "job" and cluster is None:
+        found = read_job(Path(program.name), program.overrides()).cluster
+        cluster = found if found != "auto" else None
+    if of_hosts is not None:
+        with placed(of_hosts):
+            return cluster, file, hosts_of(read_cluster(of_hosts))
+    return cluster, file, read_hosts(hosts) if hosts is not None else ()
+
+
+def _print_template(template: Template, asked: Asked) -> None:
+    import sys
+
+    from gpumix.launch.schedulers.kubernetes import manifests
+    from gpumix.launch.schedulers.nodes import components_of
+    from gpumix.launch.schedulers.slurm import sbatch
+
+    components = components_of(asked.hosts, asked.cluster)
+    program, around, port = asked.program, asked.around, asked.port
+    if template is Template.slurm:
+        text = sbatch(components, program, around, address=asked.address, port=port)
+    else:
+        _refuse(
+            {"--address": asked.address},
+            "has no effect: the first pod has its name",
+            fix="leave it out",
+        )
+        text = manifests(components, program, around, asked.files, port=port)
+    if asked.as_json:
+        print_json({"template": template.value, "text": text})
+    else:
+        sys.stdout.write(text)
+
+
+def _print_commands(asked: Asked) -> None:
+    import sys
+
+    from gpumix.launch.launcher import commands_of
+
+    commands = commands_of(asked)
+    if asked.as_json:
+        print_json([{"host": host, "command": command} for host, command in commands])
+    else:
+        sys.stdout.write("".join(f"{command}\n" for _, command in commands))
+
+
+def _run(asked: Asked) -> None:
+    import sys
+
+    from gpumix.launch.launcher import launch_here, launch_there
+
+    if not asked.hosts and asked.program.kind == "job":
+        _train(asked)
+        return
+    done = launch_there(asked) if asked.hosts else launch_here(asked)
+    if done.said:
+        sys.stderr.write(f"{done.said}\n")
+    if asked.as_json:
+        print_json(done.value)
+    if done.code:
+        raise typer.Exit(done.code)
+
+
+def _train(asked: Asked) -> None:
+    """Become `gpumix train`, which starts the ranks of one host itself."""
+    from gpumix.hardware.host.environment import become, use_settings
+
+    use_settings(asked.around.settings)
+    program = asked.program.with_arguments("--json") if asked.as_json else asked.program
+    become(program.words)

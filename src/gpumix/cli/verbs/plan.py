@@ -1,0 +1,61 @@
+"""`gpumix plan`: division of compute and storage. Pure planning: never imports torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gpumix.cli.common import Debug, Json, Strategy, answer, verb
+from gpumix.cli.profile_source import Asked, planning, profile_beside
+from gpumix.schema.reading.error_location import placed
+
+
+def register(app: typer.Typer) -> None:
+    app.command(
+        help="Plan a job; measures first what is not in the cache.\n\n"
+        "Example: gpumix plan job.yaml --strategy even --output plan.json\n\n"
+        'Example: gpumix plan --cluster "4x rtx3090, 2x p40" --model 3B'
+    )(plan)
+
+
+@verb
+@planning
+def plan(
+    asked: Asked,
+    strategy: Strategy = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="Write the plan here, and beside it what it was made from."
+        ),
+    ] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    from rich.console import Group
+
+    from gpumix.planner.plan import check_strategy
+    from gpumix.planner.plan import plan as make_plan
+    from gpumix.train.run_log.tables import efficiency_table, plan_table
+
+    if strategy is not None:
+        check_strategy(strategy)
+    source = asked.source(strategy)
+    with placed(source.place):
+        made = make_plan(
+            source.profile,
+            source.request.global_batch,
+            strategy=source.strategy,
+            space=source.request.space,
+        )
+    if output is not None:
+        made.save(output)
+        source.profile.save(profile_beside(output))
+    answer(
+        lambda: made.model_dump(mode="json"),
+        lambda: Group(efficiency_table(source.profile), plan_table(made)),
+        as_json,
+        source.note,
+    )

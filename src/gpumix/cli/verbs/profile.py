@@ -1,0 +1,49 @@
+"""`gpumix profile`: speed of each device class at this job's model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gpumix.cli.common import Allowed, Debug, JobFile, Json, Overrides, print_json, verb
+from gpumix.schema.reading.error_location import placed
+
+Fresh = Annotated[bool, typer.Option("--fresh", help="Measure again what is in the cache.")]
+
+
+def register(app: typer.Typer) -> None:
+    app.command(
+        help="Measure compute, memory and network for a job's model; results are cached.\n\n"
+        "Example: gpumix profile job.yaml --output profile.json"
+    )(profile)
+
+
+@verb
+def profile(
+    job: JobFile,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the profile here.")
+    ] = None,
+    fresh: Fresh = False,
+    overrides: Overrides = [],  # noqa: B006
+    allowed: Allowed = [],  # noqa: B006
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    from gpumix.train.controller import Pipeline
+    from gpumix.train.run_log.tables import efficiency_table, profile_table
+
+    with placed(job):
+        pipeline = Pipeline.of_file(job, overrides, allowed=allowed, debug=debug)
+        found = pipeline.profile(fresh=fresh)
+    if not pipeline.speaks:
+        return
+    if output is not None:
+        found.save(output)
+    if as_json:
+        print_json(found.model_dump(mode="json"))
+    else:
+        pipeline.show(profile_table(found))
+        pipeline.show(efficiency_table(found))

@@ -1,0 +1,100 @@
+"""`gpumix top`: live view of a run in a terminal. Reads files; never imports torch."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gpumix.cli.common import Debug, Json, print_json, verb
+from gpumix.cli.verbs.report import RunFolder
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from gpumix.report.facts import Facts
+    from gpumix.report.run import Run
+
+# A failed run may restart: it says so within this time.
+SETTLES_S = 2.0
+# A run ends itself when a rank is silent for its `timeout`. A run silent for this many timeouts, or
+# for this many of its steps, was killed along with every process that would report it.
+TIMEOUTS, STEPS, TIMEOUT_S = 2.0, 20.0, 300.0
+# Bytes of metrics.jsonl read each time: the last ten thousand steps or so.
+NEWEST_BYTES = 4 * 2**20
+
+
+def register(app: typer.Typer) -> None:
+    app.command(
+        help="Show a run live: how far, how fast, what each device does, what happened.\n\n"
+        "Only reads the run's files, so it may be called from anywhere, and several times. Ends "
+        "with the run, with code 0 however that ended (--json tells); Ctrl-C ends it, not the "
+        "run. Where stdout is no terminal it prints one frame. Of a long run its last ten thousand "
+        "steps or so count.\n\n"
+        "Example: gpumix top runs/first"
+    )(top)
+
+
+@verb
+def top(
+    run: RunFolder,
+    once: Annotated[bool, typer.Option("--once", help="Print how it stands now, and end.")] = False,
+    every_s: Annotated[
+        float,
+        typer.Option("--every", min=0.1, max=3600, metavar="SECONDS", help="How often to look."),
+    ] = 1.0,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    from gpumix.report.live import frame
+    from gpumix.train.run_log.terminal import stdout
+
+    console = stdout()
+    if as_json:
+        print_json(_looked(run).as_dict())
+    elif once or not console.is_terminal:
+        console.print(frame(_looked(run), width=console.width))
+    else:
+        _follow(run, console, every_s)
+
+
+def _looked(folder: Path) -> Facts:
+    from gpumix.report.facts import Facts
+    from gpumix.report.run import read_run
+
+    return Facts(read_run(folder, newest_bytes=NEWEST_BYTES))
+
+
+def _follow(folder: Path, console: Console, every_s: float) -> None:
+    """Show frame after frame until the run has ended."""
+    from contextlib import suppress
+
+    from rich.live import Live
+
+    from gpumix.report.live import frame
+
+    facts = _looked(folder)
+    with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
+        settled = False
+        while True:
+            shown = frame(facts, width=console.width, height=console.height)
+            live.update(shown, refresh=True)
+            may_go_on = facts.run.progress.state in ("failed", "interrupted")
+            if over(facts.run) and (settled or not may_go_on):
+                return
+            settled = may_go_on
+            time.sleep(SETTLES_S if may_go_on else every_s)
+            facts = _looked(folder)
+
+
+def over(run: Run) -> bool:
+    """Return True for a run that has ended, or is silent for too long."""
+    progress = run.progress
+    if not progress.live:
+        return True
+    job = run.record.job if run.record is not None else {}
+    timeout = job.get("timeout", TIMEOUT_S)
+    timeout_s = timeout if isinstance(timeout, int | float) else TIMEOUT_S
+    return progress.silent_s() > max(TIMEOUTS * timeout_s, STEPS * (progress.step_s or 0.0))

@@ -1,0 +1,141 @@
+"""`gpumix whatif`: worth of more cards, fewer, or different links. Never imports torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gpumix.cli.common import Debug, Json, answer, verb
+from gpumix.cli.profile_source import Asked, planning
+from gpumix.schema.errors import InputError
+from gpumix.schema.reading.error_location import placed
+from gpumix.schema.reading.error_text import nearest, suggest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from gpumix.schema.profile.profile import Profile
+
+
+def register(app: typer.Typer) -> None:
+    app.command(
+        help="Tell what each change to the cluster is worth, and all of them together.\n\n"
+        "Example: gpumix whatif job.yaml --add 2xa6000 --remove p40 --inside pcie5"
+    )(whatif)
+
+
+@verb
+@planning
+def whatif(
+    asked: Asked,
+    add: Annotated[
+        list[str], typer.Option("--add", help="More cards: 2xa6000; may be repeated.")
+    ] = [],  # noqa: B006
+    remove: Annotated[
+        list[str], typer.Option("--remove", help="A class, or 2xp40; may be repeated.")
+    ] = [],  # noqa: B006
+    network: Annotated[
+        str | None, typer.Option("--network", help="Another link between hosts: 25GbE, ib-hdr.")
+    ] = None,
+    inside: Annotated[
+        str | None,
+        typer.Option(
+            "--inside", help="Another link between the devices of a host: pcie4, nvlink3."
+        ),
+    ] = None,
+    price: Annotated[
+        list[str],
+        typer.Option("--price", help="Of one device an hour, a100=1.80; adds cost per token."),
+    ] = [],  # noqa: B006
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    from gpumix.cli.tables import outlook_table
+    from gpumix.planner.cluster_change import outlooks
+
+    source = asked.source()
+    variants = _variants(source.profile, add, remove, {"network": network, "inside": inside})
+    names = {c.name for _, variant in variants for c in variant.cluster.classes}
+    prices = _prices(price, names)
+    with placed(source.place):
+        found = outlooks(variants, source.request, prices)
+    answer(
+        lambda: [outlook.model_dump(mode="json") for outlook in found],
+        lambda: outlook_table(found),
+        as_json,
+        source.note,
+    )
+
+
+def _variants(
+    profile: Profile, add: list[str], remove: list[str], links: Mapping[str, str | None]
+) -> list[tuple[str, Profile]]:
+    """Return the present cluster, each change by itself, and all together. `links` are the new
+    links."""
+    from gpumix.hardware.estimates.what_if import added, relinked, relinked_inside, removed
+
+    changes = [(f"add {text}", added, text) for text in add]
+    changes += [(f"remove {text}", removed, text) for text in remove]
+    ways = {"network": relinked, "inside": relinked_inside}
+    changes += [(f"{name} {text}", ways[name], text) for name, text in links.items() if text]
+    if not changes:
+        raise InputError(
+            "there is nothing to change",
+            fix="give --add 2xa6000, --remove p40, --network 25GbE or --inside pcie4",
+        )
+    variants = [("now", profile)]
+    for name, change, text in changes:
+        with placed(f"--{name}"):
+            changed = change(profile, text)
+        variants.append((f"{name}{_where(profile, changed)}", changed))
+    if len(changes) > 1:
+        together = profile
+        for name, change, text in changes:
+            try:
+                together = change(together, text)
+            except InputError as error:
+                raise InputError(
+                    f"{name} is not possible after the other changes: {error.what}",
+                    where=f"--{name}",
+                    why=error.why,
+                    fix="give fewer changes at once",
+                ) from error
+        variants.append(("all together", together))
+    return variants
+
+
+def _where(before: Profile, after: Profile) -> str:
+    """Return the hosts of new devices, in a cluster of several hosts."""
+    known = {d.id for d in before.cluster.devices}
+    new = sorted({d.host for d in after.cluster.devices if d.id not in known})
+    several = len({d.host for d in after.cluster.devices}) > 1
+    return f" on {', '.join(new)}" if new and several else ""
+
+
+def _prices(texts: list[str], names: set[str]) -> dict[str, float] | None:
+    """Parse prices such as "a100=1.80" by class; a text may have several, with commas."""
+    from gpumix.hardware.estimates.what_if import class_named
+
+    prices: dict[str, float] = {}
+    for text in (part for given in texts for part in given.split(",")):
+        given, _, amount = text.partition("=")
+        name = class_named(names, given.strip())
+        if name is None:
+            raise InputError(
+                f"there is no class '{given.strip()}' to pay for",
+                where="--price",
+                fix=suggest(nearest(given.strip(), names), sorted(names), "there are"),
+            )
+        prices[name] = _price(amount)
+    return prices or None
+
+
+def _price(text: str) -> float:
+    try:
+        price = float(text)
+    except ValueError:
+        price = -1.0
+    if not 0 <= price < float("inf"):
+        raise InputError(f"'{text}' is no price", where="--price", fix="write it as a100=1.80")
+    return price

@@ -1,0 +1,4 @@
+"""Sizes that a step holds: measured curves, buffers that share memory, activations, head chunks.
+
+May use `schema` only.
+"""

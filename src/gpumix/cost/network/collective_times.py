@@ -1,0 +1,252 @@
+"""Duration of a plan's collectives, and the form of each.
+
+`Links` maps bucket names (`cost.buckets`) to the seconds of each gather and reduction, taken from a
+`Wire`: measured over the ranks that ran, or computed from stated links. As in `engine.comm`, a
+buffer with equal intervals uses the backend's native collective where available; all others use the
+form named by the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import Self
+
+from gpumix.cost.network.buckets import (
+    BEFORE,
+    GRADIENT_BYTES,
+    SINGLE,
+    Buckets,
+    Joining,
+    UnitSize,
+    buckets_of,
+)
+from gpumix.cost.network.link_times import Operation, Wire
+from gpumix.schema.errors import InputError
+from gpumix.schema.plan.plan import Collectives, Sharding, ZeroStage
+from gpumix.schema.plan.splitting import cut_sizes
+from gpumix.schema.plan.stage import DTYPE_BYTES, ComputeDtype
+from gpumix.schema.profile.profile import ROOT, Profile, RankGroup
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Cuts of buffers into one interval for each of `ranks`: at `shares`, or equal where the ranks
+    divide the buffer (`even`), or never equal."""
+
+    ranks: int
+    even: bool = False
+    shares: tuple[float, ...] = ()
+
+    @classmethod
+    def alike(cls, ranks: int) -> Self:
+        """Return cuts for equal shares."""
+        return cls(ranks, even=True)
+
+    @classmethod
+    def unlike(cls, ranks: int) -> Self:
+        """Return cuts for shares that differ a lot."""
+        return cls(ranks, even=ranks == 1)
+
+    @classmethod
+    def at(cls, shares: tuple[float, ...]) -> Self:
+        """Return cuts at the given share of each rank."""
+        return cls(len(shares), even=max(shares) == min(shares), shares=shares)
+
+    def equal(self, numel: int) -> bool:
+        """Check if a buffer of `numel` elements is cut into equal intervals."""
+        if self.even:
+            return numel % self.ranks == 0
+        # Rounding moves each end of an interval by half an element at most.
+        if not self.shares or (max(self.shares) - min(self.shares)) * numel > 2:
+            return False
+        return len(set(cut_sizes(numel, self.shares))) == 1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Layout of the sharded state: ZeRO stage, ranks, collectives, cuts and buckets.
+
+    Where each host divides the whole state, the cuts are those of any of `hosts` hosts, and `alike`
+    says if all hosts cut equally.
+    """
+
+    zero_stage: ZeroStage
+    sharding: Sharding
+    collectives: Collectives
+    cuts: Cuts
+    communication_dtype: ComputeDtype
+    joining: Joining = SINGLE
+    hosts: int = 1
+    alike: bool = False
+
+    @property
+    def group(self) -> RankGroup:
+        """Group of ranks that gathers parameters."""
+        return "inside" if self.sharding == "host" else "all"
+
+
+@dataclass(frozen=True)
+class Links:
+    """Seconds of each collective by bucket, and the buckets needing a receive buffer.
+
+    `gather_s` is for the forward pass, `regather_s` for the backward pass, `reduce_s` for
+    everything done to a gradient. `contention` is the mutual slowdown of a collective and
+    computation. `padding_bytes` is the memory of padded collectives besides the units' own buffers.
+    `copied_rows` is the number of own intervals that a rank needs to sum its gradient over hosts.
+    Without `communication_dtype`, parameters are gathered in each rank's compute dtype.
+    """
+
+    buckets: Buckets
+    gather_s: Mapping[str, float]
+    regather_s: Mapping[str, float]
+    reduce_s: Mapping[str, float]
+    all_to_all: frozenset[str] = frozenset()
+    contention: float = 0.0
+    padding_bytes: int = 0
+    copied_rows: int = 0
+    communication_dtype: ComputeDtype | None = None
+
+    @property
+    def take_no_time(self) -> bool:
+        """Flag: all collectives take zero seconds."""
+        every = (self.gather_s, self.regather_s, self.reduce_s)
+        return not any(any(seconds.values()) for seconds in every)
+
+
+def links_for(profile: Profile, wire: Wire, layout: Layout) -> Links:
+    """Return the collectives of a plan with state divided by `layout`.
+
+    Raises:
+        InputError: nothing is known of a required form.
+    """
+    moves, buckets = _Moves(wire, layout), _buckets_of(profile, layout)
+    sizes = buckets.sizes
+    gather = {name: moves.gather_s(size) for name, size in sizes.items()}
+    none = dict.fromkeys(sizes, 0.0)
+    if layout.cuts.ranks == 1 and layout.sharding == "all":
+        return replace(free_links(buckets), communication_dtype=layout.communication_dtype)
+    return Links(
+        buckets,
+        gather_s=none if layout.zero_stage == 0 else gather,
+        regather_s=gather if layout.zero_stage == 3 else none,
+        reduce_s={name: moves.reduce_s(size) for name, size in sizes.items()},
+        all_to_all=frozenset(n for n, s in sizes.items() if moves.needs_receive_buffer(s)),
+        contention=profile.contention,
+        padding_bytes=moves.padding_bytes(buckets),
+        copied_rows=moves.copied_rows,
+        communication_dtype=layout.communication_dtype,
+    )
+
+
+def _buckets_of(profile: Profile, layout: Layout) -> Buckets:
+    """Return the buckets as gathered. Only frozen parameters depend on the dtype; without a
+    measurement in the communication dtype, their measured size is used."""
+    known = {m.compute_dtype: m for m in (profile.model, *profile.other_models)}
+    return buckets_of(known.get(layout.communication_dtype, profile.model), layout.joining)
+
+
+def free_links(buckets: Buckets) -> Links:
+    """Return collectives without time or memory: for one rank, or without a network."""
+    none = dict.fromkeys(buckets.sizes, 0.0)
+    return Links(buckets, none, none, none)
+
+
+class _Moves:
+    """Collectives of one layout."""
+
+    def __init__(self, wire: Wire, layout: Layout) -> None:
+        self._wire = wire
+        self._layout = layout
+        self._dtype = layout.communication_dtype
+        self._padding = layout.collectives.padding
+
+    def gather_s(self, size: UnitSize) -> float:
+        """Return the seconds to gather a unit; frozen parameters have a buffer of their own."""
+        if self._layout.zero_stage == 0:
+            return 0.0
+        trainable = size.trainable * DTYPE_BYTES[self._dtype]
+        seconds = self._seconds("gather", size.trainable, trainable)
+        if self._layout.zero_stage == 3:
+            seconds += self._seconds("gather", size.frozen_bytes, size.frozen_bytes)
+        return seconds
+
+    def reduce_s(self, size: UnitSize) -> float:
+        """Return the seconds to reduce a unit's gradient, until every owner has the sum over all
+        ranks."""
+        if self._layout.zero_stage == 0:
+            return self._sum_s(size)
+        seconds = self._seconds("reduce", size.trainable, size.gradient_bytes)
+        if self._layout.sharding == "host":
+            seconds += self._wire.seconds("reduce", "native", "across", size.gradient_bytes)
+        return seconds
+
+    def _sum_s(self, size: UnitSize) -> float:
+        """Return the seconds of an all-reduce; if not timed, of a reduction and a gather."""
+        if size.trainable and self._wire.knows("sum", "native", self._layout.group):
+            return self._wire.seconds("sum", "native", self._layout.group, size.gradient_bytes)
+        both: tuple[Operation, ...] = ("reduce", "gather")
+        return sum(self._seconds(op, size.trainable, size.gradient_bytes) for op in both)
+
+    def needs_receive_buffer(self, size: UnitSize) -> bool:
+        """Check if all ranks' parts of the own interval arrive in a separate buffer."""
+        divided = self._layout.zero_stage > 0
+        return divided and self._form("reduce", size.trainable) == "all_to_all"
+
+    @property
+    def copied_rows(self) -> int:
+        """Number of own intervals needed by the sum over hosts. Two persist, because the next
+        bucket is reduced meanwhile. Where hosts cut unequally, add one sent and one received for
+        each other host, and the sum."""
+        layout = self._layout
+        if layout.sharding == "all" or layout.zero_stage == 0 or layout.hosts == 1:
+            return 0
+        return 2 if layout.alike else 2 + 2 * (layout.hosts - 1) + 1
+
+    def padding_bytes(self, buckets: Buckets) -> int:
+        """Return the bytes of padded collectives throughout training: one reduction, and the three
+        concurrent gathers at the beginning of a step."""
+        if self._layout.zero_stage == 0:
+            return 0
+        gathers = {name: self._padded_gather(size) for name, size in buckets.sizes.items()}
+        reductions = [self._padded("reduce", s, GRADIENT_BYTES) for s in buckets.sizes.values()]
+        ends = gathers.pop(ROOT) + gathers.pop(BEFORE)
+        return ends + max(gathers.values(), default=0) + max(reductions, default=0)
+
+    def _padded_gather(self, size: UnitSize) -> int:
+        trainable = self._padded("gather", size, DTYPE_BYTES[self._dtype])
+        if self._layout.zero_stage < 3:
+            return trainable
+        return trainable + self._padded("gather", UnitSize(size.frozen_bytes, 0), 1)
+
+    def _padded(self, operation: Operation, size: UnitSize, width: int) -> int:
+        """Return the bytes of all ranks' intervals, padded to the largest possible, and one
+        more."""
+        ranks = self._layout.cuts.ranks
+        if not size.trainable or self._form(operation, size.trainable) != "padded":
+            return 0
+        return (ranks + 1) * (ceil(size.trainable * self._padding / ranks) + 1) * width
+
+    def _seconds(self, operation: Operation, numel: int, size: int) -> float:
+        if not size:
+            return 0.0
+        form = self._form(operation, numel)
+        if form == "padded":
+            return self._wire.seconds(operation, "native", self._layout.group, size * self._padding)
+        return self._wire.seconds(operation, form, self._layout.group, size)
+
+    def _form(self, operation: Operation, numel: int) -> str:
+        """Return the form of one collective over a buffer of `numel` elements."""
+        layout = self._layout
+        named = layout.collectives.gather if operation == "gather" else layout.collectives.reduce
+        equal = layout.cuts.equal(numel)
+        if equal and self._wire.knows(operation, "native", layout.group):
+            return "native"
+        if named == "native" and not equal:
+            raise InputError(
+                f"the native form of {operation} takes equal intervals only",
+                why="the plan names it for all buffers, and some are cut unequally",
+                fix="plan again from a new profile: `gpumix plan JOB.yaml`",
+            )
+        return named

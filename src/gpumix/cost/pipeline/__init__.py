@@ -1,0 +1,4 @@
+"""Time and memory of a step of several pipeline stages. Pure.
+
+Owns what a stage costs; the order of passes is in `cost.schedule`.
+"""

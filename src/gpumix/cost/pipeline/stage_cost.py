@@ -1,0 +1,243 @@
+"""Time and memory of one pass of micro-batches through one stage, for each worker.
+
+The stage is a model of its own (`cost.of_stage`), so the cost model of one stage applies.
+`cost.staged` combines a rank's passes into a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from gpumix.cost.layout.activation_phases import Pass
+from gpumix.cost.layout.curves import FloatArray, MicroBatches
+from gpumix.cost.network.buckets import BEFORE, Joining
+from gpumix.cost.network.collective_times import Cuts, Layout, free_links, links_for
+from gpumix.cost.network.link_times import wire_among
+from gpumix.cost.peak_memory import Activations, MemoryModel, Owned, StateModel, owned_by_each
+from gpumix.cost.pipeline.stage_model import StagedModel
+from gpumix.cost.step_time import optimizer_seconds, pass_seconds, split_seconds
+from gpumix.cost.teams import OfStage
+from gpumix.schema.cluster.link_islands import Near
+from gpumix.schema.curve import Curve
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.stage import DTYPE_BYTES, Mode, Worker
+from gpumix.schema.profile.profile import ROOT, ModelProfile
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Seconds of one pass through a stage's units on a worker. `forward_s` and `backward_s` are
+    computation only; `first_s` and `last_s` include gathers of parameters and reductions of
+    gradients; `weights_s` and `weights_last_s` are for the deferred part of a split backward."""
+
+    forward_s: float
+    first_s: float
+    backward_s: float
+    last_s: float
+    weights_s: float = 0.0
+    weights_last_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of one pass through a stage's units, without other micro-batches: `left` until its
+    backward, `split` after the first part of a split backward, and the peaks by cause of forward,
+    of head and loss, and of backward."""
+
+    left: int
+    split: int
+    forward: dict[str, int]
+    head: dict[str, int]
+    backward: dict[str, int]
+
+
+class StageCost:
+    """Cost of one stage of a plan.
+
+    Args:
+        near: the network distance between its workers.
+        moved: communication takes time.
+    """
+
+    def __init__(
+        self, of: OfStage, cut: StagedModel, plan: Plan, number: int, *, near: Near, moved: bool
+    ) -> None:
+        stage, whole = plan.stages[number], of.profile
+        self.plan, self.number, self.workers = plan, number, of.leaders
+        self.profile = cut.profile_of(whole, number)
+        places = [(w.host, w.device_class) for w in self.workers]
+        layout = Layout(
+            plan.zero_stage,
+            "all",
+            plan.collectives,
+            Cuts.at(stage.shares),
+            plan.communication_dtype,
+            Joining(stage.joined),
+        )
+        links = links_for(self.profile, wire_among(whole, places, near), layout)
+        free = free_links(links.buckets)
+        self.links = links if moved else free
+        self._free = free
+        self.memory = MemoryModel(self.profile, links, len(self.workers), plan.zero_stage)
+        # Computed before accumulation: the gradient of tables looked up by the code before the
+        # first unit.
+        sizes = {p.name: p.trainable for p in whole.model.root.parameters}
+        self._looked_up = max((sizes[n] for n in whole.model.needs[0].root), default=0)
+        self._looked_up *= number == 0
+        self._passes: dict[tuple[int, int, int], Passes] = {}
+        self._held: dict[tuple[int, int, int], Held] = {}
+
+    def micro_batches(self, worker: int, batch: int) -> tuple[int, int]:
+        """Return a worker's samples in one micro-batch or wave, and the most of them at once."""
+        sizes = self._sizes[worker].get(batch, ())
+        return sum(sizes), max(sizes, default=0)
+
+    @cached_property
+    def _sizes(self) -> list[dict[int, list[int]]]:
+        """Sizes of each worker's micro-batches, by number or by wave."""
+        found: list[dict[int, list[int]]] = [{} for _ in self.workers]
+        in_waves = self.plan.in_waves
+        stage = self.plan.stages[self.number]
+        for number, one in enumerate(stage.micro_batches(self.plan.waves)):
+            key = one.wave if in_waves else number
+            found[one.worker].setdefault(key, []).append(len(one.rows))
+        return found
+
+    def passes(self, worker: int, batch: int) -> Passes:
+        """Return the seconds of a worker's part of a micro-batch or wave."""
+        samples, size = self.micro_batches(worker, batch)
+        key = (worker, samples, size)
+        if key not in self._passes:
+            one = self.workers[worker]
+            self._passes[key] = self._timed(one, samples, size)
+        return self._passes[key]
+
+    def _timed(self, worker: Worker, samples: int, size: int) -> Passes:
+        name, mode = worker.device_class, in_layers(worker.mode)
+        micro = MicroBatches.of([samples], [size])
+        both = self._free, self.links
+        (forward, backward), (first, last) = (
+            map(_one, pass_seconds(self.profile, name, links, micro, mode)) for links in both
+        )
+        kind = self.links.buckets.kind(0)
+        gathered, reduced = self.links.gather_s[kind], self.links.reduce_s[kind]
+        if not self.plan.puts_off(self.number, worker):
+            return Passes(forward, first + gathered, backward, last + reduced)
+        (backward, weights), (last, weights_last) = (
+            map(_one, split_seconds(self.profile, name, links, micro, mode)) for links in both
+        )
+        return Passes(forward, first + gathered, backward, last, weights, weights_last + reduced)
+
+    def held(self, worker: int, batch: int) -> Held:
+        """Return the bytes of a worker's part of a micro-batch or wave."""
+        samples, size = self.micro_batches(worker, batch)
+        key = (worker, samples, size)
+        if key not in self._held:
+            self._held[key] = self._counted(self.workers[worker], samples, size)
+        return self._held[key]
+
+    def _counted(self, worker: Worker, samples: int, size: int) -> Held:
+        model = self.profile.model_of(worker.device_class)
+        micro = MicroBatches.of([samples], [size])
+        held = _held(Activations(model, micro, in_layers(worker.mode)))
+        if self.plan.schedule == "zero-bubble":
+            calls = model.kind_of_call if self.plan.puts_off(self.number, worker) else ()
+            held = _held_in_parts(model, calls, micro, held)
+        least = self._looked_up * DTYPE_BYTES[worker.compute_dtype]
+        backward = dict(held.backward)
+        backward["working set"] = max(backward["working set"], least)
+        return replace(held, backward=backward)
+
+    def before_s(self) -> float:
+        """Return the seconds of the gathers done once, before any computation."""
+        return self.links.gather_s[ROOT] + self.links.gather_s[BEFORE]
+
+    def after_s(self, *, beside: bool) -> float:
+        """Return the seconds of the reductions after the last backward; with `beside`, unit buckets
+        are already reduced concurrently with it."""
+        reduce_s, buckets = self.links.reduce_s, self.links.buckets
+        ends = reduce_s[ROOT] + reduce_s[BEFORE]
+        return ends if beside else ends + sum(reduce_s[name] for name in buckets.kinds)
+
+    def update_s(self, worker: int) -> float:
+        one, plan = self.workers[worker], self.plan
+        zero_stage, gathered = plan.zero_stage, plan.communication_dtype
+        whole = optimizer_seconds(
+            self.profile, one.device_class, zero_stage, one.state_on, gathered=gathered
+        )
+        return whole * (one.state_share if zero_stage else 1.0)
+
+    def _state(self, worker: Worker) -> StateModel:
+        return self.memory.state(self.profile.model_of(worker.device_class), worker.state_on)
+
+    @cached_property
+    def _owned(self) -> tuple[Owned, ...]:
+        shares = tuple(worker.state_share for worker in self.workers)
+        return owned_by_each([self._state(worker).buckets for worker in self.workers], shares)
+
+    @cached_property
+    def state(self) -> list[dict[str, int]]:
+        """State and collective buffers of each worker, in bytes by cause."""
+        found = []
+        for worker, own in zip(self.workers, self._owned):
+            state = self._state(worker)
+            causes = {"state": state.owned_bytes(own)} | state.laid_out
+            causes["gradients"] += state.received_bytes(dict(own.elements), own.ranks)
+            found.append(causes)
+        return found
+
+    def host_bytes(self, worker: int) -> int:
+        state = self._state(self.workers[worker])
+        return state.owned_bytes_on_host(self._owned[worker])
+
+
+def _one(seconds: FloatArray) -> float:
+    """Return the seconds of the only worker."""
+    return float(seconds[0])
+
+
+def in_layers(mode: Mode) -> Mode:
+    """Return the mode with layered order, in which a stage's passes run."""
+    return mode if mode.order == "layered" else mode.model_copy(update={"order": "layered"})
+
+
+def _held(held: Activations) -> Held:
+    """Return the peaks over the phases of a pass."""
+    most: dict[Pass, dict[str, int]] = {"forward": {}, "head": {}, "backward": {}}
+    left = 0
+    for phase in held.phases:
+        causes = {name: int(np.max(value)) for name, value in held.by_cause(phase).items()}
+        left = max(left, causes["activations"])
+        most[phase.working[1]] = larger(most[phase.working[1]], causes)
+    return Held(left, 0, most["forward"], most["head"], most["backward"])
+
+
+def _held_in_parts(
+    model: ModelProfile, calls: Sequence[str], micro: MicroBatches, held: Held
+) -> Held:
+    """Return the bytes with a split backward of calls of these kinds, or with a deferred full
+    backward where no input comes before."""
+    split, working = _of_all(micro, model.root.kept), 0
+    for kind in map(model.kind, calls):
+        split += _of_all(micro, kind.split)
+        left, in_parts, saved, whole = (
+            0 if curve is None else int(micro.largest_bytes(curve)[0])
+            for curve in (kind.split, kind.split_backward, kind.saved, kind.saved_backward)
+        )
+        working = max(working, in_parts, saved + whole - left)
+    last = held.backward | {"activations": split, "working set": working}
+    return replace(held, split=split, backward=larger(held.backward, last))
+
+
+def _of_all(micro: MicroBatches, curve: Curve | None) -> int:
+    """Return the bytes of all micro-batches."""
+    return 0 if curve is None else int(micro.bytes(curve)[0])
+
+
+def larger(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
+    """Return the mapping of bytes by cause with the larger total."""
+    return other if sum(other.values()) >= sum(one.values()) else one

@@ -1,0 +1,181 @@
+"""Pipeline stage of a plan as a model of its own: the cost model of a model applies unchanged.
+
+The first stage computes the code before the first unit, the last stage the head and loss. Root
+parameters used by several stages belong to no single stage: `Shared`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from gpumix.cost.mixed_degrees import ProfileOfRanks
+from gpumix.schema.curve import Curve
+from gpumix.schema.errors import InputError
+from gpumix.schema.plan.stage import of_several
+from gpumix.schema.profile.profile import (
+    ROOT,
+    ClassProfile,
+    End,
+    ModelProfile,
+    Needs,
+    Profile,
+    RootParameter,
+    UnitTimes,
+)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Root parameters used by several stages.
+
+    Attributes:
+        stages: the numbers of the stages.
+    """
+
+    stages: tuple[int, ...]
+    parameters: tuple[RootParameter, ...]
+
+    @property
+    def trainable(self) -> int:
+        return sum(p.trainable for p in self.parameters)
+
+    def frozen_bytes(self, model: ModelProfile) -> int:
+        """Return the frozen bytes in the dtype of `model`."""
+        names = {p.name for p in self.parameters}
+        return sum(p.frozen_bytes for p in model.root.parameters if p.name in names)
+
+
+@dataclass(frozen=True)
+class StagedModel:
+    """Model cut into pipeline stages.
+
+    Args:
+        ends: the number of the call after each stage's last one.
+    """
+
+    model: ModelProfile
+    ends: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        return len(self.ends)
+
+    def calls(self, stage: int) -> range:
+        """Return the numbers of a stage's unit calls."""
+        return range(self.ends[stage - 1] if stage else 0, self.ends[stage])
+
+    @cached_property
+    def needs(self) -> tuple[Needs, ...]:
+        """Needs of each stage.
+
+        Raises:
+            InputError: the profile lacks them.
+        """
+        if not self.model.needs:
+            raise InputError(
+                "the profile does not say what the model's units need of each other",
+                fix="measure again: `gpumix profile JOB.yaml --fresh`",
+            )
+        every = map(self.calls, range(self.count))
+        return tuple(self.model.needs_of(calls.start, calls.stop) for calls in every)
+
+    @cached_property
+    def shared(self) -> tuple[Shared, ...]:
+        """Root parameters used by several stages, grouped by stages."""
+        together = of_several([needs.root for needs in self.needs])
+        return tuple(
+            Shared(stages, tuple(self._parameters[name] for name in names))
+            for stages, names in together.items()
+        )
+
+    @cached_property
+    def _parameters(self) -> dict[str, RootParameter]:
+        return {p.name: p for p in self.model.root.parameters}
+
+    def of(self, stage: int, model: ModelProfile | None = None) -> ModelProfile:
+        """Return a stage as a model, in the dtype of `model`."""
+        model = model or self.model
+        calls, last = self.calls(stage), stage == self.count - 1
+        shared = {p.name for one in self.shared for p in one.parameters}
+        alone = [n for n in self.needs[stage].root if n not in shared]
+        sizes = {p.name: p for p in model.root.parameters}
+        root = model.root.model_copy(
+            update={
+                "trainable": sum(sizes[name].trainable for name in alone),
+                "frozen_bytes": sum(sizes[name].frozen_bytes for name in alone),
+                "before": End(),
+                "after": End(),
+                "parameters": tuple(sizes[name] for name in alone),
+                "backward": None if stage else model.root.backward,
+                "head": model.root.head if last else _nothing(model.root.head),
+                "chunked_head": model.root.chunked_head if last else _nothing(model.root.head),
+            }
+        )
+        return model.model_copy(
+            update={
+                "calls": model.calls[calls.start : calls.stop],
+                "kind_of_call": model.kind_of_call[calls.start : calls.stop],
+                "needs": (),
+                "waiting": model.waiting[calls.start : calls.stop],
+                "root": root,
+            }
+        )
+
+    def profile_of(self, profile: Profile, stage: int) -> Profile:
+        """Return a stage as a profile of its own."""
+        first, last = stage == 0, stage == self.count - 1
+        update: dict[str, Any] = {
+            "model": self.of(stage, profile.model),
+            "other_models": tuple(self.of(stage, other) for other in profile.other_models),
+            "classes": tuple(_times(c, first=first, last=last) for c in profile.classes),
+        }
+        if isinstance(profile, ProfileOfRanks):
+            update["models"] = {
+                name: self.of(stage, model).model_copy(
+                    update={"undivided": self.of(stage, model.undivided)}
+                )
+                for name, model in profile.models.items()
+            }
+        return profile.model_copy(update=update)
+
+
+def staged_model(model: ModelProfile, units: Sequence[tuple[str, ...]]) -> StagedModel:
+    """Cut the model into stages with the given units."""
+    ends, end = [], 0
+    for of_stage in units:
+        end += len(of_stage)
+        ends.append(end)
+    return StagedModel(model, tuple(ends))
+
+
+def _times(device: ClassProfile, *, first: bool, last: bool) -> ClassProfile:
+    """Return a class profile with only the times of the root that a stage computes."""
+    root = device.units[ROOT]
+    nothing = _nothing(root.backward)
+    before = nothing if root.gradient is None else root.gradient
+
+    def backward(whole: Curve | None) -> Curve | None:
+        if whole is None or (first and last):
+            return whole
+        if last:
+            return whole if root.gradient is None else whole.less(root.gradient)
+        return before if first else nothing
+
+    times = UnitTimes(
+        forward=root.forward if first else nothing,
+        backward=backward(root.backward) or nothing,
+        gradient=before if first else nothing,
+    )
+    return device.model_copy(
+        update={
+            "units": device.units | {ROOT: times},
+            "chunked_head": backward(device.chunked_head),
+        }
+    )
+
+
+def _nothing(curve: Curve) -> Curve:
+    return curve.model_copy(update={"values": (0.0,) * len(curve.sizes)})

@@ -1,0 +1,256 @@
+"""Documents of a stream: tokenized while read, and padded or packed.
+
+Packs are made window by window, of documents in order of arrival, by each reader. So a pack depends
+on the stream, its lanes and the seed, and on no plan, rank or worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from gpumix.data.core.read_policy import AS_USUAL, Reading, Skipped, begins
+from gpumix.data.core.sample_rng import key_of
+from gpumix.data.core.source import digest, in_order
+from gpumix.data.core.tokenizer import Tokenizer
+from gpumix.data.order.global_order import GlobalOrder
+from gpumix.data.sources.iterable import Form, Packed
+from gpumix.data.sources.map_style import tensors_of
+from gpumix.data.sources.pretokenized import check_tokens
+from gpumix.data.sources.tokenize_on_read import text_of, tokens_of
+from gpumix.data.text.document_packing import Packer
+from gpumix.data.text.first_fit import first_fit
+from gpumix.data.workers.padding import (
+    OF_DECODER,
+    TOKENS,
+    Sample,
+    as_long_as_any,
+    check_document,
+    cut_to,
+    padded,
+)
+from gpumix.schema.errors import InputError, first_line
+
+WINDOW = 1024  # documents packed together, in all lanes of a stream
+LEAST_WINDOW = 64  # documents per lane, at least
+AT_ONCE = 64  # texts tokenized by one call
+
+
+class Kind(Protocol):
+    """Conversion of a stream's samples into documents."""
+
+    @property
+    def pad_token(self) -> int: ...
+
+    @property
+    def mark(self) -> str:
+        """A digest that changes with the documents."""
+
+    @property
+    def of_decoder(self) -> Collection[str]:
+        """Keys of values with lengths of their own, independent of the tokens."""
+
+    def checked(self, given: Any, what: str, name: str) -> Any:
+        """Return the sample, checked; raise an InputError if it is no document."""
+
+    def documents(self, given: Sequence[Any]) -> list[Sample]:
+        """Return the documents of checked samples, at full length."""
+
+    def parts(self, document: Sample, longest: int) -> list[Sample]:
+        """Return the parts of a document to be packed."""
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Conversion of texts into documents: strings, or dictionaries with a string in `column`.
+
+    Attributes:
+        tokenizer: end-of-text follows each document.
+    """
+
+    tokenizer: Tokenizer
+    column: str
+    of_decoder = ()
+
+    @property
+    def pad_token(self) -> int:
+        return self.tokenizer.end_of_text
+
+    @property
+    def mark(self) -> str:
+        return digest(self.tokenizer.fingerprint, self.column)
+
+    def checked(self, given: Any, what: str, name: str) -> str:
+        return text_of(given, self.column, what, name)
+
+    def documents(self, given: Sequence[str]) -> list[Sample]:
+        found = tokens_of(given, self.tokenizer)
+        return [{TOKENS: torch.from_numpy(tokens)} for tokens in found]
+
+    def parts(self, document: Sample, longest: int) -> list[Sample]:
+        """Split a long document; drop single tokens, which have nothing to predict."""
+        return [{TOKENS: part} for part in document[TOKENS].split(longest) if len(part) > 1]
+
+
+@dataclass(frozen=True)
+class OwnTokens:
+    """Conversion of dictionaries of `input_ids` and per-token values into documents.
+
+    Attributes:
+        aligned: whether labels correspond to tokens one to one; labels of a decoder do not.
+    """
+
+    aligned: bool
+    pad_token: int = 0
+    mark: str = "tokens"
+
+    @property
+    def of_decoder(self) -> Collection[str]:
+        return () if self.aligned else OF_DECODER
+
+    def checked(self, given: Any, what: str, name: str) -> Sample:
+        sample = tensors_of(given, what, name)
+        check_tokens(sample, what, name, aligned=self.aligned)
+        return sample
+
+    def documents(self, given: Sequence[Sample]) -> list[Sample]:
+        return list(given)
+
+    def parts(self, document: Sample, longest: int) -> list[Sample]:
+        """Return the first tokens only: further values of a sample may belong together."""
+        part = cut_to(document, longest, own=self.of_decoder)
+        return [part] if len(part[TOKENS]) else []
+
+
+@dataclass(frozen=True)
+class StreamDocuments:
+    """The documents of a stream.
+
+    Attributes:
+        name: name of the stream in errors.
+        kind: conversion of its samples.
+        longest: tokens of a sample.
+        reading: whether invalid documents are skipped.
+        vocabulary: vocabulary of the model, to check all that is packed; None: checked later.
+    """
+
+    name: str
+    kind: Kind
+    longest: int
+    reading: Reading = AS_USUAL
+    vocabulary: int | None = None
+
+    def padded(self) -> Form:
+        """Return the form with a sample per document, padded to the longest of its batch. Each
+        worker converts only its own samples."""
+        return Form(
+            transform=self._sample,
+            collate=partial(padded, pad_token=self.kind.pad_token),
+            specimen=partial(as_long_as_any, longest=self.longest),
+            mark=digest("padded", self.longest, self.kind.mark),
+        )
+
+    def packed(self, *, seed: int, predicts_next: bool) -> Form:
+        """Return the form with whole documents in packs of `longest` tokens: first-fit in each
+        window of documents, and the packs of a window in a keyed order.
+
+        Documents of a window's emptiest pack go into the next window, so only the last pack of a
+        pass may be poorly filled.
+
+        Args:
+            predicts_next: see `Packer`.
+        """
+        packer = Packer(self.longest, self.kind.pad_token, predicts_next)
+        return Form(
+            repack=partial(self._packs, packer=packer, seed=seed),
+            mark=digest("packed", self.longest, self.kind.mark, seed, WINDOW, LEAST_WINDOW),
+        )
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _sample(self, given: Any) -> Sample:
+        document = self.kind.documents([self.kind.checked(given, "a sample", self.name)])[0]
+        return cut_to(document, self.longest, own=self.kind.of_decoder)
+
+    def _packs(
+        self,
+        given: Iterator[Any],
+        lanes: int,
+        place: tuple[int, int],
+        *,
+        packer: Packer,
+        seed: int,
+    ) -> Iterator[Packed]:
+        bad: list[Skipped] = []
+        documents = self._documents(given, bad)
+        window, number = max(LEAST_WINDOW, WINDOW // lanes), 0
+        left: list[Sample] = []  # from the emptiest pack, for the next window
+        while fresh := list(islice(documents, window)):
+            key = key_of(f"gpumix packs {seed} {place} {number}")
+            packs = _in_packs(left + fresh, self.longest, key)
+            left = packs.pop(min(range(len(packs)), key=lambda k: _tokens(packs[k])))
+            for k in GlobalOrder(len(packs), key).span(0, len(packs)) if packs else ():
+                yield _filled(packer, packs[k], bad)
+            number += 1
+        if left:
+            yield _filled(packer, left, bad)
+
+    def _documents(self, given: Iterator[Any], bad: list[Skipped]) -> Iterator[Sample]:
+        """Yield the documents to pack, in the order of the stream; add skipped documents to
+        `bad`."""
+        keys: set[str] | None = None
+        good = self._good(given, bad)
+        while some := list(islice(good, AT_ONCE)):
+            for document in self.kind.documents(some):
+                keys = keys or set(document)
+                if set(document) != keys:
+                    raise InputError(
+                        f"a document holds {in_order(document)}, those before it {in_order(keys)}",
+                        where=self.name,
+                        fix="let all samples have the same keys",
+                    )
+                yield from self.kind.parts(document, self.longest)
+
+    def _good(self, given: Iterator[Any], bad: list[Skipped]) -> Iterator[Any]:
+        for number, one in enumerate(given):
+            begins(number + 1, self.name)  # the timeout is for each, not for a window of them
+            what = f"document {number}"
+            try:
+                checked = self.kind.checked(one, what, self.name)
+                self._check_known(checked, what)
+            except InputError as error:
+                if self.reading.bad_samples == "stop":
+                    raise
+                bad.append(Skipped(number, None, first_line(error)))
+            else:
+                yield checked
+
+    def _check_known(self, checked: Any, what: str) -> None:
+        if self.vocabulary is None:
+            return
+        for document in self.kind.documents([checked]):
+            for part in self.kind.parts(document, self.longest):
+                check_document(part, self.vocabulary, what, self.name)
+
+
+def _filled(packer: Packer, documents: Sequence[Sample], bad: list[Skipped]) -> Packed:
+    """Return a pack, with the documents skipped since the previous pack."""
+    skipped = tuple(bad)
+    bad.clear()
+    return Packed(packer.filled(documents), skipped)
+
+
+def _tokens(documents: Sequence[Sample]) -> int:
+    return sum(len(document[TOKENS]) for document in documents)
+
+
+def _in_packs(documents: Sequence[Sample], longest: int, key: int) -> list[list[Sample]]:
+    lengths = np.array([len(document[TOKENS]) for document in documents])
+    packs = first_fit(lengths, longest, seed=key, window=len(documents))
+    return [[documents[k] for k in packs.of(pack)] for pack in range(len(packs))]

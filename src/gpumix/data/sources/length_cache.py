@@ -1,0 +1,62 @@
+"""Sample lengths obtained by counting: counted once per machine, and cached."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from gpumix.data.core.build_lock import exclusive
+from gpumix.schema.errors import MachineError
+from gpumix.schema.files import replacing
+
+_LOG = logging.getLogger(__name__)
+
+
+def counted_once(
+    cache: Path,
+    key: str,
+    count: int,
+    measure: Callable[[Callable[[], None]], np.ndarray],
+    *,
+    wait_s: float = 300.0,
+) -> np.ndarray:
+    """Return the lengths of `count` samples cached under `key`. If missing, `measure` counts them
+    in one process while others wait.
+
+    Raises:
+        MachineError: the cache cannot be written, or the counter hangs; whatever `measure` raises.
+    """
+    path = cache / f"{key}.lengths.npy"
+    found = _current(path, count)
+    if found is not None:
+        return found
+    with exclusive(cache / f"{key}.lock", wait_s=wait_s) as heartbeat:
+        found = _current(path, count)
+        if found is None:
+            found = measure(heartbeat)
+            _write(path, found)
+            _LOG.info("counted the tokens of %d samples into %s", count, path)
+    return found
+
+
+def _current(path: Path, count: int) -> np.ndarray | None:
+    try:
+        found = np.load(path, mmap_mode="r")
+    except (OSError, ValueError):  # missing, or damaged by a crash: count again
+        return None
+    return found if found.shape == (count,) and found.dtype == np.int32 else None
+
+
+def _write(path: Path, lengths: np.ndarray) -> None:
+    try:
+        with replacing(path) as file:
+            np.save(file, lengths)
+    except OSError as error:
+        raise MachineError(
+            f"cannot write the lengths of samples: {error.strerror}",
+            where=str(path),
+            fix=f"free space on the disk of {path.parent}, or use another cache folder",
+        ) from error

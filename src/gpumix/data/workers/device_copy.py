@@ -1,0 +1,110 @@
+"""Asynchronous copies of batches to a device, overlapped with the previous step.
+
+The thread that launches work does not wait: the copy runs on a stream of its own, and the compute
+stream waits for its event. Memory on either side is reused only after its last reader: see `Copies`
+and `CopyStream`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from gpumix.data.workers.batch_layout import Batch
+from gpumix.data.workers.padding import MASK, PER_TOKEN
+from gpumix.hardware import runtime
+
+E = TypeVar("E")
+
+
+class Way(Protocol[E]):
+    """Interface for copies to a device during computation. An event marks the end of a batch's
+    copy."""
+
+    def send(self, batch: Batch) -> tuple[Batch, E]:
+        """Start the copy: return the batch on the device, not to be touched before its event."""
+        ...
+
+    def receive(self, batch: Batch, sent: E) -> None:
+        """Order later computation after the event, and keep the memory of `batch` from reuse until
+        the computation is done."""
+        ...
+
+    def arrived(self, sent: E) -> bool:
+        """Return whether the copy has ended, without waiting."""
+        ...
+
+
+class CopyStream:
+    """A side stream for copies to a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = runtime.new_stream(device)
+
+    def send(self, batch: Batch) -> tuple[Batch, runtime.Event]:
+        # Allocated on this stream, the memory has no pending work of other streams.
+        with runtime.on_stream(self._stream):
+            there = {key: t.to(self._device, non_blocking=True) for key, t in batch.items()}
+            sent = runtime.recorded_event(self._device)
+        return there, sent
+
+    def receive(self, batch: Batch, sent: runtime.Event) -> None:
+        computes = runtime.current_stream(self._device)
+        computes.wait_event(sent)
+        for tensor in batch.values():
+            tensor.record_stream(computes)
+
+    def arrived(self, sent: runtime.Event) -> bool:
+        return sent.query()
+
+
+class Copies(Generic[E]):
+    """Batches in flight to a device.
+
+    The source of a copy is kept until its event, since freed pinned memory may get the next batch
+    at once. Token batches with a mask stay on the host: they are small, and the engine looks at
+    their masks before it copies all but the padding.
+    """
+
+    def __init__(self, way: Way[E]) -> None:
+        self._way = way
+        self._coming: dict[int, tuple[Batch, E]] = {}
+        self._read: deque[tuple[Batch, E]] = deque()  # sources of copies, oldest first
+
+    def begin(self, position: int, batch: Batch) -> None:
+        """Start copying the batch at `position` of the order, unless device memory is short."""
+        if position in self._coming or _looked_at(batch):
+            return
+        try:
+            self._send(position, batch)
+        except torch.OutOfMemoryError:
+            return  # `take` copies it, once the current step has freed memory
+
+    def take(self, position: int, batch: Batch) -> Batch:
+        """Return the batch on the device, ready for later computation."""
+        if _looked_at(batch):
+            return batch
+        if position not in self._coming:
+            self._send(position, batch)
+        there, sent = self._coming.pop(position)
+        self._way.receive(there, sent)
+        return there
+
+    def forget(self) -> None:
+        """Drop batches in flight that were not taken."""
+        self._coming.clear()
+
+    def _send(self, position: int, batch: Batch) -> None:
+        while self._read and self._way.arrived(self._read[0][1]):
+            self._read.popleft()
+        there, sent = self._way.send(batch)
+        self._read.append((batch, sent))
+        self._coming[position] = there, sent
+
+
+def _looked_at(batch: Batch) -> bool:
+    """Return whether the engine trims padding from the batch, which it locates on the host only."""
+    return MASK in batch and batch.keys() <= set(PER_TOKEN)

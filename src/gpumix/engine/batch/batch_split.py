@@ -1,0 +1,240 @@
+"""Samples of a rank: number, cutting, and a check that ranks sharing samples agree.
+
+Ranks of several stages, and of a tensor-parallel group, read the same part of a batch. A loop
+feeding each rank something else would train on nonsense without an error; so ranks once compare a
+digest of the samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from gpumix.engine.batch.ragged_batch import PerSample, RaggedRows, has_rows, take
+from gpumix.engine.comm.communicator import Communicator
+from gpumix.engine.model.rng import Randomness
+from gpumix.schema.errors import InputError
+from gpumix.schema.plan.plan import Plan
+
+Loss = tuple[torch.Tensor, torch.Tensor]
+
+DIGITS = 2**40 - 1  # sums over thousands of ranks are exact in float64
+
+IGNORED_LABEL = -100  # torch.nn.functional.cross_entropy's and transformers' ignore_index
+LABELS, MASK, TOKENS = "labels", "attention_mask", "input_ids"
+PER_TOKEN = frozenset({TOKENS, LABELS, MASK, "position_ids", "token_type_ids"})
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Micro-batch to compute: its loss function, random numbers, tensor shapes, and padded tokens
+    per sample (`width`; None without tokens)."""
+
+    compute_loss: Callable[[], Loss]
+    randomness: Randomness
+    looks: tuple[torch.Size, ...]
+    width: int | None = None
+
+    @classmethod
+    def of(cls, part: Any, compute_loss: Callable[[], Loss], randomness: Randomness) -> Samples:
+        """Make from a micro-batch, a pytree of tensors."""
+        looks = tuple(t.shape for t in tree_leaves(part) if torch.is_tensor(t))
+        return cls(compute_loss, randomness, looks, width_of(part))
+
+
+def repeated(batch: Any, times: int) -> Any:
+    """Return `times` copies of the single sample of `batch`."""
+
+    def several(value: Any) -> Any:
+        if isinstance(value, RaggedRows | PerSample):
+            return value.repeated(times)
+        return value.expand(times, *value.shape[1:]) if torch.is_tensor(value) else value
+
+    return tree_map(several, batch, is_leaf=has_rows)
+
+
+def samples_in(batch: Any) -> int:
+    """Return the number of samples of a batch: the first dimension of its tensors.
+
+    Raises:
+        InputError: tensors disagree about it, a tensor has no dimensions, or values should be
+            tensors.
+    """
+    leaves = tree_leaves(batch, is_leaf=lambda value: has_rows(value) or _uncut(value))
+    uncut = next(filter(_uncut, leaves), None)
+    if uncut is not None:
+        raise InputError(
+            f"a batch holds a {type(uncut).__name__} of values, which cannot be cut into "
+            "micro-batches",
+            fix="make it a tensor whose first dimension is the samples",
+        )
+    shapes = [_shape(t) for t in leaves if has_rows(t)]
+    if any(not shape or shape[0] != shapes[0][0] for shape in shapes):
+        raise InputError(
+            f"the tensors of a batch must agree in their first dimension, these have {shapes}",
+            fix="make the first dimension of every tensor the samples",
+        )
+    return shapes[0][0] if shapes else 0
+
+
+def _shape(value: torch.Tensor | RaggedRows | PerSample) -> tuple[int, ...]:
+    """Return the shape of a value's tensor, as if each sample had one row."""
+    if isinstance(value, PerSample):
+        return (len(value),)
+    if isinstance(value, RaggedRows):
+        return (len(value), *value.tensor.shape[1:])
+    return tuple(value.shape)
+
+
+def _uncut(value: Any) -> bool:
+    """Return True if a value has an entry per sample, but is no tensor."""
+    if isinstance(value, list):
+        return bool(value) and not any(isinstance(v, torch.Tensor | list | dict) for v in value)
+    return isinstance(value, np.ndarray)
+
+
+def padded_from(batch: Any, rows: Sequence[range]) -> list[int | None]:
+    """Return each micro-batch's first column of pure padding; None if padding is unknown. Padding
+    is hidden by a mask on the host at the right of all samples, with labels that do not count; all
+    further entries of the batch must be known to be per token."""
+    mask = batch.get(MASK) if isinstance(batch, Mapping) else None
+    if mask is None or not PER_TOKEN.issuperset(batch) or mask.device.type != "cpu":
+        return [None] * len(rows)
+    if any(value.shape != mask.shape or value.dim() != 2 for value in batch.values()):
+        return [None] * len(rows)
+    used = mask != 0
+    if LABELS in batch:
+        used = used | (batch[LABELS] != IGNORED_LABEL)
+    columns = torch.arange(1, mask.shape[1] + 1)
+    last = (used * columns).amax(1) if mask.numel() else used.new_zeros(len(used), dtype=int)
+    found, begin = [], 0
+    for of_one in rows:
+        found.append(max([1, *last[begin : begin + len(of_one)].tolist()]))
+        begin += len(of_one)
+    return found
+
+
+def with_last_label(batch: Any) -> Any:
+    """Return a batch with a known label of each sample also at its last place before padding, the
+    place next to padding."""
+    labels = batch.get(LABELS) if isinstance(batch, Mapping) else None
+    mask = batch.get(MASK) if isinstance(batch, Mapping) else None
+    if not isinstance(labels, torch.Tensor) or mask is None or labels.shape != mask.shape:
+        return batch
+    labels = labels.clone()
+    for row, used in zip(labels, mask != 0):
+        known, last = row[row != IGNORED_LABEL], used.nonzero()
+        if len(known) and len(last):
+            row[last[-1]] = known[0]
+    return {**batch, LABELS: labels}
+
+
+def with_words_for_padding(batch: Any) -> Any:
+    """Return a batch with a word of each sample in place of padding hidden by the mask. The
+    embedding of padding begins as zeros, so its neighbors see no difference before the first step;
+    later they do, if the embedding is the head's weight too."""
+    ids = batch.get(TOKENS) if isinstance(batch, Mapping) else None
+    mask = batch.get(MASK) if isinstance(batch, Mapping) else None
+    if ids is None or mask is None or ids.shape != mask.shape or ids.dim() != 2:
+        return batch
+    ids = ids.clone()
+    for row, used in zip(ids, (mask != 0).cpu()):
+        own = row[used.to(row.device)].tolist()
+        # Neither a mark of beginning or end, nor a placeholder of a picture.
+        word = next((one for one in own[1:-1] if own.count(one) == 1), None)
+        if word is not None:
+            row[~used.to(row.device)] = word
+    return {**batch, TOKENS: ids}
+
+
+def parts_of(batch: Any, rows: Sequence[range], widths: Sequence[int | None]) -> Iterator[Any]:
+    """Yield the parts of a batch, one per range of rows, without padding columns.
+
+    A model may write into a part; the backward of another part does not see it.
+    """
+    begin = 0
+    for of_one, width in zip(rows, widths, strict=True):
+        own = slice(begin, begin + len(of_one))
+        part = tree_map(_apart, take(batch, own), is_leaf=has_rows)
+        if width is not None:
+            part = {key: value[:, :width].contiguous() for key, value in part.items()}
+        yield part
+        begin += len(of_one)
+
+
+def copied(batch: Any) -> Any:
+    """Copy a batch for a model with writes into inputs, such as labels, before training."""
+    return tree_map(
+        lambda value: value.clone() if isinstance(value, torch.Tensor) else value,
+        batch,
+        is_leaf=has_rows,
+    )
+
+
+def _apart(value: Any) -> Any:
+    """Return a view of the same memory with a separate version counter."""
+    return value.data if isinstance(value, torch.Tensor) and not value.requires_grad else value
+
+
+def width_of(part: Any) -> int | None:
+    """Return the padded number of tokens per sample of a batch; None without tokens."""
+    tokens = part.get("input_ids") if isinstance(part, Mapping) else None
+    return tokens.shape[1] if torch.is_tensor(tokens) and tokens.dim() == 2 else None
+
+
+def digest(batch: Any, rows: Sequence[range]) -> int:
+    """Return a digest of a rank's samples, `rows` of the global batch. The sum over ranks is the
+    same for any split of the samples and any padding."""
+    found, widths = 0, padded_from(batch, rows)
+    for of_one, part in zip(rows, parts_of(batch, rows, widths)):
+        own = [_number(leaf) for leaf in tree_leaves(part) if isinstance(leaf, torch.Tensor)]
+        numbers = (number * (of_one.start + 1) * (2 * n + 1) for n, number in enumerate(own))
+        found = (found + sum(numbers)) & DIGITS
+    return found
+
+
+def _number(tensor: torch.Tensor) -> int:
+    """Return a number that depends on the values, and not on the device."""
+    whole = tensor.float().view(torch.int32) if tensor.is_floating_point() else tensor
+    flat = whole.reshape(-1).to(torch.int64)
+    places = torch.arange(1, 2 * flat.numel() + 1, 2, device=flat.device)
+    return int((flat * places).sum().item()) & DIGITS
+
+
+def compare_samples(comm: Communicator, plan: Plan, batch: Any, rows: Sequence[range]) -> None:
+    """Raise an InputError unless ranks sharing samples agree. Collective. `batch` and `rows` are
+    this rank's."""
+    told = torch.tensor([digest(batch, rows)], device=comm.device)
+    table = comm.exchanged(told, "comparison of samples")
+    refuse_unlike(plan, table[:, 0].tolist())
+
+
+def refuse_unlike(plan: Plan, digests: Sequence[int]) -> None:
+    """Raise an InputError if ranks computing the same samples were given different ones, by the
+    digest of each rank."""
+    why = _unlike(plan, digests)
+    if why:
+        raise InputError(
+            "ranks that compute the same samples were given different ones",
+            why=why,
+            fix="feed each with gpumix.Loader(dataset, engine.plan, rank), or cut batches as "
+            "engine.plan.rows_of(rank) says",
+        )
+
+
+def _unlike(plan: Plan, digests: Sequence[int]) -> str:
+    """Name the ranks that were given wrong samples, in words; empty if none."""
+    sums = []
+    for number in range(len(plan.stages)):
+        teams = plan.teams_of(number)
+        for team in teams:
+            if len({digests[rank] for rank in team}) > 1:
+                return f"ranks {', '.join(map(str, team))}, which are a team, have other ones each"
+        sums.append(sum(digests[team[0]] for team in teams) & DIGITS)
+    other = next((number for number, one in enumerate(sums) if one != sums[0]), None)
+    return "" if other is None else f"stage {other + 1} has other ones than stage 1"

@@ -1,0 +1,96 @@
+"""Position of this rank: calls of a thread, collectives begun, and the collective being awaited.
+Nothing here imports torch."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from traceback import extract_stack
+
+from gpumix.engine.comm.hang_attribution import Stand, Wait
+
+# Number of calls reported.
+CALLS = 4
+_LIBRARIES = tuple(dict.fromkeys(sysconfig.get_path(name) for name in ("stdlib", "purelib")))
+_doing: dict[int, tuple[str, Wait | None]] = {}  # activity of each thread, by identity
+_begun: dict[str, Wait] = {}  # the last collective of each group
+_computes = ""  # activity of the engine in the current step
+
+
+def begins(group: str, members: Sequence[int] = ()) -> Wait:
+    """Begin the next collective of a group on this rank; return the `Wait`.
+
+    Args:
+        group: a name that is equal on all ranks.
+        members: ranks of the group; empty: all ranks.
+    """
+    before = _begun.get(group)
+    one = Wait(group, before.number + 1 if before else 1, tuple(members))
+    _begun[group] = one
+    return one
+
+
+class doing:
+    """Context naming this thread's activity for reports: "in the reduction of ...".
+
+    Args:
+        wait: the collective that the thread waits for.
+    """
+
+    def __init__(self, what: str, wait: Wait | None = None) -> None:
+        self.what = what
+        self.wait = wait
+
+    def __enter__(self) -> None:
+        thread = threading.get_ident()
+        self._outer = _doing.get(thread, ("", None))
+        _doing[thread] = self.what, self.wait
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
+        _doing[threading.get_ident()] = self._outer
+
+
+def computes(phase: str = "", unit: str = "") -> None:
+    """Set the engine's activity, such as "backward", of a unit; without a phase: idle."""
+    global _computes
+    _computes = f"{phase} of unit '{unit}'" if unit else phase
+
+
+def wait_of(thread: int | None) -> Wait | None:
+    """Return the collective that a thread waits for, if any."""
+    return _doing.get(thread or 0, ("", None))[1]
+
+
+def stand_of_main(*, runs_ahead: bool) -> Stand:
+    """Return the progress of the main thread.
+
+    Args:
+        runs_ahead: True if the thread runs ahead of its device, which may wait for all begun.
+    """
+    begun = list(_begun.copy().values())
+    what, wait = _doing.get(threading.main_thread().ident or 0, ("", None))
+    waits = [wait] if wait else begun if runs_ahead else []
+    return Stand({one.group: one.number for one in begun}, tuple(waits), what)
+
+
+def where_main_stands() -> str:
+    """Describe the main thread's position: its innermost calls outside of Python and of installed
+    packages, the innermost call of all, and the activities by `doing` and `computes`."""
+    main = threading.main_thread().ident or 0
+    frame = sys._current_frames().get(main)
+    if frame is None:
+        return ""
+    calls = extract_stack(frame)
+    own = [call for call in calls[:-1] if not call.filename.startswith(_LIBRARIES)]
+    told = [*own[-CALLS + 1 :], calls[-1]]
+    place = ", ".join(
+        f"{Path(call.filename).name}:{call.lineno} in {call.name}" for call in reversed(told)
+    )
+    what, _ = _doing.get(main, ("", None))
+    told_too = ", ".join(filter(None, (what, _computes)))
+    return f"{place} ({told_too})" if told_too else place

@@ -1,0 +1,66 @@
+"""Fused cross-entropy: losses of rows of logits, and their gradient in place, as a Triton kernel.
+
+The plain version (`engine.chunked_loss`) reads and writes a chunk's logits about eight times and
+keeps an fp32 copy. This kernel reads them once in forward and, if gradients are wanted, once more,
+and writes them once. A program handles one row. Triton is imported on first use and may be absent.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpumix.schema.errors import MachineError
+
+LARGEST_BLOCK = 4096  # columns per iteration, in registers
+
+
+def fused_losses(
+    logits: Tensor, targets: Tensor, factors: Tensor | None, label_smoothing: float
+) -> Tensor:
+    """Compute the cross-entropy of each row, in fp32.
+
+    Args:
+        logits: (rows, classes), of any floating dtype, contiguous; with `factors` replaced by the
+            gradient of each row's loss times its factor.
+        targets: (rows,), a class for each row.
+        factors: (rows,), fp32; None: no gradient is wanted.
+
+    Raises:
+        MachineError: Triton is missing.
+    """
+    rows, classes = logits.shape
+    losses = logits.new_empty(rows, dtype=torch.float32)
+    if rows:
+        triton, kernel = _kernel()
+        block = min(LARGEST_BLOCK, triton.next_power_of_2(classes))
+        kernel[(rows,)](
+            logits,
+            logits.stride(0),
+            targets,
+            losses if factors is None else factors,
+            losses,
+            classes,
+            label_smoothing,
+            GRADIENT=factors is not None,
+            BLOCK=block,
+            num_warps=max(4, min(16, block // 256)),
+        )
+    return losses
+
+
+@functools.cache
+def _kernel() -> tuple[Any, Any]:
+    try:
+        import triton
+    except ImportError as error:
+        raise MachineError(
+            "Triton is not here, which the fused loss is written in",
+            fix="pip install triton, or `efficiency: {loss: torch}`",
+        ) from error
+    from gpumix.engine.cross_entropy.triton_cross_entropy import row_losses
+
+    return triton, row_losses

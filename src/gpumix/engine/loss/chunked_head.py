@@ -1,0 +1,241 @@
+"""Chunked loss of the head: the full logits of a large vocabulary never exist.
+
+The model's output layer returns lazy logits (`lazy_logits`), and the model's loss on them runs
+chunk by chunk (`chunked_loss`). A model that uses its logits in any other way gets full logits,
+from then on immediately.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpumix.engine.cross_entropy.lazy_logits import Family, LazyLogits
+from gpumix.engine.cross_entropy.linear_cross_entropy import ChunkedLoss, Payment, Sum
+from gpumix.engine.sharding.flat_group import FlatGroup, OwnGradient
+
+
+class Expected:
+    """Expected gradient of a model's loss, before the loss exists.
+
+    The caller that computes the loss knows its use: a mean is multiplied by its count. With the
+    expected gradient, the head's gradients are computed together with the loss.
+    """
+
+    def __init__(self, upstream: Tensor) -> None:
+        self.upstream = upstream
+        self.payments: list[Payment] = []
+
+    def settle(self, loss: Tensor) -> None:
+        """Check whether the head's losses get the expected gradient, given the model's loss."""
+        unchanged = set(_unchanged(loss)) if self.payments else set()
+        for payment in self.payments:
+            if payment in unchanged:
+                payment.confirm()
+            else:
+                payment.undo()
+        self.payments.clear()
+
+    def give_up(self) -> None:
+        """Leave the gradients to backward, because the loss's gradient will differ."""
+        for payment in self.payments:
+            payment.undo()
+        self.payments.clear()
+
+
+_expected: ContextVar[Expected | None] = ContextVar("gpumix_expected_gradient", default=None)
+
+
+@contextmanager
+def expected_gradient(upstream: Tensor) -> Iterator[Expected]:
+    """Announce that the gradient of the loss computed in the body is `upstream` times the step's
+    scale. Call `settle` with the loss."""
+    expected = Expected(upstream)
+    token = _expected.set(expected)
+    try:
+        yield expected
+    finally:
+        _expected.reset(token)
+
+
+class HeadInChunks:
+    """Chunked execution of a model's head, inside `step`.
+
+    `whole_because` says which use of the logits needs them in full; empty if none so far.
+
+    Args:
+        units: the model's blocks, which are not searched for the output layer.
+        whole_because: a reason to always compute full logits, if any.
+        fused: whether losses are computed by the fused kernel.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Iterable[nn.Module] = (),
+        *,
+        whole_because: str = "",
+        fused: bool = False,
+    ) -> None:
+        self.fused = fused
+        self.whole_because = whole_because
+        self.chunked_losses = 0
+        self._scale: Tensor | None = None
+        self._families: list[Family] | None = None
+        self._wanted_whole = False
+        self._gradients: dict[int, OwnGradient] = {}  # by the parameter's id
+        layer = None if whole_because else output_layer(model, units)
+        # The layer references its forward, and so this object: weak, to avoid a cycle.
+        self._layer = None if layer is None else weakref.ref(layer)
+        if layer is None:
+            self.whole_because = whole_because or "the model has no linear output layer"
+        else:
+            layer.forward = self._forward  # type: ignore[assignment, method-assign]
+
+    def add_to_gradients_of(self, groups: Iterable[FlatGroup]) -> None:
+        """Add in place to the gradients of the layer's parameters in these groups."""
+        if self.layer is not None:
+            found = [own for group in groups for own in group.gradients_of(self.layer)]
+            self._gradients |= {id(own.view): own for own in found}
+
+    @property
+    def supported(self) -> bool:
+        """True if all losses so far ran in chunks, without full logits."""
+        return self.chunked_losses > 0 and not self.whole_because
+
+    @property
+    def layer(self) -> nn.Linear | None:
+        """The layer that computes the logits."""
+        return None if self._layer is None else self._layer()
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The current parameters of the output layer."""
+        return [] if self.layer is None else list(self.layer.parameters(recurse=False))
+
+    @contextmanager
+    def step(self, scale: Tensor | None) -> Iterator[None]:
+        """Run the head in chunks in the body. Logits not computed in it cannot be computed later.
+
+        Args:
+            scale: factor of summed losses before backward. Gradients of weight and bias are added
+                to `grad`, or written to it first for parameters from `add_to_gradients_of`. None:
+                gradients, if any, are left to autograd.
+        """
+        self._scale, self._families = scale, []
+        try:
+            yield
+        finally:
+            for family in self._families:
+                family.open = False
+            self._scale, self._families = None, None
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Compute full logits in the body; the previous mode returns afterwards."""
+        self._wanted_whole = True
+        try:
+            yield
+        finally:
+            self._wanted_whole = False
+
+    def _forward(self, hidden: Tensor) -> Tensor:
+        layer = self.layer
+        assert layer is not None, "only then it is called"
+        weight, bias = layer.weight, layer.bias
+        plain = (
+            not isinstance(hidden, LazyLogits) and hidden.dtype == weight.dtype and hidden.ndim > 1
+        )
+        autocast = torch.is_autocast_enabled(hidden.device.type)
+        followed = plain and not autocast and not hidden.is_inference()
+        if self._families is None or self.whole_because or self._wanted_whole or not followed:
+            return nn.functional.linear(hidden, weight, bias)
+        family = Family(hidden, weight, bias, self._loss, self._fell_back)
+        self._families.append(family)
+        return LazyLogits(hidden, family, make=lambda: nn.functional.linear(hidden, weight, bias))
+
+    def _fell_back(self, wanted: str) -> None:
+        self.whole_because = self.whole_because or f"the model asks its logits for '{wanted}'"
+
+    def _loss(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, problem: Any) -> Tensor:
+        self.chunked_losses += 1
+        expected = _expected.get()
+        trained = [p for p in (weight, bias) if p is not None and p.requires_grad]
+        in_place = self._scale is not None and all(map(self._adds_to_grad, trained))
+        upstream = None
+        if in_place and self._scale is not None and expected and torch.is_grad_enabled():
+            upstream = expected.upstream * self._scale
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        problem = partial(problem, fused=self.fused)
+        loss: Tensor = ChunkedLoss.apply(  # type: ignore[no-untyped-call]
+            rows, weight, bias, problem, upstream, self._sum_of if in_place else None
+        )
+        payment = getattr(loss.grad_fn, "payment", None)
+        if expected is not None and payment is not None:
+            expected.payments.append(payment)
+        return loss
+
+    def _adds_to_grad(self, parameter: Tensor) -> bool:
+        """Return whether autograd would do nothing with a gradient except adding it to `grad`."""
+        own = self._gradients.get(id(parameter))
+        if parameter._backward_hooks or not parameter.is_leaf:
+            return False
+        if own is not None:
+            return not own.has_other_hooks
+        return parameter.grad is not None and not parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+
+    def _sum_of(self, parameter: Tensor) -> Sum:
+        """Return the sum of a parameter's gradient, if `_adds_to_grad`."""
+        if parameter.grad is not None:
+            return Sum(parameter.grad)
+        parameter.grad = self._gradients[id(parameter)].place
+        return Sum(parameter.grad, empty=True)
+
+
+def output_layer(model: nn.Module, units: Iterable[nn.Module] = ()) -> nn.Linear | None:
+    """Return the layer that computes the logits, as named by `transformers` models. In other
+    models: the linear layer outside of units with most outputs, if more than inputs."""
+    named = getattr(model, "get_output_embeddings", None)
+    if named is not None:
+        layer = named()
+        return layer if type(layer) is nn.Linear else None
+    inside = {id(module) for unit in units for module in unit.modules()}
+    linear = [m for m in model.modules() if type(m) is nn.Linear and id(m) not in inside]
+    widening = [layer for layer in linear if layer.out_features > layer.in_features]
+    return max(widening, key=lambda layer: layer.out_features, default=None)
+
+
+def _unchanged(loss: Tensor) -> list[Payment]:
+    """Return the head's losses whose gradient is exactly the gradient of `loss`."""
+    if loss.grad_fn is None or loss.numel() != 1:
+        return []
+    passes, others, found = [loss.grad_fn], [], []
+    while passes:
+        node = passes.pop()
+        if (payment := getattr(node, "payment", None)) is not None:
+            found.append(payment)
+        elif _passes_on(node):
+            passes += [n for n, _ in node.next_functions if n is not None]
+        else:
+            others.append(node)
+    seen = set()
+    while others:
+        node = others.pop()
+        if node not in seen:
+            seen.add(node)
+            others += [n for n, _ in node.next_functions if n is not None]
+    changed = [getattr(node, "payment", None) for node in seen]
+    return [p for p in found if found.count(p) == 1 and p not in changed]
+
+
+def _passes_on(node: Any) -> bool:
+    """Return whether a graph node passes its gradient unchanged to all inputs."""
+    name = type(node).__name__
+    return name == "ToCopyBackward0" or (name == "AddBackward0" and node._saved_alpha == 1)

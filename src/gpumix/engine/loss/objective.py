@@ -1,0 +1,177 @@
+"""Objectives: the loss of a model on a micro-batch, as a sum and a count.
+
+Sums add up over micro-batches and ranks, means do not. A step's loss is the sum of all losses over
+the *global* count, for any plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpumix.engine.loss.chunked_head import expected_gradient
+from gpumix.engine.loss.reduction import (
+    SAMPLES,
+    TOLD,
+    Compute,
+    Probe,
+    ReducedLoss,
+    Reduces,
+    Rule,
+    integer_labels,
+    probe_of_sum,
+)
+from gpumix.engine.model.document_mask import mask_of_documents
+from gpumix.engine.model.forward_coroutine import ModelError
+
+
+def objective_of(model: nn.Module, rule: Rule | None = None) -> Reduces:
+    """Return the objective of a model. `transformers` models return a reduced loss, other models a
+    reduced loss or (summed loss, count).
+
+    Args:
+        rule: the rule by which losses of micro-batches add up, if known.
+    """
+    if hasattr(model, "loss_function"):
+        return ReducedLoss(loss_by_model, integer_labels, rule=rule, may_trim=True)
+    return ReturnedLoss(rule)
+
+
+def loss_by_model(
+    model: nn.Module, batch: Any, labels: Mapping[str, Tensor], count: Tensor | None
+) -> Tensor:
+    """Compute the loss of a `transformers` model from the labels in a batch.
+
+    Args:
+        labels: replace the batch's own.
+    """
+    if not isinstance(batch, Mapping) or "labels" not in batch:
+        raise ModelError(
+            "a transformers model needs batches with 'labels'",
+            where=f"batch with {_describe(batch)}",
+            fix="put 'labels' into the batch, or give your own `loss` to gpumix.prepare",
+        )
+    loss: Tensor = model(**{**batch, **mask_of_documents(model, batch), **labels}).loss
+    return loss
+
+
+class ReturnedLoss(ReducedLoss):
+    """Loss returned by a model's forward: (summed loss, count), or a reduced loss, alone, in a
+    tuple with tensors such as logits, in a mapping, or as an attribute `loss`."""
+
+    def __init__(self, rule: Rule | None = None) -> None:
+        super().__init__(_reduced, integer_labels, rule=rule)
+        self._is_summed: bool | None = None  # as seen in the last forward
+
+    def __call__(
+        self, model: nn.Module, batch: Any, compute: Compute | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if self.rule not in (None, TOLD):
+            return super().__call__(model, batch, compute)
+        # Without a rule the batch is not cut, so samples can replace any denominator of a mean.
+        samples = self.count(batch, SAMPLES)
+        upstream = samples if self._is_summed is False else torch.ones_like(samples)
+        with expected_gradient(upstream) as expected:
+            result = _forward(model, batch)
+            loss, is_summed = _loss_in(model, result), _is_summed(result)
+            if is_summed or self._is_summed is False:
+                expected.settle(loss)
+            else:  # unknown in the first forward
+                expected.give_up()
+        if self._is_summed not in (None, is_summed):
+            raise _unlike_before(model)
+        self._is_summed = is_summed
+        if is_summed:
+            return loss, torch.as_tensor(result[1])
+        return loss.float() * samples, samples
+
+    def rules(self, batch: Any) -> tuple[Rule, ...]:
+        return (TOLD, *super().rules(batch))
+
+    def probe(self, model: nn.Module, batch: Any) -> Probe:
+        result = _forward(model, batch)
+        loss = _loss_in(model, result)
+        rules = super().rules(batch)
+        nothing = torch.full((), torch.nan)
+        if _is_summed(result):
+            found = probe_of_sum(*result)
+            return replace(found, counts=(*found.counts, *[nothing] * len(rules)))
+        found = self.probe_of(loss, [self.count(batch, rule) for rule in rules[:-1]])
+        return replace(found, counts=(nothing, *found.counts))
+
+
+def _reduced(
+    model: nn.Module, batch: Any, labels: Mapping[str, Tensor], count: Tensor | None
+) -> Tensor:
+    """Return the reduced loss of a forward."""
+    if labels:
+        batch = {**batch, **labels}
+    result = _forward(model, batch)
+    loss = _loss_in(model, result)
+    if _is_summed(result):
+        raise _unlike_before(model)
+    return loss
+
+
+def _unlike_before(model: nn.Module) -> ModelError:
+    return ModelError(
+        f"{type(model).__name__} returned (summed loss, count) for one batch, and a reduced loss "
+        "for another one",
+        fix="return the same kind of loss from forward for every batch",
+    )
+
+
+def _forward(model: nn.Module, batch: Any) -> Any:
+    return model(**batch) if isinstance(batch, Mapping) else model(*_as_tuple(batch))
+
+
+def _is_summed(result: Any) -> bool:
+    """Return whether a result is (summed loss, count)."""
+    if not isinstance(result, tuple) or len(result) != 2 or not torch.is_tensor(result[0]):
+        return False
+    count = result[1]
+    is_number = isinstance(count, int | float) or (torch.is_tensor(count) and count.dim() == 0)
+    return result[0].dim() == 0 and is_number
+
+
+def _loss_in(model: nn.Module, result: Any) -> Tensor:
+    """Return the loss in a forward's result.
+
+    Raises:
+        ModelError: there is no loss, or it is ambiguous.
+    """
+    if _is_summed(result):
+        return result[0]  # type: ignore[no-any-return]
+    found = result
+    if isinstance(result, Mapping):
+        found = result.get("loss")
+    elif isinstance(result, tuple | list):
+        scalars = [one for one in result if torch.is_tensor(one) and one.dim() == 0]
+        found = scalars[0] if len(scalars) == 1 else None
+    elif not torch.is_tensor(result):
+        found = getattr(result, "loss", None)
+    if torch.is_tensor(found) and found.numel() == 1 and found.is_floating_point():
+        return found.reshape(())
+    raise ModelError(
+        f"{type(model).__name__} returned {_told(result)}, in which there is no loss",
+        fix="return a loss from forward, alone or as (logits, loss); or (summed loss, count); in "
+        "Python `gpumix.prepare(loss=function(model, batch))` may return these two instead",
+    )
+
+
+def _told(result: Any) -> str:
+    if isinstance(result, tuple | list):
+        return f"a {type(result).__name__} of {len(result)}"
+    return f"a {type(result).__name__}"
+
+
+def _as_tuple(batch: Any) -> tuple[Any, ...]:
+    return batch if isinstance(batch, tuple) else (batch,)
+
+
+def _describe(batch: Any) -> str:
+    return ", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__

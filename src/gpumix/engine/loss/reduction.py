@@ -1,0 +1,357 @@
+"""Losses reduced by a model or a program, as a sum and a count.
+
+The sum over a batch is the sum of the means over its parts, each times its denominator. A `Rule`
+says which number is the denominator (labels, samples, class weights); a rehearsal finds the rule
+that holds (`engine.additivity`), before the first step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from gpumix.engine.batch.batch_split import IGNORED_LABEL, LABELS, samples_in
+from gpumix.engine.loss.chunked_head import expected_gradient
+from gpumix.engine.loss.loss_graph import denominators_of, ignored_by, selects_by_values
+from gpumix.engine.model.forward_coroutine import ModelError
+
+Objective = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
+"""Returns (summed loss, count) of a micro-batch."""
+Compute = Callable[[nn.Module, Any, Mapping[str, Tensor], Tensor | None], Tensor]
+"""Returns the loss of a micro-batch, given (model, batch, labels replacing the batch's own, the
+denominator as far as known)."""
+SHIFTED_LABELS = "shift_labels"
+MOST_LABELS = 4  # names of labels in a batch for which rules are tried
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Denominator of a reduced loss.
+
+    Attributes:
+        name: name in messages and records, such as "a mean over samples".
+        labels: name of labels in the batch: for a mean over labels other than -100; for "graph",
+            labels without which a micro-batch counts nothing.
+        shifted: True if the first label of each row is left out.
+        kind: "labels", "samples", "sum", "told" by the loss function, or "graph": read from the
+            loss's autograd graph.
+    """
+
+    name: str
+    kind: str
+    labels: str = ""
+    shifted: bool = False
+
+    def count(self, labels: Mapping[str, Tensor], samples: Tensor, whole: int) -> Tensor:
+        """Return the denominator of a micro-batch's loss.
+
+        Args:
+            labels: labels of the micro-batch, by name.
+            samples: number of samples of the micro-batch, a tensor without dimensions.
+            whole: number of samples of the global batch.
+        """
+        if self.kind == "labels":
+            return counted_by_row(labels[self.labels], shifted=self.shifted).sum()
+        return samples / whole if self.kind == "sum" else samples
+
+
+@dataclass(frozen=True)
+class Rival:
+    """Alternative rule with the same result for all samples tried.
+
+    Attributes:
+        times: ratio of its denominator to that of the valid rule. While the ratio is the same for
+            each sample, both rules give the same result.
+    """
+
+    rule: Rule
+    times: float
+
+
+SAMPLES = Rule("a mean over samples", "samples")
+SUM = Rule("a sum over samples", "sum")
+TOLD = Rule("a sum and a count, as the loss function returns them", "told")
+GRAPH = Rule("a mean over what the loss itself divides by", "graph")
+
+
+def rules_for(labels: Mapping[str, Tensor]) -> tuple[Rule, ...]:
+    """Return the candidate rules for a batch with the given labels, likeliest first."""
+    found = []
+    for name, own in labels.items():
+        if own.dim() > 1 and own.shape[-1] > 1 and name != SHIFTED_LABELS:
+            found.append(Rule(f"a mean over shifted '{name}'", "labels", name, shifted=True))
+        found.append(Rule(f"a mean over '{name}'", "labels", name))
+    return (*found, SAMPLES, SUM)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Loss of a micro-batch, with the candidate denominators.
+
+    Attributes:
+        loss: with its graph.
+        counts: the denominator by each rule.
+        denominators: denominators in the loss's own graph; empty if the graph is not understood.
+        values: `denominators` without numbers of elements, except numbers determined by values.
+        ignored: the label left out, if any.
+    """
+
+    loss: Tensor
+    counts: tuple[Tensor, ...]
+    denominators: tuple[Tensor, ...]
+    ignored: int | None = None
+    values: tuple[Tensor, ...] = ()
+
+
+class Reduces(Protocol):
+    """Objective whose rule is found by a rehearsal.
+
+    Attributes:
+        rule: the valid rule; None while unknown.
+        rivals: rivals of the rule, as far as samples were tried.
+        trims: True if padding columns may be cut off a micro-batch.
+        may_trim: True if trimming is possible at all.
+        whole: number of samples of the step's global batch.
+        is_watched: True if losses of later steps are checked.
+    """
+
+    is_watched: bool
+    rule: Rule | None
+    rivals: tuple[Rival, ...]
+    trims: bool
+    may_trim: bool
+    whole: int
+
+    def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return (summed loss, count) of a micro-batch."""
+
+    def labels_of(self, batch: Any) -> Mapping[str, Tensor]:
+        """Return the integer labels of a batch, by name."""
+
+    def rules(self, batch: Any) -> tuple[Rule, ...]:
+        """Return the candidate rules."""
+
+    def counts_by_row(self, batch: Any) -> Tensor | None:
+        """Count each sample's labels by the candidate rules, [rules, samples] on the host; None
+        without labels."""
+
+    def probe(self, model: nn.Module, batch: Any) -> Probe:
+        """Return a micro-batch's loss with the candidate denominators."""
+
+
+class SummedLoss:
+    """Loss in the form of a sum.
+
+    Args:
+        function: returns (summed loss, count) of a micro-batch.
+        rule: `TOLD` to skip the rehearsal.
+    """
+
+    is_watched = True
+    may_trim = trims = False
+    rivals: tuple[Rival, ...] = ()
+    whole = 1
+
+    def __init__(self, function: Objective, rule: Rule | None = None) -> None:
+        self._function = function
+        self.rule = rule
+
+    def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        return self._function(model, batch)
+
+    def labels_of(self, batch: Any) -> Mapping[str, Tensor]:
+        return integer_labels(batch)
+
+    def rules(self, batch: Any) -> tuple[Rule, ...]:
+        return (TOLD,)
+
+    def counts_by_row(self, batch: Any) -> Tensor | None:
+        return counts_by_row((), self.labels_of(batch))
+
+    def probe(self, model: nn.Module, batch: Any) -> Probe:
+        return probe_of_sum(*self._function(model, batch))
+
+
+def probe_of_sum(loss: Tensor, count: Any) -> Probe:
+    """Return the probe of (summed loss, count), as a mean."""
+    count = torch.as_tensor(count)
+    return Probe(loss / count.clamp(min=1).to(loss.device), (count,), ())
+
+
+def reducing(objective: Objective | Reduces) -> Reduces:
+    """Return an objective with rules as is; wrap a user's function as a sum and a count."""
+    return objective if hasattr(objective, "rule") else SummedLoss(objective)  # type: ignore[return-value]
+
+
+class ReducedLoss:
+    """Loss reduced to a mean or a sum.
+
+    Args:
+        compute: returns the loss of a micro-batch.
+        labels_of: returns the integer labels of a batch, by name.
+        rule: the valid rule, if known.
+        may_trim: True if padding columns could be cut off.
+        steps: number of steps of another program in one batch; a sum is divided by it.
+    """
+
+    is_watched = True
+
+    def __init__(
+        self,
+        compute: Compute,
+        labels_of: Callable[[Any], Mapping[str, Tensor]],
+        *,
+        rule: Rule | None = None,
+        may_trim: bool = False,
+        steps: int = 1,
+    ) -> None:
+        self._compute = compute
+        self.labels_of = labels_of
+        self.rule = rule
+        self.rivals: tuple[Rival, ...] = ()
+        self.may_trim = may_trim
+        self.trims = False
+        self.whole = 1
+        self._steps = steps
+
+    def __call__(
+        self, model: nn.Module, batch: Any, compute: Compute | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return (summed loss, count) of a micro-batch.
+
+        Args:
+            compute: replaces the common function for this micro-batch.
+        """
+        compute = compute or self._compute
+        labels = self.labels_of(batch)
+        rule = self.rule or rules_for(labels)[0]
+        if self.reads_graph:
+            with torch.enable_grad():  # in evaluations too
+                loss = compute(model, batch, {}, None)
+            divided_by = self.divided_by(loss, batch)
+            summed = loss.float() * divided_by  # without counted labels, 0 / 0 times 0
+            return torch.where(divided_by > 0, summed, torch.zeros_like(summed)), divided_by
+        count = self.count(batch)
+        # Without labels a mean is 0 / 0; with a filled-in label it is finite, and counts 0.
+        filled = {
+            name: torch.where(count > 0, own, torch.zeros_like(own))
+            for name, own in (labels.items() if rule.kind == "labels" else ())
+        }
+        factor = torch.ones_like(count) if rule.kind == "sum" else count
+        with expected_gradient(factor) as expected:
+            loss = compute(model, batch, filled, count)
+            expected.settle(loss)
+        # In fp32: a sum over many labels exceeds fp16's range.
+        return loss.float() * factor, count
+
+    @property
+    def reads_graph(self) -> bool:
+        """True if the denominator is read from each loss's own graph."""
+        return self.rule is not None and self.rule.kind == "graph"
+
+    def divided_by(self, loss: Tensor, batch: Any) -> Tensor:
+        """Return the denominator in the graph of a micro-batch's loss.
+
+        Raises:
+            ModelError: the graph shows no denominator.
+        """
+        found = denominators_of(loss)
+        if not found:
+            raise ModelError(
+                "the loss is computed in another way than when training began",
+                why="what it is a mean over was read from its graph, which is another one now",
+                fix="return (summed loss, count) from a loss function of your own",
+            )
+        if self.rule is None or not self.rule.labels:
+            return found[0]
+        # Without counted labels, a loss may divide by 1 instead of 0.
+        labels = self.labels_of(batch)[self.rule.labels]
+        own = counted_by_row(labels, shifted=self.rule.shifted).sum() > 0
+        return torch.where(own.to(found[0].device), found[0], 0.0)
+
+    def count(self, batch: Any, rule: Rule | None = None) -> Tensor:
+        """Return the denominator of a micro-batch's loss, by the given or the valid rule."""
+        labels = self.labels_of(batch)
+        rule = rule or self.rule or rules_for(labels)[0]
+        tensors = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+        device = next((tensor.device for tensor in tensors), None)
+        samples = torch.full((), samples_in(batch), device=device)
+        count = rule.count(labels, samples, self.whole)
+        return count * self._steps if rule.kind == "sum" else count
+
+    def rules(self, batch: Any) -> tuple[Rule, ...]:
+        return (*rules_for(self.labels_of(batch)), GRAPH)
+
+    def counts_by_row(self, batch: Any) -> Tensor | None:
+        rules = (self.rule, *(rival.rule for rival in self.rivals)) if self.rivals else ()
+        return counts_by_row([rule for rule in rules if rule is not None], self.labels_of(batch))
+
+    def tells_rivals_apart(self, batch: Any) -> bool:
+        """Return True if a rival of the rule weights some sample of a batch differently."""
+        counted = self.counts_by_row(batch)
+        if counted is None or not self.rivals:
+            return False
+        own, *others = counted.double()
+        return any(
+            not torch.allclose(other, rival.times * own, rtol=1e-6, atol=0.0)
+            for rival, other in zip(self.rivals, others)
+        )
+
+    def probe(self, model: nn.Module, batch: Any) -> Probe:
+        rules = self.rules(batch)
+        counts = [self.count(batch, rule) for rule in rules if rule is not GRAPH]
+        return self.probe_of(self._compute(model, batch, {}, counts[0]), counts)
+
+    def probe_of(self, loss: Tensor, counts: Sequence[Tensor]) -> Probe:
+        """Return the probe of a loss.
+
+        Args:
+            counts: the denominators by all rules except the graph's.
+        """
+        denominators = denominators_of(loss)
+        of_graph = denominators[0] if denominators else torch.full((), torch.nan)
+        values = denominators_of(loss, shapes=selects_by_values(loss))
+        return Probe(loss, (*counts, of_graph), denominators, ignored_by(loss), values)
+
+
+def counts_by_row(rules: Sequence[Rule], labels: Mapping[str, Tensor]) -> Tensor | None:
+    """Count each sample's labels by rules, [rules, samples] on the host; None without labels. A
+    rule over samples counts 1. Without rules, counts for all means over labels."""
+    first = next(iter(labels.values()), None)
+    if first is None:
+        return None
+    counted = []
+    for rule in rules or [rule for rule in rules_for(labels) if rule.labels]:
+        own = labels.get(rule.labels)
+        if own is None:
+            counted.append(torch.ones(len(first), dtype=torch.int64))
+        else:
+            counted.append(counted_by_row(own, shifted=rule.shifted).cpu())
+    return torch.stack(counted)
+
+
+def counted_by_row(labels: Tensor, *, shifted: bool = False) -> Tensor:
+    """Count each sample's labels other than -100; `shifted`: without each first label."""
+    counted = (labels[..., 1:] if shifted else labels) != IGNORED_LABEL
+    return counted.unsqueeze(1).flatten(1).sum(1)
+
+
+def integer_labels(batch: Any, names: tuple[str, ...] = (LABELS,)) -> dict[str, Tensor]:
+    """Return the integer class labels of a batch, by name; only the shifted labels, if present."""
+    if not isinstance(batch, Mapping):
+        return {}
+    if isinstance(batch.get(SHIFTED_LABELS), Tensor):
+        return {SHIFTED_LABELS: batch[SHIFTED_LABELS]}
+    return {
+        name: own
+        for name in names[:MOST_LABELS]
+        if isinstance(own := batch.get(name), Tensor)
+        and own.dim() > 0
+        and not own.is_floating_point()
+        and not own.is_complex()
+    }

@@ -1,0 +1,79 @@
+"""Equal initial weights on all ranks: rank 0's values, as under DDP.
+
+Programs make their models before the engine runs, on each rank separately, from files or from
+random numbers with equal or different seeds. Ranks compare digests, and only differing tensors are
+sent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from gpumix.engine.comm.communicator import Communicator
+from gpumix.schema.errors import InputError
+
+
+def refuse_other_models(model: nn.Module, comm: Communicator) -> None:
+    """Refuse models that differ between ranks. Collective.
+
+    Raises:
+        InputError: names, shapes or dtypes of parameters or buffers differ.
+    """
+    named = [(name, tensor.shape, tensor.dtype) for name, tensor in _tensors(model)]
+    digest = hashlib.sha256(repr(named).encode()).hexdigest()
+    looks = _all_numbers([int(digest[:12], 16)], comm)
+    other = next((rank for rank, row in enumerate(looks) if row != looks[0]), None)
+    if other is not None:
+        raise InputError(
+            f"rank {other} has made another model than rank 0",
+            why="names, shapes or dtypes of their parameters and buffers differ",
+            fix="make the same model on all ranks, whatever their number",
+        )
+
+
+def make_alike(model: nn.Module, comm: Communicator) -> list[str]:
+    """Broadcast rank 0's values of differing parameters and buffers, and return the names. Names
+    and shapes must be equal on all ranks. Collective."""
+    if comm.world == 1:
+        return []
+    named = list(_tensors(model))
+    if not named:  # made without weights
+        return []
+    table = _all_numbers([_digest(tensor) for _, tensor in named], comm)
+    differing = [len(set(column)) > 1 for column in zip(*table)]
+    found = [(name, tensor) for differs, (name, tensor) in zip(differing, named) if differs]
+    for name, tensor in found:
+        _take(tensor, name, comm)
+    return [name for name, _ in found]
+
+
+def _all_numbers(own: Sequence[int], comm: Communicator) -> list[list[int]]:
+    told = torch.tensor(own, dtype=torch.int64, device=comm.device)
+    return comm.exchanged(told, "comparison of models").tolist()  # type: ignore[no-any-return]
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters and buffers that have values; meta tensors are initialized equally later."""
+    yield from ((name, p.detach()) for name, p in model.named_parameters() if not p.is_meta)
+    yield from ((name, b) for name, b in model.named_buffers() if not b.is_meta)
+
+
+def _digest(tensor: Tensor) -> int:
+    """Return a number that, in all likelihood, differs between unlike values."""
+    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    words = nn.functional.pad(flat, (0, -flat.numel() % 8)).view(torch.int64)
+    places = torch.arange(words.numel(), device=words.device) * 2 + 1
+    # Shifted bits make the sign bit, lost in a sum of two, count.
+    mixed = (words ^ (words >> 32)) * places
+    return int((mixed ^ (mixed >> 29)).sum())
+
+
+@torch.no_grad()
+def _take(tensor: Tensor, name: str, comm: Communicator) -> None:
+    there = tensor.to(comm.device, copy=True).contiguous()
+    comm.broadcast(there, 0, f"broadcast of '{name}'")
+    tensor.copy_(there)

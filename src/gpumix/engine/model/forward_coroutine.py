@@ -1,0 +1,209 @@
+"""A model's forward as a coroutine that stops at every unit.
+
+The model's own code runs unchanged in a greenlet. Where it calls a unit, the greenlet yields the
+call to its resumer and sleeps until it gets the unit's outputs. The scheduler can thereby run unit
+k of every micro-batch before unit k + 1 of any.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from greenlet import greenlet
+from torch import nn
+
+from gpumix.hardware import runtime
+from gpumix.schema.errors import GpumixError
+
+
+class ModelError(GpumixError):
+    """The model does something that the engine cannot run; the message names the unit."""
+
+    exit_code = 2
+
+
+# Device types with an autocast switch and dtype.
+KINDS = ("cpu", *runtime.GPU_BACKENDS)
+# Switches of the kernels of scaled_dot_product_attention, in the order of `ThreadState.attention`.
+ATTENTION = (
+    torch.backends.cuda.enable_flash_sdp,
+    torch.backends.cuda.enable_mem_efficient_sdp,
+    torch.backends.cuda.enable_math_sdp,
+    torch.backends.cuda.enable_cudnn_sdp,
+)
+
+
+class ThreadState(NamedTuple):
+    """Thread or process state changed by a model's context managers, which must follow the
+    coroutine: gradient mode, autocast, the default dtype, attention kernels.
+
+    It is captured and compared several times at each unit call, and almost never differs.
+    """
+
+    gradients: bool
+    autocast: list[tuple[bool, torch.dtype]]  # for each of `KINDS`
+    default_dtype: torch.dtype
+    attention: tuple[bool, bool, bool, bool]
+    function_modes: int
+
+    @classmethod
+    def capture(cls) -> ThreadState:
+        """Capture the state of this thread."""
+        return cls(
+            torch.is_grad_enabled(),
+            [(torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in KINDS],
+            torch.get_default_dtype(),
+            # The queries behind `torch.backends.cuda.flash_sdp_enabled` and so on, each of which
+            # takes as long as all four of these.
+            (
+                torch._C._get_flash_sdp_enabled(),
+                torch._C._get_mem_efficient_sdp_enabled(),
+                torch._C._get_math_sdp_enabled(),
+                torch._C._get_cudnn_sdp_enabled(),
+            ),
+            torch._C._len_torch_function_stack(),
+        )
+
+    def applied(self) -> _Applied:
+        """Apply this state in a context, and restore the previous state on exit."""
+        return _Applied(self)
+
+    def replace(self, current: ThreadState) -> None:
+        """Make this state the current thread's, which has state `current`."""
+        if self == current:
+            return
+        torch.set_grad_enabled(self.gradients)
+        for kind, wanted, found in zip(KINDS, self.autocast, current.autocast):
+            if wanted != found:
+                torch.set_autocast_enabled(kind, wanted[0])
+                torch.set_autocast_dtype(kind, wanted[1])
+        if current.default_dtype != self.default_dtype:
+            torch.set_default_dtype(self.default_dtype)
+        for enable, enabled, is_enabled in zip(ATTENTION, self.attention, current.attention):
+            if is_enabled != enabled:
+                enable(enabled)
+
+
+class _Applied:
+    """See `ThreadState.applied`."""
+
+    def __init__(self, state: ThreadState) -> None:
+        self._state = state
+
+    def __enter__(self) -> None:
+        self._outside, self._caching = ThreadState.capture(), torch.is_autocast_cache_enabled()
+        self._state.replace(self._outside)
+        # Autocast caches its copies of weights until the model's own context ends. Copies made by a
+        # unit without gradients, or of weights changed since, must not be found.
+        torch.set_autocast_cache_enabled(False)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_autocast_cache_enabled(self._caching)
+        self._outside.replace(ThreadState.capture())
+
+
+class UnitCall(NamedTuple):
+    """A call of a unit: its name and arguments, and the caller's thread state and context."""
+
+    unit: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    state: ThreadState
+    context: contextvars.Context
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The return of the model's forward."""
+
+    value: Any
+
+
+class Coroutine:
+    """A run of `function`, which calls a model whose units are `intercepted`."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._greenlet = greenlet(lambda _: Finished(function()))
+        self._greenlet.gr_context = contextvars.copy_context()
+
+    def resume(self, value: Any = None) -> UnitCall | Finished:
+        """Resume until the next unit call or the end, with `value` as result of the last unit call.
+        Exceptions of the model propagate."""
+        outside = ThreadState.capture()
+        try:
+            reached = self._greenlet.switch((value, outside))
+        except BaseException:
+            outside.replace(ThreadState.capture())
+            raise
+        if not isinstance(reached, UnitCall):
+            outside.replace(ThreadState.capture())
+            return reached
+        outside.replace(reached.state)
+        if reached.state.function_modes != outside.function_modes:
+            raise ModelError(
+                f"unit '{reached.unit}' is called inside of a torch function mode",
+                why="a mode (`with torch.device(...)`, say) cannot follow one of several "
+                "micro-batches that run in turn",
+                fix="enter it outside of the model and of the loss function, around engine.step",
+            )
+        return reached
+
+    def close(self) -> None:
+        """Drop the coroutine; its `finally` blocks run."""
+        if not self._greenlet.dead:
+            self._greenlet.throw()
+
+
+Answer = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class Calls:
+    """Handlers of unit calls outside of a coroutine: `answered` while active, or `outside`."""
+
+    def __init__(self) -> None:
+        self._answer: Answer | None = None
+        self.outside: Answer | None = None
+
+    @contextlib.contextmanager
+    def answered(self, answer: Answer) -> Iterator[None]:
+        """Use `answer` in the body to compute results of unit calls from name and arguments."""
+        self._answer = answer
+        try:
+            yield
+        finally:
+            self._answer = None
+
+    def answer(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        answer = self._answer or self.outside
+        if answer is None:
+            raise ModelError(
+                f"unit '{name}' was called outside of the engine",
+                why="its parameters are sharded over ranks and only there during a step",
+                fix="train with engine.step(batch), evaluate with engine.evaluate(batch)",
+            )
+        return answer(name, args, kwargs)
+
+
+def intercept(name: str, module: nn.Module, calls: Calls) -> None:
+    """Make calls of `module` stop the surrounding coroutine; calls outside of a coroutine go to
+    `calls`."""
+
+    def boundary(*args: Any, **kwargs: Any) -> Any:
+        current = greenlet.getcurrent()
+        if current.parent is None:
+            return calls.answer(name, args, kwargs)
+        inside = ThreadState.capture()
+        call = UnitCall(name, args, kwargs, inside, contextvars.copy_context())
+        outputs, outside = current.parent.switch(call)
+        inside.replace(outside)
+        return outputs
+
+    with contextlib.suppress(ValueError, TypeError):  # inspected for a batch's names
+        boundary.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]
+    module.forward = boundary

@@ -1,0 +1,414 @@
+"""A sharded model outside of its engine's steps: calls, reads, saves and unsharding.
+
+Between two steps, a rank with all of the masters has an ordinary model with these parameters. If
+state is sharded, calls gather block after block, and weights are read inside of `whole`, which all
+ranks enter.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpumix.engine.model.forward_coroutine import ModelError
+from gpumix.engine.schedule.pipeline_parallel import Place
+from gpumix.engine.sharded_model import ShardedModel
+from gpumix.engine.sharding.bucket import Bucket
+from gpumix.engine.tensor_parallel.parallelize import Changes
+from gpumix.engine.unit.sharded_units import Parts
+from gpumix.schema.errors import InputError
+from gpumix.schema.plan.plan import Plan
+
+Forward = Callable[..., Any]
+SYNCHRONISED = "synced_gpus"  # of transformers
+UNSHARDING = ("merge_and_unload", "unload")  # of PEFT: they take the model's layers apart
+_of_models: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OutsideSteps]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+class ByBlocks(ShardedModel):
+    """An engine whose model may be called between two steps, with one block gathered at a time."""
+
+    plan: Plan
+    places: Sequence[Place]
+    changes: Changes
+    _parts: Parts
+
+    @abstractmethod
+    def look_back(self) -> None:
+        """Check that the losses of the last steps added up. Collective."""
+
+    @property
+    def unit_names(self) -> Sequence[str]:
+        """Names of all units, on any rank."""
+        return self._inventory.unit_names
+
+    @property
+    def can_be_called(self) -> bool:
+        """True if each rank can compute the full model with gathered parameters."""
+        return not self.places and not self.plan.in_teams
+
+    @contextmanager
+    def gathered_unit(self, name: str) -> Iterator[None]:
+        """Gather a unit's parameters in the body, outside of a step. Collective.
+
+        Raises:
+            ModelError: by this plan no rank computes the full model.
+        """
+        self._refuse_stages()
+        bucket = self._parts.units[name].bucket
+        bucket.gathered()
+        try:
+            yield
+        finally:
+            bucket.leave()
+
+    def gather_root(self) -> None:
+        """Gather the parameters outside of the units, outside of a step. Collective.
+
+        Raises:
+            ModelError: by this plan no rank computes the full model.
+        """
+        self._refuse_stages()
+        for bucket in self._root_buckets:
+            bucket.gathered()
+
+    def leave_root(self) -> None:
+        """Release the parameters of `gather_root`."""
+        for bucket in self._root_buckets:
+            bucket.leave()
+
+    @property
+    def _root_buckets(self) -> tuple[Bucket, ...]:
+        return (*self._parts.throughout, self._parts.before, self._parts.after)
+
+    @abstractmethod
+    def end(self, why: str) -> None: ...
+
+    def _refuse_stages(self) -> None:
+        if not self.can_be_called:
+            raise ModelError(
+                "the model was called outside of a step, and no rank computes all of it",
+                why="by this plan ranks compute stages of the model, or parts of its layers",
+                fix="with gpumix.whole(model): on all ranks; to evaluate, "
+                "engine.evaluate(batch) or engine.outputs(function, batch)",
+            )
+
+
+class OutsideSteps:
+    """Behavior of a sharded model while no step is under way.
+
+    The model references this object, and so does the engine. It references both weakly, so that
+    their memory is freed as soon as nothing else references them. An unsharded model outlives its
+    engine.
+
+    Attributes:
+        in_step: whether the engine runs the model.
+
+    Args:
+        forwards: units' original forwards, where these are not their classes'.
+    """
+
+    def __init__(self, engine: ByBlocks, forwards: Mapping[str, Forward]) -> None:
+        self.in_step = False
+        self._of_engine = weakref.ref(engine)
+        self._of_model = weakref.ref(engine.model)
+        self._forwards = forwards
+        self._names = dict(engine.parameter_names)
+        self._stored = dict(engine.stored_parameters)
+        self._units = list(engine.unit_names)
+        self._always_whole = engine.is_whole
+        self._is_whole = False
+        self._root_is_here = 0
+        self._undo = ExitStack()
+        if not self._always_whole:
+            self._watch_calls(engine.model)
+        for name in UNSHARDING:
+            self._unshard_before(engine.model, name)
+        _of_models[engine.model] = weakref.ref(self)
+
+    @property
+    def _model(self) -> nn.Module:
+        model = self._of_model()
+        assert model is not None, "who comes here has it"
+        return model
+
+    @property
+    def _engine(self) -> ByBlocks:
+        """The engine.
+
+        Raises:
+            ModelError: the engine is gone, and with it a part of the weights.
+        """
+        engine = self._of_engine()
+        if engine is None:
+            raise ModelError(
+                "the model's engine is gone, and with it this rank's part of the weights",
+                fix="call gpumix.unshard(model) on all ranks while the engine, the Trainer or the "
+                "Accelerator is still there",
+            )
+        return engine
+
+    def __call__(self, unit: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute a unit called outside of a step. Collective if state is sharded.
+
+        Raises:
+            ModelError: the plan has stages or teams.
+        """
+        forward = self._forward_of(unit)
+        if self._is_whole or self._always_whole:
+            return forward(*args, **kwargs)
+        with torch.no_grad(), self._engine.gathered_unit(unit):
+            return forward(*args, **kwargs)
+
+    def _forward_of(self, unit: str) -> Forward:
+        """Return a unit's original forward, which does not stop."""
+        if unit in self._forwards:
+            return self._forwards[unit]
+        module = self._model.get_submodule(unit)
+        return partial(type(module).forward, module)
+
+    def _unshard_before(self, model: nn.Module, name: str) -> None:
+        """Make a method of the model, if present, unshard the model first."""
+        if getattr(model, name, None) is None:
+            return
+        of_model = weakref.ref(model)
+
+        def unsharding(*args: Any, **kwargs: Any) -> Any:
+            whole = of_model()
+            assert whole is not None, "its method is called"
+            unshard(whole)
+            return getattr(whole, name)(*args, **kwargs)
+
+        vars(model)[name] = unsharding
+        self._undo.callback(lambda: vars(self._model).pop(name, None))
+
+    @property
+    def is_frozen_otherwise(self) -> bool:
+        """True if the user has frozen or thawed parameters since the model was sharded."""
+        return any(
+            registered[name].requires_grad is not self._stored[own].trained
+            for registered, name, own in self._places()
+        )
+
+    @property
+    def can_be_called(self) -> bool:
+        """True if each rank can compute the full model."""
+        return self._engine.can_be_called
+
+    def _watch_calls(self, model: nn.Module) -> None:
+        """Gather parameters outside of the blocks whenever the model is called or generates."""
+        before = model.register_forward_pre_hook(lambda *_: self._come())
+        after = model.register_forward_hook(lambda *_: self._leave(), always_call=True)
+        self._undo.callback(before.remove)
+        self._undo.callback(after.remove)
+        if getattr(model, "generate", None) is None:
+            return
+        generate: Any = getattr(type(model), "generate", None)
+        known = inspect.signature(generate).parameters if generate is not None else {}
+        # Ranks whose samples end early continue: each block is gathered by all ranks.
+        is_told = SYNCHRONISED in known or hasattr(model, "peft_config")
+
+        def generate_together(*args: Any, **kwargs: Any) -> Any:
+            if is_told:
+                kwargs.setdefault(SYNCHRONISED, self._engine.comm.world > 1)
+            whole: Any = self._model
+            own = vars(whole).pop("generate")
+            self._come()
+            try:
+                return whole.generate(*args, **kwargs)
+            finally:
+                self._leave()
+                vars(whole)["generate"] = own
+
+        vars(model)["generate"] = generate_together
+        self._undo.callback(lambda: vars(self._model).pop("generate", None))
+
+    def begin_step(self) -> None:
+        """Begin a step.
+
+        Raises:
+            InputError: the model is unsharded by `whole`.
+        """
+        if self._is_whole:
+            raise InputError(
+                "a step is made inside of gpumix.whole(model)",
+                why="there the model is an ordinary one, which the engine does not run",
+                fix="leave the with statement before",
+            )
+        self.in_step = True
+
+    def _come(self) -> None:
+        if self.in_step or self._is_whole:
+            return
+        if not self._root_is_here:
+            self._engine.gather_root()
+        self._root_is_here += 1
+
+    def _leave(self) -> None:
+        if self.in_step or self._is_whole or not self._root_is_here:
+            return
+        self._root_is_here -= 1
+        if not self._root_is_here:
+            self._engine.leave_root()
+
+    def at_end(self, act: Callable[[], object]) -> None:
+        """Run `act` when the model is unsharded for good."""
+        self._undo.callback(act)
+
+    # -- unsharding --------------------------------------------------------------------------------
+
+    @contextmanager
+    def whole(self) -> Iterator[nn.Module]:
+        """Make the model an ordinary one with all weights in the body. Changes of weights, equal on
+        all ranks, are written to the sharded model afterwards. Collective."""
+        if self._is_whole or (self._of_engine() is None and self._always_whole):
+            yield self._model
+            return
+        held = self._places()
+        before = [parameters[name] for parameters, name, _ in held]
+        parameters = self._whole_parameters()
+        versions = {name: p._version for name, p in parameters.items()}
+        for registered, name, own in held:
+            registered[name] = parameters[own]
+        self._is_whole = True
+        try:
+            with self._engine.changes.undone(), self._plain_calls():
+                yield self._model
+        finally:
+            self._is_whole = False
+            for (registered, name, _), parameter in zip(held, before):
+                registered[name] = parameter
+        changed = {n: p.detach() for n, p in parameters.items() if p._version != versions[n]}
+        if changed:
+            self._engine.load_state_dict(changed, strict=False)
+
+    def dissolve(self, *, everywhere: bool) -> None:
+        """Unshard the model for good and end its engine. Collective. See `unshard`."""
+        model, engine = self._model, self._of_engine()
+        if engine is not None:
+            engine.look_back()
+        held = {own: registered[name] for registered, name, own in self._places()}
+        flags = {own: parameter.requires_grad for own, parameter in held.items()}
+        if engine is None and self._always_whole:
+            parameters = {
+                own: nn.Parameter(parameter.detach().to(self._stored[own].given_dtype))
+                for own, parameter in held.items()
+            }
+        else:
+            parameters = self._whole_parameters(on_host=True, everywhere=everywhere)
+        if engine is not None:
+            engine.changes.undo()
+        for name in self._units:
+            module = model.get_submodule(name)
+            vars(module).pop("forward", None)
+            if name in self._forwards:
+                module.forward = self._forwards[name]
+        for registered, name, own in self._places():
+            registered[name] = parameters[own].requires_grad_(flags[own])
+        self._keep_buffers_beside(parameters)
+        self._undo.close()
+        del _of_models[model]
+        if engine is not None:
+            engine.end("its model is an ordinary one again")
+
+    def _keep_buffers_beside(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Move buffers to the parameters' device."""
+        device = next((parameter.device for parameter in parameters.values()), None)
+        if device is None or device.type == "meta":
+            return
+        for module in self._model.modules():
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.to(device)
+
+    def _plain_calls(self) -> ExitStack:
+        """Restore the original forwards of units until the returned stack closes."""
+        stack = ExitStack()
+        for name in self._units:
+            module = self._model.get_submodule(name)
+            stopping = module.forward
+            module.forward = self._forward_of(name)
+            stack.callback(setattr, module, "forward", stopping)
+        return stack
+
+    def _places(self) -> list[tuple[dict[str, Any], str, str]]:
+        """Return the module dicts of all parameters, each with attribute name and piece name."""
+        found = []
+        for name, own in self._names.items():
+            path, _, attribute = name.rpartition(".")
+            found.append((self._model.get_submodule(path)._parameters, attribute, own))
+        return found
+
+    def _whole_parameters(
+        self, *, on_host: bool = False, everywhere: bool = True
+    ) -> dict[str, nn.Parameter]:
+        """Return all weights in their original dtypes. With `on_host`, on the host of ranks that
+        store only a part; without `everywhere`, on the first rank only."""
+        engine = self._engine
+        values = engine.state_dict(rank0_only=not everywhere)
+        at_host = on_host and not self._always_whole
+        device: torch.device | str = "cpu" if at_host else engine.device
+        if not values:
+            device = "meta"
+        return {
+            own: nn.Parameter(
+                values[own].to(device, one.given_dtype)
+                if values
+                else torch.empty(one.shape, dtype=one.given_dtype, device=device),
+                one.trained,
+            )
+            for own, one in self._stored.items()
+        }
+
+
+def outside_of(model: nn.Module) -> OutsideSteps | None:
+    """Return the `OutsideSteps` of a sharded model; None for an ordinary model."""
+    found = _of_models.get(model)
+    return None if found is None else found()
+
+
+@contextmanager
+def whole(model: nn.Module) -> Iterator[nn.Module]:
+    """Make a sharded model an ordinary one with all weights in the body: to be called, read, saved
+    or changed. All ranks enter it, and each needs memory for the full model.
+
+        with gpumix.whole(model):
+            print(model.lm_head.weight.norm())
+
+    Raises:
+        InputError: a step is under way.
+    """
+    outside = outside_of(model)
+    if outside is None:
+        yield model
+        return
+    if outside.in_step:
+        raise InputError(
+            "the model cannot be made whole inside of a step",
+            fix="do it between two steps, on all ranks",
+        )
+    with outside.whole():
+        yield model
+
+
+def unshard(model: nn.Module, *, everywhere: bool = True) -> None:
+    """Make a sharded model an ordinary model again. All ranks call it; nothing happens to an
+    unsharded model.
+
+    Weights are on the device of a rank that had all of them there, otherwise in host memory.
+
+    Args:
+        everywhere: if False, only the first rank gets values; elsewhere parameters are on `meta`.
+    """
+    outside = outside_of(model)
+    if outside is not None:
+        outside.dissolve(everywhere=everywhere)

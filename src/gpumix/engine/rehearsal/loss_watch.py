@@ -1,0 +1,162 @@
+"""Watch on later steps: detects losses composed unlike the rehearsed losses.
+
+A loss may change during training: a term starts after a warm-up, some batches take another branch,
+a denominator differs between micro-batches. So every micro-batch's loss is inspected: the
+operations at the end of its graph and the factors of its terms. Ranks share the findings in the
+exchange of losses of each step, so nothing waits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpumix.engine.comm.async_read import Reading
+from gpumix.engine.comm.step_exchange import Exchanged, Makeup
+from gpumix.engine.loss.loss_graph import kind_and_weight_of
+
+MOST_DOUBTS = 16  # kinds of losses rehearsed after the first rehearsal
+# Steps after which a rehearsal runs in any case, with a full micro-batch: coupling may need many
+# samples, and a term may grow from 0.
+AGAIN = tuple(16**power for power in range(1, 7))
+TOLERANCE = 1e-4  # relative, of the factors of terms
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """Findings of all ranks in a step.
+
+    Attributes:
+        step: its number, counted from 1.
+        kinds: kinds of losses that no rehearsal has seen.
+        unlike: factors of terms in two micro-batches, apart from counts, if unequal.
+        by_one: whether a loss was divided by 1. Its denominator may be clamped to 1, with nothing
+            to count.
+        of_one: this rank's micro-batches with a denominator of 1.
+    """
+
+    step: int
+    kinds: Sequence[int]
+    unlike: tuple[float, float] | None
+    by_one: bool
+    of_one: Sequence[Any]
+
+    def __bool__(self) -> bool:
+        return bool(self.kinds) or self.unlike is not None or self.by_one
+
+
+class LossWatch:
+    """A rank's watch on losses.
+
+    Attributes:
+        doubts: doubts read so far, oldest first; equal on all ranks.
+
+    Args:
+        known: kinds of losses seen in the rehearsal.
+        late: number of steps after which a step's findings are read, equal on all ranks.
+        by_values: whether counts are read from graphs, and are not numbers of labels.
+    """
+
+    def __init__(
+        self, device: torch.device, known: Sequence[int], *, late: int, by_values: bool
+    ) -> None:
+        self._device = device
+        self._known = set(known)
+        self._late, self._by_values = late, by_values
+        self._told: deque[tuple[int, Reading, list[tuple[Tensor, Any]]]] = deque()
+        self._left = MOST_DOUBTS
+        self._doubted: tuple[int, Any] = (0, None)  # a kind, and a micro-batch of it
+        self.doubts: deque[Doubt] = deque()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._kinds: set[int] = set()
+        self._ends: tuple[Tensor, Tensor] | None = None  # lowest and highest weight
+        self._ones: list[tuple[Tensor, Any]] = []  # whether a count is 1, and the micro-batch
+
+    def see(self, summed: Tensor, count: Tensor, batch: Any) -> None:
+        """Inspect the loss of a micro-batch.
+
+        Args:
+            summed, count: the objective's result.
+        """
+        kind, weight = kind_and_weight_of(summed)
+        self._kinds.add(kind)
+        if kind not in self._known and not self._doubted[0] and self._left:
+            self._doubted = kind, batch
+        with torch.no_grad():
+            counted = torch.as_tensor(count, dtype=torch.float64, device=self._device)
+            if weight is not None:
+                own = torch.where(counted > 0, weight, math.nan)
+                low, high = self._ends or (own, own)
+                self._ends = torch.fmin(low, own), torch.fmax(high, own)
+            if self._by_values and self._left:
+                self._ones.append((counted == 1, batch))
+
+    def take(self) -> Makeup:
+        """Return this rank's findings of the ending step, and reset."""
+        [kind] = self._kinds if len(self._kinds) == 1 else (0,)
+        new, _ = self._doubted
+        self._last_ones = self._ones
+        by_one = torch.stack([is_one for is_one, _ in self._ones]).any() if self._ones else 0.0
+        low, high = self._ends or (math.nan, math.nan)
+        told = Makeup(float(kind), float(new), low, high, by_one)
+        self._begin()
+        return told
+
+    def note(self, step: int, table: Tensor) -> None:
+        """Record the table of all ranks' findings for a step, counted from 1."""
+        self._told.append((step, Reading([table]), self._last_ones))
+
+    def read(self, *, all_of_them: bool = False) -> None:
+        """Read the findings of steps that are due."""
+        while len(self._told) > (0 if all_of_them else self._late):
+            step, reading, ones = self._told.popleft()
+            [table] = reading.tensors()
+            makeups = Exchanged(table).makeups
+            kinds = self._new(one.new for one in makeups)
+            by_one = any(one.by_one for one in makeups) and bool(self._left)
+            of_one = [batch for is_one, batch in ones if is_one] if by_one else []
+            if doubt := Doubt(step, kinds, _unlike(makeups), by_one, of_one):
+                self.doubts.append(doubt)
+
+    def kept(self, kind: int) -> Any:
+        """Return this rank's micro-batch with an unrehearsed kind of loss, if any."""
+        doubted, batch = self._doubted
+        return batch if doubted == kind else None
+
+    def learn(self, kinds: Sequence[int], settled: int = 0) -> None:
+        """Mark kinds of losses as adding up; equal on all ranks.
+
+        Args:
+            settled: the rehearsed kind; it stays unknown if its losses were 0.
+        """
+        self._known.update(kinds)
+        self._left = max(0, self._left - 1)
+        if self._doubted[0] in {*self._known, settled}:
+            self._doubted = 0, None
+        left = [replace(one, kinds=self._new({*one.kinds} - {settled})) for one in self.doubts]
+        self.doubts = deque(filter(None, left))
+
+    def _new(self, kinds: Iterable[float]) -> list[int]:
+        """Return the unknown kinds."""
+        return sorted(set(map(int, kinds)) - {0} - self._known)
+
+
+def _unlike(makeups: Sequence[Makeup]) -> tuple[float, float] | None:
+    """Return the least and greatest weight of ranks with a single kind, if unequal."""
+    by_kind: dict[float, list[float]] = {}
+    for one in makeups:
+        if one.kind:
+            by_kind.setdefault(one.kind, []).extend((float(one.lowest), float(one.highest)))
+    for own in by_kind.values():
+        known = [weight for weight in own if math.isfinite(weight)]
+        if known and max(known) - min(known) > TOLERANCE * max(map(abs, known)):
+            return min(known), max(known)
+    return None

@@ -1,0 +1,176 @@
+"""Observations of a rehearsal, and the deviation of parts from the full batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from gpumix.engine.rehearsal.samples import exchanged
+from gpumix.engine.traceless_steps import Trials
+
+PARTS, COLUMNS = 16, 61  # number of sums compared of a gradient
+AT_ONCE = 4096  # least number of elements in a part
+# Relative deviation of losses, and of gradients, explained by rounding, by compute dtype.
+TOLERANCE = {"fp32": (1e-4, 1e-3), "fp16": (1e-2, 5e-2), "bf16": (2e-2, 1e-1)}
+OF_PADDING = (3e-6, 3e-5)  # in fp32, for samples that differ in padding alone
+# Further deviation of a parameter's gradient, in fp32, relative to the size of all gradients.
+SMALLEST = 2e-5
+
+
+@dataclass
+class Trial:
+    """Loss of some samples, with candidate denominators and sums of the gradient.
+
+    Attributes:
+        sums: sums of this rank's part of the gradient; None without backward.
+        counts: denominators by rule; NaN for missing rules.
+        denominators: denominators of the loss's terms, from its graph.
+        values: `denominators` without numbers of elements, except numbers determined by values.
+        ignored: the label left out of the loss, if any.
+    """
+
+    sums: Tensor | None
+    loss: float = math.nan
+    counts: Sequence[float] = ()
+    denominators: Sequence[float] = ()
+    values: Sequence[float] = ()
+    ignored: int | None = None
+    changed: list[nn.Module] = field(default_factory=list)
+
+
+def tolerance_of(engine: Trials) -> tuple[float, float]:
+    """Return the tolerances of losses and gradients, for the coarsest arithmetic in the plan."""
+    workers = engine.plan.workers
+    of_tf32 = "fp16" if any(worker.efficiency.tf32 for worker in workers) else "fp32"
+    return max(TOLERANCE[dtype] for dtype in (of_tf32, *(w.compute_dtype for w in workers)))
+
+
+def alike(engine: Trials, one: Trial, other: Trial, *, same_samples: bool = False) -> bool:
+    """Return True if two trials agree in loss and gradient. Collective.
+
+    Args:
+        same_samples: True if the trials differ in padding alone. Its effect is far below rounding
+            of sums in another order, so small parts of a gradient are checked too.
+    """
+    of_loss, of_gradient = tolerance_of(engine)
+    if same_samples and (of_loss, of_gradient) == TOLERANCE["fp32"]:
+        of_loss, of_gradient = OF_PADDING
+    told = [0.0, 0.0]
+    if one.sums is not None and other.sums is not None:
+        told = [_square(one.sums - other.sums), _square(other.sums)]
+    wrong, size = (sum(column) for column in zip(*exchanged(engine, told)))
+    near = abs(one.loss - other.loss) <= of_loss * max(abs(other.loss), 1e-30)
+    return near and math.sqrt(wrong / max(size, 1e-60)) <= of_gradient
+
+
+def weights_of(whole: Trial, parts: Sequence[Trial], rule: int) -> list[float]:
+    """Return the weight of each part's loss in the full loss."""
+    total = whole.counts[rule]
+    counts = counts_of(whole, parts, rule)
+    return [count / total if total else math.nan for count in counts]
+
+
+def counts_of(whole: Trial, parts: Sequence[Trial], rule: int) -> list[float]:
+    """Return the denominators of the parts' losses. A part with nothing to count may divide by 1 at
+    least: its loss is 0, and it counts nothing in the full batch."""
+    counts = [part.counts[rule] for part in parts]
+    filled = [count if part.loss else 0.0 for count, part in zip(counts, parts)]
+    total = whole.counts[rule]
+    return filled if math.isclose(sum(filled), total, rel_tol=1e-6) else counts
+
+
+def gradient_error(
+    whole: Trial, parts: Sequence[Trial], weights: Sequence[float]
+) -> tuple[float, float]:
+    """Return the squared error of the parts' gradients, and their squared size, for this rank's
+    part; zeros without gradients."""
+    if whole.sums is None:
+        return 0.0, 0.0
+    added = _added(parts, weights)
+    difference = whole.sums - sum(added)
+    return _square(difference), max(_square(one) for one in (whole.sums, *added))
+
+
+def worst_error(
+    whole: Trial, parts: Sequence[Trial], weights: Sequence[float], of_own: float, smallest: float
+) -> float:
+    """Return the largest gradient error of a parameter on this rank, with 1 for the amount that
+    rounding explains: `of_own` times the gradient's size, plus `smallest`. A term of few
+    parameters, such as balancing of experts, does not show in the gradient of all."""
+    if whole.sums is None or not len(whole.sums):
+        return 0.0
+    added = _added(parts, weights)
+    wrong = (whole.sums - sum(added)).norm(dim=1)
+    size = torch.stack([one.norm(dim=1) for one in (whole.sums, *added)]).amax(0)
+    return float((wrong / (of_own * size + max(smallest, 1e-30))).max())
+
+
+def _added(parts: Sequence[Trial], weights: Sequence[float]) -> list[Tensor]:
+    return [p.sums * w for p, w in zip(parts, weights) if w and p.sums is not None]
+
+
+def _square(sums: Tensor) -> float:
+    return float(sums.square().sum())
+
+
+def sums_of(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """Return sums of parts and of columns of gradients, float64 on the host, [parameters, sums].
+    Sums add up as gradients do. A missing gradient adds zeros: other samples may use the parameter.
+    Rows of a device are copied at once, because a copy waits for the device."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.numel():
+            row = parameter.new_zeros(PARTS + COLUMNS, dtype=torch.float64)
+            if parameter.grad is not None:
+                _add_sums(parameter.grad, row)
+            by_device.setdefault(parameter.device, []).append(row)
+    found = [torch.stack(rows).cpu() for rows in by_device.values()]
+    none = torch.zeros(0, PARTS + COLUMNS, dtype=torch.float64)
+    return found[0] if len(found) == 1 else torch.cat([none, *found])
+
+
+def _add_sums(gradient: Tensor, row: Tensor) -> None:
+    """Add the sums of a gradient to `row`, part by part: summing in another dtype copies the
+    summands."""
+    length = max(AT_ONCE, math.ceil(gradient.numel() / PARTS))
+    for number, part in enumerate(gradient.split(math.ceil(length / COLUMNS) * COLUMNS)):
+        wide = part.double()
+        row[number] = wide.sum()
+        whole = len(wide) // COLUMNS * COLUMNS
+        row[PARTS:] += wide[:whole].view(-1, COLUMNS).sum(0)
+        row[PARTS : PARTS + len(wide) - whole] += wide[whole:]
+
+
+def is_of_unlike_means(trials: Sequence[Trial]) -> bool:
+    """Return True if a loss is a sum of terms with denominators that are not in proportion. For
+    some samples a term may be missing. Terms with equal denominators may be more for some samples
+    than for others."""
+    ratios = [
+        [of_term / t.denominators[0] for of_term in t.denominators]
+        for t in trials
+        if t.denominators and all(t.denominators)
+    ]
+    every = [one for own in ratios for one in own]
+    are_equal = all(math.isclose(one, 1, rel_tol=1e-5) for one in every)
+    return not are_equal and all(map(math.isfinite, every)) and not _are_alike(ratios)
+
+
+def _are_alike(rows: Sequence[Sequence[float]]) -> bool:
+    return all(
+        len(one) == len(rows[0])
+        and all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(one, rows[0]))
+        for one in rows
+    )
+
+
+def is_any(count: float, denominators: Sequence[float]) -> bool:
+    return any(math.isclose(count, one, rel_tol=1e-6) for one in denominators)
+
+
+def is_in_proportion(trials: Sequence[Trial], rule: int) -> bool:
+    """Return True if losses' denominators are in proportion to the counts of a rule."""
+    return _are_alike([[v / t.counts[rule] for v in t.values] for t in trials if t.counts[rule]])

@@ -1,0 +1,293 @@
+"""Engine that finds the rule by which losses of micro-batches add up, before its first step, and
+checks later steps against the rule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpumix.engine.batch.batch_split import copied, samples_in
+from gpumix.engine.batch.ragged_batch import take
+from gpumix.engine.comm.step_exchange import Makeup
+from gpumix.engine.loss.reduction import Reduces
+from gpumix.engine.model.forward_coroutine import ModelError
+from gpumix.engine.model.rng import OtherGenerators
+from gpumix.engine.rehearsal import additivity
+from gpumix.engine.rehearsal.loss_watch import AGAIN, LossWatch
+from gpumix.engine.rehearsal.refusals import counts_one_at_least, unlike_weights, was_made_otherwise
+from gpumix.engine.rehearsal.samples import exchanged
+from gpumix.engine.traceless_steps import Trials
+from gpumix.engine.unit.activation_checkpoint import comparing
+from gpumix.hardware.runtime import is_gpu
+from gpumix.schema.job.couples import NO_RULE
+from gpumix.schema.plan.batch_shares import rows_of, share_of
+from gpumix.schema.plan.splitting import cut_rows
+from gpumix.schema.plan.stage import Worker
+
+LOOKS = (0, *AGAIN)  # numbers of steps done before steps that are checked closely
+REHEARSALS = 3  # at most, until a batch's samples are told apart
+
+
+class Settling(Trials):
+    """Engine base class that settles how losses of micro-batches add up.
+
+    Attributes:
+        reduction: description of the rule for records; empty while unknown.
+    """
+
+    reduction: str
+    _reduces: Reduces
+    _couples: str
+    _worker: Worker
+    _leaves_out: bool
+    _others: OtherGenerators
+    _rehearsed_at = 0
+    _in_training_alone = False  # only training losses were rehearsed; evaluation computes others
+    _no_samples: Any  # a batch without samples
+
+    @property
+    def accepts_coupling(self) -> bool:
+        """True if each micro-batch may have a loss of its own."""
+        return self._couples == NO_RULE
+
+    def is_settled(self, *, in_step: bool) -> bool:
+        """Return True if `settle` has nothing to do. Collective."""
+        is_known = self._reduces.rule is not None and not self._reduces.rivals
+        if in_step and self.plan.is_uncut:
+            return True
+        is_due = self._is_due() if in_step else self._in_training_alone
+        return (self._settled or is_known) and not is_due
+
+    def settle(self, batch: Any, samples: int | None = None, *, in_step: bool = False) -> None:
+        """Find the rule by which losses of micro-batches add up, if unknown, by a rehearsal with
+        the first batch; see `engine.additivity`. Collective; `step` and `evaluate` do so.
+
+        Raises:
+            ModelError: no rule holds, and the plan cuts the batch.
+        """
+        if self.is_settled(in_step=in_step):
+            return
+        if in_step and self._is_due():
+            self._settle_again(batch, samples)
+        if not self._settled:
+            self._find_rule(batch, samples, in_step=in_step)
+        if self._in_training_alone and not in_step:
+            rows = self._rows_of(batch, samples, in_step=False)
+            additivity.rehearse_evaluation(self, batch, rows, self._reduces)
+            self._in_training_alone = False
+
+    def _find_rule(self, batch: Any, samples: int | None, *, in_step: bool) -> None:
+        """Find the rule that the losses of a batch follow, if the batch tells rules apart."""
+        reduces = self._reduces
+        if reduces.rivals and not additivity.is_told_apart(self, batch, reduces):
+            return
+        rows = self._rows_of(batch, samples, in_step=in_step)
+        for _ in range(REHEARSALS):
+            found = additivity.rehearse(
+                self, batch, rows, reduces, self._couples, trains=in_step or not self.plan.is_uncut
+            )
+            self.reduction = found.told or self.reduction
+            if not (reduces.rivals and additivity.is_told_apart(self, batch, reduces)):
+                break
+        else:
+            self._refuse_rivals()
+        self._settled = reduces.rule is not None and not reduces.rivals
+        self._trims = reduces.trims
+        self._in_training_alone = found.training and not self.accepts_coupling
+        if found.adds_up and self._watch is None and not self.accepts_coupling:
+            self._watch_losses(found.known)
+            self._no_samples = copied(take(batch, slice(0)))
+
+    def rehearse(self, objective: Reduces, batch: Any, samples: int | None = None) -> None:
+        """Check that another objective's losses of a batch add up, now and again the next time.
+        Collective.
+
+        Args:
+            batch, samples: as in `step`.
+
+        Raises:
+            ModelError: the losses do not add up.
+        """
+        rows = self._rows_of_step(samples)
+        if objective.rule is None:
+            additivity.rehearse(self, batch, rows, objective, self._couples)
+        elif not self.plan.is_uncut:
+            additivity.rehearse_again(self, batch, rows, objective)
+
+    # -- later steps -------------------------------------------------------------------------------
+
+    def _watch_losses(self, kinds: Sequence[int]) -> None:
+        """Watch losses from now on; losses of `kinds` are known to add up. Collective."""
+        rule = self._reduces.rule
+        # On a CPU, the values exchanged in a step are available at once.
+        late = any(told for (told,) in exchanged(self, [float(is_gpu(self.device))]))
+        by_values = rule is not None and rule.kind == "graph" and not rule.labels
+        self._watch = LossWatch(self.device, kinds, late=int(late), by_values=by_values)
+        self._rehearsed_at = self.steps
+
+    def _seen(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return the objective's (summed loss, count) of a micro-batch of a step, and watch it."""
+        summed, count = self._objective(model, batch)
+        watch = self._watch if self._reduces.is_watched else None
+        if watch is not None and torch.is_grad_enabled():
+            watch.see(summed, count, batch)
+        return summed, count
+
+    @contextmanager
+    def _compared(self) -> Iterator[None]:
+        """Run forward and backward of a step inside. In the first step, and some later steps,
+        recomputed outputs of units are compared with the original outputs.
+
+        Raises:
+            ModelError: a unit computes something else.
+        """
+        with self._drawn():
+            if self.steps not in LOOKS:
+                yield
+                return
+            with comparing() as comparison:
+                yield
+        if error := comparison.error():
+            raise error
+
+    def _drawn(self) -> AbstractContextManager[None]:
+        """Let the model draw random numbers by any generator inside."""
+        return self._others.of_step(looks=self.steps in LOOKS)
+
+    def _makeup(self) -> Makeup:
+        """Return this rank's report about the losses of a step."""
+        return Makeup() if self._watch is None else self._watch.take()
+
+    def _note(self, table: Tensor) -> None:
+        """Note the exchanged reports of all ranks, after giving a step to the device."""
+        if self._watch is not None:
+            self._watch.note(self.steps, table)
+
+    def _is_due(self) -> bool:
+        """Return True if a rehearsal is due, by schedule or by reports of earlier steps."""
+        if self._watch is None or not self._reduces.is_watched:
+            return False
+        self._watch.read()
+        again = next((step for step in AGAIN if step > self._rehearsed_at), math.inf)
+        return bool(self._watch.doubts) or self.steps >= again
+
+    def look_back(self) -> None:
+        """Check that losses of the last steps add up as before, as the next step would check.
+        Collective; with several stages, only checks without a rehearsal.
+
+        Raises:
+            ModelError: the losses do not add up.
+        """
+        if self._watch is not None and not self._failed:
+            self._watch.read(all_of_them=True)
+            while self._watch.doubts:
+                self._settle_again(None)
+
+    def _settle_again(self, batch: Any | None, samples: int | None = None) -> None:
+        """Check that losses still add up. Collective.
+
+        Args:
+            batch: None if there is none.
+
+        Raises:
+            ModelError: the losses do not add up.
+        """
+        watch = self._watch
+        assert watch is not None, "something is due"
+        doubt = watch.doubts.popleft() if watch.doubts else None
+        step = self.steps if doubt is None else doubt.step
+        kinds: Sequence[int] = ()
+        settled = doubt.kinds[0] if doubt is not None and doubt.kinds else 0
+        try:
+            if doubt is None:
+                rows = self._rows_of_step(samples)
+                kinds = additivity.rehearse_again(self, batch, rows, self._reduces).known
+            elif settled:
+                kinds = self._rehearsed_kind(settled, batch, samples)
+            if doubt is not None and doubt.unlike is not None:
+                raise unlike_weights(self._reduces.rule, *doubt.unlike)
+            if doubt is not None and doubt.by_one and not self.places:
+                self._count_again(doubt.of_one)
+        except ModelError as error:
+            error.where = f"{type(self.model).__name__}, step {step}"
+            raise
+        self._rehearsed_at = self.steps
+        watch.learn(kinds, settled)
+
+    def _rehearsed_kind(self, kind: int, batch: Any, samples: int | None) -> Sequence[int]:
+        """Rehearse with a micro-batch whose kind of loss is new to rehearsals. With several stages,
+        not all of whose ranks keep it, rehearse a batch, if given. Collective."""
+        assert self._watch is not None, "it has seen it"
+        rows = self._rows_of_step(samples)
+        if not self.places:
+            batch, rows = self._kept(self._watch.kept(kind))
+        elif batch is None:
+            return [kind]
+        found = additivity.rehearse_again(self, batch, rows, self._reduces)
+        # No rehearsal leaves out blocks, so none sees a head without any block before it.
+        if kind not in found.seen and not (self.places or self._leaves_out):
+            raise was_made_otherwise()
+        return [*found.known, kind] if found.shows else ()
+
+    def _count_again(self, own: Sequence[Any]) -> None:
+        """Check that micro-batches with losses divided by 1 have something to count.
+        Collective.
+
+        Raises:
+            ModelError: a micro-batch has nothing to count.
+        """
+        numbers = [int(number) for (number,) in exchanged(self, [float(len(own))])]
+        for rank, number in enumerate(numbers):
+            for place in range(number):
+                batch, rows = self._kept(own[place] if rank == self.comm.rank else None)
+                if not additivity.counts_twice(self, batch, rows, self._reduces):
+                    raise counts_one_at_least()
+
+    def _kept(self, batch: Any) -> tuple[Any, tuple[range, ...]]:
+        """Return a kept micro-batch and its rows; an empty micro-batch for None."""
+        return (self._no_samples, ()) if batch is None else (batch, (range(samples_in(batch)),))
+
+    def in_parts(
+        self,
+        run: Callable[[nn.Module, Any], Any],
+        batch: Any,
+        samples: int | None = None,
+        *,
+        in_step: bool = False,
+        start: int = 0,
+    ) -> list[Any]:
+        """Return the results of `run` for a few samples of a batch, at once and in two parts; see
+        `engine.additivity.in_parts`."""
+        rows = self._rows_of(batch, samples, in_step=in_step)
+        return additivity.in_parts(self, batch, rows, self._reduces, run, start=start)
+
+    def _refuse_rivals(self) -> None:
+        reduces = self._reduces
+        names = [rival.rule.name for rival in reduces.rivals]
+        if reduces.rule is None or self.accepts_coupling:
+            return
+        raise ModelError(
+            "what the loss of a batch is a mean over cannot be told",
+            where=type(self.model).__name__,
+            why=f"it may be {' or '.join([reduces.rule.name, *names])}: these differ for samples "
+            "of the batch, whose losses show no difference",
+            fix="return (summed loss, count) from a loss function of your own",
+        )
+
+    def _rows_of(self, batch: Any, samples: int | None, *, in_step: bool) -> tuple[range, ...]:
+        """Return the places of this rank's samples in the batch, by micro-batch."""
+        return self._rows_of_step(samples) if in_step else self._rows_given(batch, samples)
+
+    def _rows_of_step(self, samples: int | None) -> tuple[range, ...]:
+        return self._rows if samples is None else rows_of(self.plan, self.comm.rank, samples)
+
+    def _rows_given(self, batch: Any, samples: int | None) -> tuple[range, ...]:
+        """Return the places of this rank's samples outside of training, of any number."""
+        if self.places:
+            return share_of(self.plan, self.comm.rank).rows(samples)
+        return cut_rows(range(samples_in(batch)), self._worker.micro_batch)

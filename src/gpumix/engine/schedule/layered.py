@@ -1,0 +1,220 @@
+"""The layered schedule: unit k of every micro-batch, then unit k + 1 of any.
+
+Each bucket is gathered once per pass and its gradient reduced once per step, for any number of
+micro-batches. So ranks with different numbers and sizes of micro-batches, even none, issue exactly
+the same collectives. The gather of the next bucket and the reduction of the last overlap with the
+compute of the current one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from gpumix.engine.schedule.micro_batch import MicroBatch
+from gpumix.engine.sharding.bucket import Bucket, Reductions
+from gpumix.engine.unit.sharded_units import Parts
+from gpumix.schema.profile.profile import ROOT
+
+
+@dataclass(frozen=True)
+class Turns:
+    """The micro-batches of a rank and their order in unit calls. Consecutive calls alternate
+    between forward and reverse order, so that a call begins with data that the previous call left
+    in caches.
+
+    Args:
+        in_order: whether each call must keep the order, because it updates the model's buffers.
+    """
+
+    batches: Sequence[MicroBatch]
+    in_order: bool = False
+
+    def of(self, call: int) -> Sequence[MicroBatch]:
+        """Return the order of a call, in either pass. Call -1 is the code before the first call,
+        which receives earlier stages' outputs in order.
+
+        The last micro-batch, which may be smaller, stays last: code is compiled for larger ones
+        first.
+        """
+        if self.in_order or call < 0 or call % 2 == 0:
+            return self.batches
+        return [*self.batches[-2::-1], *self.batches[-1:]]
+
+
+class Begun:
+    """Progress of the gradients of each bucket in a step."""
+
+    def __init__(self) -> None:
+        self._begun: set[int] = set()
+        self._reduced: set[int] = set()
+
+    def begin(self, *buckets: Bucket) -> None:
+        """Prepare the buckets' gradients for accumulation."""
+        for bucket in buckets:
+            if id(bucket) not in self._begun:
+                self._begun.add(id(bucket))
+                self._reduced.discard(id(bucket))
+                bucket.begin_gradient()
+
+    def reduce(self, bucket: Bucket, reductions: Reductions) -> None:
+        """Start to reduce the bucket's gradients."""
+        self.begin(bucket)
+        self._begun.discard(id(bucket))
+        self._reduced.add(id(bucket))
+        reductions.start(bucket)
+
+    def reduced(self, bucket: Bucket) -> bool:
+        """Return whether all accumulated gradients of the bucket are being reduced."""
+        return id(bucket) in self._reduced
+
+
+def forward(parts: Parts, turns: Turns, *, keep: bool, leaves_out: bool = False) -> None:
+    """Run all micro-batches through all units; each stops before the head.
+
+    Args:
+        leaves_out: whether the model may skip its last units, and so reach the head early.
+    """
+    record = parts.record
+    first = (parts.before, *parts.throughout, *((parts.after,) if leaves_out else ()))
+    for bucket in (*first, parts.bucket(0)):
+        bucket.start_gather()
+    for bucket in first:
+        bucket.gathered()
+    record.computes("forward", ROOT)
+    for batch in turns.of(-1):
+        batch.start()
+    parts.before.release()
+    last = parts.last_call
+    for number in range(last + 1):
+        unit = parts.call(number)
+        unit.bucket.gathered()
+        record.computes("forward", unit.name)
+        parts.ahead[number].start_gather()
+        for batch in turns.of(number):
+            batch.forward(number, unit, keep=keep)
+            if number < last:
+                batch.resume(number)
+        if number < last and parts.bucket(number + 1) is not unit.bucket:
+            unit.bucket.release()
+
+
+def head(
+    parts: Parts, turns: Turns, scale: torch.Tensor | None, begun: Begun
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Run head and loss by micro-batch. Only one micro-batch's logits are alive at a time.
+
+    Args:
+        scale: if given, backward of loss * scale follows each loss; None: no backward.
+        begun: progress of gradients.
+
+    Returns:
+        (summed loss, count) of each micro-batch, without graph.
+    """
+    parts.after.gathered()
+    parts.record.computes("head", ROOT)
+    if scale is not None:
+        begun.begin(*parts.throughout, parts.before, parts.after)
+    results = []
+    with parts.head.step(scale) if parts.head else nullcontext():
+        for batch in turns.of(parts.last_call + 1):
+            batch.resume(parts.last_call)
+            loss, count = batch.finish()
+            if scale is not None:
+                batch.backward_loss(loss * scale)
+            results.append((loss.detach(), count))
+            del loss
+    parts.after.release()
+    return results
+
+
+def backward(
+    parts: Parts,
+    turns: Turns,
+    reductions: Reductions | None,
+    begun: Begun,
+    *,
+    splits: bool = False,
+) -> None:
+    """Run all micro-batches backward through all units, and start the reduction of finished
+    buckets.
+
+    Args:
+        reductions: None if more backward passes follow in this step; gradients then accumulate.
+        begun: progress of gradients.
+        splits: whether the gradients of units' parameters are left to `weights`.
+    """
+    begun.begin(*parts.throughout, parts.before, parts.after)
+    if reductions is not None:
+        begun.reduce(parts.after, reductions)
+    for number in _back_through(parts, None if splits else reductions, begun, adds=not splits):
+        turn = turns.of(number)
+        for place, batch in enumerate(turn):
+            if place + 1 < len(turn):
+                turn[place + 1].prefetch(number)
+            elif number:
+                turns.of(number - 1)[0].prefetch(number - 1)
+            batch.backward(number, splits=splits)
+
+
+def weights(parts: Parts, turns: Turns, reductions: Reductions | None, begun: Begun) -> None:
+    """Compute all gradients left by `backward`; reduces like `backward`."""
+    if reductions is not None and not begun.reduced(parts.after):
+        begun.reduce(parts.after, reductions)
+    for number in _back_through(parts, reductions, begun):
+        for batch in turns.of(number):
+            batch.backward_weights(number)
+
+
+def _back_through(
+    parts: Parts, reductions: Reductions | None, begun: Begun, *, adds: bool = True
+) -> Iterator[int]:
+    """Yield the unit calls, last first, each with its parameters gathered.
+
+    Args:
+        adds: whether gradients are added to the bucket.
+    """
+    reduced_after = parts.reduced_after
+    for number in reversed(range(parts.last_call + 1)):
+        unit = parts.call(number)
+        bucket = unit.bucket
+        bucket.gathered()
+        parts.record.computes("backward", unit.name)
+        behind = parts.behind[number]
+        if behind is not None:
+            behind.start_gather()
+        if adds:
+            begun.begin(bucket)
+        yield number
+        if not number or parts.bucket(number - 1) is not bucket:
+            bucket.release()
+        if reductions is not None and number in reduced_after:
+            begun.reduce(bucket, reductions)
+
+
+def finish(
+    stages: Sequence[Parts],
+    reductions: Reductions,
+    begun: Begun,
+    *,
+    shared: Sequence[Bucket] = (),
+) -> None:
+    """Start all remaining reductions, and wait for all.
+
+    Args:
+        shared: buckets shared with other stages. They come last, in an order equal on all ranks:
+            ranks have different stages, and in the order of stages would wait for each other.
+    """
+    for parts in stages:
+        after = parts.reduced_after
+        units = [after[number] for number in sorted(after, reverse=True)]
+        for bucket in (parts.after, *units, parts.root, parts.before):
+            if not begun.reduced(bucket):
+                begun.reduce(bucket, reductions)
+    for bucket in shared:
+        begun.reduce(bucket, reductions)
+    reductions.finish()
+    stages[0].record.overhead()

@@ -1,0 +1,248 @@
+"""A micro-batch's pass through a pipeline stage, from unit call to unit call and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from gpumix.engine.batch.batch_split import Loss
+from gpumix.engine.model.forward_coroutine import Coroutine, Finished, ModelError, UnitCall
+from gpumix.engine.model.rng import Randomness
+from gpumix.engine.offload.host_offload import HostStore
+from gpumix.engine.schedule.remote_stage_values import WITHOUT_VALUES, refuse_without_values
+from gpumix.engine.unit.inter_unit_backward import Glue
+from gpumix.engine.unit.sharded_units import ShardedUnit
+from gpumix.engine.unit.split_backward import SplitBackward
+from gpumix.engine.unit.unit_call import Cut, taken
+from gpumix.schema.plan.stage import Worker
+
+
+class Entry(Protocol):
+    """Source of earlier stages' outputs for a micro-batch."""
+
+    def returned(self, call: UnitCall) -> Any:
+        """Return the result of the next call, computed in an earlier stage."""
+
+
+class MicroBatch:
+    """A micro-batch that stops at every unit. With a plan of one stage, units may be skipped, as
+    LayerDrop does at random; a skipping micro-batch waits while units run for the rest.
+
+    Args:
+        compute_loss: runs the model and returns (summed loss, count).
+        calls: names of the stage's units in the order of the model's calls; calls are numbered from
+            0 here.
+        earlier: calls of earlier stages.
+        entry: returns the results of earlier calls.
+        sends: for each call, places of the outputs sent to later stages, which are put into `sent`.
+        keeps: whether the graph of a unit call, given by number, is kept instead of recomputed.
+        host: where inputs for the recompute are kept; None: on the device.
+    """
+
+    def __init__(
+        self,
+        compute_loss: Callable[[], Loss],
+        *,
+        calls: Sequence[str],
+        randomness: Randomness,
+        compute_dtype: torch.dtype,
+        keeps: Callable[[int], bool],
+        host: HostStore | None = None,
+        earlier: Sequence[str] = (),
+        entry: Entry | None = None,
+        sends: Mapping[int, Sequence[int]] | None = None,
+    ) -> None:
+        self._coroutine = Coroutine(compute_loss)
+        self._earlier = earlier
+        self._entry = entry
+        self._sends = sends or {}
+        self.sent: dict[tuple[int, int], torch.Tensor] = {}
+        self._weights: dict[int, SplitBackward] = {}
+        self._calls = calls
+        self._randomness = randomness
+        self._dtype = compute_dtype
+        self._keeps = keeps
+        self._host = host
+        self._glue = Glue()
+        self._cuts: list[Cut | None] = []
+        self._at: UnitCall | Finished | None = None
+        self._outputs: Any = None
+        self._is_left_out = False  # whether the model skips the current call
+
+    def start(self) -> None:
+        """Run the code before the stage's first unit."""
+        self._resume(0)
+        for number, name in enumerate(self._earlier):
+            assert self._entry is not None
+            self._resume(2 * number + 2, self._entry.returned(self._called(number, name)))
+
+    def forward(self, number: int, unit: ShardedUnit, *, keep: bool) -> None:
+        """Run unit call `number`; `keep`: for backward."""
+        if self._leaves_out(number):
+            self._is_left_out = True
+            if keep:
+                self._cuts.append(None)
+            return
+        call = self._called(len(self._earlier) + number, unit.name)
+        cut = Cut(
+            taken(call, unit),
+            unit,
+            compute_dtype=self._dtype,
+            seed=partial(self._randomness.start, 2 * (len(self._earlier) + number) + 1),
+            recompute=not self._keeps(number),
+            host=self._host,
+            sends=self._sends.get(number, ()),
+        )
+        self._at = None
+        self._outputs = cut.forward()
+        if keep:
+            self._cuts.append(cut if cut.differentiable else None)
+            self._glue.used(number, cut.links)
+        for place, value in zip(self._sends.get(number, ()), cut.sent):
+            self.sent[number, place] = value
+        cut.sent = []
+
+    def _leaves_out(self, number: int) -> bool:
+        """Return whether the model has passed unit call `number` without calling it."""
+        if self._entry is not None:  # stages wait for each other's outputs
+            return False
+        if isinstance(self._at, UnitCall):
+            return goes_past(self._calls, number, self._at.unit)
+        return isinstance(self._at, Finished)
+
+    def _called(self, number: int, name: str) -> UnitCall:
+        """Return the current call, which must be call `number` of all, to unit `name`."""
+        call = self._at
+        if not isinstance(call, UnitCall) or call.unit != name:
+            called = call.unit if isinstance(call, UnitCall) else ""
+            raise out_of_order([*self._earlier, *self._calls], number, called)
+        return call
+
+    def resume(self, number: int) -> None:
+        """Continue after unit call `number`, to the next unit call or the end."""
+        if self._is_left_out:
+            self._is_left_out = False
+            return
+        outputs, self._outputs = self._outputs, None
+        self._resume(2 * (len(self._earlier) + number) + 2, outputs)
+
+    def finish(self) -> Loss:
+        """Return (summed loss, count) of the finished micro-batch."""
+        if not isinstance(self._at, Finished):
+            assert self._at is not None
+            calls = [*self._earlier, *self._calls]
+            raise out_of_order(calls, len(calls), self._at.unit)
+        loss, count = self._at.value
+        refuse_without_values(loss, "loss")
+        self._at = None
+        return loss, count
+
+    def backward_loss(self, loss: torch.Tensor) -> None:
+        """Run backward from the loss to the last unit's outputs."""
+        refuse_detached(loss)
+        self._glue.backward_loss(loss)
+
+    def expect_gradients(self) -> None:
+        """Prepare for `add_gradient` instead of a loss, in stages without a loss."""
+        self._glue.all_used()
+        self._outputs = None
+        self._coroutine.close()
+
+    def add_gradient(self, number: int, place: int, gradient: torch.Tensor) -> None:
+        """Add the gradient of output `place` of unit call `number`, received from a later stage."""
+        cut = self._cuts[number]
+        if cut is not None:
+            cut.add_gradient(place, gradient)
+
+    def prefetch(self, number: int) -> None:
+        """Prefetch for backward through unit call `number`."""
+        cut = self._cuts[number]
+        if cut is not None:
+            cut.prefetch()
+
+    def backward(self, number: int, *, splits: bool = False) -> None:
+        """Run backward through unit call `number` and the code before it. With `splits`, gradients
+        of a kept graph's parameters are left to `backward_weights`."""
+        cut, self._cuts[number] = self._cuts[number], None
+        if cut is not None:
+            self._glue.backward(number, cut.links, cut.backward(splits=splits))
+            if cut.weights is not None:
+                self._weights[number] = cut.weights
+
+    def backward_weights(self, number: int) -> None:
+        """Compute the gradients left by `backward`."""
+        weights = self._weights.pop(number, None)
+        if weights is not None:
+            weights.backward()
+
+    def close(self) -> None:
+        self._coroutine.close()
+
+    def _resume(self, stretch: int, value: Any = None) -> None:
+        self._randomness.start(stretch)
+        try:
+            self._at = self._coroutine.resume(value)
+        except WITHOUT_VALUES as error:
+            last = [*self._earlier, *self._calls][: stretch // 2][-1:]
+            raise ModelError(
+                "the model's own code looks at values that another stage has",
+                where=f"after unit '{last[0]}'" if last else "before the first unit",
+                why=str(error),
+                fix="profile and plan again for this model, or make a plan of one stage",
+            ) from error
+
+
+def kept_by(worker: Worker, calls: int, place: int, batches: int) -> Callable[[int], bool]:
+    """Return a function of a call: whether the micro-batch at `place` of `batches` keeps its graph.
+    Kept are the last pairs of call and micro-batch in forward order, as many as planned."""
+    if not worker.mode.recompute:
+        return lambda number: True
+    first = calls * batches - worker.kept_graphs
+    return lambda number: number * batches + place >= first
+
+
+def refuse_detached(loss: torch.Tensor) -> None:
+    """Raise a ModelError if the loss needs no gradient."""
+    if not loss.requires_grad:
+        raise ModelError(
+            "the loss does not depend on any parameter that is trained",
+            fix="compute it with gradients: no `torch.no_grad()` or `.detach()` on the way, "
+            "and `requires_grad` where you want to train",
+        )
+
+
+def goes_past(calls: Sequence[str], number: int, called: str) -> bool:
+    """Return whether the model, calling `called` instead of call `number`, only skips units."""
+    return called != calls[number] and called in calls[number + 1 :]
+
+
+def out_of_order(calls: Sequence[str], number: int, called: str) -> ModelError:
+    """Return the error of a model that calls `called` ("" for none) as call `number`, from 0,
+    unlike the plan."""
+    wanted = "the loss was to come"
+    if number < len(calls):
+        wanted = f"unit '{calls[number]}' was to be called as call {number + 1} of {len(calls)}"
+    elif called in calls:
+        wanted = f"units that are called behind '{called}' were called before it"
+    return ModelError(
+        f"the model calls its units in another order than the plan: {wanted}, the model called "
+        f"'{called or 'none'}'",
+        why="the order of unit calls must be the same on every rank and in every step; a plan of "
+        "one stage lets a pass leave units out",
+        fix="profile and plan again for this model and its current settings; for LayerDrop plan "
+        "with techniques.most_stages=1",
+    )
+
+
+@contextmanager
+def closing(batches: Sequence[MicroBatch]) -> Iterator[None]:
+    """Close all micro-batches on exit, also after errors."""
+    try:
+        yield
+    finally:
+        for micro_batch in batches:
+            micro_batch.close()

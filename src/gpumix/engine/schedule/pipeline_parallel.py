@@ -1,0 +1,396 @@
+"""Pipeline-parallel step of a rank: forward and backward passes of micro-batches through the rank's
+stages, in the order of the plan's schedule.
+
+A pass runs layer by layer (`engine.layered`) for one micro-batch, or for a wave of micro-batches
+where a stage's workers gather and reduce for each other. Before a pass, outputs arrive from earlier
+stages, or gradients from later stages. Receives of the next pass are posted early, to overlap with
+computing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+
+from gpumix.cost.schedule import Action
+from gpumix.engine.model.forward_coroutine import ModelError, UnitCall
+from gpumix.engine.schedule import layered
+from gpumix.engine.schedule.layered import Begun, Turns
+from gpumix.engine.schedule.micro_batch import Loss, MicroBatch
+from gpumix.engine.schedule.point_to_point import Message, Wires
+from gpumix.engine.schedule.remote_stage_values import Elsewhere, Look, Returned, hand_over
+from gpumix.engine.sharding.bucket import Bucket, Reductions
+from gpumix.engine.unit.inter_unit_backward import hand, without_memory
+from gpumix.engine.unit.sharded_units import Parts
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.stage import Taken, Worker
+
+Looks = object
+"""Key of a micro-batch's tensor shapes."""
+
+
+@dataclass
+class Place:
+    """Pipeline stage of a rank.
+
+    Attributes:
+        parts: the stage's parts of the model.
+        shared: parameters that a stage of this rank shares with others, in the plan's order, hence
+            in the same order on all ranks.
+    """
+
+    plan: Plan
+    stage: int
+    rank: int
+    parts: Parts
+    shared: Sequence[Bucket]
+    wires: Wires
+    elsewhere: Elsewhere
+    _known: dict[tuple[Looks, Taken], Look] = field(default_factory=dict)
+
+    @cached_property
+    def worker(self) -> Worker:
+        """Worker of this rank in the stage."""
+        return self.plan.worker_of(self.rank, self.stage)
+
+    @cached_property
+    def puts_off(self) -> bool:
+        """True if gradients of parameters are computed in separate passes."""
+        return self.plan.puts_off(self.stage, self.worker)
+
+    @property
+    def last(self) -> bool:
+        """True if the loss is computed in this stage."""
+        return self.stage == len(self.plan.stages) - 1
+
+    @property
+    def takes(self) -> Sequence[Taken]:
+        return self.plan.stages[self.stage].takes
+
+    @property
+    def first_call(self) -> int:
+        return self.plan.first_call(self.stage)
+
+    @cached_property
+    def earlier(self) -> list[str]:
+        """Unit calls of earlier stages."""
+        return [name for stage in self.plan.stages[: self.stage] for name in stage.units]
+
+    @cached_property
+    def batches(self) -> tuple[int, ...]:
+        """Numbers of this rank's micro-batches, in the order of samples."""
+        return self.plan.numbers_of(self.rank, self.stage)
+
+    def members(self, action: Action) -> list[int]:
+        """Return the micro-batches of an action: one, or this rank's part of a wave."""
+        if not self.plan.in_waves:
+            return [action.batch]
+        return [n for n in self.batches if self._waves[n] == action.batch]
+
+    @cached_property
+    def _waves(self) -> list[int]:
+        """Wave of each micro-batch."""
+        stage = self.plan.stages[self.stage]
+        return [one.wave for one in stage.micro_batches(self.plan.waves)]
+
+    @cached_property
+    def gives(self) -> list[tuple[int, Taken]]:
+        """Pairs of a later stage and an output taken from this stage."""
+        first = self.first_call
+        own = range(first, first + len(self.plan.stages[self.stage].units))
+        return [
+            (number, taken)
+            for number, stage in enumerate(self.plan.stages)
+            for taken in stage.takes
+            if taken.call in own
+        ]
+
+    @cached_property
+    def sends(self) -> dict[int, tuple[int, ...]]:
+        """Places of the outputs taken by later stages, by own call."""
+        wanted: dict[int, dict[int, None]] = {}
+        for _, taken in self.gives:
+            wanted.setdefault(taken.call - self.first_call, {})[taken.output] = None
+        return {call: tuple(outputs) for call, outputs in wanted.items()}
+
+    def look_of(self, taken: Taken, looks: Looks) -> Look | None:
+        """Return the look of an output for samples of shapes `looks`; None if not seen yet."""
+        return self._known.get((looks, taken))
+
+    def seen(self, taken: Taken, looks: Looks, look: Look) -> None:
+        self._known[looks, taken] = look
+
+
+class Entrance:
+    """Arrival of a micro-batch at its stage, with outputs of earlier stages.
+
+    With gradients on, `leaves` collect the gradients of received tensors.
+
+    Args:
+        batch: number of the micro-batch.
+        looks: key of the samples' shapes.
+    """
+
+    def __init__(self, place: Place, batch: int, looks: Looks) -> None:
+        self._place = place
+        self._batch = batch
+        self._looks = looks
+        self._call = 0
+        self.leaves: dict[Taken, torch.Tensor] = {}
+
+    def expect(self) -> bool:
+        """Post receives up to the first unknown look; return True if all are posted."""
+        for taken in self._place.takes:
+            look = self._place.look_of(taken, self._looks)
+            if look is None:
+                return False
+            self._place.wires.expect(self._message(taken), look)
+        return True
+
+    def returned(self, call: UnitCall) -> Any:
+        """Return the result of an earlier stage's unit."""
+        returned = self._place.elsewhere.returned(call)
+        leaves = [
+            self._place.elsewhere.tensor(leaf) if isinstance(leaf, Look) else leaf
+            for leaf in returned.leaves
+        ]
+        for taken in self._place.takes:
+            if taken.call == self._call:
+                leaves[taken.output] = self._received(taken, returned, call.state.gradients)
+        self._call += 1
+        return hand_over(call, returned, leaves)
+
+    def _received(self, taken: Taken, returned: Returned, gradients: bool) -> torch.Tensor:
+        look = returned.look(taken.output)
+        self._place.seen(taken, self._looks, look)
+        value = self._place.wires.receive(self._message(taken), look)
+        if not (gradients and value.is_floating_point()):
+            return value
+        leaf = without_memory(value).requires_grad_()
+        if taken.differentiable:
+            self.leaves[taken] = leaf
+        else:
+            leaf.register_hook(partial(_refuse_gradient, taken))
+        return hand(leaf, value)
+
+    def send_gradients(self) -> None:
+        """Send the gradients of received tensors to earlier stages."""
+        for taken in self._place.takes:
+            if taken.differentiable:
+                leaf = self.leaves.pop(taken, None)
+                self._place.wires.send(
+                    Message("backward", self._place.stage, self._batch, taken),
+                    self._zeros(taken) if leaf is None or leaf.grad is None else leaf.grad,
+                )
+
+    def _zeros(self, taken: Taken) -> torch.Tensor:
+        """Return zeros: the sending stage waits for a gradient."""
+        look = self._place.look_of(taken, self._looks)
+        assert look is not None, "it was received"
+        return self._place.elsewhere.zeros(look)
+
+    def _message(self, taken: Taken) -> Message:
+        return Message("forward", self._place.stage, self._batch, taken)
+
+
+@dataclass
+class Running:
+    """Micro-batch between forward and backward, with looks of outputs `sent` to later stages."""
+
+    number: int
+    batch: MicroBatch
+    entrance: Entrance
+    sent: dict[tuple[int, Taken], Look] = field(default_factory=dict)
+
+
+Make = Callable[[Place, int], Running]
+"""Begins the micro-batch of a given number in a stage."""
+
+
+class Step:
+    """Step of one rank.
+
+    Args:
+        places: the rank's stages.
+        scale: factor of each loss before its backward; None: no backward.
+        empty: numbers of micro-batches without samples, skipped.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[Place],
+        actions: Sequence[Action],
+        make: Make,
+        scale: torch.Tensor | None,
+        *,
+        empty: Collection[int] = (),
+    ) -> None:
+        self._empty = frozenset(empty)
+        self._places = {place.stage: place for place in places}
+        self._shared = places[0].shared
+        self._actions = actions
+        self._make = make
+        self._scale = scale
+        self._running: dict[tuple[int, int], Running] = {}
+        self._results: list[Loss] = []
+        self._begun = Begun()
+        division = places[0].parts.division
+        # Separate buffers let each reduction run without waiting for another. With one stage per
+        # rank, all ranks of the stage issue the same collectives, so none deadlocks.
+        self._beside = division.replicated and len(places) == 1
+        self._in_waves = not division.whole_gradients
+        self._reductions = Reductions(None, at_once=division.replicated)
+
+    def run(self) -> list[Loss]:
+        """Run all actions; the caller settles the gradients afterwards.
+
+        Returns:
+            (summed loss, count) of each micro-batch whose loss is computed here.
+        """
+        wires = next(iter(self._places.values())).wires
+        try:
+            # Gather now: other stages of a shared bucket may begin only when this stage is done.
+            for bucket in self._shared:
+                bucket.start_gather()
+            for place in self._places.values():
+                parts, kept = place.parts, place.parts.division.whole_parameters
+                for bucket in parts.buckets if kept else parts.throughout:
+                    bucket.start_gather()
+            for place in self._idle:
+                layered.forward(place.parts, Turns([]), keep=False)
+            for number, action in enumerate(self._actions):
+                # Messages arrive in order: none can be expected behind an unknown look.
+                all(self._expect(coming) for coming in self._actions[number : number + 2])
+                self._do(action, number)
+            if self._scale is not None:
+                for place in self._idle:
+                    reductions = self._reductions if self._beside else None
+                    layered.backward(place.parts, Turns([]), reductions, self._begun)
+                stages = [place.parts for place in reversed(self._places.values())]
+                layered.finish(stages, self._reductions, self._begun, shared=self._shared)
+            wires.finish()
+        except BaseException:
+            wires.abandon()
+            raise
+        finally:
+            for running in self._running.values():
+                running.batch.close()
+        return self._results
+
+    @cached_property
+    def _idle(self) -> list[Place]:
+        """Stages where this rank stores shards but computes nothing."""
+        busy = {action.stage for action in self._actions}
+        return [place for number, place in self._places.items() if number not in busy]
+
+    def _do(self, action: Action, number: int) -> None:
+        place = self._places[action.stage]
+        place.parts.record.passes(action)
+        if action.kind == "forward":
+            self._forward(place, action)
+            following = self._actions[number + 1 : number + 2]
+            if following != (_backward_of(action),):
+                place.parts.rest()
+        elif action.kind == "backward":
+            self._backward(place, action, last=number == len(self._actions) - 1)
+        elif place.puts_off:
+            self._weights(place, action, last=number == len(self._actions) - 1)
+
+    def _running_of(self, place: Place, action: Action) -> list[Running]:
+        """Return the micro-batches of an action, begun if necessary."""
+        found = []
+        for number in place.members(action):
+            if number not in self._empty:
+                key = place.stage, number
+                if key not in self._running:
+                    self._running[key] = self._make(place, number)
+                found.append(self._running[key])
+        return found
+
+    def _expect(self, action: Action) -> bool:
+        place = self._places[action.stage]
+        if action.kind == "forward":
+            return all(running.entrance.expect() for running in self._running_of(place, action))
+        if action.kind == "backward":
+            for running in self._running_of(place, action):
+                for message, look in self._gradients(running):
+                    place.wires.expect(message, look)
+        return True
+
+    def _forward(self, place: Place, action: Action) -> None:
+        running = self._running_of(place, action)
+        for bucket in self._shared:  # the model uses shared parameters in every stage
+            bucket.arrived()
+        layered.forward(place.parts, _turns(running), keep=self._scale is not None)
+        for one in running:
+            for to, taken in place.gives:
+                value = one.batch.sent[taken.call - place.first_call, taken.output]
+                one.sent[to, taken] = Look.of(value)
+                place.wires.send(Message("forward", to, one.number, taken), value)
+            one.batch.sent.clear()
+        if self._scale is None:
+            if place.last:
+                self._results += layered.head(place.parts, _turns(running), None, self._begun)
+            self._close(place, running)
+
+    def _backward(self, place: Place, action: Action, *, last: bool) -> None:
+        running = self._running_of(place, action)
+        if place.last:
+            turns = _turns(running)
+            self._results += layered.head(place.parts, turns, self._scale, self._begun)
+        else:
+            for one in running:
+                one.batch.expect_gradients()
+                for message, look in self._gradients(one):
+                    gradient = place.wires.receive(message, look)
+                    call = message.taken.call - place.first_call
+                    one.batch.add_gradient(call, message.taken.output, gradient)
+        splits, reductions = place.puts_off, self._reduced_in(last)
+        layered.backward(place.parts, _turns(running), reductions, self._begun, splits=splits)
+        for one in running:
+            one.entrance.send_gradients()
+        if not splits:
+            self._close(place, running)
+        if self._in_waves:
+            self._reductions.finish()
+
+    def _weights(self, place: Place, action: Action, *, last: bool) -> None:
+        running = self._running_of(place, action)
+        layered.weights(place.parts, _turns(running), self._reduced_in(last), self._begun)
+        self._close(place, running)
+        if self._in_waves:
+            self._reductions.finish()
+
+    def _reduced_in(self, last: bool) -> Reductions | None:
+        """Return the reductions to start in an action, `last` or not; None: reduce later."""
+        return self._reductions if self._in_waves or (last and self._beside) else None
+
+    def _close(self, place: Place, running: Sequence[Running]) -> None:
+        for one in running:
+            self._running.pop((place.stage, one.number)).batch.close()
+
+    def _gradients(self, running: Running) -> Iterator[tuple[Message, Look]]:
+        """Yield the messages of gradients from later stages, in the order of outputs sent."""
+        for (to, taken), look in running.sent.items():
+            if taken.differentiable:
+                yield Message("backward", to, running.number, taken), look
+
+
+def _refuse_gradient(taken: Taken, _: torch.Tensor) -> None:
+    raise ModelError(
+        f"output {taken.output} of unit call {taken.call} gets a gradient in a later stage",
+        why="it got none when the model was profiled, so the plan sends none back",
+        fix="profile and plan again for this model, or make a plan of one stage",
+    )
+
+
+def _backward_of(action: Action) -> Action:
+    return Action("backward", action.stage, action.batch)
+
+
+def _turns(running: Sequence[Running]) -> Turns:
+    return Turns([one.batch for one in running])

@@ -1,0 +1,279 @@
+"""Sequential order: forward and backward of one micro-batch after another.
+
+Only where every rank has all parameters and full gradients (ZeRO stages 0 and 1). The model runs as
+written, with an uncut graph: unit calls are answered in place. Parameters updated by other ranks
+arrive during the first forward pass; the reduction of a bucket begins in the last backward pass, as
+soon as its gradient is complete. Collectives come in the same order as in layers, so ranks of both
+orders may be mixed.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from gpumix.engine.comm import collective_progress
+from gpumix.engine.comm.step_recorder import SILENT, Record
+from gpumix.engine.model.captured_outputs import Captured
+from gpumix.engine.model.containers import Containers, fill
+from gpumix.engine.model.forward_coroutine import Calls, ThreadState
+from gpumix.engine.model.module_buffers import BufferCopies
+from gpumix.engine.model.rng import Randomness
+from gpumix.engine.model.unit_values import Arguments, unflatten
+from gpumix.engine.schedule.micro_batch import Loss, goes_past, out_of_order, refuse_detached
+from gpumix.engine.sharding.bucket import Bucket, Reductions
+from gpumix.engine.unit.activation_checkpoint import Recomputed
+from gpumix.engine.unit.saved_inputs import Given
+from gpumix.engine.unit.sharded_units import Parts, ShardedUnit
+from gpumix.engine.unit.unit_call import (
+    Run,
+    cast,
+    model_containers,
+    refuse_inputs,
+    refuse_outputs,
+    refuse_writes,
+    versions,
+)
+from gpumix.schema.profile.profile import ROOT
+
+
+@dataclass(frozen=True)
+class InlineBatch:
+    """Micro-batch that runs without stopping at units.
+
+    Attributes:
+        compute_loss: runs the model and returns (summed loss, count).
+        keeps: returns True if the graph of a unit call, by number, is kept; False: recomputed.
+    """
+
+    compute_loss: Callable[[], Loss]
+    randomness: Randomness
+    compute_dtype: torch.dtype
+    keeps: Callable[[int], bool]
+
+
+def run(
+    parts: Parts,
+    calls: Calls,
+    batches: Sequence[InlineBatch],
+    scale: torch.Tensor,
+    exchange: Callable[[list[Loss]], Reductions],
+    *,
+    leaves_out: bool = False,
+) -> None:
+    """Run forward and backward of all micro-batches, the last first: the last may be smaller, and
+    there is more to reduce than to gather.
+
+    Args:
+        calls: where the model's unit calls arrive.
+        scale: factor of each loss before its backward.
+        exchange: starts the exchange of losses and counts over all ranks; returns the reductions.
+        leaves_out: True if the model may leave out its last units: the parameters behind these are
+            gathered first.
+    """
+    gathering = _Gathering(parts)
+    if leaves_out:
+        parts.after.gathered()
+    results: list[Loss] = []
+    reducing: _Reducing | None = None
+    if not batches:
+        gathering.finish()
+        reducing = _Reducing(parts, exchange(results))
+    for left, batch in zip(reversed(range(len(batches))), reversed(batches)):
+        answers = _Answers(parts, batch, gathering)
+        with parts.head.step(scale) if parts.head else nullcontext():
+            with calls.answered(answers.answer):
+                batch.randomness.start(0)
+                loss, count = batch.compute_loss()
+            answers.leave_out_rest()
+            refuse_detached(loss)
+            results.append((loss.detach(), count))
+            if left == 0:
+                reducing = _Reducing(parts, exchange(results))
+                reducing.watch()
+            collective_progress.computes("backward")
+            torch.autograd.backward(loss * scale)
+            del loss
+    assert reducing is not None
+    reducing.finish()
+    parts.record.overhead()
+
+
+class _Gathering:
+    """Gathers of a step, each overlapping with the computation of the unit before; done once."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        for bucket in (parts.before, *parts.throughout, parts.bucket(0)):
+            bucket.start_gather()
+        for bucket in (parts.before, *parts.throughout):
+            bucket.gathered()
+        parts.record.computes("forward", ROOT)
+        for bucket in parts.buckets:
+            bucket.begin_gradient()
+
+    def reach(self, number: int) -> None:
+        """Prepare call `number`; the number of calls stands for the head."""
+        parts = self._parts
+        if number > parts.last_call:
+            parts.after.gathered()
+            return
+        parts.bucket(number).gathered()
+        parts.ahead[number].start_gather()
+
+    def finish(self) -> None:
+        """Gather all buckets on a rank without samples."""
+        for number in range(self._parts.last_call + 2):
+            self.reach(number)
+
+
+class _Reducing:
+    """Reductions of a step, each begun in turn once the gradient of the bucket is complete."""
+
+    def __init__(self, parts: Parts, reductions: Reductions) -> None:
+        after = parts.reduced_after
+        units = [after[number] for number in sorted(after, reverse=True)]
+        self._waiting = [parts.after, *units, *parts.throughout, parts.before]
+        self._reductions = reductions
+        self._head = parts.head
+        self._missing: dict[int, int] = {}
+        self._hooks: list[Any] = []
+
+    def watch(self) -> None:
+        """Observe the arrival of gradients at parameters, in the single backward to follow.
+
+        Parameters that the root uses throughout come last anyway. A chunked head adds to its
+        gradients unobserved, but before any unit's backward.
+        """
+        unseen = set() if self._head is None else {id(p) for p in self._head.parameters}
+        for bucket in self._waiting[:-2]:
+            views = [v for group in bucket.trainable for v in group.views if id(v) not in unseen]
+            self._missing[id(bucket)] = len(views)
+            for view in views:
+                hook = view.register_post_accumulate_grad_hook(partial(self._note, bucket))
+                self._hooks.append(hook)
+
+    def _note(self, bucket: Bucket, _: torch.Tensor) -> None:
+        self._missing[id(bucket)] -= 1
+        while self._missing.get(id(self._waiting[0])) == 0:
+            self._reductions.start(self._waiting.pop(0))
+
+    def finish(self) -> None:
+        """Reduce the remaining buckets after the backward, and wait for all reductions."""
+        for hook in self._hooks:
+            hook.remove()
+        while self._waiting:
+            self._reductions.start(self._waiting.pop(0))
+        self._reductions.finish()
+
+
+def _tell_of_backward(record: Record, name: str, outputs: Any) -> None:
+    """Record the time when the gradient of a unit's output arrives."""
+    for output in tree_leaves(outputs):
+        if isinstance(output, torch.Tensor) and output.requires_grad:
+            output.register_hook(lambda _: record.computes("backward", name))
+
+
+class _Answers:
+    """Execution of the unit calls of one micro-batch, in place."""
+
+    def __init__(self, parts: Parts, batch: InlineBatch, gathering: _Gathering) -> None:
+        self._parts = parts
+        self._batch = batch
+        self._gathering = gathering
+        self._number = 0
+
+    def answer(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        parts = self._parts
+        while self._number <= parts.last_call and goes_past(parts.calls, self._number, name):
+            self._leave_out()
+        number = self._number
+        if number > parts.last_call or parts.calls[number] != name:
+            raise out_of_order(parts.calls, number, name)
+        self._number += 1
+        self._gathering.reach(number)
+        unit = parts.call(number)
+        parts.record.computes("forward", name)
+        args, kwargs = unit.taken(args, kwargs)
+        seed = partial(self._batch.randomness.start, 2 * number + 1)
+        if self._batch.keeps(number) or not torch.is_grad_enabled():
+            outputs = self._kept(unit, seed, args, kwargs)
+        else:
+            outputs = self._recomputed(unit, seed, args, kwargs)
+        self._batch.randomness.start(2 * number + 2)
+        if parts.record is not SILENT:
+            _tell_of_backward(parts.record, name, outputs)
+        if number == parts.last_call:
+            self._gathering.reach(number + 1)
+            parts.record.computes("head", ROOT)
+        return outputs
+
+    def _leave_out(self) -> None:
+        """Skip a call left out by the model, but gather its parameters with all ranks."""
+        self._gathering.reach(self._number)
+        self._number += 1
+
+    def leave_out_rest(self) -> None:
+        """Skip all remaining calls, at the model's end."""
+        while self._number <= self._parts.last_call:
+            self._leave_out()
+
+    def _kept(
+        self,
+        unit: ShardedUnit,
+        seed: Callable[[], None],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        inputs, arguments = Arguments.of(args, kwargs)
+        refuse_inputs(unit.name, inputs)
+        before = versions(inputs)
+        own = model_containers(unit, args, kwargs)
+        args, kwargs = arguments.filled([cast(t, self._batch.compute_dtype) for t in inputs])
+        seed()
+        copies = Containers(unit.name, args, kwargs)
+        outputs = unit.forward(*args, **kwargs)
+        fill(own, copies)
+        refuse_writes(inputs, before, f"unit '{unit.name}' writes into its own input")
+        refuse_outputs(unit, tree_leaves(outputs))
+        return outputs
+
+    def _recomputed(
+        self,
+        unit: ShardedUnit,
+        seed: Callable[[], None],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        inputs, arguments = Arguments.of(args, kwargs)
+        refuse_inputs(unit.name, inputs)
+        before = versions(inputs)
+        own = model_containers(unit, args, kwargs)
+        captured = Captured(contextvars.copy_context(), own)
+        state, dtype = ThreadState.capture(), self._batch.compute_dtype
+        once = Run(unit.name, unit.forward, state, captured, dtype, seed, arguments)
+        sources = [t.detach() if isinstance(t, torch.Tensor) else t for t in inputs]
+        given = Given(sources, [isinstance(t, torch.Tensor) and t.requires_grad for t in inputs])
+        buffers = BufferCopies(unit.with_buffers)
+
+        def again() -> Any:
+            what = f"an input of unit '{unit.name}' was written into after the call"
+            refuse_writes(sources, before, what)
+            return once.again(given, buffers)
+
+        recomputed = Recomputed(unit.name, again)
+        outputs, structure = recomputed.forward(partial(once, inputs))
+        recomputed.expect_backward()
+        buffers.keep_changed()
+        refuse_writes(inputs, before, f"unit '{unit.name}' writes into its own input")
+        refuse_outputs(unit, outputs)
+        result, collected = unflatten(structure, iter(outputs))
+        captured.hand_over(collected)
+        return result

@@ -1,0 +1,99 @@
+"""Parts of a model on a rank's stages, and the division of their state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gpumix.engine.comm.communicator import Communicator
+from gpumix.engine.schedule.remote_stage_values import Elsewhere
+from gpumix.engine.sharding.shard_layout import Division
+from gpumix.engine.sharding.unit_discovery import Anatomy, Unit
+from gpumix.engine.tensor_parallel.parallelize import Changes, Part, all_of
+from gpumix.engine.unit.sharded_units import Storage
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.stage import Stage, of_several
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Root parameters shared by several stages, with their division."""
+
+    names: tuple[str, ...]
+    division: Division
+
+
+@dataclass(frozen=True)
+class Divisions:
+    """Divisions of a plan's state in which this rank has a part: for each of its stages, the state
+    of the stage alone, and state shared by several stages."""
+
+    alone: dict[int, Division]
+    shared: tuple[Shared, ...]
+
+
+def divisions(plan: Plan, comm: Communicator, teams: Mapping[int, Communicator]) -> Divisions:
+    """Return the divisions of a plan's stages. Collective: makes process groups.
+
+    Args:
+        teams: tensor-parallel group of this rank, by stage.
+    """
+    alone = {
+        number: division
+        for number in range(len(plan.stages))
+        if (division := Division.of_stage(plan, comm, number, teams.get(number))) is not None
+    }
+    shared = [
+        Shared(tuple(names), division)
+        for stages, names in of_several([stage.root or () for stage in plan.stages]).items()
+        if (division := Division.of_stages(plan, comm, stages)) is not None
+    ]
+    return Divisions(alone, tuple(shared))
+
+
+def teams_of(plan: Plan, comm: Communicator) -> dict[int, Communicator]:
+    """Return this rank's tensor-parallel group, by stage with divided units. Collective: makes
+    process groups."""
+    found = {}
+    for number, stage in enumerate(plan.stages):
+        for ranks in plan.teams_of(number) if stage.tensor > 1 else ():
+            team = comm.among(ranks)
+            if team is not None:
+                found[number] = team
+    return found
+
+
+def part_of(anatomy: Anatomy, stage: Stage, divisions: Divisions) -> Anatomy:
+    """Return the units of a stage, and the root parameters that belong to the stage alone."""
+    shared = {name for one in divisions.shared for name in one.names}
+    used = set(stage.root or ()) - shared
+    root = anatomy.root
+    slots = tuple(slot for slot in root.slots if slot.name in used)
+    units = tuple(unit for unit in anatomy.units if unit.name in stage.units)
+    return Anatomy(units, Unit(root.name, root.module, root.kind, slots))
+
+
+def own_parts(anatomy: Anatomy, plan: Plan, rank: int) -> Part:
+    """Return the units and the unshared root parameters of a rank's stages."""
+    if len(plan.stages) == 1:
+        return all_of(anatomy)
+    own = [plan.stages[number] for number in plan.stages_of(rank)]
+    together = of_several([stage.root or () for stage in plan.stages]).values()
+    shared = {name for names in together for name in names}
+    used = {name for stage in own for name in stage.root or ()}
+    units = frozenset(name for stage in own for name in stage.units)
+    return Part(units, frozenset(used - shared))
+
+
+def stand_ins(
+    anatomy: Anatomy, changes: Changes, plan: Plan, rank: int, storage: Storage
+) -> Elsewhere:
+    """Install stand-ins for units and root parameters that a rank's stages lack."""
+    own = [plan.stages[number] for number in plan.stages_of(rank)]
+    units = {name for stage in own for name in stage.units}
+    used = {name for stage in own for name in stage.root or ()}
+    with changes.undone():
+        elsewhere = Elsewhere(anatomy, storage.device, storage.dtypes.compute, changes.undone)
+    elsewhere.install([s for unit in anatomy.units if unit.name not in units for s in unit.slots])
+    elsewhere.install([slot for slot in anatomy.root.slots if slot.name not in used])
+    return elsewhere

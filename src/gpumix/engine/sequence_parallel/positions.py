@@ -1,0 +1,335 @@
+"""Sequence parallelism: between divided modules of a unit, each rank of a tensor-parallel group has
+a part of the positions (Korthikanti et al. 2022).
+
+Inputs of a unit are divided, unless coming straight from another divided unit. Outputs look whole
+to the model's code (`Divided`), and are gathered on use. A unit's own code runs on a part of the
+positions; a rehearsal checks that each position comes out as among all positions, when a unit of
+its kind is first called.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeGuard
+
+import torch
+from torch import nn
+from torch.utils._pytree import (
+    register_pytree_node,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
+
+from gpumix.engine.comm.communicator import Communicator
+from gpumix.engine.cross_entropy.lazy_logits import ANSWERED
+from gpumix.engine.model.forward_coroutine import ModelError
+from gpumix.engine.model.rng import Draws, untouched
+from gpumix.engine.sequence_parallel.collective_regions import (
+    enter_together,
+    leave,
+    leave_apart,
+    part_of,
+    side_by_side,
+)
+from gpumix.engine.sequence_parallel.probe import DIM, Call, Subject, rehearse
+from gpumix.schema.errors import first_line
+
+Forward = Callable[..., Any]
+WITHOUT = "make a plan without: `techniques: {sequence: false}`"
+
+
+class Divided(torch.Tensor):
+    """Hidden states of which this rank has a part of the positions. The model's code sees whole
+    hidden states: any use except of shape, dtype and the like gathers all positions.
+
+    To the engine, a structure around the part, which crosses boundaries like any tensor.
+
+    Args:
+        part: this rank's part.
+        length: number of all positions.
+    """
+
+    part: torch.Tensor
+    positions: Positions
+    length: int
+    _whole: dict[bool, tuple[torch.Tensor, int]]
+
+    @staticmethod
+    def __new__(
+        cls: type[Divided], part: torch.Tensor, positions: Positions, length: int
+    ) -> Divided:
+        self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            (*part.shape[:DIM], length, *part.shape[DIM + 1 :]),
+            dtype=part.dtype,
+            device=part.device,
+            requires_grad=part.requires_grad,
+        )
+        self.part, self.positions, self.length, self._whole = part, positions, length, {}
+        return self
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Divided(size={tuple(self.shape)}, dtype={self.dtype})"
+
+    def whole(self) -> torch.Tensor:
+        """Return all positions; all ranks of the group call this together."""
+        gradients = torch.is_grad_enabled()
+        if gradients not in self._whole:
+            self.positions.left += 1
+            found = self.gathered()
+            self._whole[gradients] = found, found._version
+        return self._whole[gradients][0]
+
+    def written(self) -> torch.Tensor | None:
+        """Return the gathered tensor if the model's code wrote into it, making the part stale."""
+        for whole, version in self._whole.values():
+            if whole._version != version:
+                return whole
+        return None
+
+    def gathered(self) -> torch.Tensor:
+        """Gather all positions, without the cache."""
+        return side_by_side(self.part, DIM, self.positions.team, self.length)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in ANSWERED:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        args, kwargs = _mapped(_whole, (args, dict(kwargs)))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise ModelError(
+            f"{func} is applied below autograd to hidden states of which each rank has a part",
+            fix=WITHOUT,
+        )
+
+
+register_pytree_node(
+    Divided,
+    lambda divided: ([divided.part], (divided.positions, divided.length)),
+    lambda parts, context: _rebuilt(*parts, *context),
+)
+
+
+def _rebuilt(part: Any, positions: Positions, length: int) -> Any:
+    """Wrap the result of mapping a part, if still a tensor."""
+    return Divided(part, positions, length) if isinstance(part, torch.Tensor) else part
+
+
+class _Divided:
+    """Call of a unit with this rank's part of the positions."""
+
+    def __init__(self, team: Communicator, length: int, own: int) -> None:
+        self.team, self.length, self.own = team, length, own
+
+    def enter(self, part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        whole = side_by_side(part, DIM, self.team, self.length)
+        return whole, enter_together(part, whole, DIM, self.team)
+
+    def leave(self, value: torch.Tensor) -> torch.Tensor:
+        return leave_apart(value, DIM, self.team)
+
+
+class Positions:
+    """Positions of hidden states, divided over a tensor-parallel group.
+
+    Attributes:
+        entered: how often hidden states that want a gradient were divided, outside of units.
+        left: how often hidden states were gathered again, outside of units.
+    """
+
+    def __init__(self, team: Communicator) -> None:
+        self.team = team
+        self.entered = 0
+        self.left = 0
+        self._call: Call | None = None
+        self._draws: Draws | None = None
+        self._whole: list[Any] = []  # inputs of the running unit except hidden states
+        self._seen: set[tuple[str, object]] = set()
+
+    # -- outside of units --------------------------------------------------------------------------
+
+    def divided(self, unit: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Divide the hidden states given to a unit, the first of its inputs; gather the rest."""
+        leaves, structure = tree_flatten((args, kwargs), is_leaf=is_divided)
+        place = next((n for n, leaf in enumerate(leaves) if _is_hidden(leaf)), None)
+        if place is None:
+            raise ModelError(
+                f"unit '{unit}' is given no hidden states whose positions could be divided",
+                why="it is to be a tensor of [samples, positions, width]",
+                fix=WITHOUT,
+            )
+        for number, leaf in enumerate(leaves):
+            written = leaf.written() if is_divided(leaf) else None
+            leaves[number] = leaf = leaf if written is None else written
+            if number != place:
+                leaves[number] = _whole(leaf)
+            elif not is_divided(leaf):
+                self.entered += leaf.requires_grad
+                leaves[number] = Divided(part_of(leaf, DIM, self.team), self, leaf.shape[DIM])
+        given: tuple[Any, Any] = tree_unflatten(leaves, structure)
+        return given
+
+    # -- inside of units ---------------------------------------------------------------------------
+
+    def forward_of(
+        self, module: nn.Module, label: str, kind: str, inner: Forward, parts: Sequence[str]
+    ) -> Forward:
+        """Return the forward of a unit that takes `divided` hidden states and returns the like.
+
+        Args:
+            inner: the unit's own forward. Like the result it must not hold the module.
+            parts: names of parameters with a partial gradient on each rank, because each rank has a
+                part of the positions.
+        """
+        there = weakref.ref(module)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            leaves = _leaves((args, kwargs))
+            hidden = next(leaf for leaf in leaves if is_divided(leaf))
+            if self._is_new(kind, hidden, leaves):
+                unit = there()
+                assert unit is not None, "it is being called"
+                with untouched(hidden.device):
+                    self._rehearse(label, unit, inner, parts, (args, kwargs))
+            # Each rank has positions and heads of its own, and draws for them.
+            self._draws = Draws(self.team.rank, hidden.device)
+            call = _Divided(self.team, hidden.length, hidden.part.shape[DIM])
+            outputs = self._run(call, inner, _mapped(_part, (args, kwargs)))
+            return _mapped(lambda t: self._like(hidden, t), outputs)
+
+        return forward
+
+    def _like(self, hidden: Divided, output: Any) -> Any:
+        """Wrap a unit's output as `Divided` if shaped like this rank's part of hidden states."""
+        if not isinstance(output, torch.Tensor) or output.shape != hidden.part.shape:
+            return output
+        return Divided(output, self, hidden.length)
+
+    def _run(self, call: Call, inner: Forward, given: tuple[Any, Any]) -> Any:
+        args, kwargs = given
+        leaves = _leaves(given)
+        hidden = next((n for n, leaf in enumerate(leaves) if _is_hidden(leaf)), -1)
+        self._call = call
+        self._whole = [leaf for n, leaf in enumerate(leaves) if n != hidden]
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            self._call, self._draws, self._whole = None, None, []
+
+    def enter(
+        self, value: torch.Tensor, *, early: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Enter a region, if positions are divided: return all positions, with the full gradient on
+        each rank, and again with a partial gradient on each rank; None otherwise.
+
+        Args:
+            early: True before code common to all ranks.
+        """
+        call = self._call
+        if call is None or not _is_hidden(value) or value.shape[DIM] != call.own:
+            return None
+        if any(value is other for other in self._whole):
+            return None  # as many positions as a part by chance
+        if early and self._draws is not None:
+            self._draws.draw_alike()
+        return call.enter(value)
+
+    def leave(self, value: torch.Tensor) -> torch.Tensor:
+        """Leave a region: return this rank's part of the sum of all ranks' results."""
+        call = self._call
+        if call is None or not _is_hidden(value) or value.shape[DIM] != call.length:
+            return leave(value, self.team)
+        self.left_early()
+        return call.leave(value)
+
+    def left_early(self) -> None:
+        """Let ranks draw apart again, after code common to all ranks."""
+        if self._draws is not None:
+            self._draws.draw_apart()
+
+    # -- the first time ----------------------------------------------------------------------------
+
+    def _is_new(self, kind: str, hidden: Divided, given: Sequence[Any]) -> bool:
+        """Return True if no unit of the kind has run yet with tensors of such shapes."""
+        sizes = {-(-hidden.length // self.team.world), hidden.length // self.team.world}
+        looks = tuple(
+            tuple((size == hidden.length, size in sizes) for size in value.shape)
+            for value in given
+            if isinstance(value, torch.Tensor)
+        )
+        if (kind, looks) in self._seen:
+            return False
+        self._seen.add((kind, looks))
+        return True
+
+    def _rehearse(
+        self, label: str, unit: nn.Module, inner: Forward, parts: Sequence[str], given: Any
+    ) -> None:
+        """Raise a ModelError if parts of the positions give other results than among all."""
+        place, hidden = next((n, t) for n, t in enumerate(_leaves(given)) if is_divided(t))
+        with torch.no_grad():
+            args, kwargs = _mapped(lambda t: t.gathered() if is_divided(t) else t, given)
+        subject = Subject(
+            lambda call, args, kwargs: self._run(call, inner, (args, kwargs)),
+            unit,
+            parts,
+            args,
+            kwargs,
+            place,
+            hidden.part.requires_grad,
+        )
+        problem = ""
+        try:
+            rehearse(subject, self.team)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # any error of a model's code for such shapes
+            problem = first_line(error)
+        refused = torch.tensor([float(bool(problem))], device=hidden.device)
+        if self.team.all_reduce(refused, "comparison of divided sequences").item():
+            raise ModelError(
+                f"the positions of unit '{label}' cannot be divided over the ranks of a team",
+                why=problem or "another rank of the team says why",
+                fix=WITHOUT,
+            )
+
+
+def is_divided(value: Any) -> TypeGuard[Divided]:
+    """Return True if each rank of a group has a part of `value`."""
+    return isinstance(value, Divided)
+
+
+def _is_hidden(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() == 3
+
+
+def _whole(value: Any) -> Any:
+    return value.whole() if isinstance(value, Divided) else value
+
+
+def _part(value: Any) -> Any:
+    return value.part if isinstance(value, Divided) else value
+
+
+def _leaves(value: Any) -> list[Any]:
+    return tree_leaves(value, is_leaf=is_divided)
+
+
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    return tree_map(function, value, is_leaf=is_divided)

@@ -1,0 +1,114 @@
+"""Window of a parameter: the part that a rank computes with. All of the parameter, or, in a
+tensor-parallel group, runs along one dimension.
+
+A rank stores an interval of a window's elements, flattened. Checkpoints hold boxes (an offset and a
+size in every dimension) of the full parameter, which locate elements independently of the ranks
+that had them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+
+from gpumix.engine.sharding.nd_boxes import Box, boxes
+
+Run = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Window:
+    """Part `part` of `parts` equal parts of a tensor of `shape`, along `dim`; if `packed` tensors
+    lie there in a row, the part of each.
+
+    Raises:
+        ValueError: the size along `dim` cannot be divided this way.
+    """
+
+    shape: torch.Size
+    dim: int = 0
+    parts: int = 1
+    part: int = 0
+    packed: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.whole and self.shape[self.dim] % (self.parts * self.packed):
+            raise ValueError(
+                f"{self.shape[self.dim]} cannot be divided into {self.parts} x {self.packed} "
+                "equal parts"
+            )
+
+    @property
+    def whole(self) -> bool:
+        """True if the window shows all of the tensor."""
+        return self.parts == 1
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """Ranges of indices along `dim` in the window, as (begin, end)."""
+        of_one = self.shape[self.dim] // self.packed
+        size = of_one // self.parts
+        begins = (tensor * of_one + self.part * size for tensor in range(self.packed))
+        return tuple((begin, begin + size) for begin in begins)
+
+    def of_member(self, part: int) -> Window:
+        """Return the window of another part."""
+        return replace(self, part=part)
+
+    @property
+    def local_shape(self) -> torch.Size:
+        """Shape of the window's content."""
+        if self.whole:
+            return self.shape
+        sizes = list(self.shape)
+        sizes[self.dim] //= self.parts
+        return torch.Size(sizes)
+
+    @property
+    def numel(self) -> int:
+        return prod(self.local_shape)
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the window's content in a tensor of `shape`."""
+        if self.whole:
+            return tensor
+        shown = [tensor.narrow(self.dim, begin, end - begin) for begin, end in self.runs]
+        return shown[0] if len(shown) == 1 else torch.cat(shown, self.dim)
+
+    def put(self, local: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Write the window's content into a tensor of `shape`."""
+        if self.whole:
+            tensor.copy_(local)
+            return
+        sizes = [end - begin for begin, end in self.runs]
+        for (begin, end), part in zip(self.runs, local.split(sizes, self.dim)):
+            tensor.narrow(self.dim, begin, end - begin).copy_(part)
+
+    def boxes(self, start: int, flat: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
+        """Yield the boxes of the full tensor that elements [start, start + len(flat)) of the window
+        fill, each with a view of `flat`."""
+        found = boxes(self.local_shape, start, start + flat.numel())
+        stretches = flat.split([prod(size) for _, size in found]) if found else ()
+        for (offset, size), stretch in zip(found, stretches):
+            yield from self._unfolded(offset, stretch.view(size))
+
+    def _unfolded(
+        self, offset: Sequence[int], part: torch.Tensor
+    ) -> Iterator[tuple[Box, torch.Tensor]]:
+        """Locate `part`, at `offset` of the window, in the full tensor."""
+        if self.whole:
+            yield (tuple(offset), tuple(part.shape)), part
+            return
+        first, length = offset[self.dim], part.shape[self.dim]
+        before = 0  # indices of the window so far
+        for begin, end in self.runs:
+            low, high = max(first, before), min(first + length, before + end - begin)
+            if low < high:
+                at = list(offset)
+                at[self.dim] = begin + low - before
+                view = part.narrow(self.dim, low - first, high - low)
+                yield (tuple(at), tuple(view.shape)), view
+            before += end - begin

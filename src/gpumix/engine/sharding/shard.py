@@ -1,0 +1,403 @@
+"""Shard of a flat vector: this rank's interval of the elements, in fp32, and of their gradients.
+
+Ranks divide a vector into unequal parts; at ZeRO stage 0, each rank has all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+from zlib import crc32
+
+import torch
+from torch import nn
+
+from gpumix.engine.comm.communicator import Pending
+from gpumix.engine.offload.copy_lanes import Lane
+from gpumix.engine.offload.host_offload import empty_on_host
+from gpumix.engine.offload.state_transfers import HostMasters
+from gpumix.engine.sharding.parameter_slice import Window
+from gpumix.engine.sharding.shard_layout import Division
+
+# Returns initial values of a parameter's flat interval [start, end), in any dtype, on any device.
+Source = Callable[[str, nn.Parameter, int, int], torch.Tensor]
+
+
+# Returns the factor of gradients, once known.
+Scale = Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Part of a parameter on one rank: elements [start, end) of its window, flattened.
+
+    `local` is the optimizer's parameter: 1-D, a view into the master shard; empty where this rank
+    owns nothing of the parameter, so that every rank has a piece of every parameter. If several
+    ranks have the same elements, there are `copies`; this is number `copy`. Number 0 is the
+    `first`, which represents all.
+    """
+
+    name: str
+    window: Window
+    start: int
+    end: int
+    local: nn.Parameter
+    copy: int = 0
+    copies: int = 1
+
+    @property
+    def first(self) -> bool:
+        return self.copy == 0
+
+    @property
+    def has_begin(self) -> bool:
+        """True if this rank has the parameter's first element, and so the values existing once
+        per parameter."""
+        return self.start == 0 and self.window.part == 0
+
+    @property
+    def is_saved_here(self) -> bool:
+        """True if this copy of the piece is saved: chosen by name, so each rank saves some."""
+        return self.copy == crc32(self.name.encode()) % self.copies
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the full parameter."""
+        return self.window.shape
+
+
+class Member(NamedTuple):
+    """Parameter in a flat vector: the content of its window, flattened."""
+
+    name: str
+    parameter: nn.Parameter
+    window: Window
+
+
+class Shard:
+    """This rank's interval of a flat vector.
+
+    Args:
+        label: the unit's name, for error messages.
+        members: the vector's parameters, in order.
+        dtypes: dtypes of the masters, and of gathered values.
+        device: device of the gathered vector.
+        masters_in, sums_in: full vectors whose interval of this rank serves as masters, or as sums
+            of gradients; None: separate memory.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        members: Sequence[Member],
+        division: Division,
+        *,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        device: torch.device,
+        masters_in: torch.Tensor | None,
+        sums_in: torch.Tensor | None,
+        source: Source,
+    ) -> None:
+        self.label = label
+        self.numel = sum(member.window.numel for member in members)
+        self.trainable = members[0].parameter.requires_grad
+        self._device = device
+        self._dtypes = dtypes
+        self._on_host = division.on_host and self.trainable
+        self._host: HostMasters | None = None  # masters on the host
+        self._masters_in = masters_in
+        self._sums_in = sums_in
+        self._set_division(division)
+        self.master = self._masters()
+        self.pieces = list(self._fill(members, source))
+        self._carried: torch.Tensor | None = None
+        self._summed = False
+        self._new: list[bool] = []  # by piece: True if its gradient is of the last step alone
+        if self.trainable:
+            self._own_gradients()
+
+    def _set_division(self, division: Division) -> None:
+        self._division = division
+        self.intervals = division.intervals(self.numel)
+        self.start, self.end = division.interval(self.numel)
+
+    def _masters(self) -> torch.Tensor:
+        """Return memory for this rank's interval of the masters, uninitialized."""
+        own = self.end - self.start
+        if self._masters_in is not None:
+            return self._masters_in[self.start : self.end]
+        if self._on_host:
+            transfers = self._division.comm.transfers
+            self._host = HostMasters(own, self._dtypes, transfers, self._device)
+            return self._host.master
+        return torch.empty(own, dtype=self._dtypes[0], device=self._device)
+
+    def _fill(self, members: Sequence[Member], source: Source) -> Iterator[Piece]:
+        """Fill the masters with initial values, and yield the pieces."""
+        begin, division = 0, self._division
+        for member in members:
+            numel = member.window.numel
+            start, end, offset = self._part(begin, numel)
+            view = self.master[offset : offset + end - start]
+            if end > start:
+                view.copy_(_values(source, member, start, end))
+            local = nn.Parameter(view.detach(), requires_grad=self.trainable)
+            copy, copies = division.copy
+            if member.window.whole:
+                copy = copy * division.parts + division.part
+                copies *= division.parts
+            yield Piece(member.name, member.window, start, end, local, copy, copies)
+            begin += numel
+
+    def _part(self, begin: int, numel: int) -> tuple[int, int, int]:
+        """Locate this rank's part of a parameter at `begin` of the vector: start and end in the
+        parameter, and offset in the masters."""
+        start = min(max(self.start - begin, 0), numel)
+        end = min(max(self.end - begin, start), numel)
+        return start, end, min(max(begin + start - self.start, 0), self.end - self.start)
+
+    def _own_gradients(self) -> None:
+        """Allocate this rank's interval of the sums of gradients."""
+        if self._sums_in is not None:
+            self.gradient = self._sums_in[self.start : self.end]
+        elif self._on_host:
+            own = empty_on_host(self.end - self.start, torch.float32, self._device)
+            self.gradient = own.zero_()
+        else:
+            own = torch.empty(self.end - self.start, dtype=torch.float32, device=self._device)
+            self.gradient = own.zero_()
+        self._piece_gradients = self.gradient.split(
+            [piece.end - piece.start for piece in self.pieces]
+        )
+
+    def divide(self, division: Division, masters: torch.Tensor) -> None:
+        """Switch to `division`, with `masters` as this rank's values. The pieces' `local` stay the
+        same parameters, with other elements. Between two steps, without gradients."""
+        self._set_division(division)
+        del self.master
+        self._host = None  # free the old masters first
+        self.master = self._masters().copy_(masters)
+        begin, pieces = 0, []
+        for piece in self.pieces:
+            numel = piece.window.numel
+            start, end, offset = self._part(begin, numel)
+            piece.local.grad = None
+            piece.local.data = self.master[offset : offset + end - start]
+            pieces.append(replace(piece, start=start, end=end))
+            begin += numel
+        self.pieces = pieces
+        if self.trainable:
+            self._own_gradients()
+
+    # -- parameters ---------------------------------------------------------------------------
+
+    def gather(self, into: torch.Tensor) -> Pending:
+        """Start to fill a vector from all ranks' masters."""
+        if self._host is None:
+            return self._gather(into, self.master)
+        pending = []
+        mark = self._host.send(lambda values: pending.append(self._gather(into, values)))
+        return pending[0].then(mark.hold_back)
+
+    def _gather(self, into: torch.Tensor, values: torch.Tensor) -> Pending:
+        """Start to gather `values` as this rank's interval, behind the current stream."""
+        label, comm = f"all-gather of unit '{self.label}'", self._division.comm
+        if not self._division.replicated:
+            return comm.gather(into, values, self.intervals, label)
+        into.copy_(values, non_blocking=True)
+        return Pending((), label, comm)
+
+    def round_ahead(self) -> None:
+        """Round host masters ahead in a step: masters stay unchanged until gathered."""
+        if self._host is not None:
+            self._host.round_ahead()
+
+    def may_change(self) -> None:
+        """Allow writes into masters after a step, before the next gather."""
+        if self._host is not None:
+            self._host.may_change()
+
+    def all_masters(self) -> torch.Tensor:
+        """Gather the masters of all ranks into separate memory. Collective."""
+        if self._division.replicated:
+            return self.master.clone()
+        buffer = torch.empty(self.numel, dtype=self.master.dtype, device=self._device)
+        label = f"all-gather of the state of unit '{self.label}'"
+        self._division.comm.gather(buffer, self.master, self.intervals, label).wait()
+        return buffer
+
+    # -- gradients ----------------------------------------------------------------------------
+
+    def begin_gradient(self) -> None:
+        """Begin the gradient of a step. If sums share the memory of gradients, save the gradients
+        left by earlier steps, to be added."""
+        if self._sums_in is not None and not all(fresh := self._fresh()):
+            self._zero(fresh)
+            self._carried = self.gradient.clone()
+
+    def reduce(self, flat: torch.Tensor, scale: Scale | None) -> Iterator[Pending]:
+        """Sum the gradient of the vector over ranks; see `FlatGroup.reduce`."""
+        division, label = self._division, f"reduction of unit '{self.label}'"
+        # On NCCL, all work behind the collective is queued on the lane at once, and done while the
+        # next unit computes; when that is through, the buffer is free. Gloo's waits are the host's.
+        at_once = self._on_host and self._lane.is_stream and not division.comm.on_gloo
+        if at_once and scale is not None:
+            scale()  # here: the computing stream needs its result and its waits too
+        if division.replicated:
+            yield division.comm.start_all_reduce(flat, label)
+            self._deliver(flat[None], scale)
+        elif division.copies is None:
+            pending = division.comm.reduce(
+                flat, self.intervals, label, lambda rows: self._deliver(rows, scale)
+            )
+            yield pending.beside(self._lane) if at_once else pending
+        else:
+            room = division.comm.borrow("copies", flat, 1, self.end - self.start)
+            part = room.tensor[0]
+            yield division.comm.reduce(flat, self.intervals, label, lambda rows: _sum(rows, part))
+            yield division.copies.start_sum(part, self.numel, f"{label} over hosts")
+            self._deliver(room.tensor, scale)
+            room.give_back()
+
+    @property
+    def _lane(self) -> Lane:
+        """Lane for gradients on the way to the host."""
+        return self._division.comm.transfers.to_host
+
+    def expect_reduce(self, flat: torch.Tensor) -> None:
+        """Reserve the memory of reductions, for the largest vector to be reduced."""
+        division = self._division
+        if division.replicated:
+            return
+        division.comm.expect_reduce(flat, self.intervals)
+        if division.copies is not None:  # one bucket is summed over hosts, the next within
+            own = self.end - self.start
+            rooms = [division.comm.borrow("copies", flat, 1, own) for _ in range(2)]
+            division.copies.expect_sum(rooms[0].tensor[0], self.numel)
+            for room in rooms:
+                room.give_back()
+
+    def _deliver(self, rows: torch.Tensor, scale: Scale | None) -> None:
+        """Take the sum of `rows`, [n, own interval], as this rank's part, before scaling."""
+        if self._on_host:
+            self._land(rows, scale)
+            return
+        if scale is None:
+            self._add(rows)
+            return
+        fresh, own = self._fresh(), self.gradient
+        if all(fresh) or self._sums_in is not None:
+            _sum(rows, own)
+            _multiply(own, scale())
+            if self._carried is not None:
+                own.add_(self._carried)
+                self._carried = None
+        else:
+            self._zero(fresh)
+            own.addcmul_(_summed(rows), scale())
+        self._hand_out()
+
+    def _land(self, rows: torch.Tensor, scale: Scale | None) -> None:
+        """Deliver on the host: the sum is copied there, and behind the copy, `rows` are free for
+        the computing stream."""
+        if scale is None:
+            self._remember()
+        fresh = self._fresh()
+        is_first = all(fresh) if scale is not None else not self._summed
+        with self._lane.active():
+            part = _summed(rows)
+            if scale is not None:
+                part.mul_(self._lane.uses(scale()))
+            if is_first:
+                self.gradient.copy_(part, non_blocking=True)
+            else:
+                if scale is not None:
+                    self._zero(fresh)
+                self.gradient.add_(part.to(self.gradient.device))  # the host waits
+        if not self._division.replicated:  # else rows are the gradient, used once in a step
+            self._lane.mark().hold_back()
+        if scale is None:
+            self._summed = True
+        else:
+            self._hand_out()
+
+    def _add(self, rows: torch.Tensor) -> None:
+        self._remember()
+        if self._summed:
+            self.gradient.add_(_summed(rows))
+        else:
+            _sum(rows, self.gradient)
+        self._summed = True
+
+    def _remember(self) -> None:
+        """Save gradients left by earlier steps, before a step's first sum without a scale."""
+        if not self._summed and self._sums_in is None and not all(fresh := self._fresh()):
+            self._zero(fresh)
+            self._carried = self.gradient.clone()
+
+    def settle(self, scale: Scale) -> None:
+        """Multiply all sums reduced in a step without a scale by `scale`, and put the result into
+        the pieces' `grad`."""
+        if self._summed:
+            if self._on_host:
+                self._division.comm.transfers.arrived()
+            _multiply(self.gradient, scale().to(self.gradient.device))
+            if self._carried is not None:
+                self.gradient.add_(self._carried)
+            self._hand_out()
+        self.forget_sums()
+
+    def forget_sums(self) -> None:
+        """Discard the sums of this step."""
+        self._summed, self._carried = False, None
+
+    def drop_new_gradients(self, names: Collection[str]) -> None:
+        """Drop the gradients of this step of the named parameters, unless added to gradients of
+        earlier steps."""
+        for piece, is_new in zip(self.pieces, self._new):
+            if is_new and piece.name in names:
+                piece.local.grad = None
+
+    def _hand_out(self) -> None:
+        self._new = self._fresh()
+        for piece, gradient in zip(self.pieces, self._piece_gradients):
+            piece.local.grad = gradient
+
+    def _fresh(self) -> list[bool]:
+        """Return, for each piece, True if there is no gradient to add to."""
+        return [piece.local.grad is None for piece in self.pieces]
+
+    def _zero(self, fresh: list[bool]) -> None:
+        for is_fresh, gradient in zip(fresh, self._piece_gradients):
+            if is_fresh:
+                gradient.zero_()
+
+
+def _values(source: Source, member: Member, start: int, end: int) -> torch.Tensor:
+    """Return initial values of elements [start, end) of a parameter's window."""
+    parameter = member.parameter
+    if member.window.whole:
+        return source(member.name, parameter, start, end)
+    every = source(member.name, parameter, 0, parameter.numel()).view(parameter.shape)
+    return member.window.of(every).reshape(-1)[start:end]
+
+
+def _multiply(value: torch.Tensor, scale: torch.Tensor) -> None:
+    """Multiply in place; skip a factor of 1, if reading the factor does not wait for a device."""
+    if scale.device.type != "cpu" or scale.item() != 1.0:
+        value.mul_(scale)
+
+
+def _summed(rows: torch.Tensor) -> torch.Tensor:
+    """Sum the rows, into the first row."""
+    for row in rows[1:]:
+        rows[0].add_(row)
+    return rows[0]
+
+
+def _sum(rows: torch.Tensor, out: torch.Tensor) -> None:
+    if rows.shape[0] > 1:
+        torch.sum(rows, 0, out=out)
+    elif rows.data_ptr() != out.data_ptr():
+        out.copy_(rows[0])

@@ -1,0 +1,286 @@
+"""Division of the state among ranks: ZeRO stage, shares, and groups that shard or replicate.
+
+Stage 0 replicates everything on every rank. Stage 1 shards the optimizer state and the fp32 master
+parameters of a narrower copy, stage 2 also gradients, stage 3 also parameters. With hierarchical
+sharding the ranks of each host shard the full state, and every host replicates it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from gpumix.engine.comm.communicator import Borrowed, Communicator, Pending
+from gpumix.schema.plan.plan import Plan, ZeroStage
+from gpumix.schema.plan.splitting import Intervals, cut
+from gpumix.schema.plan.stage import Worker
+
+if TYPE_CHECKING:
+    from gpumix.engine.sharding.unit_discovery import Slot
+
+Kind = Literal["divided", "whole", "summed"]
+
+
+@dataclass(frozen=True)
+class Division:
+    """Division of a plan's flat buffers, as seen by a rank.
+
+    Attributes:
+        shares: of the ranks of `comm`, in their order.
+        comm: the ranks that shard the state; all ranks at stage 0, which replicates it.
+        ranks: world ranks that shard the state, in the order of `comm`; this rank at stage 0.
+        copies: sums over hosts, if each host has the full state.
+        first: whether this rank's part is the first of its copies, which represents all.
+        on_host: whether this rank keeps its part of masters and optimizer state on the host.
+        team: the tensor-parallel group of this rank.
+        repeats: number of ranks of `comm` that compute each gradient identically.
+        part, parts: index of this rank's tensor-parallel part of units, and number of parts.
+        others: divisions of other parts on this rank.
+        undivided: for parameters that no team divides, where teams differ in size: all ranks of all
+            teams divide these.
+    """
+
+    zero_stage: ZeroStage
+    shares: tuple[float, ...]
+    comm: Communicator
+    ranks: tuple[int, ...] = ()
+    copies: Copies | None = None
+    first: bool = True
+    on_host: bool = False
+    team: Communicator | None = None
+    repeats: int = 1
+    part: int = 0
+    parts: int = 1
+    others: tuple[Division, ...] = ()
+    undivided: Division | None = None
+
+    def kind_of(self, slot: Slot) -> Kind:
+        """Return the kind of a parameter; parameters of a kind are divided together."""
+        if self.undivided is None or slot.divided:
+            return "divided"
+        return "summed" if slot.summed else "whole"
+
+    def by_kind(self, kind: Kind) -> tuple[Division, ...]:
+        """Return the divisions of parameters of a kind, for each part on this rank."""
+        if self.undivided is None or kind == "divided":
+            return (self, *self.others)
+        # Each rank of a team has a part of the gradient.
+        return (replace(self.undivided, repeats=1) if kind == "summed" else self.undivided,)
+
+    @property
+    def whole_parameters(self) -> bool:
+        return self.zero_stage < 3
+
+    @property
+    def whole_gradients(self) -> bool:
+        return self.zero_stage < 2
+
+    @property
+    def replicated(self) -> bool:
+        """Nothing is sharded."""
+        return self.zero_stage == 0
+
+    @property
+    def copy(self) -> tuple[int, int]:
+        """Index of this rank among ranks with equal state that take turns, and number of ranks.
+        Copies on hosts other than the first have index 1 of 1, and no turn."""
+        if self.replicated:
+            return self.comm.rank, self.comm.world
+        return 0 if self.first else 1, 1
+
+    def intervals(self, numel: int) -> Intervals:
+        """Return each rank's interval of a flat buffer of `numel` elements. Buffers of equal length
+        share one value, because it has a number for each rank."""
+        if numel not in self._intervals:
+            self._intervals[numel] = Intervals(cut(numel, self.shares))
+        return self._intervals[numel]
+
+    @cached_property
+    def _intervals(self) -> dict[int, Intervals]:
+        return {}
+
+    def interval(self, numel: int) -> tuple[int, int]:
+        """Return begin and end of this rank's interval of a flat buffer."""
+        if self.replicated:
+            return 0, numel
+        return self.intervals(numel).of(self.comm.rank)
+
+    def by(self, plan: Plan) -> Division:
+        """Return the division with the shares of a plan that differs in shares only."""
+        return replace(self, shares=plan.stages[0].shares)
+
+    @classmethod
+    def of_stage(
+        cls, plan: Plan, comm: Communicator, stage: int, team: Communicator | None
+    ) -> Division | None:
+        """Make the division of a stage among its workers; None if this rank is not a worker.
+        Collective: creates process groups."""
+        parts, zero_stage = plan.stages[stage].tensor, plan.zero_stage
+        together = team if team is not None and team.world > 1 else None
+        of_parts = []
+        for part in range(parts):
+            shares, more = plan.shares_among([stage], part), {"team": together, "part": part}
+            of_parts.append(cls._among(plan, comm, shares, zero_stage, parts=parts, **more))
+        undivided = None
+        if plan.stages[stage].unlike_teams:
+            repeats = team.world if team is not None else 1
+            shares = plan.shares_among([stage])
+            undivided = cls._among(plan, comm, shares, zero_stage, repeats=repeats)
+        own = [division for division in of_parts if division is not None]
+        return replace(own[0], others=tuple(own[1:]), undivided=undivided) if own else None
+
+    @classmethod
+    def of_stages(cls, plan: Plan, comm: Communicator, stages: Sequence[int]) -> Division | None:
+        """Make the division of several stages' common state; see `of_stage`."""
+        own = [number for number in plan.stages_of(comm.rank) if number in stages]
+        repeats = [len(plan.team_of(comm.rank, number)) for number in own]
+        # Ranks of several stages do not synchronize in the middle of a step.
+        zero_stage = min(plan.zero_stage, 1)
+        return cls._among(
+            plan, comm, plan.shares_among(stages), zero_stage, repeats=max(repeats, default=1)
+        )
+
+    @classmethod
+    def _among(
+        cls,
+        plan: Plan,
+        comm: Communicator,
+        shares: Mapping[int, float],
+        zero_stage: ZeroStage,
+        **more: Any,
+    ) -> Division | None:
+        own = comm.among(tuple(shares))
+        if own is None:
+            return None
+        on_host = plan.workers[comm.rank].state_on == "host"
+        first = zero_stage > 0 or own.rank == 0
+        ranks, of_ranks = tuple(shares), tuple(shares.values())
+        return cls(zero_stage, of_ranks, own, ranks, first=first, on_host=on_host, **more)
+
+    @classmethod
+    def of(cls, plan: Plan, comm: Communicator, team: Communicator | None = None) -> Division:
+        """Make the division of a plan of one stage on the ranks of `comm`. Collective: creates
+        process groups."""
+        if team is not None:
+            division = cls.of_stage(plan, comm, 0, team)
+            assert division is not None, "every rank is a worker"
+            return division
+        workers = plan.workers
+        on_host = workers[comm.rank].state_on == "host"
+        if plan.zero_stage == 0 or plan.sharding == "all":
+            first = plan.zero_stage > 0 or comm.rank == 0
+            return cls(plan.zero_stage, plan.stages[0].shares, comm, first=first, on_host=on_host)
+        hosts = ranks_by_host(workers)
+        own = next(number for number, ranks in enumerate(hosts) if comm.rank in ranks)
+        shares = [tuple(workers[rank].state_share for rank in ranks) for ranks in hosts]
+        inside = comm.subgroup(hosts)
+        copies = _copies(hosts, own, shares, comm)
+        ranks = tuple(hosts[own])
+        return cls(plan.zero_stage, shares[own], inside, ranks, copies, own == 0, on_host)
+
+
+def ranks_by_host(workers: Sequence[Worker]) -> list[list[int]]:
+    """Return the ranks of each host; hosts are in the order of their first ranks."""
+    hosts: dict[str, list[int]] = {}
+    for rank, worker in enumerate(workers):
+        hosts.setdefault(worker.host, []).append(rank)
+    return list(hosts.values())
+
+
+class Copies(ABC):
+    """Sums over hosts of the sums within each host."""
+
+    @abstractmethod
+    def start_sum(self, part: torch.Tensor, numel: int, label: str) -> Pending:
+        """Start to sum this rank's interval `part` of a buffer of `numel` elements in place. All
+        copies get bitwise equal results."""
+
+    @abstractmethod
+    def expect_sum(self, part: torch.Tensor, numel: int) -> None:
+        """Allocate all memory to sum `part`, the largest interval."""
+
+
+@dataclass(frozen=True)
+class _Likes(Copies):
+    """Copies cut equally on all hosts: ranks with equal intervals all-reduce."""
+
+    likes: Communicator
+
+    def start_sum(self, part: torch.Tensor, numel: int, label: str) -> Pending:
+        return self.likes.start_all_reduce(part, label)
+
+    def expect_sum(self, part: torch.Tensor, numel: int) -> None:
+        """Do nothing, because sums are in place."""
+
+
+@dataclass(frozen=True)
+class _Overlaps(Copies):
+    """Copies cut unequally: ranks exchange overlaps, and each rank sums in the order of hosts."""
+
+    hosts: list[list[int]]
+    shares: list[tuple[float, ...]]  # by host
+    own: int
+    comm: Communicator
+
+    def start_sum(self, part: torch.Tensor, numel: int, label: str) -> Pending:
+        common = self._common(numel)
+        sizes = [0] * self.comm.world
+        for rank, _, low, high in common:
+            sizes[rank] = high - low
+        rooms = self._borrow(part, sum(sizes))
+        sent, received, total = (room.tensor[0] for room in rooms)
+        if common:
+            torch.cat([part[low:high] for _, _, low, high in common], out=sent)
+        _, pending = self.comm.exchange_parts(sent, sizes, sizes, label, into=received)
+
+        def finish() -> None:
+            pieces = received.split([high - low for _, _, low, high in common])
+            terms = [(host, low, high, p) for p, (_, host, low, high) in zip(pieces, common)]
+            terms.append((self.own, 0, part.numel(), part))
+            total.zero_()
+            for _, low, high, piece in sorted(terms, key=lambda term: term[:2]):
+                total[low:high] += piece
+            part.copy_(total)
+            for room in rooms:
+                room.give_back()
+
+        return pending.then(finish)
+
+    def expect_sum(self, part: torch.Tensor, numel: int) -> None:
+        common = sum(high - low for _, _, low, high in self._common(numel))
+        for room in self._borrow(part, common):
+            room.give_back()
+
+    def _borrow(self, part: torch.Tensor, common: int) -> list[Borrowed]:
+        """Borrow memory for sent data, received data and the sum."""
+        lengths = {"sent to hosts": common, "from hosts": common, "sum": part.numel()}
+        return [self.comm.borrow(purpose, part, 1, n) for purpose, n in lengths.items()]
+
+    def _common(self, numel: int) -> list[tuple[int, int, int, int]]:
+        """Return overlaps with ranks of other hosts, in the order of ranks: rank, host, begin and
+        end relative to this rank's interval."""
+        cuts = [cut(numel, shares) for shares in self.shares]
+        place = self.hosts[self.own].index(self.comm.rank)
+        begin, end = cuts[self.own][place : place + 2]
+        return sorted(
+            (rank, host, max(begin, low) - begin, min(end, high) - begin)
+            for host, ranks in enumerate(self.hosts)
+            for rank, (low, high) in zip(ranks, pairwise(cuts[host]))
+            if host != self.own and max(begin, low) < min(end, high)
+        )
+
+
+def _copies(
+    hosts: list[list[int]], own: int, shares: list[tuple[float, ...]], comm: Communicator
+) -> Copies | None:
+    if len(hosts) == 1:
+        return None
+    if all(of_host == shares[0] for of_host in shares):
+        return _Likes(comm.subgroup([list(ranks) for ranks in zip(*hosts)]))
+    return _Overlaps(hosts, shares, own, comm)

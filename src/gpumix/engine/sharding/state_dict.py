@@ -1,0 +1,280 @@
+"""State of a sharded model and its optimizer, by the model's own names.
+
+Full tensors serve for ordinary state dicts, this rank's parts for checkpoints. Neither depends on
+the plan, so state saved by one plan loads into another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from gpumix.engine.comm.communicator import Communicator
+from gpumix.engine.model.extra_state import with_extra_state
+from gpumix.engine.model.module_buffers import persistent_buffers
+from gpumix.engine.sharding.flat_group import FlatGroup
+from gpumix.engine.sharding.parameter_index import Inventory
+from gpumix.engine.sharding.parameter_slice import Window
+from gpumix.engine.sharding.shard import Piece
+from gpumix.schema.errors import InputError
+
+Scalar = torch.Tensor | bool | int | float
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Part of a tensor on this rank, cut like a parameter.
+
+    `local` has elements [start, end) of the window's content, flattened; it may be empty.
+    """
+
+    window: Window
+    start: int
+    end: int
+    local: torch.Tensor
+
+
+Cut = tuple[Part, ...]
+"""A tensor on this rank: a part of each window here, usually one."""
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Uncut tensor of a full parameter, equal on every rank."""
+
+    tensor: torch.Tensor
+
+
+# Parameter name -> name of a state -> its value.
+OptimizerState = dict[str, dict[str, Cut | Whole | Scalar]]
+
+
+# -- the model -------------------------------------------------------------------------------------
+
+
+def full_state(
+    model: nn.Module,
+    groups: Iterable[FlatGroup],
+    comm: Communicator,
+    inventory: Inventory,
+    *,
+    rank0_only: bool,
+) -> dict[str, torch.Tensor]:
+    """Return `state_dict` of the unsharded model, on the CPU. Collective.
+
+    Trained parameters are in fp32, frozen ones in the plan's communication dtype. Names of a tied
+    parameter share one tensor. With `rank0_only`, other ranks get an empty dict. In addition to the
+    result, a rank has at most one flat group in memory.
+    """
+    keep = comm.rank == 0 or not rank0_only
+    values: dict[str, torch.Tensor] = {}
+    for group in groups:
+        for piece, value in group.gather_masters():
+            first = inventory.parameters[piece.name].rank == comm.rank
+            if keep or first:
+                values[piece.name] = value.to("cpu", copy=True)
+    if not inventory.of_one_stage:
+        _tell_others(values, comm, inventory)
+    if not keep:
+        return {}
+    state = {name: values[own] for name, own in inventory.names.items()}
+    for name, buffer in persistent_buffers(model).items():
+        state[name] = buffer.detach().to("cpu", copy=True)
+    for name, module in with_extra_state(model).items():
+        state[name] = module.get_extra_state()
+    return state
+
+
+def _tell_others(values: dict[str, torch.Tensor], comm: Communicator, inventory: Inventory) -> None:
+    """Broadcast parameters between stages, a parameter at a time."""
+    for name, stored in inventory.parameters.items():
+        value = values.get(name)
+        if value is None or comm.rank != stored.rank:
+            value = torch.empty(stored.shape, dtype=stored.dtype)
+        there = value.to(comm.device).contiguous()
+        comm.broadcast(there, stored.rank, f"broadcast of parameter '{name}'")
+        values[name] = there.to("cpu")
+
+
+@torch.no_grad()
+def load_full_state(
+    model: nn.Module,
+    groups: Iterable[FlatGroup],
+    inventory: Inventory,
+    state: Mapping[str, torch.Tensor],
+    *,
+    strict: bool,
+) -> None:
+    """Load this rank's intervals from ordinary full tensors, under any name of a tied parameter.
+    Without `strict`, parameters without a tensor stay as is.
+
+    Raises:
+        InputError: names are missing or unexpected, or shapes differ; nothing was changed.
+    """
+    names, extra = inventory.names, with_extra_state(model)
+    beside = {name: value for name, value in state.items() if name in extra}
+    state = {name: value for name, value in state.items() if name not in extra}
+    given = {own: state[name] for name, own in names.items() if name in state}
+    buffers = persistent_buffers(model)
+    given_buffers = {name: state[name] for name in buffers if name in state}
+    wanted = {name: stored.shape for name, stored in inventory.parameters.items()}
+    wanted |= {name: buffer.shape for name, buffer in buffers.items()}
+    shapes = {name: value.shape for name, value in (given | given_buffers).items()}
+    shapes |= {name: v.shape for name, v in state.items() if name not in {*names, *buffers}}
+    if not strict:
+        wanted = {name: shape for name, shape in wanted.items() if name in shapes}
+    check_names_and_shapes(wanted, shapes, "the state dict does not fit the model")
+    pieces = [piece for group in groups for piece in group.pieces]
+    for piece in (piece for piece in pieces if piece.name in given):
+        shown = piece.window.of(given[piece.name]).reshape(-1)
+        piece.local.copy_(shown[piece.start : piece.end])
+    for name, value in given_buffers.items():
+        buffers[name].copy_(value)
+    for name, value in beside.items():
+        extra[name].set_extra_state(value)
+
+
+def check_names_and_shapes(
+    wanted: Mapping[str, Sequence[int]],
+    given: Mapping[str, Sequence[int]],
+    what: str,
+    *,
+    where: str = "",
+    fix: str = "give the state of this very model",
+) -> None:
+    """Raise an InputError with `what`, `where` and the reason, if names or shapes differ."""
+    missing = [name for name in wanted if name not in given]
+    unexpected = [name for name in given if name not in wanted]
+    differing = [
+        f"{name} is {tuple(given[name])}, the model wants {tuple(shape)}"
+        for name, shape in wanted.items()
+        if name in given and tuple(given[name]) != tuple(shape)
+    ]
+    found = [("missing", missing), ("unexpected", unexpected), ("another shape", differing)]
+    why = "; ".join(f"{kind}: {some_of(names)}" for kind, names in found if names)
+    if why:
+        raise InputError(what, where=where, why=why, fix=fix)
+
+
+def some_of(names: Sequence[str]) -> str:
+    """Join the first few names, with the number of further names."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+# -- the optimizer ---------------------------------------------------------------------------------
+
+
+def optimizer_state(pieces: Iterable[Piece], optimizer: Optimizer) -> OptimizerState:
+    """Return the optimizer's state of this rank's pieces, by parameter name, without copies.
+
+    Tensors of a piece's shape become parts; 0-dimensional tensors and numbers stay as is. States
+    named in the optimizer's `whole_states` are of full parameters. Hyperparameters (`lr`, ...) are
+    not state.
+
+    Raises:
+        InputError: the optimizer is for other parameters, or has state that belongs to no element.
+    """
+    pieces = list(pieces)
+    _check_ours(pieces, optimizer)
+    wholes: Collection[str] = getattr(optimizer, "whole_states", ())
+    found: OptimizerState = {}
+    for piece in pieces:
+        if piece.local not in optimizer.state:
+            continue
+        states = found.setdefault(piece.name, {})
+        for name, value in optimizer.state[piece.local].items():
+            if value is None:
+                continue
+            new = Whole(value.detach()) if name in wholes else _value(piece, name, value)
+            states[name] = beside(states.get(name), new)
+    return found
+
+
+def beside(before: Cut | T | None, more: Cut | T) -> Cut | T:
+    """Append a part to a cut tensor; return any other `more` as is."""
+    if isinstance(before, tuple) and isinstance(more, tuple):
+        return (*before, *more)
+    return more
+
+
+def _check_ours(pieces: Iterable[Piece], optimizer: Optimizer) -> None:
+    ours = {id(piece.local) for piece in pieces}
+    updated = [p for group in optimizer.param_groups for p in group["params"]]
+    foreign = [p for p in updated if id(p) not in ours and p.numel()]
+    if foreign:
+        raise InputError(
+            f"the optimizer updates {len(foreign)} tensor(s) that are not the engine's",
+            why="a sharded model's parameters are pieces of the model's own",
+            fix="make the optimizer from engine.parameters() or engine.named_parameters()",
+        )
+
+
+def _value(piece: Piece, name: str, value: object) -> Cut | Scalar:
+    if isinstance(value, torch.Tensor):
+        if value.shape == piece.local.shape:
+            return (Part(piece.window, piece.start, piece.end, value.detach()),)
+        if value.dim() == 0:
+            return value.detach()
+    elif isinstance(value, (bool, int, float)):
+        return value
+    shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+    raise InputError(
+        f"the optimizer's state '{name}' of parameter '{piece.name}' cannot be cut anew",
+        why=f"it is {shape}: neither one value for each of the {piece.local.numel()} elements "
+        "that this rank stores, nor a single number",
+        fix="use an optimizer that treats elements one by one, such as torch.optim.AdamW, or "
+        "gpumix.Adafactor or gpumix.Muon",
+    )
+
+
+def load_optimizer_state(
+    pieces: Iterable[Piece], optimizer: Optimizer, state: OptimizerState
+) -> None:
+    """Replace the optimizer's state; hyperparameters stay.
+
+    Raises:
+        InputError: the optimizer is for other parameters, or the state is cut by another plan.
+    """
+    pieces = list(pieces)
+    _check_ours(pieces, optimizer)
+    by_local = {id(piece.local): piece for piece in pieces}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    updated = [(n, by_local[id(p)]) for n, p in enumerate(parameters) if id(p) in by_local]
+    names = {piece.name for _, piece in updated}
+    absent = [name for name in state if name not in names]
+    if absent:
+        raise InputError(
+            f"the optimizer does not update {some_of(absent)}, for which there is state",
+            fix="give the optimizer the parameters that it had before",
+        )
+    packed = optimizer.state_dict()
+    packed["state"] = {
+        number: {key: _local(piece, key, value) for key, value in state[piece.name].items()}
+        for number, piece in updated
+        if piece.name in state
+    }
+    optimizer.load_state_dict(packed)
+
+
+def _local(piece: Piece, key: str, value: Cut | Whole | Scalar) -> Scalar:
+    if isinstance(value, Whole):
+        return value.tensor
+    if not isinstance(value, tuple):
+        # Optimizers count in place: no two parameters may share a tensor.
+        return value.clone() if isinstance(value, torch.Tensor) else value
+    wanted = (piece.window, piece.start, piece.end)
+    for part in value:
+        if (part.window, part.start, part.end) == wanted:
+            return part.local
+    held = ", ".join(f"{part.start} to {part.end}" for part in value)
+    raise InputError(
+        f"the optimizer's state '{key}' of parameter '{piece.name}' is cut by another plan",
+        why=f"it holds elements {held}, this rank stores {piece.start} to {piece.end}",
+        fix="take it through a checkpoint, which any plan can load",
+    )

@@ -1,0 +1,395 @@
+"""Tensor parallelism: the ranks of a group compute each unit together.
+
+A linear layer is divided by outputs (`colwise`) or by inputs (`rowwise`). Between a `colwise` and a
+`rowwise` layer, each rank computes its part of the heads, or of the inner width (`engine.regions`).
+In all other code of the model, values and gradients are equal on all ranks of the group: a plan
+affects only the modules it names, and no unit's inputs or outputs change. Alternatively, each rank
+has a part of the positions there (`engine.sequence`).
+
+A parameter of a divided module has a smaller shape, a `Window` of the full parameter. For shards,
+checkpoints and the optimizer it is a parameter like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from gpumix.engine.comm.communicator import Communicator
+from gpumix.engine.sequence_parallel.module_inputs import Entrances, entering
+from gpumix.engine.sequence_parallel.positions import Positions
+from gpumix.engine.sharding.parameter_slice import Window
+from gpumix.engine.sharding.unit_discovery import Anatomy, Slot, Unit
+from gpumix.engine.tensor_parallel.plans import style_of
+from gpumix.engine.tensor_parallel.styles import STYLES, Rowwise, Seat, Style, plain_forward
+from gpumix.schema.errors import InputError
+from gpumix.schema.profile.profile import ROOT
+
+
+@dataclass
+class Changes:
+    """Changes made to a model's modules for tensor parallelism."""
+
+    _changes: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
+
+    def make(self, module: nn.Module, attribute: str, value: Any) -> None:
+        """Set an attribute, except inside of `undone`."""
+        self._changes.append((module, attribute, vars(module).get(attribute)))
+        setattr(module, attribute, value)
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Restore the behavior of modules on a single rank inside."""
+        now = [
+            (module, attribute, getattr(module, attribute))
+            for module, attribute, _ in self._changes
+        ]
+        self._take_back()
+        try:
+            yield
+        finally:
+            for module, attribute, value in now:  # the forward of a unit may stop by now
+                setattr(module, attribute, value)
+
+    def undo(self) -> None:
+        """Undo all changes permanently."""
+        self._take_back()
+        self._changes.clear()
+
+    def _take_back(self) -> None:
+        for module, attribute, before in reversed(self._changes):
+            if before is None:
+                delattr(module, attribute)
+            else:
+                setattr(module, attribute, before)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Part of a model: names of units, and of root parameters."""
+
+    units: frozenset[str]
+    root: frozenset[str]
+
+
+def all_of(anatomy: Anatomy) -> Part:
+    """Return a part with all of a model."""
+    root = frozenset(slot.name for slot in anatomy.root.slots)
+    return Part(frozenset(unit.name for unit in anatomy.units), root)
+
+
+def divide(
+    anatomy: Anatomy,
+    team: Communicator,
+    plan: Mapping[str, str],
+    *,
+    part: Part,
+    whole: Collection[nn.Module] = (),
+    sequence: Collection[str] = (),
+    degree: int | None = None,
+) -> tuple[Anatomy, Changes]:
+    """Divide parts of a model over the ranks of a tensor-parallel group, according to a plan.
+
+    Args:
+        plan: style by pattern of module names.
+        part: the part computed by this group, and by no other.
+        whole: modules of the root that are not divided.
+        sequence: units in which each rank has a part of the positions between divided modules, if
+            there are any.
+        degree: number of parts into which other groups divide the modules that this group divides
+            or has whole; default: the number of this group's ranks.
+
+    Returns:
+        The anatomy with the windows of this rank, and the changes made.
+
+    Raises:
+        InputError: a style is unknown or not for its module, something cannot be divided by the
+            number of ranks, or nothing of the units is divided.
+    """
+    model = anatomy.root.module
+    degree = degree or team.world
+    check_heads(getattr(model, "config", None), degree)
+    names = {id(module): name for name, module in model.named_modules()}
+    inside = {id(module): unit.name for unit in anatomy.units for module in unit.module.modules()}
+    own = _own_modules(anatomy, part, inside, whole)
+    styles = {id(m): (m, s) for n, m in own if (s := _style(n, style_of(n, plan))) is not None}
+    slots = [slot for unit in anatomy.all for slot in unit.slots]
+    each = degree // team.world
+    windows = _windows(styles, slots, Seat(team.rank * each, degree), names, inside)
+    # A stage may have nothing to divide: BERT's embeddings are a unit.
+    others = (n for n, m in model.named_modules() if inside.get(id(m), "") not in {"", *part.units})
+    divided = any(
+        number in inside and s.windows(m, Seat(0, degree)) for number, (m, s) in styles.items()
+    )
+    if not divided and not any(style_of(name, plan) for name in others):
+        raise InputError(
+            f"the tensor plan divides nothing of the units of a {type(model).__name__}",
+            why=f"its patterns are {', '.join(plan) or 'none'}",
+            fix="give patterns of the names of linear layers inside of the units",
+        )
+    changes = Changes()
+    found = _with_windows(anatomy, windows, styles, team)
+    apart = _Apart.of(team, found, sequence, styles, names) if sequence else None
+    if team.world == 1:
+        return (found if apart is None else apart.marked(found)), changes
+    for name, module in own if "divided" in plan.values() else ():
+        for key in [key for key, value in vars(module).items() if type(value) is int]:
+            if style_of(f"{name}.{key}", plan) == "divided":
+                changes.make(module, key, _divided(module, key, team, name))
+    entrances: dict[str, Entrances] = {}
+    for number, (module, style) in styles.items():
+        parent = names[number].rpartition(".")[0]
+        if parent not in entrances:
+            divided = apart is not None and inside.get(number) in apart.units
+            entrances[parent] = Entrances(
+                team,
+                shared=number in inside,
+                positions=apart.positions if apart is not None and divided else None,
+                early=apart is not None and parent in apart.early,
+            )
+        changes.make(module, "forward", style.forward(module, entrances[parent], team))
+        for attribute, value in style.attributes(module, team).items():
+            changes.make(module, attribute, value)
+    for parent, of_parent in entrances.items():
+        if of_parent.shared:
+            module = model.get_submodule(parent)
+            changes.make(module, "forward", entering(plain_forward(module), of_parent))
+    return (found if apart is None else apart.made(found, changes)), changes
+
+
+@dataclass(frozen=True)
+class _Apart:
+    """Units with positions divided between their divided modules.
+
+    Attributes:
+        early: parents of the modules that begin a region; a parent's own code before the region
+            runs with all positions.
+    """
+
+    positions: Positions
+    units: frozenset[str]
+    early: frozenset[str]
+
+    @classmethod
+    def of(
+        cls,
+        team: Communicator,
+        anatomy: Anatomy,
+        units: Collection[str],
+        styles: Mapping[int, tuple[nn.Module, Style]],
+        names: Mapping[int, str],
+    ) -> _Apart:
+        """Select the units with divided modules, and check their parameters.
+
+        Raises:
+            InputError: for some parameter, it is not clear whether each rank has a partial gradient
+                or the full gradient.
+        """
+        parents = {names[n].rpartition(".")[0] for n, (_, s) in styles.items() if s.begins}
+        early = frozenset(parents - {unit.name for unit in anatomy.units})
+        # A unit without divided modules is computed whole by all ranks of the group.
+        divided = {name for name in units if any(_is_in(parent, name) for parent in parents)}
+        found = cls(Positions(team), frozenset(divided), early)
+        for unit in anatomy.all:
+            for slot in unit.slots:
+                found._refuse_unclear(unit, slot, styles, names)
+        return found
+
+    def _refuse_unclear(
+        self,
+        unit: Unit,
+        slot: Slot,
+        styles: Mapping[int, tuple[nn.Module, Style]],
+        names: Mapping[int, str],
+    ) -> None:
+        if slot.summed or slot.divided or not slot.parameter.requires_grad:
+            return
+        for module, attribute in slot.places:
+            name = names[id(module)]
+            if unit.name == ROOT and any(_is_in(name, of_unit) for of_unit in self.units):
+                why = "several units have it, or the code outside of them"
+            elif any(_is_in(name, parent) for parent in self.early) and not (
+                id(module) in styles and isinstance(styles[id(module)][1], Rowwise)
+            ):
+                why = "it lies beside divided modules, and the tensor plan does not say how it is"
+            else:
+                continue
+            raise InputError(
+                f"positions cannot be divided beside parameter '{slot.name}': {attribute} of "
+                f"module '{name}'",
+                why=why,
+                fix="make a plan without: `techniques: {sequence: false}`",
+            )
+
+    def marked(self, anatomy: Anatomy) -> Anatomy:
+        """Return the anatomy with partial gradients noted: the units compute a part of the
+        positions, so each rank has a partial gradient of undivided parameters."""
+
+        def changed(unit: Unit) -> Unit:
+            if unit.name not in self.units:
+                return unit
+            slots = tuple(
+                replace(slot, summed=not slot.divided and slot.parameter.requires_grad)
+                for slot in unit.slots
+            )
+            return replace(unit, slots=slots)
+
+        return Anatomy(tuple(map(changed, anatomy.units)), anatomy.root)
+
+    def made(self, anatomy: Anatomy, changes: Changes) -> Anatomy:
+        """Make units compute parts of the positions; return the `marked` anatomy."""
+
+        def changed(before: Unit, unit: Unit) -> Unit:
+            if unit.name not in self.units:
+                return unit
+            # Inside of regions, each rank has a partial gradient anyway.
+            parts = [
+                now.name.removeprefix(f"{unit.name}.")
+                for slot, now in zip(before.slots, unit.slots)
+                if now.summed and not slot.summed
+            ]
+            inner = plain_forward(unit.module)
+            forward = self.positions.forward_of(unit.module, unit.name, unit.kind, inner, parts)
+            changes.make(unit.module, "forward", forward)
+            return replace(unit, positions=self.positions)
+
+        marked = self.marked(anatomy)
+        return Anatomy(tuple(map(changed, anatomy.units, marked.units)), marked.root)
+
+
+def _own_modules(
+    anatomy: Anatomy, part: Part, inside: Mapping[int, str], whole: Collection[nn.Module]
+) -> list[tuple[str, nn.Module]]:
+    """Return the modules in a part: in its units, or of the root with parameters in the part."""
+    left = {id(module) for module in whole}
+    root = {id(m) for s in anatomy.root.slots if s.name in part.root for m, _ in s.places}
+    return [
+        (name, module)
+        for name, module in anatomy.root.module.named_modules()
+        if id(module) not in left
+        and (inside[id(module)] in part.units if id(module) in inside else id(module) in root)
+    ]
+
+
+def check_heads(config: Any, degree: int) -> None:
+    """Raise an InputError if the model's heads, by the configuration if any, cannot be divided by
+    `degree` ranks."""
+    of_text = getattr(config, "get_text_config", None)
+    config = of_text() if callable(of_text) else config
+    for what, said in (("num_attention_heads", "heads"), ("num_key_value_heads", "key heads")):
+        heads = getattr(config, what, None)
+        if isinstance(heads, int) and heads % degree:
+            raise InputError(
+                f"the model's {heads} {said if heads > 1 else said.removesuffix('s')} cannot be "
+                f"divided over {degree} ranks",
+                where="tensor parallel degree",
+                fix=f"take a degree that divides {heads}, or none"
+                if heads > 1
+                else "use no tensor parallelism",
+            )
+
+
+def _style(name: str, wanted: str | None) -> Style | None:
+    if wanted is None:
+        return None
+    if wanted not in STYLES:
+        raise InputError(
+            f"the tensor plan says '{wanted}' of module '{name}', which is no known style",
+            fix=f"known ones are {', '.join(STYLES)} and divided; or leave it out: what is not "
+            "named is computed whole by every rank",
+        )
+    return STYLES[wanted]
+
+
+def _windows(
+    styles: dict[int, tuple[nn.Module, Style]],
+    slots: list[Slot],
+    seat: Seat,
+    names: Mapping[int, str],
+    inside: Mapping[int, str],
+) -> dict[str, Window]:
+    """Return the window of each divided parameter, by name. Parameters outside of units that cannot
+    be divided, and parameters also used in another way, stay whole: modules lose their styles."""
+    while True:
+        found: dict[tuple[int, str], Window] = {}
+        undone: set[int] = set()
+        for key, (module, style) in styles.items():
+            try:
+                windows = style.windows(module, seat)
+            except ValueError as error:
+                if key in inside:
+                    raise InputError(
+                        f"module '{names[key]}' cannot be divided over {seat.parts} ranks",
+                        why=str(error),
+                        fix="take another tensor parallel degree, or leave it out of the plan",
+                    ) from error
+                undone.add(key)
+                continue
+            found |= {(key, attribute): window for attribute, window in windows.items()}
+        of_slots: dict[str, Window] = {}
+        for slot in slots:
+            wanted = {found.get((id(module), attribute)) for module, attribute in slot.places}
+            if len(wanted) > 1:
+                undone |= {id(module) for module, _ in slot.places} & styles.keys()
+            elif (window := next(iter(wanted))) is not None:
+                of_slots[slot.name] = window
+        if not undone:
+            return of_slots
+        for key in undone:
+            del styles[key]
+
+
+def _with_windows(
+    anatomy: Anatomy,
+    windows: Mapping[str, Window],
+    styles: Mapping[int, tuple[nn.Module, Style]],
+    team: Communicator,
+) -> Anatomy:
+    """Return the anatomy with windows, and with the styles' partial gradients noted.
+
+    Args:
+        windows: the first of the parts on this rank.
+    """
+    parts = {(k, name) for k, (module, style) in styles.items() for name in style.summed(module)}
+
+    def in_window(slot: Slot) -> Slot:
+        first = windows.get(slot.name)
+        if first is None:
+            return slot
+        each = first.parts // team.world
+        if each == 1:
+            return replace(slot, window=first)
+        own = replace(first, parts=team.world, part=team.rank)
+        of_parts = tuple(first.of_member(first.part + number) for number in range(each))
+        return replace(slot, window=own, parts=of_parts)
+
+    def changed(unit: Unit) -> Unit:
+        slots = tuple(
+            replace(
+                in_window(slot),
+                summed=any((id(module), name) in parts for module, name in slot.places),
+            )
+            for slot in unit.slots
+        )
+        return replace(unit, slots=slots)
+
+    return Anatomy(tuple(map(changed, anatomy.units)), changed(anatomy.root))
+
+
+def _is_in(name: str, outer: str) -> bool:
+    """Return True if a module equals `outer` or is inside of `outer`, by names."""
+    return name == outer or name.startswith(f"{outer}.")
+
+
+def _divided(module: nn.Module, key: str, team: Communicator, name: str) -> int:
+    value = int(vars(module)[key])
+    if value % team.world:
+        raise InputError(
+            f"'{key}' of module '{name}' is {value}, which {team.world} ranks cannot divide",
+            fix="take another tensor parallel degree",
+        )
+    return value // team.world

@@ -1,0 +1,239 @@
+"""Activation checkpointing: tensors saved by a unit's forward are recomputed for backward.
+
+The forward pass leaves the graph without saved tensors. The first tensor requested by backward runs
+the unit again, up to the last saved tensor; the code behind, usually the last linear layer, is not
+computed twice. The idea is that of `torch.utils.checkpoint` without reentry, which imports the
+compiler (a second in every process), and fails where a backward requests a tensor twice.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from enum import Enum, auto
+from typing import Generic, TypeVar
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+
+from gpumix.engine.comm import collective_progress
+from gpumix.engine.model.forward_coroutine import ModelError
+
+T = TypeVar("T")
+EACH = 4  # values compared along each dimension
+UNLIKE = 2e-2  # relative: more is no rounding of the same computation, not even in bf16
+
+
+class Comparison:
+    """Comparison of the outputs of units with the outputs of reruns. Saved tensors would not do:
+    kernels leave parts of their workspaces unwritten."""
+
+    def __init__(self) -> None:
+        self._unlike: list[tuple[str, torch.Tensor]] = []
+
+    def compare(self, label: str, one: torch.Tensor, other: torch.Tensor) -> None:
+        """Compare two samples of a unit's output, without waiting for devices.
+
+        Args:
+            label: name of the unit.
+            one, other: results of `sample`.
+        """
+        with torch.no_grad():
+            far = (one - other).abs() > UNLIKE * one.abs().amax()
+            self._unlike.append((label, far.any()))
+
+    def error(self) -> ModelError | None:
+        """Return the error of the first unit that differs; the host waits once per device."""
+        by_device: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
+        for label, unlike in self._unlike:
+            by_device.setdefault(unlike.device, []).append((label, unlike))
+        found = [
+            label
+            for every in by_device.values()
+            for (label, _), unlike in zip(every, torch.stack([one for _, one in every]).tolist())
+            if unlike
+        ]
+        why = "what it returns has other values then"
+        return _computes_otherwise(found[0], why) if found else None
+
+
+_now: Comparison | None = None  # of the current step, in all threads
+
+
+@contextmanager
+def comparing() -> Iterator[Comparison]:
+    """Compare recomputed outputs with the original outputs inside."""
+    global _now
+    _now = made = Comparison()
+    try:
+        yield made
+    finally:
+        _now = None
+
+
+def sample(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a few of a tensor's values, float64, spread over all dimensions."""
+    with torch.no_grad():
+        steps = tuple(slice(None, None, -(-size // EACH)) for size in tensor.shape)
+        few = tensor.detach()[steps]
+        few = torch.view_as_real(few) if few.is_complex() else few
+        return torch.nan_to_num(few.double())
+
+
+def samples(returned: object) -> list[torch.Tensor]:
+    """Return samples of all tensors that a unit returns."""
+    tensors = (one for one in tree_leaves(returned) if isinstance(one, torch.Tensor))
+    return [sample(one) for one in tensors if one.layout is torch.strided and one.numel()]
+
+
+class _Phase(Enum):
+    FORWARD = auto()  # all saved tensors are present, for a unit that differentiates by itself
+    BETWEEN = auto()  # no saved tensor is present
+    BACKWARD = auto()  # saved tensors are recomputed on request
+
+
+class Recomputed(Generic[T]):
+    """Run of a unit whose saved tensors are dropped, and recomputed in backward.
+
+    Args:
+        label: the unit's name, for messages.
+        again: runs the unit again, any number of times, with the same result and no side effects.
+    """
+
+    def __init__(self, label: str, again: Callable[[], T]) -> None:
+        self._label = label
+        self._again = again
+        self._phase = _Phase.FORWARD
+        self._saved: list[tuple[torch.Size, torch.dtype]] = []
+        self._found: dict[int, tuple[torch.Tensor, int]] = {}  # with its version when saved
+        self._comparison = _now
+        self._samples: list[torch.Tensor] = []  # of the output, for comparison
+        self._reruns = 0
+        self._lock = threading.Lock()  # a backward over CPU and GPU runs in two threads
+
+    def forward(self, run: Callable[[], T]) -> T:
+        """Run the unit by `run`, with gradients, and keep only the graph. `run` holds the unit's
+        inputs, so it is not kept either."""
+        try:
+            with torch.enable_grad(), saved_tensors_hooks(self._save, self._give):
+                returned = run()
+            if self._comparison is not None:
+                self._samples = samples(returned)
+            return returned
+        finally:
+            self._phase = _Phase.BETWEEN
+            self._found.clear()
+
+    def expect_backward(self) -> None:
+        """Make saved tensors available to backward from here on."""
+        self._phase = _Phase.BACKWARD
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Make saved tensors available to backward inside."""
+        self._phase = _Phase.BACKWARD
+        try:
+            yield
+        finally:
+            self._phase = _Phase.BETWEEN
+            self._found.clear()
+
+    def _save(self, tensor: torch.Tensor) -> int:
+        number = len(self._saved)
+        self._saved.append((tensor.shape, tensor.dtype))
+        self._found[number] = (tensor, tensor._version)  # until the end of `forward`
+        return number
+
+    def _give(self, number: int) -> torch.Tensor:
+        if self._phase is _Phase.BETWEEN:
+            raise ModelError(
+                f"a tensor that unit '{self._label}' made is used outside of it, but not returned",
+                why="gradients cross a unit's boundary through its arguments and its result only",
+                fix="return it from the unit, or `.detach()` it",
+            )
+        with self._lock:
+            if number not in self._found:
+                self._rerun()
+            tensor, version = self._found[number]
+            # Free memory while backward proceeds, unless tensors are requested twice.
+            if self._phase is _Phase.BACKWARD and self._reruns == 1:
+                del self._found[number]
+        if tensor._version != version:
+            raise ModelError(
+                f"unit '{self._label}' writes into a tensor that its backward needs",
+                fix="make the operation out of place in the model's code",
+            )
+        return tensor
+
+    def _rerun(self) -> None:
+        if self._phase is _Phase.BACKWARD:
+            collective_progress.computes("backward", self._label)
+        self._reruns += 1
+        count = 0
+
+        def keep(tensor: torch.Tensor) -> int:
+            nonlocal count
+            if count < len(self._saved):
+                if self._saved[count] != (tensor.shape, tensor.dtype):
+                    raise self._differs(count, tensor)
+                # Detached: a graph holding its own output would never be freed.
+                self._found[count] = (tensor.detach(), tensor._version)
+                count += 1
+            if count == len(self._saved) and self._comparison is None:
+                raise _Enough
+            return count - 1
+
+        try:
+            with (
+                torch.enable_grad(),
+                saved_tensors_hooks(keep, lambda number: self._found[number][0]),
+            ):
+                returned = self._again()
+            if self._comparison is not None:
+                for one, other in zip(self._samples, samples(returned)):
+                    self._comparison.compare(self._label, one, other)
+        except _Enough:
+            return
+        except Exception:
+            if count < len(self._saved):
+                raise
+            return  # TorchScript replaces exceptions passing through it by its own
+        if count < len(self._saved):
+            raise self._differs(count, None)
+
+    def _differs(self, number: int, tensor: torch.Tensor | None) -> ModelError:
+        shape, dtype = self._saved[number]
+        now = "nothing" if tensor is None else f"{list(tensor.shape)} of {tensor.dtype}"
+        return _computes_otherwise(
+            self._label, f"it saved {list(shape)} of {dtype} for its backward, and then {now}"
+        )
+
+
+def _computes_otherwise(label: str, why: str) -> ModelError:
+    return ModelError(
+        f"unit '{label}' computes something else when it is run again in backward",
+        why=why,
+        fix="it must do the same whenever it gets the same inputs: no counters, caches or random "
+        "generators of its own",
+    )
+
+
+class Kept(Generic[T]):
+    """Run of a unit whose graph is kept, with all saved tensors."""
+
+    def forward(self, run: Callable[[], T]) -> T:
+        """Run the unit by `run`, with gradients."""
+        if torch.is_grad_enabled():
+            return run()
+        with torch.enable_grad():
+            return run()
+
+    def backward(self) -> AbstractContextManager[None]:
+        """Return an empty context: nothing is missing."""
+        return nullcontext()
+
+
+class _Enough(BaseException):
+    """All saved tensors are recomputed. Not an `Exception`: model code may catch those."""

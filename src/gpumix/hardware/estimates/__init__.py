@@ -1,0 +1,4 @@
+"""Estimates of devices that are not there: catalogue, datasheet peaks, roofline, what-if clusters.
+
+Pure, without torch.
+"""

@@ -1,0 +1,220 @@
+"""Clusters described in a line such as "4x rtx3090, 2x p40", from catalogue cards, present or not.
+
+Commas join cards of one host, semicolons separate hosts, and "3 hosts of 8x a100-80gb-sxm" repeats
+a host. The link between hosts must be stated; inside a host the cards' own links apply.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import combinations_with_replacement
+
+from gpumix.hardware.estimates.gpu_catalogue import (
+    Card,
+    CoherentLink,
+    DeviceLinkKind,
+    PcieLink,
+    find,
+)
+from gpumix.hardware.estimates.roofline import flops_per_s
+from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
+from gpumix.schema.cluster.network import Link, LinkOf, Network, link
+from gpumix.schema.errors import InputError
+from gpumix.schema.plan.dtypes import Precision, compute_dtypes
+from gpumix.schema.plan.stage import ComputeDtype
+from gpumix.schema.reading.error_location import placed
+
+_HOSTS = re.compile(r"^(\d+)\s+hosts?\s+of\s+(.+)$")
+_CARDS = re.compile(r"^(?:(\d{1,12})\s*[xX×*]\s*)?([A-Za-z0-9].*)$")
+MOST_DEVICES = 200_000
+
+# NVLink and Infinity Fabric shared by all cards of a host; a bridge joins only two.
+_FABRICS = (DeviceLinkKind.NVLINK, DeviceLinkKind.INFINITY_FABRIC)
+FABRIC_PART, PCIE_PART, LATENCY_S = 0.8, 0.75, 8e-6
+
+
+@dataclass(frozen=True)
+class Cards:
+    """A number of cards of one type."""
+
+    count: int
+    card: Card
+
+
+def cards(text: str) -> Cards:
+    """Parse a number of cards such as "4x rtx3090" or "p40".
+
+    Raises:
+        InputError: the format is wrong, or the catalogue does not know the card.
+    """
+    count, name = counted(text)
+    return Cards(count or 1, find(name))
+
+
+def counted(text: str) -> tuple[int | None, str]:
+    """Split "4x rtx3090" into the number, None if missing, and the rest.
+
+    Raises:
+        InputError: the format is wrong, or the number is zero.
+    """
+    found = _CARDS.match(text.strip())
+    if found is None or (found[1] and int(found[1]) == 0):
+        raise InputError(
+            f"'{text.strip()}' is not a number of cards", fix="write them as '4x rtx3090'"
+        )
+    return (int(found[1]) if found[1] else None), found[2]
+
+
+def cluster(
+    text: str,
+    precision: Precision = "auto",
+    network: str | None = None,
+    *,
+    option: str = "--network",
+) -> Cluster:
+    """Build the cluster described by `text`.
+
+    Args:
+        precision: compute dtypes.
+        network: the link between hosts, parsed by `spec.network.link`.
+        option: the command-line option of `network`, for errors.
+
+    Raises:
+        InputError: the text is wrong, a card is unknown or does not support the dtype, hosts lack a
+            link, or a single host has one.
+    """
+    with placed("--cluster"):
+        hosts = list(_hosts(text))
+    if not hosts:
+        raise InputError(f"there are no hosts in '{text.strip()}'")
+    if len(hosts) == 1 and network is not None:
+        raise InputError(
+            f"'{network}' would link hosts, and there is only one",
+            where=option,
+            fix="leave it out; semicolons separate hosts",
+        )
+    if len(hosts) > 1 and network is None:
+        raise InputError(
+            f"nothing says how the {len(hosts)} hosts are linked",
+            where="--cluster",
+            fix=f"give it: {option} 25GbE (or 100GbE, ib-hdr, '12 GB/s'); cards of one host are "
+            "joined by commas",
+        )
+    between = None if network is None else _link(network, option)
+    known = {c.card.name: c.card for host in hosts for c in host}
+    check_vendors(known.values())
+    check_count(sum(c.count for host in hosts for c in host))
+    there = Cluster(
+        classes=tuple(device_class(card) for _, card in sorted(known.items())),
+        devices=tuple(_devices(hosts)),
+        network=network_of(list(known.values()), between),
+    )
+    dtypes = compute_dtypes(precision, there)
+    classes = tuple(with_peak(c, known[c.name], dtypes[c.name]) for c in there.classes)
+    return there.model_copy(update={"classes": classes})
+
+
+def check_count(devices: int) -> None:
+    """Raise an InputError for more devices than a cluster may have."""
+    if devices > MOST_DEVICES:
+        raise InputError(f"a cluster may have up to {MOST_DEVICES} devices")
+
+
+def check_vendors(known: Iterable[Card]) -> None:
+    """Refuse cards of different vendors, which share no collectives.
+
+    Raises:
+        InputError: the cards are from both vendors.
+    """
+    by_vendor = {card.vendor: card.name for card in known}
+    if len(by_vendor) > 1:
+        raise InputError(
+            f"{by_vendor['nvidia']} and {by_vendor['amd']} cannot train together",
+            why="NCCL of NVIDIA and RCCL of AMD form no common group",
+            fix="plan for the cards of each vendor alone",
+        )
+
+
+def device_class(card: Card) -> DeviceClass:
+    """Return the device class of a catalogue card, without a peak, which depends on the dtype."""
+    return DeviceClass(
+        name=card.name,
+        accelerator="cuda",
+        memory_bytes=card.visible_bytes,
+        product=card.product,
+        compute_capability=card.compute_capability or "",
+        gfx_target=card.gfx_target or "",
+    )
+
+
+def with_peak(device_class: DeviceClass, card: Card, dtype: ComputeDtype) -> DeviceClass:
+    """Add the datasheet rate in the compute dtype to a device class."""
+    return device_class.model_copy(update={"peak_flops_per_s": flops_per_s(card, dtype)})
+
+
+def network_of(known: list[Card], between: Link | None) -> Network:
+    """Return the links of a cluster: equal cards use their own fabric, all other pairs the slower
+    of the two PCIe slots."""
+    return Network(between=between, exceptions=links_inside({card.name: card for card in known}))
+
+
+def links_inside(known: Mapping[str, Card]) -> tuple[LinkOf, ...]:
+    """Return the links inside hosts between cards, by class name."""
+    pairs = combinations_with_replacement(known, 2)
+    return tuple(
+        LinkOf(where="inside", classes=pair, link=_inside(*(known[name] for name in pair)))
+        for pair in pairs
+    )
+
+
+def _inside(one: Card, other: Card) -> Link:
+    if one.name == other.name and one.device_link and one.device_link.kind in _FABRICS:
+        kind = one.device_link.kind.value
+        return Link.stated(one.device_link.bandwidth * FABRIC_PART, LATENCY_S, kind)
+    slots = [_slot(card) for card in (one, other)]
+    slowest = min(slots, key=lambda slot: slot.bandwidth)
+    name = f"PCIe {slowest.generation}.0 x{slowest.lanes}"
+    return Link.stated(slowest.bandwidth * PCIE_PART, LATENCY_S, name)
+
+
+def _slot(card: Card) -> PcieLink:
+    """Return the PCIe slot of a card; a card on a CPU module reaches other cards like PCIe 5.0."""
+    if isinstance(card.host_link, CoherentLink):
+        return PcieLink(kind="pcie", generation=5, lanes=16)
+    return card.host_link
+
+
+def _hosts(text: str) -> Iterator[tuple[Cards, ...]]:
+    for part in text.split(";"):
+        repeated = _HOSTS.match(part.strip())
+        times, inside = (int(repeated[1]), repeated[2]) if repeated else (1, part)
+        host = tuple(cards(some) for some in inside.split(","))
+        check_count(times)
+        yield from (host,) * times
+
+
+def _devices(hosts: list[tuple[Cards, ...]]) -> Iterator[Device]:
+    width = len(str(len(hosts) - 1))
+    numbers: dict[str, int] = {}
+    for number, host in enumerate(hosts):
+        ordinal = 0
+        for some in host:
+            for _ in range(some.count):
+                name = some.card.name
+                index = numbers[name] = numbers.get(name, -1) + 1
+                yield Device(
+                    id=f"{name}-{index:06d}" if len(hosts) > 1 else f"{name}-{index}",
+                    device_class=name,
+                    host=f"host-{number:0{width}d}",
+                    ordinal=ordinal,
+                )
+                ordinal += 1
+
+
+def _link(text: str, option: str) -> Link:
+    try:
+        return link(text)
+    except ValueError as error:
+        raise InputError(str(error), where=option) from None

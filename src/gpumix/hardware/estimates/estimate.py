@@ -1,0 +1,186 @@
+"""Estimated profiles of unmeasured GPUs: from the catalogue, the roofline, and a model's sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from gpumix.hardware.estimates.decoder_shapes import Part
+from gpumix.hardware.estimates.gpu_catalogue import Card, find
+from gpumix.hardware.estimates.roofline import (
+    both,
+    flops_per_s,
+    forward_curve,
+    gradient_curve,
+    half_gradient_curve,
+    host_copy,
+    optimizer_s_per_element,
+)
+from gpumix.schema.cluster.cluster import Cluster
+from gpumix.schema.errors import InputError
+from gpumix.schema.job.search_space import EVERYTHING
+from gpumix.schema.job.tensor_parallel_degrees import degrees_of
+from gpumix.schema.peak_flops import Peak
+from gpumix.schema.plan.dtypes import Precision, compute_dtypes
+from gpumix.schema.plan.plan import Collectives
+from gpumix.schema.plan.stage import DTYPE_BYTES, ComputeDtype
+from gpumix.schema.profile.profile import (
+    ROOT,
+    ClassProfile,
+    ModelProfile,
+    Profile,
+    TeamProfile,
+    UnitTimes,
+)
+
+# CUDA's context, kernels and workspaces of torch and cuBLAS, NCCL's buffers: GPU memory of a
+# process before its first tensor. A round figure on the safe side.
+FRAMEWORK_BYTES = 3 * 2**29
+
+ADAMW_STATE_BYTES = 8
+
+
+PartsIn = Callable[[ComputeDtype], Mapping[int, Part]]
+"""Function from dtype to the part of each rank by tensor parallel degree."""
+
+
+def no_parts(dtype: ComputeDtype) -> Mapping[int, Part]:
+    """Return no parts: the model cannot be divided over tensor-parallel groups."""
+    return {}
+
+
+def estimate_class(
+    card: Card,
+    model: ModelProfile,
+    name: str,
+    optimizer_bytes: float = ADAMW_STATE_BYTES,
+) -> ClassProfile:
+    """Estimate a card's times for each unit of a model in its dtype, with `optimizer_bytes` of
+    optimizer state per element.
+
+    Raises:
+        InputError: the model's FLOPs are unknown.
+    """
+    units = {kind.name: (kind.flops, kind.trainable) for kind in model.kinds}
+    units[ROOT] = (model.root.flops, model.root.trainable)
+    if not all(flops > 0 for kind, (flops, _) in units.items() if kind != ROOT):
+        raise InputError(
+            "the profile does not say how many FLOPs its units have",
+            fix="measure again: `gpumix profile JOB.yaml --fresh`",
+        )
+    times, dtype = {}, model.compute_dtype
+    for kind, (flops, elements) in units.items():
+        forward = forward_curve(card, dtype, flops, elements * DTYPE_BYTES[dtype])
+        gradient = gradient_curve(card, dtype, flops, elements)
+        if kind == ROOT:  # only a look-up before the units; head and loss run in backward
+            times[kind] = UnitTimes(
+                forward=forward_curve(card, dtype, 0.0, 0.0), backward=both(forward, gradient)
+            )
+        else:
+            half = half_gradient_curve(card, dtype, flops)
+            times[kind] = UnitTimes(
+                forward=forward,
+                backward=both(forward, gradient),
+                gradient=gradient,
+                inputs=half,
+                weights=gradient.less(half),
+            )
+    return ClassProfile(
+        device_class=name,
+        units=times,
+        # The number of products is equal; more additions to the weight's gradient are hidden.
+        chunked_head=times[ROOT].backward if model.root.chunked_head else None,
+        optimizer_s_per_element=optimizer_s_per_element(card, optimizer_bytes),
+        framework_bytes=FRAMEWORK_BYTES,
+        host_copy=host_copy(card),
+        estimated=True,
+        compute_dtype=dtype,
+        peak=Peak(flops_per_s=flops_per_s(card, dtype), source="stated"),
+    )
+
+
+def estimate(
+    model_in: Callable[[ComputeDtype], ModelProfile],
+    cluster: Cluster,
+    *,
+    sequence_length: int,
+    precision: Precision = "auto",
+    optimizer_bytes: float = ADAMW_STATE_BYTES,
+    parts_in: PartsIn = no_parts,
+) -> Profile:
+    """Estimate the profile of a cluster of catalogue cards, with `optimizer_bytes` of optimizer
+    state per element.
+
+    Args:
+        model_in: returns the model in a dtype.
+        parts_in: returns the parts for tensor-parallel groups in a dtype.
+
+    Raises:
+        InputError: the catalogue does not know a class, or a class does not support its dtype.
+    """
+    dtypes = compute_dtypes(precision, cluster)
+    models = {dtype: model_in(dtype) for dtype in dict.fromkeys(dtypes.values())}
+    model, *others = models.values()
+    return Profile(
+        sequence_length=sequence_length,
+        optimizer_bytes_per_element=optimizer_bytes,
+        torch_version="none: this is an estimate",
+        cluster=cluster,
+        model=model,
+        other_models=tuple(others),
+        classes=tuple(
+            estimate_class(find(c.name), models[dtypes[c.name]], c.name, optimizer_bytes)
+            for c in cluster.classes
+        ),
+        teams=tuple(_teams(cluster, parts_in, dtypes, optimizer_bytes)),
+        collectives=Collectives(gather="list", reduce="list"),
+    )
+
+
+def _teams(
+    cluster: Cluster,
+    parts_in: PartsIn,
+    dtypes: Mapping[str, ComputeDtype],
+    optimizer_bytes: float,
+) -> Iterator[TeamProfile]:
+    """Yield the profile of each tensor parallel degree with enough cards of a class on a host."""
+    parts = {dtype: parts_in(dtype) for dtype in dict.fromkeys(dtypes.values())}
+    there = degrees_of(cluster, EVERYTHING)
+    for degree in sorted(set().union(*parts.values())):
+        names = [name for name in sorted(there) if degree in there[name]]
+        if not names:
+            continue
+        of_class = {name: parts[dtypes[name]][degree] for name in names}
+        model, *others = {dtype: of[degree].model for dtype, of in parts.items()}.values()
+        yield TeamProfile(
+            degree=degree,
+            model=model,
+            other_models=tuple(others),
+            classes=tuple(
+                estimate_class(find(name), part.model, name, optimizer_bytes)
+                for name, part in of_class.items()
+            ),
+            told={name: dict(part.told) for name, part in of_class.items()},
+        )
+
+
+def rescaled(classes: Iterable[ClassProfile], factor: float) -> tuple[ClassProfile, ...]:
+    """Scale estimates by `factor`, the error found on available cards."""
+    return tuple(_slowed(profile, factor) for profile in classes)
+
+
+def _slowed(profile: ClassProfile, factor: float) -> ClassProfile:
+    units = {
+        kind: times.model_copy(
+            update={name: curve and curve.scaled(factor) for name, curve in times}
+        )
+        for kind, times in profile.units.items()
+    }
+    head = profile.chunked_head and profile.chunked_head.scaled(factor)
+    return profile.model_copy(update={"units": units, "chunked_head": head})
+
+
+def slowed(profile: ClassProfile, factor: float, name: str) -> ClassProfile:
+    """Return a class called `name` with compute times `factor` times as long."""
+    optimizer_s = profile.optimizer_s_per_element * factor
+    changes = {"device_class": name, "optimizer_s_per_element": optimizer_s}
+    return _slowed(profile, factor).model_copy(update=changes)

@@ -1,0 +1,253 @@
+"""Datasheet catalogue: memory, rates and links of GPUs, present or not.
+
+Used for planning before anything is measured; a measured profile always takes precedence. The data
+is in `catalogue.toml` next to this file; pure, on top of `spec`, without torch.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator
+from difflib import get_close_matches
+from enum import StrEnum
+from functools import cache
+from itertools import permutations
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from gpumix.schema.errors import InputError
+from gpumix.schema.files import read_text
+from gpumix.schema.units import Bytes, FlopRate
+from gpumix.schema.value import Value
+
+_DATA = Path(__file__).with_name("catalogue.toml")
+_NOISE = {"nvidia", "geforce", "tesla", "amd", "radeon", "instinct", "generation", "blackwell"}
+# Words users may leave out of a name; the rest is the model.
+_QUALIFIER = re.compile(r"\d+gb|sxm|pcie|nvl|gpu|gcd|quadro|ada|sff|workstation|maxq|server")
+_MEMORY = re.compile(r"\d+gb")
+_SERIES = re.compile(r"^(?:rtx|gtx)(?=a?\d)")
+_SHOWN = 6  # names in an error
+_NEAR = 0.5  # similarity for difflib, below the default: names are short
+# Bits per second of a lane: transfers minus coding, from PCIe 6.0 on minus error correction.
+_PCIE_LANE = {3: 8e9 * 128 / 130, 4: 16e9 * 128 / 130, 5: 32e9 * 128 / 130, 6: 64e9 * 242 / 256}
+
+ByteRate = Annotated[
+    Bytes,
+    BeforeValidator(lambda value: value.removesuffix("/s") if isinstance(value, str) else value),
+]
+"""Bytes per second; a file may say "936 GB/s"."""
+
+
+class DeviceLinkKind(StrEnum):
+    """Types of direct links between equal GPUs, bypassing the host."""
+
+    NONE = "none"
+    NVLINK = "nvlink"
+    NVLINK_BRIDGE = "nvlink-bridge"  # sold separately, joins two GPUs (four H200 NVL)
+    INFINITY_FABRIC = "infinity-fabric"
+    INFINITY_FABRIC_BRIDGE = "infinity-fabric-bridge"  # sold separately, joins two or four GPUs
+
+
+class PcieLink(Value):
+    """The GPU's PCIe slot; the host may provide fewer lanes or an older generation."""
+
+    kind: Literal["pcie"]
+    generation: Literal[3, 4, 5, 6]
+    lanes: Literal[4, 8, 16]
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes/s in one direction, before packet overhead."""
+        return _PCIE_LANE[self.generation] * self.lanes / 8
+
+
+class CoherentLink(Value):
+    """A link to the CPU of the same module."""
+
+    kind: Literal["nvlink-c2c"]
+    bandwidth: ByteRate
+    """Bytes/s in one direction."""
+
+
+class DeviceLink(Value):
+    """Sum of all links from a GPU to its peers."""
+
+    kind: DeviceLinkKind
+    bandwidth: ByteRate = 0
+    """Bytes/s in one direction, all links together; 0 without links."""
+
+    @model_validator(mode="after")
+    def _has_bandwidth_or_is_none(self) -> DeviceLink:
+        if (self.kind is DeviceLinkKind.NONE) != (self.bandwidth == 0):
+            raise ValueError("a link has a bandwidth, no link has none")
+        return self
+
+
+class Rates(Value):
+    """Dense FLOP/s of matrix products; None means unsupported in hardware or unknown.
+
+    On matrix units the 16-bit and 8-bit rates use fp32 accumulation. `fp32` is IEEE fp32, on the
+    general units of NVIDIA and on the matrix units of CDNA.
+    """
+
+    fp32: FlopRate
+    tf32: FlopRate | None = None
+    fp16: FlopRate | None = None
+    bf16: FlopRate | None = None
+    fp8: FlopRate | None = None
+
+
+class Card(Value):
+    """A product as described by the vendor; for a board with several GPUs, a single GPU."""
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    product: str
+    """Name reported by the driver, if known; products with two memory sizes share a name."""
+    vendor: Literal["nvidia", "amd"]
+    family: Literal["data-centre", "workstation", "geforce"]
+    architecture: str
+    compute_capability: str | None = None
+    """NVIDIA only, such as '8.6'."""
+    gfx_target: str | None = None
+    """AMD only, such as 'gfx90a'."""
+    memory_bytes: Bytes
+    """GiB as sold; the driver reports some hundred MiB less."""
+    ecc_in_memory: bool = False
+    """Shipped with ECC enabled and stored in memory: data-center GPUs without HBM."""
+    memory_bandwidth: ByteRate
+    matrix_units: bool
+    """Tensor or matrix cores; without them `flops.fp16` is general arithmetic."""
+    flops: Rates
+    fp32_accumulate_halved: bool = False
+    """fp16 products with fp16 accumulation are twice as fast as `flops.fp16`: most GeForce."""
+    derived: bool = False
+    """Rates derived from the vendor's figures, not stated directly; `note` explains."""
+    host_link: Annotated[PcieLink | CoherentLink, Field(discriminator="kind")]
+    """A GPU's part of the host link, if GPUs of a board or module share it."""
+    device_link: DeviceLink | None = None
+    """None: not known as a single number; a GPU without links has kind 'none'."""
+    tdp_watts: int | None = Field(default=None, gt=0)
+    note: str = ""
+    source: str
+
+    @property
+    def visible_bytes(self) -> int:
+        """Memory visible to programs: ECC stored in memory takes a sixteenth."""
+        return self.memory_bytes * 15 // 16 if self.ecc_in_memory else self.memory_bytes
+
+    @model_validator(mode="after")
+    def _has_the_target_of_its_vendor(self) -> Card:
+        nvidia = self.vendor == "nvidia"
+        if (self.compute_capability is None) == nvidia or (self.gfx_target is None) != nvidia:
+            raise ValueError("NVIDIA has a compute capability, AMD a gfx target")
+        return self
+
+
+@cache
+def load() -> tuple[Card, ...]:
+    """Return all cards, in file order."""
+    data = tomllib.loads(read_text(_DATA))
+    return tuple(
+        _card(group, card, data["sources"]) for group in data["group"] for card in group["card"]
+    )
+
+
+def _card(group: dict[str, Any], own: dict[str, Any], sources: dict[str, str]) -> Card:
+    """Build a card from the `own` fields on top of the fields of the group."""
+    fields = {key: value for key, value in group.items() if key != "card"} | own
+    fields["flops"] = {kind: rate * 1e12 for kind, rate in fields.pop("tflops").items()}
+    fields["source"] = sources.get(fields["source"], fields["source"])
+    notes = (own.get("note"), group.get("note"))
+    fields["note"] = "; ".join(note for note in notes if note)
+    return Card.model_validate(fields)
+
+
+def find(name: str) -> Card:
+    """Find a card by name, alias, or product name as reported by the driver.
+
+    Case, spaces, dashes and words such as 'NVIDIA' and 'GeForce' are ignored. Unambiguous parts may
+    be omitted: 'rtx3090' or '3090', 'h100-pcie'; but never what distinguishes cards, such as
+    memory.
+
+    Raises:
+        InputError: no card or several cards match; lists the nearest names.
+    """
+    spellings = _spellings()
+    fits = _products().get(name.strip().lower()) or spellings.get(_key(name), ())
+    if len(fits) == 1:
+        return fits[0]
+    near = [card.name for card in fits] or _nearest(_key(name))
+    fix = f"say one of: {', '.join(near)}" if near else "give a name such as 'rtx3090'"
+    first, _, rest = name.strip().partition(" ")
+    if len(spellings.get(_key(rest), ())) == 1:
+        fix = f"if '{first}' is how many, write '2x {rest.strip()}'"
+    raise InputError(
+        f"'{name}' fits several cards" if fits else f"the catalogue has no card '{name}'",
+        where="hardware catalogue",
+        why="" if fits else "it has NVIDIA's cards from Pascal on, AMD's Instinct from MI50 on",
+        fix=fix,
+    )
+
+
+@cache
+def _products() -> dict[str, tuple[Card, ...]]:
+    """Return cards by exact product name, which separates an RTX A2000 from the 12 GB version."""
+    return _collect([(card.product.lower(), card) for card in load()])
+
+
+@cache
+def _spellings() -> dict[str, tuple[Card, ...]]:
+    """Return cards by spelling; full names and aliases take precedence over short forms."""
+    cards = load()
+    product = _collect([(_key(card.product), card) for card in cards])
+    short = _collect([(key, card) for card in cards for key in _short_forms(card)])
+    full = _collect([(_key(text), card) for card in cards for text in (card.name, *card.aliases)])
+    return product | short | full
+
+
+def _collect(pairs: list[tuple[str, Card]]) -> dict[str, tuple[Card, ...]]:
+    found: dict[str, dict[str, Card]] = {}
+    for key, card in pairs:
+        found.setdefault(key, {})[card.name] = card
+    return {key: tuple(cards.values()) for key, cards in found.items()}
+
+
+def _short_forms(card: Card) -> Iterator[str]:
+    """Yield spellings of a card's name with any subset of its qualifiers in any order, and without
+    'rtx'. The memory size is a qualifier too, even if absent from the name."""
+    words = _words(card.name)
+    if not any(_MEMORY.fullmatch(word) for word in words):
+        words.append(f"{card.memory_bytes / 2**30:g}gb")
+    model = "".join(word for word in words if not _QUALIFIER.fullmatch(word))
+    qualifiers = [word for word in words if _QUALIFIER.fullmatch(word)]
+    for count in range(len(qualifiers) + 1):
+        for some in permutations(qualifiers, count):
+            key = model + "".join(some)
+            yield from (key, _SERIES.sub("", key))
+
+
+def _key(text: str) -> str:
+    return "".join(_words(text))
+
+
+def _words(text: str) -> list[str]:
+    """Split a name into normalized significant words: '80g' becomes '80gb', 'SXM4' becomes
+    'sxm'."""
+    words = re.findall(r"[a-z0-9]+", text.lower())
+    words = [re.sub(r"^(\d+)(?:g|gib)$", r"\1gb", word) for word in words if word not in _NOISE]
+    return [re.sub(r"^sxm\d$", "sxm", word) for word in words]
+
+
+def _nearest(key: str) -> list[str]:
+    """Return similar card names: names starting with `key` first, then similar spellings."""
+    if not key:
+        return []
+    spellings = _spellings()
+    begins = [spelling for spelling in spellings if spelling.startswith(key)]
+    alike = get_close_matches(key, spellings, n=_SHOWN, cutoff=_NEAR)
+    cards = (card.name for spelling in (*begins, *alike) for card in spellings[spelling])
+    return list(dict.fromkeys(cards))[:_SHOWN]

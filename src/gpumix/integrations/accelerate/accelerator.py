@@ -1,0 +1,556 @@
+"""Accelerate's `Accelerator` on top of a plan: preparation, and the calls of a training loop.
+
+The plan has one pipeline stage: every rank calls the model and reads its outputs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import replace
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, NamedTuple
+
+import accelerate
+import torch
+from accelerate import accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import extract_model_from_parallel, load
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import DataLoader
+
+from gpumix.engine.comm.communicator import Communicator
+from gpumix.engine.comm.process_groups import all_ranks, device_of_group
+from gpumix.engine.engine import Engine
+from gpumix.engine.outside_steps import unshard
+from gpumix.engine.rehearsal.additivity import padding_counts
+from gpumix.engine.sharding.unit_discovery import trains
+from gpumix.hardware.host.environment import ranks_here
+from gpumix.hardware.memory_limit import is_out_of_memory
+from gpumix.integrations.accelerate.arguments import (
+    bound,
+    compiles,
+    refuse_divided,
+    refuse_without_meaning,
+)
+from gpumix.integrations.accelerate.call_signature import KWARGS, NAME_PARTS, call_of
+from gpumix.integrations.accelerate.loader import Loader, part_at
+from gpumix.integrations.accelerate.loop_recorder import LoopRecord
+from gpumix.integrations.accelerate.outputs import stand_in_loss
+from gpumix.integrations.accelerate.pending_objects import Awaited
+from gpumix.integrations.accelerate.wrapped_model import LABELS, Looped, LoopLoss
+from gpumix.integrations.common.batch_rows import PlannedRows, equal_rows, looped_rows
+from gpumix.integrations.common.gather import all_numbers, all_objects, all_rows
+from gpumix.integrations.common.optimizer_adapter import optimizer_like, taken_over
+from gpumix.integrations.common.plan_and_shard import (
+    Training,
+    host,
+    plan_of,
+    refuse_as_loaded,
+    refuse_gpu,
+    world,
+)
+from gpumix.integrations.common.save_pretrained import saves_whole
+from gpumix.integrations.common.saver import Saver, dtypes_of, newest_state
+from gpumix.integrations.common.skipped_steps import tells_of_skips, told_norm
+from gpumix.integrations.dataloader.example_batch import specimen_of
+from gpumix.integrations.dataloader.inspect import Batching
+from gpumix.integrations.dataloader.samplers import prepared, seed_of_all
+from gpumix.integrations.dataloader.sharded_loader import CollatedTree, Width, collated_tree
+from gpumix.profiler.api import join
+from gpumix.schema.errors import InputError, in_a_line
+from gpumix.schema.job.search_space import EVERYTHING
+from gpumix.schema.plan.batch_shares import rows_of
+from gpumix.schema.plan.dtypes import Precision
+from gpumix.schema.plan.plan import Plan
+from gpumix.train.run_log import run_files
+
+__all__ = ["Accelerator"]
+
+PRECISIONS: dict[str, Precision] = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
+PLACES_OF_A_RANK = 2**40
+
+
+class Kept(NamedTuple):
+    """Row counts to keep of a gathered batch: the first `own` of each rank, and of all together the
+    first `together` (None: all)."""
+
+    own: Sequence[int]
+    together: int | None
+
+
+class Optimizer(AcceleratedOptimizer):
+    """Optimizer stepping only after the backward, and not with gradients that overflowed."""
+
+    model: Looped | None = None
+    record: LoopRecord
+
+    def step(self, closure: Any = None) -> None:
+        """Update the parameters; without any gradients do nothing, as torch does.
+
+        Raises:
+            InputError: the model is not prepared yet, or a backward is missing.
+        """
+        if self.model is None:
+            groups = self.optimizer.param_groups
+            if all(one.grad is None for group in groups for one in group["params"]):
+                super().step(closure)
+                return
+            raise InputError(
+                "the optimizer steps before its model and a loader are prepared",
+                fix="accelerator.prepare(model, optimizer, loader)",
+            )
+        self.model.check_done()
+        if not self.gradient_state.sync_gradients:
+            return
+        self._is_overflow = self.model.overflowed and tells_of_skips(self.optimizer)
+        if not self.model.overflowed:
+            super().step(closure)
+        self.model.stepped()
+        self.record.stepped(self.param_groups[0]["lr"])
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        super().zero_grad(set_to_none)
+        if self.gradient_state.sync_gradients and self.model is not None:
+            self.model.overflowed = False
+
+
+class Accelerator(accelerate.Accelerator):
+    """`accelerate.Accelerator` training by a plan.
+
+    Args:
+        plan: a plan, or the file of a plan; by default the devices are measured and a plan is made
+            when the model is prepared.
+        couples: for a loss coupling samples of a batch: "batch" has a single device compute each
+            batch, "micro-batch" accepts a separate loss per micro-batch; by default refused.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        plan: Plan | Path | str | None = None,
+        couples: str = "",
+        **kwargs: Any,
+    ) -> None:
+        self._couples = couples
+        self._width = Width()
+        given = bound(args, kwargs)
+        refuse_without_meaning(given)
+        self._compile, self._on_cpu = compiles(given), given.get("cpu", False)
+        # Set by `accelerate launch`.
+        told = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        said = str(given.pop("mixed_precision", None) or told)
+        if said not in PRECISIONS:
+            raise InputError(
+                f"there is no mixed_precision '{said}' with gpumix",
+                where="Accelerator",
+                fix=f"take one of {', '.join(PRECISIONS)}",
+            )
+        self._precision = PRECISIONS[said]
+        super().__init__(**given)
+        refuse_divided(self.distributed_type)
+        self._given = plan_of(plan)
+        self._engine: Engine | None = None
+        self._looped: Looped | None = None
+        self._awaited = Awaited()
+        self._alone: list[nn.Module] = []  # models called without a plan
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the training; None until the model is prepared."""
+        return None if self._engine is None else self._engine.plan
+
+    # -- preparing ---------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, device_placement: Any = None) -> Any:
+        """Prepare objects as Accelerate does.
+
+        The model runs by a plan once its optimizer and the loader of its training data are known:
+        the loader shows the shapes of batches. A model prepared together with a loader needs no
+        optimizer.
+
+        Raises:
+            InputError: several models are to be trained.
+            NoFeasiblePlanError: no plan fits the devices.
+        """
+        models = [one for one in args if isinstance(one, nn.Module) and trains(one)]
+        if len(models) > 1:
+            raise _several_models()
+        prepared = super().prepare(*args, device_placement=device_placement)
+        if models and self._engine is None and any(isinstance(one, DataLoader) for one in args):
+            given = prepared if isinstance(prepared, tuple) else (prepared,)
+            self._host(next(one for one in given if isinstance(one, Looped)))
+        return prepared
+
+    def prepare_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Prepare a model as Accelerate does. A model without anything to train stays an ordinary
+        module on each rank's device; a model not trained yet is called directly."""
+        if isinstance(model, Looped):
+            return model
+        if not trains(model) or kwargs.get("evaluation_mode"):
+            kwargs["evaluation_mode"] = True
+            return super().prepare_model(model, *args, **kwargs)
+        looped = self._awaited.known(model)
+        if looped is None:
+            refuse_as_loaded(model)
+            looped = Looped(model, self._called_alone)
+            self._awaited.models.append(looped)
+            self._host_if_known()
+        return looped
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: Any = None) -> Any:
+        if isinstance(optimizer, Optimizer):
+            return optimizer
+        prepared = Optimizer(optimizer, device_placement=False, scaler=None)
+        self._optimizers.append(prepared)
+        self._awaited.optimizers.append(prepared)
+        self._host_if_known()
+        if self._looped is not None and prepared.model is None:
+            self._take_over(prepared, self._looped)
+        return prepared
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Loader:
+        if self._awaited.loader is None:
+            is_prepared = isinstance(data_loader, Loader)
+            self._awaited.loader = data_loader.made_of if is_prepared else data_loader
+            self._host_if_known()
+        if isinstance(data_loader, Loader):
+            return data_loader
+        given = Batching.of(data_loader)
+        collate = CollatedTree(data_loader.collate_fn, self._width, stand_ins=True)
+        config = self.dataloader_config
+        if config.use_seedable_sampler:
+            seed = seed_of_all() if config.data_seed is None else config.data_seed
+            given = replace(given, sampler=prepared(given.sampler, seedable=True, seed=seed))
+        rows = PlannedRows(
+            lambda: self._engine, looped_rows, rank=self.process_index, world=world()
+        )
+        loader = given.own_part(given.batch_size * world(), rows, collate, Loader)
+        loader.device, loader.next_of = self.device, self._next_of
+        loader.made_of = data_loader
+        return loader
+
+    def _host_if_known(self) -> None:
+        """Run a model by a plan if an optimizer updates it and a loader is known. Collective.
+
+        Raises:
+            InputError: optimizers update several models.
+        """
+        trained = self._awaited.trained()
+        if len(trained) > 1 or (trained and self._engine is not None):
+            raise _several_models()
+        if trained and self._awaited.loader is not None:
+            self._host(trained[0])
+
+    def _called_alone(self, looped: Looped) -> None:
+        """Ready a model for a call without a plan.
+
+        Raises:
+            InputError: the model is being trained.
+        """
+        if looped.training and torch.is_grad_enabled():
+            if self._engine is not None:
+                raise _several_models()
+            if looped in self._awaited.trained():
+                raise InputError(
+                    "the model is called before the loader of what it is trained on is prepared",
+                    why="the devices are measured with its batches",
+                    fix="loader = accelerator.prepare(loader), before the first step",
+                )
+        if looped.module not in self._alone:
+            self._alone.append(super().prepare_model(looped.module, evaluation_mode=True))
+
+    def _host(self, looped: Looped) -> None:
+        """Shard a model by a plan and give its optimizers the shards. Collective."""
+        model, loader = self._whole(looped), self._awaited.loader
+        assert loader is not None, "a model is hosted once a loader is known"
+        optimizers = list(self._awaited.optimizers)
+        if self._on_cpu:
+            refuse_gpu(join(), "cpu=True", where="Accelerator")
+        batch_size = Batching.of(loader).batch_size
+        specimen = specimen_of(loader.dataset, loader.collate_fn, collated_tree)
+        inside = LABELS in call_of(model, specimen.batch(1))[KWARGS]
+        dtypes, self._names = dtypes_of(model), {id(p): n for n, p in model.named_parameters()}
+        loss, measured = LoopLoss(), LoopLoss(stands_in=True)
+        training = Training(
+            lambda samples: call_of(model, specimen.batch(samples)),
+            sequence_length=specimen.sequence_length,
+            global_batch=batch_size * world(),
+            loss=measured if inside else stand_in_loss,
+            optimizer=optimizer_like(optimizers[0].optimizer) if optimizers else None,
+            precision=self._precision,
+            compile=self._compile,
+            space=EVERYTHING.in_one_stage(),
+            seed=torch.initial_seed() % 2**31,
+            told=f"loop {inside} {[type(one.optimizer).__name__ for one in optimizers]}",
+            couples=self._couples,
+        )
+        folder = Path(self.project_dir, run_files.OF_SCRIPT) if self.project_dir else None
+        try:
+            self._engine = host(model, training, plan=self._given, own=loss, folder=folder)
+        except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as error:
+            if self._given is not None or is_out_of_memory(error):
+                raise
+            raise InputError(
+                "the model cannot be measured with the loader's batches",
+                why=in_a_line(error),
+                fix=NAME_PARTS,
+            ) from error
+        if len(self._engine.plan.stages) > 1 or self._engine.plan.in_teams:
+            raise InputError(
+                "the plan has several stages, or teams",
+                why="every rank of a loop calls the model, and looks at what it returns",
+                fix="make one with techniques.most_stages=1 and techniques.tensor=1",
+            )
+        if padded := specimen.padded():
+            # A loop may use outputs of padding in any way.
+            self._width.common = not inside or padding_counts(
+                self._engine, measured, *(call_of(model, one) for one in padded)
+            )
+        self._saver = Saver(self._engine, dtypes, ranks_here())
+        saves_whole(model, self._saver)
+        self._record = LoopRecord(self._engine, folder, type(self).__name__)
+        looped.run_by(self._engine, loss, self._record)
+        self._looped = looped
+        for optimizer in optimizers:
+            self._take_over(optimizer, looped)
+        self._awaited = Awaited(models=[one for one in self._awaited.models if one is not looped])
+
+    def _whole(self, looped: Looped) -> nn.Module:
+        """Return the model without the changes of a call without a plan."""
+        model = looped.module
+        if model in self._alone:
+            self._alone.remove(model)
+            self._models.remove(model)
+            extract_model_from_parallel(model, keep_fp32_wrapper=False)
+        return model
+
+    def _take_over(self, optimizer: Optimizer, looped: Looped) -> None:
+        assert self._engine is not None, "the model is run by a plan"
+        taken_over(optimizer.optimizer, self._engine, self._names)
+        optimizer.model, optimizer.record = looped, self._record
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        if not isinstance(dataloader, Loader):
+            return super().skip_first_batches(dataloader, num_batches)
+        skipping = copy(dataloader)
+        skipping.skipped = dataloader.skipped + num_batches
+        skipping._iterator = None  # of persistent workers, owned by `dataloader`
+        return skipping
+
+    def _next_of(self, batches: Iterator[Any]) -> Any:
+        return next(batches, None) if self._engine is None else self._record.next_of(batches)
+
+    # -- the loop ----------------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor, *, count: Tensor | float | None = None, **kwargs: Any) -> None:
+        """Run backward as Accelerate does.
+
+        Args:
+            count: the number of items in the mean of this rank's loss, if the autograd graph does
+                not show it.
+        """
+        if self._looped is not None and not self._looped.expects(loss):
+            super().backward(loss, **kwargs)
+            return
+        if self._looped is None:
+            raise InputError(
+                "backward is called, and no model was prepared to be trained",
+                why="a model without an optimizer, or with nothing to train, is for inference",
+                fix="accelerator.prepare(model, optimizer, loader)",
+            )
+        if not loss.requires_grad:
+            raise InputError(
+                "the loss does not depend on what the model returned",
+                where="accelerator.backward",
+                why="a loss that the model computes itself has gradients if `labels` are given by "
+                "name alone",
+                fix="model(..., labels=labels), or compute the loss of the model's outputs",
+            )
+        worth = self._looped.weight_of(loss, count)
+        super().backward(loss, **kwargs)
+        self._looped.backward_done(loss.detach(), worth)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Reduce as Accelerate does; the mean of the last loss is the loss of the global batch."""
+        if reduction == "mean" and self._looped is not None:
+            tensor = tree_map(self._looped.weighed, tensor)
+        return super().reduce(tensor, reduction, scale)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: int = 2) -> Any:
+        """Clip the total norm of the model's gradients, over all ranks."""
+        if norm_type != 2:
+            raise InputError(f"gradients are clipped by norm 2, not {norm_type}")
+        if not self.sync_gradients or self._engine is None:
+            return None
+        assert self._looped is not None
+        norm = self._engine.clip_grad_norm_(max_norm)
+        self._record.clipped(norm)
+        return told_norm(norm, overflowed=self._looped.overflowed)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        if self.sync_gradients and self._engine is not None:
+            nn.utils.clip_grad_value_(list(self._engine.parameters()), clip_value)
+
+    def gather(self, tensor: Any) -> Any:
+        """Gather rows of all ranks, unlike in number; the last loss becomes the global loss."""
+        if self._looped is not None and self._looped.is_last(tensor):
+            return self.reduce(tensor, "mean").expand(self.num_processes).clone()
+        lifted = tree_map(lambda t: t[None] if t.dim() == 0 else t, tensor)
+        rows = len(next(t for t in tree_leaves(lifted)))
+        begin = self.process_index * PLACES_OF_A_RANK
+        found = all_rows({range(begin, begin + rows): lifted}, self._ranks(), "gather")
+        return tree_map(lambda t: t.to(self.device), found)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather as `gather` does, without rows of ranks having no samples of the batch.
+
+        Lists of JSON values, such as texts, are concatenated in rank order. Values repeated to
+        `batch_size` on each rank, such as a loss, are cut to the samples of the last batch, as by
+        Accelerate.
+        """
+        leaves, label = tree_leaves(input_data), "gather_for_metrics"
+        if use_gather_object or not leaves or not all(isinstance(t, Tensor) for t in leaves):
+            lists = all_objects(input_data, self._ranks(), label)
+            kept = self._of_samples([len(one) for one in lists])
+            things = [thing for one, own in zip(lists, kept.own) for thing in one[:own]]
+            return things[: kept.together]
+        if part_at() is None:
+            return self.gather(input_data)
+        lifted = tree_map(lambda t: t[None] if t.dim() == 0 else t, input_data)
+        rows = all_numbers([len(tree_leaves(lifted)[0])], label)
+        kept = self._of_samples([number for (number,) in rows])
+        own = kept.own[self.process_index]
+        gathered = self.gather(tree_map(lambda t: t[:own], lifted))
+        return tree_map(lambda t: t[: kept.together], gathered)
+
+    def _of_samples(self, rows: Sequence[int]) -> Kept:
+        """Return the counts of sample rows among each rank's `rows` of the current batch."""
+        given = part_at()
+        if given is None:
+            return Kept(rows, None)
+        samples, own = given.samples, []
+        for rank in range(len(rows)):
+            of_rank = equal_rows(len(rows), rank, samples)
+            if self._engine is not None:
+                of_rank = rows_of(self._engine.plan, rank, samples)
+            own.append(sum(map(len, of_rank)))
+        if all(found == max(1, number) for found, number in zip(rows, own)):
+            return Kept(own, None)
+        whole = self.gradient_state.active_dataloader.total_batch_size
+        repeated = all(found == whole // len(rows) for found in rows)
+        return Kept(rows, samples if repeated else None)
+
+    def _ranks(self) -> Communicator:
+        return all_ranks(device_of_group()) if self._engine is None else self._engine.comm
+
+    def end_training(self) -> None:
+        if self._engine is not None:
+            self._engine.look_back()
+            self._record.finish(self._record.done)
+        super().end_training()
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Free memory as Accelerate does; another model may be prepared afterwards. Collective.
+
+        The model becomes an ordinary module again, with its weights on the first rank; call
+        `gpumix.unshard(model)` before to have the weights on every rank.
+        """
+        if self._engine is not None:
+            unshard(self._engine.model, everywhere=False)
+            self._record.finish(self._record.done)
+            self._engine = self._looped = None
+            del self._saver, self._record
+        self._awaited, self._alone = Awaited(), []
+        return super().free_memory(*objects)
+
+    # -- saving ------------------------------------------------------------------------------------
+
+    def unwrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(model, Looped):
+            return model.module
+        return super().unwrap_model(model, *args, **kwargs)
+
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Tensor]:
+        """Return the full state dict of the model, on the first rank."""
+        if self._engine is None:
+            return super().get_state_dict(model, unwrap)  # type: ignore[no-any-return]
+        return self._saver.asked_for()
+
+    def save_state(self, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Save the model and its optimizer for a resume by any plan, and the rest as Accelerate
+        does."""
+        optimizer = self._only_optimizer("save_state")
+        optimizers: list[Any] = self._optimizers  # type: ignore[has-type]
+        self._optimizers = []
+        try:
+            folder = super().save_state(output_dir, *args, **kwargs)
+        finally:
+            self._optimizers = optimizers
+        self._saver.save(Path(folder), self._record.done, optimizer)
+        self._record.checkpoint(self._record.done, Path(folder))
+        return folder
+
+    def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
+        named = self.project_configuration.automatic_checkpoint_naming
+        given = newest_state(self.project_dir, named) if input_dir is None else input_dir
+        folder = Path(given).expanduser()
+        optimizer = self._only_optimizer("load_state")
+        optimizers, self._optimizers = self._optimizers, []
+        try:
+            with _registered_as_weights():
+                super().load_state(str(folder), *args, **kwargs)
+        finally:
+            self._optimizers = optimizers
+        self._record.done = self._saver.load(folder, optimizer)
+        for scheduler in self._schedulers:
+            rates = zip(scheduler.optimizers[0].param_groups, scheduler.get_last_lr())
+            for group, rate in rates:
+                group["lr"] = rate
+
+    def _only_optimizer(self, method: str) -> torch.optim.Optimizer:
+        found: list[Any] = self._optimizers
+        if len(found) != 1:
+            raise InputError(
+                f"{method} with {len(found)} prepared optimizers",
+                why="a state is that of one model and of one optimizer",
+                fix="make one optimizer, of several parameter groups, and prepare it",
+            )
+        return found[0].optimizer  # type: ignore[no-any-return]
+
+
+def _several_models() -> InputError:
+    return InputError(
+        "several models cannot be trained by one Accelerator",
+        fix="call accelerator.free_memory() before the next one is prepared",
+    )
+
+
+@contextmanager
+def _registered_as_weights() -> Iterator[None]:
+    """Load states of registered objects without pickled code; Accelerate unpickles anything."""
+    unpickled = accelerator.load_custom_state
+    accelerator.load_custom_state = _load_registered
+    try:
+        yield
+    finally:
+        accelerator.load_custom_state = unpickled
+
+
+def _load_registered(obj: Any, path: str, index: int = 0) -> None:
+    file = Path(path, f"custom_checkpoint_{index}.pkl")
+    try:
+        state = load(file, map_location="cpu", weights_only=True)
+    except UnpicklingError as error:
+        raise InputError(
+            f"the state of a registered {type(obj).__name__} is not read: that could run code",
+            where=str(file),
+            why=str(error).partition("error: ")[2].partition("\n")[0],
+            fix="let its state_dict() return tensors, numbers, texts, lists and dicts; for a class "
+            "that you trust call torch.serialization.add_safe_globals before",
+        ) from error
+    obj.load_state_dict(state)

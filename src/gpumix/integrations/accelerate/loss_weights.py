@@ -1,0 +1,152 @@
+"""Weights of the ranks' losses in a loop computing losses from outputs.
+
+A loop sees only samples of its rank: its loss is a sum over items of these samples, divided by the
+number of items on the rank or on all ranks. Either way the loss of the global batch is the mean of
+the ranks' losses, weighted by their denominators, found in the autograd graph.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gpumix.engine.comm.async_read import Reading
+from gpumix.engine.comm.communicator import Communicator
+from gpumix.engine.loss.loss_graph import denominators_of, is_sum
+from gpumix.schema.errors import InputError
+
+MOST_TERMS = 6
+# Columns of a rank's row: having samples, its rows, the count given by the loop, from TERMS on the
+# denominators of its terms; last, a value dividing the loss, and whether the loss is a sum.
+HAS, ROWS, GIVEN, TERMS, VALUE, SUM = 0, 1, 2, 3, -2, -1
+COUNT = "accelerator.backward(loss, count=N), N the number of items that the loss is a mean over"
+
+
+class Worth(NamedTuple):
+    """Weight of a rank's loss among the losses of all ranks, float64 on the device.
+
+    Attributes:
+        weight: the factor of the loss: 1 if losses are sums over samples.
+        share: of the weights of all ranks.
+    """
+
+    weight: Tensor
+    share: Tensor
+
+
+class LoopWeights:
+    """Weights of this rank's losses, step by step."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._is_known = False  # the graph shows how losses are reduced
+        self._told: Reading | None = None  # from the step before
+
+    def of(self, loss: Tensor, own: int, rows: int, count: Tensor | float | None) -> Worth:
+        """Return the worth of the loss. Collective.
+
+        Args:
+            loss: of this rank's samples, with its graph.
+            own: the number of this rank's samples; 0 if the loss is of a stand-in sample.
+            rows: samples that the loss was computed from.
+            count: the number of items in the mean, if the loop gives it.
+
+        Raises:
+            InputError: the graph does not show the reduction and ranks have unlike numbers of
+                samples, or the step before divided by 1.
+        """
+        self._refuse_ones()
+        terms = () if count is not None else denominators_of(loss)[:MOST_TERMS]
+        if self._is_known and count is None and not terms:
+            raise InputError(
+                "the loss is computed in another way than before",
+                where="accelerator.backward",
+                why="its autograd graph does not tell what it is a mean over",
+                fix=COUNT,
+            )
+        device = self._comm.device
+        row = torch.full((TERMS + MOST_TERMS + 2,), torch.nan, dtype=torch.float64, device=device)
+        row[HAS].fill_(float(own > 0))
+        row[ROWS].fill_(float(rows))
+        row[SUM].fill_(float(count is None and is_sum(loss)))
+        if values := () if count is not None else denominators_of(loss, shapes=False):
+            row[VALUE].copy_(values[0])
+        if count is not None:
+            row[GIVEN].copy_(torch.as_tensor(count))
+        for place, term in enumerate(terms, TERMS):
+            row[place].copy_(term)
+        table = self._comm.exchanged(row, "weights of losses")
+        if self._is_known:
+            self._told = Reading([table])
+        column = TERMS
+        if not self._is_known:
+            column = _column(table.tolist())
+            self._is_known = column == TERMS
+        elif count is not None:
+            column = GIVEN
+        of_ranks = torch.where(table[:, HAS] > 0, table[:, column], 0.0)
+        share = of_ranks[self._comm.rank] / of_ranks.sum()
+        sums = table[:, SUM].all() & (own > 0)
+        return Worth(torch.where(sums, torch.ones_like(share), share), share)
+
+    def _refuse_ones(self) -> None:
+        """Check the denominators of the step before.
+
+        Raises:
+            InputError: a rank divided its loss by 1, and another rank by another number.
+        """
+        if self._told is None:
+            return
+        [table] = self._told.tensors()
+        own = {row[VALUE] for row in table.tolist() if row[HAS] and not math.isnan(row[VALUE])}
+        self._told = None
+        if 1.0 in own and len(own) > 1:
+            raise InputError(
+                "the loss of a rank was divided by 1, others by other numbers",
+                where="accelerator.backward, one step before",
+                why="whether there was one item to count, or none and the number is 1 at least, "
+                "cannot be told, and the loss of the whole batch depends on it",
+                fix=COUNT,
+            )
+
+
+def _column(table: Sequence[Sequence[float]]) -> int:
+    """Return the column with the weights: the loop's count, the graph's denominator, or the rows if
+    equal on all ranks."""
+    known = [row for row in table if row[HAS]]
+    if not any(math.isnan(row[GIVEN]) for row in known):
+        return GIVEN
+    alike = all(_are_alike(row[TERMS:VALUE], known[0][TERMS:VALUE]) for row in known)
+    idle = len(known) < len(table)
+    equal = all(math.isclose(row[TERMS], known[0][TERMS], rel_tol=1e-6) for row in known)
+    if alike and not (idle and equal and len(known) > 1):
+        return TERMS
+    if not idle and len({row[ROWS] for row in known}) == 1:
+        return ROWS
+    if alike:
+        raise InputError(
+            "a rank has no samples, and the loss is divided by a number of all ranks",
+            where="accelerator.backward",
+            why="the number counts the sample that stands in on the rank without any",
+            fix="use batches of at least as many samples as there are devices, or plan without "
+            "the slowest device",
+        )
+    raise InputError(
+        "nothing tells what the loop's loss is a mean over, and ranks have unlike numbers of "
+        "samples",
+        where="accelerator.backward",
+        why="its autograd graph has operations after the mean or sum, or terms that are means over "
+        "different things",
+        fix=COUNT,
+    )
+
+
+def _are_alike(one: Sequence[float], other: Sequence[float]) -> bool:
+    """Return True if the denominators of all terms of two ranks' losses have equal ratios."""
+    pairs = [(a, b) for a, b in zip(one, other) if not (math.isnan(a) and math.isnan(b))]
+    ratios = [a / b if b else math.nan for a, b in pairs]
+    return bool(pairs) and all(math.isclose(r, ratios[0], rel_tol=1e-6) for r in ratios)

@@ -1,0 +1,97 @@
+"""Optimizers of other programs, updating a rank's shards instead of full parameters."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from gpumix.engine.engine import Engine
+from gpumix.engine.optimizers.base import WholeOptimizer
+from gpumix.engine.optimizers.elementwise_check import check_kind
+from gpumix.profiler.subject import OptimizerOf
+from gpumix.schema.errors import InputError
+
+OF_ARGUMENTS = (
+    'optim="adamw_torch", or another that treats elements one by one; or '
+    "Trainer(..., optimizers=(gpumix.Adafactor(model.parameters()), None)), or gpumix.Muon"
+)
+
+
+class Pieces:
+    """Named parameters in the form that transformers makes an optimizer from."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return self._engine.named_parameters()
+
+
+def like(trainer: Any) -> OptimizerOf:
+    """Return a factory of optimizers like the trainer's future optimizer, for measurements.
+
+    Raises:
+        InputError: the kind of optimizer cannot update shards of a model.
+    """
+    if trainer.optimizer is not None:
+        return optimizer_like(trainer.optimizer)
+    if trainer.optimizer_cls_and_kwargs is not None:
+        kind, settings = trainer.optimizer_cls_and_kwargs
+    else:
+        kind, settings = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
+    check_kind(kind, OF_ARGUMENTS)
+    return partial(_made, kind, settings)
+
+
+def optimizer_like(optimizer: Optimizer) -> OptimizerOf:
+    """Return a factory of optimizers like `optimizer`, for measurements.
+
+    Raises:
+        InputError: the kind of optimizer cannot update shards of a model.
+    """
+    kind = type(optimizer)
+    check_kind(kind, "torch.optim.AdamW, or another that treats elements one by one")
+    known = inspect.signature(kind).parameters
+    return partial(_made, kind, {k: v for k, v in optimizer.defaults.items() if k in known})
+
+
+def _made(kind: Any, settings: Mapping[str, Any], parameters: list[nn.Parameter]) -> Optimizer:
+    made: Optimizer = kind(parameters, **settings)
+    return made
+
+
+def taken_over(optimizer: Optimizer, engine: Engine, names: Mapping[int, str]) -> None:
+    """Make an optimizer of a model's parameters update this rank's shards instead. Collective.
+
+    Args:
+        names: of the full parameters, by `id`.
+
+    Raises:
+        InputError: the optimizer updates other tensors, has updated already, or does not fit the
+            plan.
+    """
+    pieces: dict[str, list[nn.Parameter]] = {}
+    for name, piece in engine.named_parameters():  # a rank may have several shards of a parameter
+        pieces.setdefault(name, []).append(piece)
+    ours = {id(piece) for of_name in pieces.values() for piece in of_name}
+    if all(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
+        return
+    for group in optimizer.param_groups:
+        unknown = [p for p in group["params"] if id(p) not in names]
+        if unknown or optimizer.state:
+            raise InputError(
+                "the optimizer cannot be taken over",
+                why="it has updated already"
+                if optimizer.state
+                else "it updates tensors that are no parameters of the model",
+                fix="make it of the model's parameters, and hand it over before it is used",
+            )
+        own = [pieces.get(names[id(p)], []) for p in group["params"]]
+        group["params"] = [piece for of_name in own for piece in of_name]
+    if isinstance(optimizer, WholeOptimizer):
+        optimizer.layout = engine.layout()

@@ -1,0 +1,164 @@
+"""Collectives of ranks for Lightning, in numbers and text, never in a pickle."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from gpumix.engine.comm.communicator import Communicator
+from gpumix.engine.comm.process_groups import all_ranks
+from gpumix.engine.engine import Engine
+from gpumix.hardware.runtime import synchronize
+from gpumix.integrations.common.gather import all_texts
+from gpumix.profiler.api import join
+from gpumix.schema.errors import InputError
+from gpumix.schema.plan.plan import Plan
+
+CPU = torch.device("cpu")
+_log = logging.getLogger(__name__)
+
+
+def tells(plan: Plan, rank: int) -> bool:
+    """Return True for a team's first rank in the last stage: outputs of other ranks do not
+    count."""
+    stage = len(plan.stages) - 1
+    return stage in plan.stages_of(rank) and plan.team_of(rank, stage)[0] == rank
+
+
+class Together:
+    """Collectives of a strategy.
+
+    Attributes:
+        is_distributed: makes Lightning call the collectives.
+    """
+
+    is_distributed = True
+    lightning_module: LightningModule | None
+    _engine: Engine | None = None
+
+    _device = CPU
+    _comm: Communicator | None = None
+    _in_step = False
+
+    def __init__(self, **more: Any) -> None:
+        super().__init__(**more)
+        self._broadcast: dict[tuple[int, str], str] = {}  # by rank, and its own text
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the training, once made."""
+        return None if self._engine is None else self._engine.plan
+
+    def meet(self) -> None:
+        """Join the other ranks. Collective."""
+        if self._comm is None:
+            self._device = join()
+            self._comm = all_ranks(self._device)
+
+    @contextmanager
+    def inside_a_step(self) -> Iterator[None]:
+        """Forbid collectives inside the context: ranks compute different numbers of micro-batches,
+        and none may wait for another."""
+        self._in_step = True
+        try:
+            yield
+        finally:
+            self._in_step = False
+
+    def _together(self) -> Communicator:
+        if self._in_step:
+            raise InputError(
+                "a step of the module exchanges something with other ranks",
+                why="ranks have unlike numbers of micro-batches, so others would wait for ever",
+                fix="self.log what is to be known of all samples; exchange in a hook after the "
+                "step, such as on_train_batch_end",
+            )
+        return self._comm or all_ranks(self._device)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if not isinstance(tensor, Tensor):
+            return tensor
+        table = self._counted(tensor)
+        kind = str(reduce_op or "mean").rpartition(".")[2].lower()
+        if kind in ("mean", "avg"):
+            table = table if table.is_floating_point() else table.double()
+            if not torch.allclose(table, table[:1].expand_as(table), equal_nan=True):
+                self._differs_by_rank(table)
+            return table.mean(0)
+        reduced: dict[str, Callable[..., Tensor]] = {
+            "sum": torch.sum,
+            "max": torch.amax,
+            "min": torch.amin,
+        }
+        if kind not in reduced:
+            raise InputError(f"reduce_op={reduce_op!r}", fix="take mean, sum, max or min")
+        return reduced[kind](table, 0)
+
+    def _differs_by_rank(self, table: Tensor) -> None:
+        """Report a mean over ranks of a value differing by rank.
+
+        Raises:
+            InputError: the value is from an evaluation, so of each rank's own samples.
+        """
+        module = self.lightning_module
+        trainer: Any = None if module is None else module.trainer
+        values = ", ".join(f"{float(value):.4g}" for value in table.reshape(len(table), -1)[:8, 0])
+        problem = f"a mean over ranks is asked for, and their values differ: {values}"
+        why = "each is of a rank's own samples, of which ranks have unlike numbers, by the plan"
+        fix = (
+            "self.log it in the step; or add up sums and counts, and put them together: "
+            "self.all_gather(total).sum() / self.all_gather(count).sum()"
+        )
+        if trainer is not None and (trainer.evaluating or trainer.predicting):
+            raise InputError(problem, where="a hook behind the steps", why=why, fix=fix)
+        _log.warning("%s; where each is of a rank's own samples: %s", problem, fix)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        found = self._table(torch.tensor(float(decision))).bool()
+        return bool(found.all() if all else found.any())
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Return [ranks, ...] of the ranks whose samples count, without gradients."""
+        return self._counted(tensor)
+
+    def _counted(self, tensor: Tensor) -> Tensor:
+        """Return [ranks, ...] of counting ranks: of ranks computing equal samples only one
+        counts."""
+        table, plan = self._table(tensor), self.plan
+        return table if plan is None else table[[r for r in range(len(table)) if tells(plan, r)]]
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return the value of rank `src`. Inside a step only earlier broadcasts are available, such
+        as trainer.log_dir."""
+        try:
+            own = json.dumps(obj, default=str)
+        except (TypeError, ValueError) as error:
+            raise InputError(
+                f"a {type(obj).__name__} cannot be told to other ranks", why=str(error)
+            ) from error
+        if self._in_step and (src, own) in self._broadcast:
+            return json.loads(self._broadcast[src, own])
+        comm = self._together()
+        texts = all_texts(own if comm.rank == src else "", comm, "broadcast for Lightning")
+        self._broadcast[src, own] = texts[src]
+        return json.loads(texts[src])
+
+    def barrier(self, name: str | None = None) -> None:
+        comm = self._together()
+        comm.all_reduce(torch.zeros(1, device=comm.device), name or "barrier of Lightning")
+        synchronize(comm.device)
+
+    def _table(self, tensor: Tensor) -> Tensor:
+        comm = self._together()
+        shape, device = tensor.shape, tensor.device
+        row = tensor.detach().reshape(-1).to(comm.device)
+        row = row.to(torch.uint8) if row.dtype == torch.bool else row
+        table = comm.exchanged(row.contiguous(), "exchange for Lightning")
+        return table.view(comm.world, *shape).to(device)

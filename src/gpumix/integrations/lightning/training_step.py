@@ -1,0 +1,297 @@
+"""Steps of a module on global batches: the engine calls the module micro-batch by micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+from torchmetrics import Metric
+
+from gpumix.engine.batch.batch_split import samples_in
+from gpumix.engine.engine import Engine
+from gpumix.engine.loss.chunked_head import expected_gradient
+from gpumix.engine.loss.reduction import ReducedLoss, Reduces, SummedLoss, integer_labels
+from gpumix.engine.rehearsal.additivity import padding_counts
+from gpumix.hardware.memory_limit import host_memory
+from gpumix.integrations.accelerate.unlike_rows import refuse_unlike_rows
+from gpumix.integrations.common.forward import by_places
+from gpumix.integrations.lightning.collectives import tells
+from gpumix.integrations.lightning.combining import Part
+from gpumix.integrations.lightning.logging import Logged, Logs, silent
+from gpumix.schema.errors import InputError
+
+LABELS = "labels"
+TRAINING = "training_step"
+COUNTS = ("forward", "update")  # methods of a metric, which torchmetrics wraps per instance
+NOTHING = (0,)  # the row shape for a `predict_step` returning nothing
+
+
+class Steps:
+    """Training, validation, test and prediction of a module.
+
+    Args:
+        count: returns the number of items in the mean loss of a batch; by default labels, or
+            samples.
+    """
+
+    def __init__(self, count: Callable[[Any], Tensor | int] | None) -> None:
+        self._count = count
+        self._models: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
+        self._others: tuple[Any, ...] = ()
+        self._logs: dict[str, Logs] = {}
+        self._now: tuple[Logs, int] | None = None  # of the last step, with its samples
+        self._is_first_prediction = True
+        self._engine: Engine | None = None
+        self.loss: Reduces = (
+            ReducedLoss(self._computed, integer_labels)
+            if count is None
+            else SummedLoss(self._summed)
+        )
+
+    def begin(self, trainer: Any, module: LightningModule) -> None:
+        """Begin without an engine: copies of the module are measured first."""
+        self._trainer, self._module = trainer, module
+        takes_place = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+        self._others = (0,) if takes_place else ()
+
+    def told(self, optimizers: Sequence[str]) -> str:
+        """Return text identifying this module's steps, for reuse of measurements."""
+        config = getattr(self._inner(self._module), "config", None)
+        return f"Lightning {list(optimizers)} {config}"
+
+    def serve(self, engine: Engine) -> None:
+        self._engine = engine
+        self._logs, self._now = {}, None
+
+    def depend_on_padding(self, narrow: Any, wide: Any) -> bool:
+        """Return True if a sample's loss depends on its padding; see `padding_counts`."""
+        assert self._engine is not None
+        self._noted(TRAINING, 1)
+        with self._silently():
+            return padding_counts(self._engine, self.loss, narrow, wide)
+
+    # -- steps -------------------------------------------------------------------------------------
+
+    def train(self, values: Any, others: tuple[Any, ...], samples: int) -> Tensor:
+        """Compute the loss of a batch of `samples`, given this rank's part. Collective."""
+        assert self._engine is not None
+        self._others = others
+        logs = self._noted(TRAINING, samples)
+        if not self._engine.is_settled(in_step=True):
+            with self._silently():
+                self._engine.settle(values, samples, in_step=True)
+        if logs.compares:
+            self._compare(logs, self._counted, values, samples, in_step=True)
+        with logs.listening():
+            return self._engine.step(values, samples=samples)
+
+    def look_back(self) -> None:
+        """Check, after training, that losses of the last steps added up."""
+        assert self._engine is not None
+        with self._silently():
+            self._engine.look_back()
+
+    def _compare(
+        self,
+        logs: Logs,
+        step: Callable[[Any, Any, Logged], Any],
+        values: Any,
+        samples: int,
+        *,
+        in_step: bool = False,
+    ) -> None:
+        """Let `logs` compare values of a batch with values of its parts. Collective."""
+        assert self._engine is not None
+
+        def part(model: nn.Module, batch: Any) -> Part:
+            told: list[Part] = []
+            samples = samples_in(batch)
+            with logs.part(self._weight(batch), samples, told) as noted, torch.enable_grad():
+                step(model, batch, noted)
+            return told[0]
+
+        with self._silently(), logs.listening(), torch.inference_mode(False), torch.no_grad():
+            parts = self._engine.in_parts(part, values, samples, in_step=in_step)
+        logs.compare(parts)
+
+    def evaluate(self, hook: str, values: Any, others: tuple[Any, ...], samples: int) -> Any:
+        """Run the module's step on this rank's samples; return predictions by places in the global
+        batch, nothing for other steps. Collective."""
+        assert self._engine is not None
+        logs = self._noted(hook, samples)
+        step = getattr(self._module, hook)
+
+        def made(model: nn.Module, batch: Any) -> Any:
+            weight, samples = self._weight(batch), samples_in(batch)
+            reads = logs.reads_graphs and hook != "predict_step"
+            with logs.micro_batch(weight, samples), torch.set_grad_enabled(reads):
+                told = step(batch, *others)
+            if hook != "predict_step":
+                return torch.zeros(samples_in(batch))
+            if told is None:
+                return torch.zeros(samples_in(batch), *NOTHING)
+            _refuse_without_rows(told, samples_in(batch))
+            with host_memory():
+                return tree_map(_on_host, told)
+
+        if hook == "predict_step":
+            if self._is_first_prediction:
+                with self._silently():
+                    refuse_unlike_rows(self._engine, made, values, samples)
+            self._is_first_prediction = False
+        elif logs.compares:
+            self._compare(logs, lambda model, batch, noted: step(batch, *others), values, samples)
+        with logs.listening(), torch.inference_mode(False), torch.no_grad():
+            return by_places(self._engine, made, values, samples)
+
+    def publish(self) -> None:
+        """Pass values logged in the last step to Lightning. Collective."""
+        if self._now is not None:
+            logs, samples = self._now
+            logs.publish(samples)
+
+    def _summed(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return (summed loss, count) of a micro-batch, by the user's count."""
+        assert self._count is not None
+        count = torch.as_tensor(self._count(batch))
+        with expected_gradient(count) as expected:
+            loss = self._computed(model, batch, {}, count)
+            expected.settle(loss)
+        return loss.float() * count, count
+
+    def _computed(
+        self, model: Any, batch: Any, labels: Mapping[str, Tensor], count: Tensor | None
+    ) -> Tensor:
+        """Return the loss of a micro-batch."""
+        if labels:
+            batch = {**batch, **labels}
+        if model is not self._module:
+            self._attach(model)
+            return self._returned(model, batch)
+        if self._now is None:  # probing the order of its blocks
+            with self._silently():
+                return self._returned(model, batch)
+        weight = _samples(batch) if count is None else count
+        with self._now[0].micro_batch(weight, samples_in(batch)) as noted:
+            return self._counted(model, batch, noted)
+
+    def _counted(self, model: Any, batch: Any, noted: Logged) -> Tensor:
+        """Return the loss of a micro-batch; its logged values get the loss's denominator as
+        weight."""
+        if not (isinstance(self.loss, ReducedLoss) and self.loss.reads_graph):
+            return self._returned(model, batch)
+        with torch.enable_grad():
+            loss = self._returned(model, batch)
+        noted.weight = self.loss.divided_by(loss, batch).detach()
+        return loss
+
+    def _returned(self, model: Any, batch: Any) -> Tensor:
+        made = model.training_step(batch, *self._others)
+        loss = made.get("loss") if isinstance(made, Mapping) else made
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise InputError(
+                f"{type(model).__name__}.training_step returned no loss",
+                why="all ranks take every step together",
+                fix="return a mean loss, or a dictionary with one as 'loss'",
+            )
+        return loss.reshape(())
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _noted(self, hook: str, samples: int) -> Logs:
+        assert self._engine is not None
+        if hook not in self._logs:
+            counts = tells(self._engine.plan, self._engine.comm.rank)
+            self._logs[hook] = Logs(
+                self._module, self._engine.comm, tells=counts, by_step=hook == TRAINING
+            )
+        self._now = (self._logs[hook], samples)
+        return self._logs[hook]
+
+    def _weight(self, batch: Any) -> Tensor:
+        """Return the weight of values logged for a micro-batch."""
+        if self._count is not None:
+            return torch.as_tensor(self._count(batch))
+        assert isinstance(self.loss, ReducedLoss)
+        return self.loss.count(batch)
+
+    @contextmanager
+    def _silently(self) -> Iterator[None]:
+        """Silence logging and metrics of the module inside the context."""
+        kept = _silence(self._module)
+        try:
+            yield
+        finally:
+            for module, before in kept:
+                for name, value in before.items():
+                    if value is None:
+                        vars(module).pop(name, None)
+                    else:
+                        vars(module)[name] = value
+
+    def _inner(self, model: nn.Module) -> nn.Module:
+        """Return transformers' model inside the module; without any, the module."""
+        if model not in self._models:
+            inside = (one for one in model.modules() if hasattr(one, "loss_function"))
+            self._models[model] = next(inside, model)
+        return self._models[model]
+
+    def _attach(self, model: Any) -> None:
+        """Attach the trainer to a measured copy, and silence the copy."""
+        if model._trainer is not None:
+            return
+        model.trainer = self._trainer
+        _silence(model)
+
+
+def _samples(batch: Any) -> Tensor:
+    tensors = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+    device = next((tensor.device for tensor in tensors), None)
+    return torch.full((), samples_in(batch), device=device)
+
+
+def _silence(module: nn.Module) -> list[tuple[nn.Module, dict[str, Any]]]:
+    """Silence logging and metrics of a module; return the replaced attributes."""
+    before: list[tuple[nn.Module, dict[str, Any]]] = []
+    for metric in module.modules():
+        if isinstance(metric, Metric):
+            before.append((metric, {name: vars(metric).get(name) for name in COUNTS}))
+            for name in COUNTS:
+                setattr(metric, name, _nothing)
+    before.append((module, {"log": vars(module).get("log")}))
+    module.log = silent  # type: ignore[assignment]
+    return before
+
+
+def _nothing(*args: Any, **kwargs: Any) -> Tensor:
+    return torch.zeros(())
+
+
+def _on_host(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+
+def _refuse_without_rows(told: Any, samples: int) -> None:
+    """Check the shape of a prediction.
+
+    Raises:
+        InputError: a prediction of `samples` has not a row per sample.
+    """
+    for leaf in tree_leaves(told):
+        returned = f"an object of class {type(leaf).__name__}"
+        if isinstance(leaf, Tensor):
+            if leaf.dim() and len(leaf) == samples:
+                continue
+            returned = f"a tensor of shape {tuple(leaf.shape)}"
+        raise InputError(
+            f"predict_step returned {returned} of {samples} samples",
+            why="predictions of micro-batches and ranks are put together row by row",
+            fix="return tensors with one row for each sample; make texts of them afterwards",
+        )

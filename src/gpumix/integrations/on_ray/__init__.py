@@ -1,1 +1,0 @@
-"""Parts of the workers on a Ray cluster; see `gpumix.integrations.ray`."""

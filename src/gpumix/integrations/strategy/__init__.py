@@ -1,1 +1,0 @@
-"""Parts of the strategy for Lightning; see `gpumix.integrations.lightning`."""

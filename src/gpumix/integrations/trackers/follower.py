@@ -1,0 +1,119 @@
+"""Follower of a run's `metrics.jsonl` with a saved position: no line is sent twice.
+
+A resumed run drops unsaved steps and repeats them: a shorter file replaces the file. A tracker
+keeps its values; repeated steps are not sent.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from gpumix.integrations.trackers.metric_names import MEASURED
+from gpumix.schema.files import opened, opened_lock, read_text, write_at_once
+from gpumix.train.run_log import run_files
+
+NEEDED = {"event", "step", "time"}
+
+
+@dataclass
+class Marks:
+    """Position of a tracker in a run.
+
+    Attributes:
+        run: the tracker's own id of the run; None before the run began there.
+        since: when the run began (`time.time()`): older lines are of an earlier run in the folder.
+        steps: the last step sent, by kind of line.
+        time_s: of the last event.
+    """
+
+    run: str | None = None
+    since: float = 0.0
+    steps: dict[str, int] = field(default_factory=dict)
+    time_s: float = 0.0
+
+    @property
+    def done(self) -> int:
+        return max(self.steps.values(), default=0)
+
+    def passes(self, line: dict[str, Any]) -> bool:
+        """Return True if a line is new, and mark it as sent. Events go by time: repeated steps do
+        not repeat events."""
+        kind, step, time_s = line["event"], line["step"], line["time"]
+        if time_s < self.since:
+            return False
+        if kind in MEASURED:
+            new: bool = step > self.steps.get(kind, 0)
+            self.steps[kind] = max(step, self.steps.get(kind, 0))
+            return new
+        new = time_s > self.time_s
+        self.time_s = max(time_s, self.time_s)
+        return new
+
+    def save(self, path: Path) -> None:
+        write_at_once(path, json.dumps(asdict(self)) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> Marks | None:
+        """Return the saved marks, or None if missing or unreadable."""
+        with suppress(OSError, ValueError, TypeError):
+            return cls(**json.loads(read_text(path)))
+        return None
+
+
+@contextmanager
+def marks_of(output: Path, tracker: str, since: float) -> Iterator[tuple[Marks, Path]]:
+    """Yield the marks of a tracker and the marks' file, locked for this process.
+
+    Args:
+        since: when the run began; 0 if it resumes.
+    """
+    folder = output / run_files.TRACKERS
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{tracker}.json"
+    with os.fdopen(opened_lock(folder / f"{tracker}.lock"), "r+b") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # waits for a process about to end
+        found = None if since else Marks.load(path)
+        yield found or Marks(since=since), path
+
+
+class Follower:
+    """Reader of a file that grows, and may be replaced."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._open = ExitStack()
+        self._file: IO[bytes] | None = None
+
+    def close(self) -> None:
+        self._open.close()
+        self._file = None
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """Yield complete lines written since the last call; of a new file all lines."""
+        if self._file is None or self._replaced():
+            self.close()
+            with suppress(FileNotFoundError):
+                self._file = self._open.enter_context(opened(self._path))
+        while self._file is not None:
+            begin, line = self._file.tell(), self._file.readline()
+            if not line.endswith(b"\n"):  # the rest of the line will follow
+                self._file.seek(begin)
+                return
+            with suppress(ValueError):
+                told = json.loads(line)
+                if told.keys() >= NEEDED:
+                    yield told
+
+    def _replaced(self) -> bool:
+        assert self._file is not None
+        with suppress(FileNotFoundError):
+            # The old file is still open, so its inode number is not reused.
+            return not os.path.samestat(self._path.stat(), os.fstat(self._file.fileno()))
+        return False

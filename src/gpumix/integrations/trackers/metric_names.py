@@ -1,0 +1,104 @@
+"""Conversion of a line of `metrics.jsonl` to numbers and events, by the names in trackers.
+
+Pure, and the only place that knows both formats; docs/trackers.md lists the names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from gpumix.integrations.trackers.tracker import Event, Numbers, Series
+from gpumix.schema.units import show_seconds
+from gpumix.train.elastic.plan_change import in_words as plan_in_words
+
+# With more devices only classes are reported: trackers cannot show as many curves.
+MOST_DEVICES = 64
+
+# A line's key, and the reported name.
+OF_STEP = {
+    "loss": "loss",
+    "learning_rate": "learning_rate",
+    "gradient_norm": "grad_norm",
+    "step_s": "step_s",
+    "tokens_per_s": "tokens_per_s",
+    "tokens": "tokens",
+}
+OF_CLASS = {
+    "busy_share": "busy",
+    "mfu": "mfu",
+    "hfu": "hfu",
+    "tokens_per_s": "tokens_per_s",
+    "peak_bytes": "peak_bytes",
+    "reserved_bytes": "reserved_bytes",
+    "retries": "retries",
+    "planned_peak_bytes": "planned_peak_bytes",
+    "samples": "samples",
+}
+OF_DEVICE = {
+    "busy_share": "busy",
+    "mfu": "mfu",
+    "hfu": "hfu",
+    "tokens_per_s": "tokens_per_s",
+    "peak_bytes": "peak_bytes",
+    "reserved_bytes": "reserved_bytes",
+    "retries": "retries",
+    "sent_bytes": "sent_bytes",
+}
+OF_CHECKPOINT = {"seconds": "seconds", "stalled_s": "stalled_s"}
+MEASURED = ("step", "classes", "ranks", "evaluation")
+"""Kinds of lines with numbers only; all others are events."""
+
+
+def told(line: Mapping[str, Any]) -> Iterator[Numbers | Event]:
+    """Yield the numbers and the event of a line; nothing without known numbers."""
+    kind, step, time_s = str(line["event"]), int(line["step"]), float(line["time"])
+    values = dict(_values(kind, line))
+    if values:
+        yield Numbers(step, time_s, values)
+    if kind not in MEASURED:
+        yield Event(step, time_s, kind, in_words(line))
+
+
+def _values(kind: str, line: Mapping[str, Any]) -> Iterator[tuple[Series, float]]:
+    if kind == "step":
+        yield from _named(line, "train", OF_STEP)
+    elif kind == "evaluation":
+        yield from _named(line, "eval", {"loss": "loss"})
+    elif kind == "classes":
+        for one in line["classes"]:
+            yield from _named(one, "class", OF_CLASS, of=one["device_class"])
+    elif kind == "ranks" and len(line["ranks"]) <= MOST_DEVICES:
+        for one in line["ranks"]:
+            yield from _named(one, "device", OF_DEVICE, of=one["device"])
+    elif kind == "checkpoint":
+        yield from _named(line, "checkpoint", OF_CHECKPOINT)
+
+
+def _named(
+    holder: Mapping[str, Any], group: str, names: Mapping[str, str], *, of: str = ""
+) -> Iterator[tuple[Series, float]]:
+    """Yield the known numbers, and the shares of a step's time."""
+    for key, what in names.items():
+        if holder.get(key) is not None:
+            yield Series(group, what, of), float(holder[key])
+    for kind, part in (holder.get("shares") or {}).items():
+        yield Series(group, f"share/{kind}", of), float(part)
+
+
+def in_words(line: Mapping[str, Any]) -> str:
+    """Return an event as a line of text."""
+    kind = line["event"]
+    if kind == "checkpoint":
+        return f"saved in {show_seconds(line['seconds'])}: {line['path']}"
+    if kind == "restart":
+        after = f"training again after {show_seconds(line['seconds'])}"
+        decided = f"; {line['decided']}" if line.get("decided") else ""
+        return f"{after}, from step {line['resumed_from']}: {line['why']}{decided}"
+    if kind == "input-bound":
+        idle = (f"{one['device']} {one['share']:.0%} ({one['limit']})" for one in line["ranks"])
+        return f"devices stand idle for their data: {', '.join(idle)}"
+    if kind == "plan":
+        return "; ".join(filter(None, (line["why"], plan_in_words(line))))
+    fields = {k: v for k, v in line.items() if k not in ("event", "step", "time")}
+    return ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in fields.items())

@@ -1,1 +1,0 @@
-"""Parts making transformers' `Trainer`, and derived classes, train by a plan."""

@@ -1,0 +1,86 @@
+"""Checkpoints of a trainer: transformers' folders containing the sharded state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpumix.engine.engine import Engine
+from gpumix.integrations.common.run_recorder import Recorded
+from gpumix.integrations.common.saver import STATE, Saver
+from gpumix.integrations.transformers.given_arguments import GivenArguments
+
+
+class PlannedCheckpoints(GivenArguments):
+    """Saving and loading part of a trainer."""
+
+    state: Any
+    optimizer: Any
+    lr_scheduler: Any
+    _engine: Engine | None
+    _recorded: Recorded | None
+    _saver: Saver
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save as transformers does; all ranks call it."""
+        if self._engine is None:
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+            return
+        state = self._saver.model_state() if _internal_call else self._saver.asked_for()
+        if self.args.should_save:
+            self._save(output_dir or self.args.output_dir, state_dict=state)  # type: ignore[attr-defined]
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
+
+    def _end(self) -> None:
+        """End the training."""
+        if self._engine is not None:
+            self._engine.look_back()
+        if self._recorded is not None:
+            self._recorded.finish(self.state.global_step)
+
+    def _save(self, *args: Any, **kwargs: Any) -> None:
+        with self._unfolded():
+            super()._save(*args, **kwargs)  # type: ignore[misc]
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
+        if self._recorded is not None:
+            step = self.state.global_step
+            self._recorded.checkpoint(step, Path(self.args.output_dir) / f"checkpoint-{step}")
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        self._saver.save(Path(output_dir), self.state.global_step, self.optimizer)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """Initialize with the given arguments, to compare with a checkpoint's; return the epochs
+        and the steps done in the current epoch."""
+        with self._unfolded():
+            epochs, batches = super()._init_training_state(*args, **kwargs)  # type: ignore[misc]
+        return epochs, batches // self._accumulates
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Load weights if the model is not sharded; otherwise only without a sharded state, which
+        brings the weights later."""
+        if self._engine is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+        elif not (Path(resume_from_checkpoint) / STATE).is_dir():
+            self._saver.load(Path(resume_from_checkpoint), None)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        self._saver.load(Path(checkpoint), self.optimizer)
+        path = Path(checkpoint) / "scheduler.pt"
+        if path.is_file():
+            self.lr_scheduler.load_state_dict(torch.load(path, weights_only=True))
+            rates = self.lr_scheduler.get_last_lr()
+            for group, rate in zip(self.optimizer.param_groups, rates):
+                group["lr"] = rate
+
+    def _load_best_model(self) -> None:
+        self._saver.load(Path(self.state.best_model_checkpoint), None)

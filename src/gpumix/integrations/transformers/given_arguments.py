@@ -1,0 +1,55 @@
+"""The arguments given to a trainer, while transformers' loop runs with other arguments.
+
+The plan cuts a batch into micro-batches, so for transformers' loop a batch is a step. Callbacks,
+trackers and saved files see the given arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from gpumix.integrations.transformers.arguments import folded
+
+
+class GivenArguments:
+    """Part of a trainer with both sets of arguments."""
+
+    args: Any
+    _given_args: Any = None  # set while the loop runs with folded arguments
+
+    @property
+    def _as_given(self) -> Any:
+        return self._given_args or self.args
+
+    @contextmanager
+    def _folded(self) -> Iterator[None]:
+        """Use arguments with one batch per step, inside the context; callbacks and files still get
+        the given arguments."""
+        if self._given_args is not None:
+            yield
+            return
+        given = self._given_args = self.args
+        self.args = folded(given)
+        try:
+            yield
+        finally:
+            self.args, self._given_args = given, None
+
+    @contextmanager
+    def _unfolded(self) -> Iterator[None]:
+        """Use the given arguments inside the context."""
+        now = self.args
+        self.args = self._as_given
+        try:
+            yield
+        finally:
+            self.args = now
+
+    def _called_back(self, call: Any, event: str, args: Any, *more: Any, **kwargs: Any) -> Any:
+        return call(event, self._given_args or args, *more, **kwargs)
+
+    @property
+    def _accumulates(self) -> int:
+        return int(self._as_given.gradient_accumulation_steps)

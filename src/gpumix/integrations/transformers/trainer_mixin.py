@@ -1,0 +1,600 @@
+"""Mixin for trainer classes of transformers, to train by a plan.
+
+The loop, callbacks, logs and folders stay transformers' own. Computation changes: a batch is a step
+of all devices, `training_step` is a step of the engine, and saved states come from its shards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import SequentialSampler
+from transformers import TrainingArguments
+from transformers.trainer_utils import seed_worker
+from transformers.utils import is_datasets_available
+
+from gpumix.engine.engine import Engine
+from gpumix.engine.outside_steps import unshard
+from gpumix.engine.rehearsal.additivity import padding_counts
+from gpumix.engine.sharding.unit_discovery import check_trains
+from gpumix.hardware.host.environment import ranks_here
+from gpumix.hardware.runtime import is_available, is_gpu
+from gpumix.integrations.common.batch_rows import PlannedRows, evaluated_rows
+from gpumix.integrations.common.earlier_plan import earlier_plan, run_of
+from gpumix.integrations.common.optimizer_adapter import Pieces, like, taken_over
+from gpumix.integrations.common.plan_and_shard import Training, host, plan_of, refuse_gpu, world
+from gpumix.integrations.common.run_recorder import Recorded
+from gpumix.integrations.common.save_pretrained import saves_whole
+from gpumix.integrations.common.saver import Saver, dtypes_of
+from gpumix.integrations.common.skipped_steps import Skips, told_norm
+from gpumix.integrations.common.unsupported_arguments import Fields
+from gpumix.integrations.dataloader.example_batch import specimen_of
+from gpumix.integrations.dataloader.inspect import Batching
+from gpumix.integrations.dataloader.samplers import Whole, grouped, prepared
+from gpumix.integrations.dataloader.sharded_loader import Collated, OwnLoader, own_loader
+from gpumix.integrations.transformers.arguments import (
+    TRAINING,
+    folded,
+    precision_of,
+    refuse_without_meaning,
+    space_of,
+)
+from gpumix.integrations.transformers.checkpoints import PlannedCheckpoints
+from gpumix.integrations.transformers.control import AgreedControl
+from gpumix.integrations.transformers.evaluation import evaluate
+from gpumix.integrations.transformers.loss import TrainerLoss, by_itself
+from gpumix.integrations.transformers.overrides import (
+    LOADERS,
+    computes_by_itself,
+    overrides,
+    refuse_not_called,
+)
+from gpumix.integrations.transformers.step_logs import LogsOfSteps
+from gpumix.integrations.transformers.stock_evaluation import StockEvaluation
+from gpumix.integrations.transformers.widths import Widths
+from gpumix.profiler.api import join
+from gpumix.schema.errors import InputError
+from gpumix.schema.plan.batch_shares import rows_of
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.reading.error_location import placed
+from gpumix.train.run_log import run_files
+
+# Private parts of transformers' trainer, subject to change.
+STANDS_IN_FOR = (
+    "_move_model_to_device",
+    "_get_dataloader",
+    "_prepare_for_training",
+    "_init_training_state",
+    "_inner_training_loop",
+    "_maybe_log_save_evaluate",
+    "_clip_grad_norm",
+    "_get_grad_norm",
+    "_track_num_input_tokens",
+    "_save_checkpoint",
+    "_save_optimizer_and_scheduler",
+    "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler",
+    "_load_best_model",
+)
+ARGUMENTS = ("dataloader_multiprocessing_context", "train_sampling_strategy")  # the newest
+
+
+class Handle:
+    """Stand-in for the wrapped model in transformers' loop."""
+
+    def __init__(self, trainer: Any, engine: Engine, looks: Sequence[nn.Parameter]) -> None:
+        self._trainer = trainer
+        self._engine = engine
+        self._looks = looks
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise computes_by_itself(self._trainer)
+
+    def train(self, mode: bool = True) -> None:
+        self._trainer.model.train(mode)
+
+    def zero_grad(self) -> None:
+        for parameter in self._engine.parameters():
+            parameter.grad = None
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Return the full model's parameters without values, for counting."""
+        return iter(self._looks)
+
+
+class Planned(LogsOfSteps, PlannedCheckpoints):
+    """Mixin for `transformers.Trainer` or a derived class.
+
+    Args:
+        plan: a plan, or the file of a plan; by default the devices are measured and a plan is made
+            when first needed.
+        couples: for a loss coupling samples of a batch: "batch" has a single device compute each
+            batch, "micro-batch" accepts a separate loss per micro-batch; by default refused.
+    """
+
+    _arguments: tuple[type, Fields] = (TrainingArguments, TRAINING)
+    args: Any
+    model: Any
+    state: Any
+    control: Any
+    optimizer: Any
+    lr_scheduler: Any
+    callback_handler: Any
+    accelerator: Any
+    is_in_train: bool
+
+    def __init__(
+        self,
+        *args: Any,
+        plan: Plan | Path | str | None = None,
+        couples: str = "",
+        **kwargs: Any,
+    ) -> None:
+        self._given = plan_of(plan)
+        self._couples = couples
+        self._agreed = AgreedControl()
+        self._widths = Widths(self)
+        self._goes_on: Path | None = None
+        self._engine: Engine | None = None
+        self._recorded: Recorded | None = None
+        self._stepped: Tensor | None = None  # the loss of a step not recorded yet
+        self._filters_itself = False  # filters bad losses in the log itself
+        refuse_not_called(self, Planned)
+        super().__init__(*args, **kwargs)
+        always = overrides(self, "prediction_step", Planned)
+        generates = getattr(self.args, "predict_with_generate", False)
+        self._stock = StockEvaluation(self, always=always or generates)
+        calls_back = self.callback_handler.call_event
+        self.callback_handler.call_event = partial(self._called_back, calls_back)
+        for name in LOADERS:
+            if overrides(self, name, Planned):
+                setattr(self, name, partial(self._loaded, getattr(self, name), name))
+        step = self.training_step
+        if overrides(self, "training_step", Planned):
+            step = partial(self._checked_step, step)
+        self.training_step = partial(self._filtered_step, step)  # type: ignore[method-assign]
+
+    # -- setup -------------------------------------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the accelerator, before anything else, after a check of the arguments."""
+        self._check_arguments()
+        self._space = space_of(self.args)
+        with self._folded():
+            super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        # A program's own loader is not split evenly: `_loaded` takes it apart.
+        self.accelerator.prepare_data_loader = lambda loader, *args, **kwargs: loader
+
+    def _check_arguments(self) -> None:
+        """Check the arguments.
+
+        Raises:
+            InputError: an argument has no meaning here.
+        """
+        refuse_without_meaning(self.args, *self._arguments)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Do nothing: the engine moves shards."""
+
+    @property
+    def _folder(self) -> Path:
+        """Folder of plan, profile and record of the run."""
+        return Path(self.args.output_dir) / run_files.OF_SCRIPT
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the training, once made."""
+        return None if self._engine is None else self._engine.plan
+
+    @property
+    def has_engine(self) -> bool:
+        """True if this trainer has sharded the model."""
+        engine = self._engine
+        return engine is not None and engine.model is self.model and not engine.ended
+
+    def _hosted(self, dataset: Any, collate: Any) -> Engine:
+        """Return the model's engine, made when first needed. Collective.
+
+        Args:
+            dataset, collate: show the shapes of batches.
+        """
+        if self.has_engine:
+            assert self._engine is not None
+            if self.optimizer is not None or not self._engine.outside.is_frozen_otherwise:
+                return self._engine
+        model, args = self.model, self.args
+        before = self._engine
+        if before is not None and before.model is model and before.ended:  # by another trainer
+            self._given = before.plan
+        unshard(model)
+        if args.use_cpu:
+            refuse_gpu(join(), "use_cpu=True", where="TrainingArguments")
+        self._looks = [
+            nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+            for p in model.parameters()
+        ]
+        self._flops_per_token = _flops_per_token(model)
+        self._names = {id(p): name for name, p in model.named_parameters()}
+        dtypes = dtypes_of(model)
+        if self.optimizer is None and overrides(self, "create_optimizer", Planned):
+            self.create_optimizer()  # by the program, for full parameters
+        specimen = specimen_of(dataset, collate)
+        self._loss = TrainerLoss(self, self._accumulates)
+        training = Training(
+            specimen.batch,
+            sequence_length=specimen.sequence_length,
+            global_batch=self._global_batch,
+            loss=self._loss,
+            optimizer=like(self),
+            precision=precision_of(args, model),
+            compile=args.torch_compile,
+            space=self._space,
+            seed=args.seed,
+            told=f"{type(self).__name__} {args.optim} {type(self.optimizer).__name__}",
+            couples=self._couples,
+        )
+        samples = self._global_batch
+        plan = self._given or earlier_plan(self._goes_on, model, global_batch=samples)
+        with self._folded(), by_itself(self.accelerator), self._measured():
+            self._engine = host(model, training, plan=plan, folder=self._folder)
+            if padded := specimen.padded():
+                self._widths.trained.common = padding_counts(self._engine, self._loss, *padded)
+        self._saver = Saver(self._engine, dtypes, ranks_here())
+        saves_whole(model, self._saver)
+        return self._engine
+
+    def _measured(self) -> AbstractContextManager[None]:
+        """Mark losses inside the context as not the program's; see `trl.SFTTrainer`."""
+        return nullcontext()
+
+    # -- data --------------------------------------------------------------------------------------
+
+    @property
+    def _global_batch(self) -> int:
+        return int(folded(self._as_given).train_batch_size) * world()
+
+    def _get_dataloader(
+        self,
+        dataset: Any,
+        description: str,
+        batch_size: int,
+        sampler_fn: Any = None,
+        is_training: bool = False,
+        dataloader_key: str | None = None,
+    ) -> Any:
+        """Return a loader of this rank's part of global batches, in the order of transformers'
+        sampler."""
+        args, given = self.args, dataset
+        collate: Any = self.data_collator  # type: ignore[attr-defined]
+        of_stock = partial(
+            super()._get_dataloader,  # type: ignore[misc]
+            dataset,
+            description,
+            batch_size,
+            sampler_fn,
+            is_training,
+            dataloader_key,
+        )
+        if _in_columns(dataset):
+            dataset = self._remove_unused_columns(dataset, description=description)  # type: ignore[attr-defined]
+        else:
+            collate = self._get_collator_with_removed_columns(collate, description=description)  # type: ignore[attr-defined]
+        sampler = begin = None
+        if not isinstance(dataset, torch.utils.data.IterableDataset):
+            sampler = None if sampler_fn is None else sampler_fn(dataset)
+            sampler = self._sampler(SequentialSampler(dataset) if sampler is None else sampler)
+            if args.dataloader_drop_last:
+                trained = self._global_batch // self._accumulates
+                sampler = Whole(sampler, trained if is_training else batch_size * world())
+            if is_training:
+                number, rank = args.dataloader_num_workers, args.process_index
+                begin = partial(seed_worker, num_workers=number, rank=rank)
+        width = self._widths.trained
+        if not is_training:
+            width = self._widths.evaluated(description, dataset, collate, given)
+        planned = partial(
+            own_loader,
+            dataset,
+            batch_size=self._global_batch if is_training else batch_size * world(),
+            most=self._global_batch,
+            rows=self._rows(is_training, dataset, collate),
+            collate=Collated(collate, width),
+            sampler=sampler,
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory and is_available(),
+            persistent_workers=args.dataloader_persistent_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+            multiprocessing_context=args.dataloader_multiprocessing_context,
+            worker_init_fn=begin,
+        )
+        if not is_training and self._stock.wanted(dataset, collate):
+            return self._stock.loader(of_stock, planned)
+        loader: OwnLoader = planned()
+        if dataloader_key is not None and args.dataloader_persistent_workers:
+            self.__dict__.setdefault("_eval_dataloaders", {})[dataloader_key] = loader
+        return loader
+
+    def _sampler(self, sampler: Any) -> Any:
+        """Prepare transformers' sampler as Accelerate does."""
+        seedable = self.args.accelerator_config.use_seedable_sampler
+        return prepared(grouped(sampler), seedable=seedable, seed=self.args.data_seed)
+
+    def _loaded(self, load: Any, name: str, *args: Any) -> OwnLoader:
+        """Return a loader of this rank's part of batches from a program's own loader."""
+        loader, is_training = load(*args), name == LOADERS[0]
+        if isinstance(loader, OwnLoader):
+            return loader
+        with placed(f"{name} of {type(self).__name__}"):
+            given = Batching.of(loader)
+            if is_training and given.batch_size * world() != self._global_batch:
+                raise InputError(
+                    f"batches have {given.batch_size} samples for each process, the arguments say "
+                    f"{self.args.train_batch_size}",
+                    fix="make the loader with batch_size=self.args.train_batch_size",
+                )
+        if not is_training and self._stock.is_of(loader):
+            return loader
+        width = self._widths.trained
+        if not is_training:
+            description = "Evaluation" if name == LOADERS[1] else "Prediction"
+            width = self._widths.evaluated(description, loader.dataset, loader.collate_fn)
+        collate = Collated(loader.collate_fn, width)
+        rows = self._rows(is_training, loader.dataset, loader.collate_fn)
+        samples, most = given.batch_size * world(), self._global_batch
+        planned = partial(given.own_part, samples, rows, collate, OwnLoader, most=most)
+        if not is_training and self._stock.wanted(loader.dataset, loader.collate_fn):
+            return self._stock.prepared(loader, planned)
+        return planned()
+
+    def _rows(self, is_training: bool, dataset: Any, collate: Any) -> PlannedRows:
+        """Return a loader's rows by the plan, which may be needed before training."""
+        made = partial(self._hosted, dataset, collate)
+        return PlannedRows(made, rows_of if is_training else evaluated_rows)
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], None]:
+        """Return one batch: a full step, with labels counted by the engine."""
+        recorded = self._recorded
+        batch = next(epoch_iterator, None) if recorded is None else recorded.next_of(epoch_iterator)
+        return ([] if batch is None else [batch]), None
+
+    # -- training ----------------------------------------------------------------------------------
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> tuple[Handle, Any]:
+        check_trains(self.model)
+        self._hosted(train_dataloader.whole, train_dataloader.collated)
+        if self._created_lr_scheduler:  # type: ignore[has-type]
+            self.lr_scheduler, self._created_lr_scheduler = None, False
+        Planned.create_optimizer(self)  # a program's own has been called already
+        self.create_scheduler(num_training_steps=max_steps)  # type: ignore[attr-defined]
+        if resume_from_checkpoint is not None:
+            self._load_optimizer_and_scheduler(resume_from_checkpoint)
+        for name in ("model", "optimizer", "lr_scheduler"):
+            setattr(self.callback_handler, name, getattr(self, name))
+        self.callback_handler.train_dataloader = train_dataloader
+        assert self._engine is not None
+        self.accelerator._optimizers.append(Skips(self._engine, self.optimizer))
+        self._recorded = Recorded(
+            self._engine,
+            self._folder,
+            plans=type(self).__name__,
+            steps=max_steps,
+            done=self.state.global_step,
+        )
+        return Handle(self, self._engine, self._looks), train_dataloader
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        self._goes_on = run_of(resume_from_checkpoint, self.args.output_dir)
+        with self._folded():
+            return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as transformers does, with a record for `gpumix top` and `gpumix report`."""
+        try:
+            result = super()._inner_training_loop(*args, **kwargs)  # type: ignore[misc]
+        except BaseException as error:
+            if self._recorded is not None:
+                self._recorded.fail(error)
+            raise
+        else:
+            self._end()
+            return result
+        finally:
+            self._leave_filter()
+            self._recorded = None
+
+    def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *args: Any, **kw: Any) -> None:
+        """Record the step, then log, save and evaluate. Called after each step and at an epoch's
+        end."""
+        if self._recorded is not None and self._stepped is not None:
+            loss, self._stepped = self._stepped, None
+            self._recorded.step(
+                self.state.global_step,
+                loss=loss,
+                learning_rate=self._get_learning_rate(),  # type: ignore[attr-defined]
+                norm=_finite(grad_norm),
+            )
+        control = self.control
+        self._agreed.agree(control)
+        calls_back = control.should_log or control.should_evaluate or control.should_save
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **kw)  # type: ignore[misc]
+        if calls_back:
+            self._agreed.agree(self.control)
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Create an optimizer as transformers does, of this rank's shards."""
+        if self._engine is None:
+            return super().create_optimizer(model)  # type: ignore[misc,no-any-return]
+        if self.optimizer is not None:
+            taken_over(self.optimizer, self._engine, self._names)
+        return super().create_optimizer(Pieces(self._engine))  # type: ignore[misc,no-any-return]
+
+    def get_decay_parameter_names(self, model: Any) -> list[str]:
+        return super().get_decay_parameter_names(self.model)  # type: ignore[misc,no-any-return]
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Run forward, backward and reduction of a global batch; return the global loss."""
+        assert self._engine is not None
+        self.model.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        if self._recorded is not None:
+            self._recorded.computes()
+        self._settle(inputs, in_step=True)
+        with by_itself(self.accelerator), self._logs_of_step():
+            loss = self._engine.step(dict(inputs), samples=inputs.samples)
+        self._stepped = loss
+        return loss.float()
+
+    def _settle(self, inputs: Any, *, in_step: bool = False) -> None:
+        """Find by the first batch how losses of its parts add up. Collective."""
+        assert self._engine is not None
+        if not self._engine.is_settled(in_step=in_step):
+            with by_itself(self.accelerator), self._measured():
+                self._engine.settle(dict(inputs), inputs.samples, in_step=in_step)
+        self._loss.whole = inputs.samples
+
+    def _checked_step(self, step: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the program's own step, which must call ours."""
+        self._stepped = None
+        loss: Tensor = step(*args, **kwargs)
+        if self._stepped is None:
+            raise computes_by_itself(self)
+        return loss
+
+    def _filtered_step(self, step: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Run a step and filter its loss as by `logging_nan_inf_filter`. The loop's own filter
+        would make the host wait for a GPU in every step. So on GPUs the device filters, and the
+        loop's filter is off until `floating_point_ops`, called next."""
+        self._leave_filter()
+        loss: Tensor = step(*args, **kwargs)
+        if self.is_in_train and self.args.logging_nan_inf_filter and is_gpu(loss.device):
+            self._filters_itself, self.args.logging_nan_inf_filter = True, False
+            since = 1 + self.state.global_step - self._globalstep_last_logged  # type: ignore[attr-defined]
+            average = self._tr_loss / since  # type: ignore[attr-defined]
+            loss = torch.where(torch.isfinite(loss), loss, average)
+        return loss
+
+    def _leave_filter(self) -> None:
+        if self._filters_itself:
+            self._filters_itself, self.args.logging_nan_inf_filter = False, True
+
+    def _clip_grad_norm(self, model: Any) -> Tensor:
+        assert self._engine is not None
+        norm = self._engine.clip_grad_norm_(self.args.max_grad_norm)
+        return told_norm(norm, overflowed=self._engine.overflowed)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        assert self._engine is not None
+        if grad_norm is not None:
+            return grad_norm
+        return told_norm(self._engine.gradient_norm(), overflowed=self._engine.overflowed)
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Return the operations by the parameter count of the full model."""
+        self._leave_filter()
+        tokens = self._counted(inputs).get(getattr(self.model, "main_input_name", "input_ids"))
+        return self._flops_per_token * (tokens.numel() if tokens is not None else 0)
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        super()._track_num_input_tokens(self._counted(inputs))  # type: ignore[misc]
+
+    def _counted(self, inputs: Any) -> dict[str, Any]:
+        """Return this rank's samples, or none if another rank counts them: all stages, and all
+        ranks of a team, have equal samples."""
+        assert self._engine is not None
+        plan, rank = self._engine.plan, self._engine.comm.rank
+        stage = plan.stages_of(rank)[0]
+        if stage == 0 and plan.team_of(rank, stage)[0] == rank:
+            return dict(inputs)
+        return {name: t[:0] if isinstance(t, Tensor) else t for name, t in inputs.items()}
+
+    def get_num_trainable_parameters(self) -> int:
+        if self._engine is None:
+            return super().get_num_trainable_parameters()  # type: ignore[misc,no-any-return]
+        return sum(p.numel() for p in self._looks if p.requires_grad)
+
+    # -- evaluation --------------------------------------------------------------------------------
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        if self._stock.is_of(dataloader):
+            rest = (description, prediction_loss_only, ignore_keys, metric_key_prefix)
+            planned = self._stock.planned(dataloader)
+            with self._stock.under_way(super()._move_model_to_device):  # type: ignore[misc]
+                told = super().evaluation_loop(dataloader, *rest)  # type: ignore[misc]
+            name = f"{metric_key_prefix}_loss"
+            if planned is not None and name in told.metrics:  # otherwise a mean of ranks' means
+                told.metrics[name] = self.evaluation_loop(
+                    planned, description, True, None, metric_key_prefix
+                ).metrics[name]
+            return told
+        engine = self._hosted(dataloader.whole, dataloader.collated)
+        if prediction_loss_only is None:
+            prediction_loss_only = self.args.prediction_loss_only
+        if callable(getattr(self.optimizer, "eval", None)):
+            self.optimizer.eval()
+        self.model.eval()
+        with self._folded(), by_itself(self.accelerator):  # losses would count for all processes
+            found = evaluate(
+                self,
+                engine,
+                dataloader,
+                description=description,
+                loss_only=bool(prediction_loss_only),
+                ignore_keys=ignore_keys,
+                prefix=metric_key_prefix,
+            )
+        loss = (found.metrics or {}).get(f"{metric_key_prefix}_loss")
+        if self._recorded is not None and self.is_in_train and loss is not None:
+            self._recorded.evaluation(self.state.global_step, loss)
+        return found
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        raise InputError(
+            "hyperparameter_search is not possible with gpumix",
+            why="each trial would need devices of its own",
+            fix="start one run for each trial",
+        )
+
+
+def _finite(norm: Tensor | float | None) -> Tensor | float:
+    """Return the norm, or 0 if not finite, without waiting for the device."""
+    if isinstance(norm, Tensor):
+        return torch.where(torch.isfinite(norm), norm, torch.zeros_like(norm))
+    return norm if norm is not None and math.isfinite(norm) else 0.0
+
+
+def _flops_per_token(model: Any) -> int:
+    """Return transformers' count: 6 for each parameter outside embeddings."""
+    if not hasattr(model, "num_parameters"):
+        return 0
+    return 6 * int(model.num_parameters(exclude_embeddings=True))
+
+
+def _in_columns(dataset: Any) -> bool:
+    """Return True if a dataset knows its columns, so unused columns can be removed; a stream of
+    `datasets` may not know any."""
+    if not is_datasets_available():
+        return False
+    from datasets import Dataset
+
+    return isinstance(dataset, Dataset)

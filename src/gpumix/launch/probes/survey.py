@@ -1,0 +1,149 @@
+"""Concurrent probe of all hosts, before anything is started on any."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from gpumix.launch.commands import NO_FOLDER, Ssh, Surroundings, probing
+from gpumix.launch.hosts import Host
+from gpumix.launch.probes import probe
+from gpumix.launch.probes.readiness import Facts, together
+from gpumix.schema.errors import GpumixError, MachineError
+from gpumix.schema.files import read_text
+
+PROBE_S = 60.0  # beyond the time to connect: imports from a slow disk
+LOST = 255  # ssh's exit code without a connection
+# Messages of ssh, and their fixes.
+_SAID = {
+    "host key": "connect once by hand and look at its key: ssh {host}",
+    "permission denied": "let your key in there, or load it: ssh-add, ssh-copy-id {host}",
+    "could not resolve": "give its name or an alias in ~/.ssh/config",
+}
+
+
+def survey(
+    hosts: Sequence[Host], ssh: Ssh, around: Surroundings, asked: Mapping[str, Mapping[str, object]]
+) -> dict[str, Facts]:
+    """Return the facts of each host, by name.
+
+    Args:
+        asked: questions to each host, by name; see `probe.py`.
+
+    Raises:
+        MachineError: a host does not answer, or lacks the folder or interpreter.
+    """
+    asking = [_asking(host, ssh, around, asked[host.name]) for host in hosts]
+    with ThreadPoolExecutor(len(hosts)) as threads, _ended(asking):
+        answers = list(
+            threads.map(lambda host, one: _answer(host, one, ssh, around), hosts, asking)
+        )
+    together([answer for answer in answers if isinstance(answer, GpumixError)])
+    told = zip((host.name for host in hosts), answers)
+    return {name: facts for name, facts in told if isinstance(facts, Facts)}
+
+
+def here(files: Sequence[str]) -> Facts:
+    """Return the facts of this process."""
+    version, digest = probe.package()
+    return Facts(
+        host="here",
+        python=".".join(map(str, sys.version_info[:3])),
+        gpumix=version,
+        digest=digest,
+        torch=probe.version_of("torch"),
+        libraries={name: probe.version_of(name) for name in probe.LIBRARIES},
+        devices=0,
+        files={name: probe.digest_of(name) for name in files},
+        listening=None,
+    )
+
+
+def real_name(host: Host, ssh: Ssh) -> str:
+    """Return a host's name or address by the user's ssh configuration."""
+    try:
+        done = subprocess.run(ssh.settings_of(host), capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return host.bare
+    found = re.search(r"(?m)^hostname (\S+)$", done.stdout)
+    return found[1] if found else host.bare
+
+
+def _asking(
+    host: Host, ssh: Ssh, around: Surroundings, asked: Mapping[str, object]
+) -> subprocess.Popen[str]:
+    command = ssh.command(host, probing(host, around, asked))
+    pipe = subprocess.PIPE
+    try:
+        return subprocess.Popen(
+            command,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # Ctrl-C is for the asking process
+        )
+    except OSError as error:
+        raise MachineError(
+            f"{ssh.words[0]} cannot be run here",
+            why=error.strerror or "",
+            fix="install OpenSSH, or name it: --ssh PROGRAM",
+        ) from error
+
+
+@contextmanager
+def _ended(asking: Sequence[subprocess.Popen[str]]) -> Iterator[None]:
+    """Kill the probes at the end of the block: an interrupt waits for no answer."""
+    try:
+        yield
+    finally:
+        for process in asking:
+            process.kill()
+
+
+def _answer(
+    host: Host, asking: subprocess.Popen[str], ssh: Ssh, around: Surroundings
+) -> Facts | GpumixError:
+    limit_s = ssh.timeout_s + PROBE_S
+    try:
+        out, said = asking.communicate(read_text(Path(probe.__file__)), limit_s)
+    except subprocess.TimeoutExpired:
+        return MachineError(f"it did not answer within {limit_s:.0f} s", where=f"host {host.name}")
+    answers = [line for line in out.splitlines() if line.startswith(probe.MARK)]
+    if answers:
+        return Facts(**json.loads(answers[-1].removeprefix(probe.MARK)))
+    return _silent(host, around, asking.returncode, said.strip())
+
+
+def _silent(host: Host, around: Surroundings, code: int, said: str) -> MachineError:
+    """Return the error explaining a missing answer of a host."""
+    where, last = f"host {host.name}", (said.splitlines() or [""])[-1]
+    if code == LOST:
+        fixes = [fix for words, fix in _SAID.items() if words in said.lower()]
+        fix = fixes[0] if fixes else "see whether it is up: ssh {host}; --timeout waits longer"
+        return MachineError(
+            "it does not answer", where=where, why=last, fix=fix.format(host=host.name)
+        )
+    if code == NO_FOLDER:
+        return MachineError(
+            f"it has no folder {around.folder}",
+            where=where,
+            fix="start in a folder that all hosts have, or name one: --folder",
+        )
+    python = around.python_on(host)
+    if code in (126, 127):
+        return MachineError(
+            f"it has no Python at {python}",
+            where=where,
+            fix=f"name its interpreter: --python {host.name}=/path/to/python",
+        )
+    return MachineError(
+        f"{python} did not say what it is", where=where, why=last or f"exit code {code}"
+    )

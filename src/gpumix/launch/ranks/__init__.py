@@ -1,0 +1,4 @@
+"""Launchers of a host's ranks: processes started, watched, stopped and ended.
+
+May use `train.processes`.
+"""

@@ -1,0 +1,140 @@
+"""Launcher of a host's ranks, run by `gpumix launch` or by hand:
+
+    python -m gpumix.launch.ranks.host_launcher --first-rank 4 --processes 2 --world 6 \\
+        --address host-a --port 29500 -- train.py ARGUMENTS
+
+The host of rank 0 serves the rendezvous store of the ranks, at that address and no other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from gpumix.hardware.host.environment import print_at_once, talk_inside_of_host
+from gpumix.launch.commands import HOST_MODULE
+from gpumix.launch.orders import Order, Orders
+from gpumix.launch.ranks.host_ranks import Share, started, watch
+from gpumix.schema.errors import GpumixError
+from gpumix.train.processes.tcp_liveness import is_visited, listen_at
+
+LOOPBACK = "127.0.0.1"
+STAY_S = 300.0  # time the first host keeps the store for ranks elsewhere
+KNOWN_S = 60.0  # time until the name of a new pod or host is known
+LOOK_S = 0.1
+LOST = 255  # ssh's exit code for a lost connection
+
+
+def run(
+    share: Share,
+    words: Sequence[str],
+    orders: Orders,
+    *,
+    grace_s: float,
+    take: Callable[[int, str], None] | None = None,
+) -> tuple[int, str]:
+    """Run this host's ranks to the end; return the exit code of the first to fail, with a
+    description.
+
+    Args:
+        share: its port may be 0 on a single host: any free port.
+        words: arguments of each rank's interpreter.
+        take: gets each line of the ranks with 1 or 2 for their stdout or stderr; by default they
+            share this process's output.
+
+    Raises:
+        MachineError: the store cannot listen at its address.
+    """
+    if share.one_host:
+        talk_inside_of_host()
+    if take is not None:
+        print_at_once()
+    server = _listen(share) if share.first == 0 else None
+    if server is not None:
+        share = Share(
+            share.first, share.processes, share.world, share.address, server.getsockname()[1]
+        )
+    with started(share, words, take, grace_s=grace_s) as ranks:
+        orders.listen()
+        store = _serve(server, share) if server is not None else None
+        code, told = watch(ranks, orders, grace_s=grace_s)
+    if store is not None and code == 0:
+        _stay(share.port, orders)
+    return code, told
+
+
+def _listen(share: Share) -> socket.socket:
+    deadline = time.monotonic() + KNOWN_S
+    while time.monotonic() < deadline:
+        with suppress(socket.gaierror):
+            socket.getaddrinfo(share.address, None)
+            break
+        time.sleep(LOOK_S)
+    return listen_at(share.address, share.port, one_host=share.one_host)
+
+
+def _serve(server: socket.socket, share: Share) -> object:
+    """Serve the store; ranks connecting earlier wait, as the port is open."""
+    from gpumix.train.processes.store import store_on
+
+    with server:
+        return store_on(server, share.address)
+
+
+def _stay(port: int, orders: Orders) -> None:
+    """Keep the store until the ranks of all hosts have disconnected."""
+    deadline = time.monotonic() + STAY_S
+    while time.monotonic() < deadline and orders.given is Order.GO_ON and is_visited(port):
+        time.sleep(LOOK_S)
+
+
+def main() -> None:
+    asked = _arguments()
+    orders = Orders(led=asked.led)
+    share = Share(asked.first_rank, asked.processes, asked.world, asked.address, asked.port)
+    with orders.by_signals():
+        try:
+            take = print_line if asked.led else None
+            code, told = run(share, asked.program, orders, grace_s=asked.grace, take=take)
+        except GpumixError as error:
+            code, told = error.exit_code, str(error)
+    if code and not orders.given:
+        print_line(2, f"gpumix: {told}")
+    sys.stdout.flush()
+    os._exit(1 if code == LOST else code)  # threads reading pipes may hang
+
+
+def print_line(to: int, line: str) -> None:
+    """Print a complete line, ignoring a missing reader."""
+    with suppress(OSError):
+        data = f"{line}\n".encode(errors="replace")
+        while data:
+            data = data[os.write(to, data) :]
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=f"python -m {HOST_MODULE}")
+    numbers = {
+        "--first-rank": "of this host",
+        "--processes": "that run here, one for each device",
+        "--world": "how many ranks there are in all",
+        "--port": "of the first host, where ranks find each other",
+    }
+    for name, text in numbers.items():
+        parser.add_argument(name, type=int, required=True, help=text)
+    parser.add_argument("--address", required=True, help="of the first host, as others reach it")
+    parser.add_argument(
+        "--grace", type=float, default=60.0, help="seconds to save in, when stopped"
+    )
+    parser.add_argument("--led", action="store_true", help="orders come by standard input")
+    parser.add_argument("program", nargs="+", help="script or -m module, and its arguments")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Naive model parallelism: layers in the order of devices, as many on each as memory allows.
+
+For jobs that only need the model to fit: one device per stage, nothing sharded, the batch as one
+micro-batch, or as few as fit. With one micro-batch, one device computes at a time; with more,
+passes overlap as in any pipeline. Unlike in other strategies, micro-batches may be larger than
+measured: times and bytes are extrapolated in proportion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import ceil
+
+import numpy as np
+
+from gpumix.cost.layout.curves import FloatArray, IntArray, bytes_at
+from gpumix.cost.peak_memory import element_bytes, free_bytes
+from gpumix.cost.predict import predict
+from gpumix.planner.common.stage_preconditions import NEEDED_ALONE, refuse_one_stage, refuse_without
+from gpumix.planner.common.strategy import PlanRequest, fit, predicted, ranked_devices
+from gpumix.planner.common.why_policy_does_not_fit import Misses
+from gpumix.planner.pipeline_parallel.candidate import Cut, Way, assemble_stages
+from gpumix.planner.pipeline_parallel.stage_memory import StageRoom
+from gpumix.planner.pipeline_parallel.stage_modes import ALONE, Manners, kind_of
+from gpumix.schema.cluster.cluster import Device
+from gpumix.schema.errors import InputError, NoFeasiblePlanError
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.profile.profile import Profile
+
+
+def by_memory(profile: Profile, request: PlanRequest) -> Plan:
+    """Plan one stage per device, filled alike, with the largest micro-batch that fits, without
+    recompute if possible. With more devices than possible stages, use the devices with the most
+    memory.
+
+    Raises:
+        InputError: the request names devices unknown to the profile, there is only one device or
+            one unit, there are more devices than unit calls or stages and none may be left out, the
+            techniques exclude such a plan, or the profile does not say what units need of each
+            other.
+        NoFeasiblePlanError: the devices cannot hold the model and one sample, or the techniques
+            asked for were not measured on them.
+    """
+    devices = ranked_devices(profile, request)
+    refuse_one_stage(profile, devices)
+    refuse_without(request.space, NEEDED_ALONE)
+    devices = _with_most_memory(profile, request, devices)
+    manners = Manners({ALONE: profile}, request.space)
+    if lacking := manners.lacking({device.device_class for device in devices}, "1f1b"):
+        raise NoFeasiblePlanError(
+            f"there is no plan of a stage for each device: {lacking.why}", fix=lacking.fix
+        )
+    misses = Misses("the model, layer by layer,")
+    for way in _ways(manners, request.global_batch, devices):
+        plan = _plan(profile, request.global_batch, way)
+        if fit(predicted(plan).workers):
+            return plan
+        misses.note(plan, predicted(plan).workers)
+    raise misses.error(profile)
+
+
+def _with_most_memory(
+    profile: Profile, request: PlanRequest, devices: tuple[Device, ...]
+) -> tuple[Device, ...]:
+    """Return at most as many devices as possible stages, in rank order."""
+    most = min(profile.model.most_stages, request.space.most_stages or len(devices))
+    if len(devices) <= most:
+        return devices
+    if request.space.leave_out is False:
+        raise InputError(
+            f"{len(devices)} devices of a stage each need as many units and stages, there are "
+            f"{most} at most",
+            fix="use fewer devices, or `strategy: staged`, which puts several in a stage",
+        )
+    by_room = sorted(devices, key=lambda d: -free_bytes(profile, d.device_class))
+    kept = set(by_room[:most])
+    return tuple(device for device in devices if device in kept)
+
+
+def _ways(manners: Manners, batch: int, devices: tuple[Device, ...]) -> Iterator[Way]:
+    """Yield ways by falling micro-batch size, each first without recompute if all devices can."""
+    row = tuple((device,) for device in devices)
+    every = [manners.of(kind_of(group), "1f1b", last=group is row[-1]) for group in row]
+    size = batch
+    while size:
+        for again in (False, True):
+            alike = [[one for one in some if one.mode.recompute is again] for some in every]
+            if all(alike):
+                yield Way(row, tuple(some[0] for some in alike), "1f1b", size)
+        size //= 2
+
+
+def _plan(profile: Profile, batch: int, way: Way) -> Plan:
+    count = ceil(batch / way.micro_batch)
+    cut = _filled_alike(profile, way, count)
+    plan = assemble_stages(profile, batch, way, cut, ((count,),) * len(way.row), strategy="model")
+    return plan.model_copy(update={"prediction": predict(profile, plan)})
+
+
+def _filled_alike(profile: Profile, way: Way, count: int) -> Cut:
+    """Return the cut that fills the fullest device least."""
+    edges = np.array([0, *profile.model.cuts, len(profile.model.calls)])
+    room = StageRoom(profile)
+
+    def filled(stage: int, begin: IntArray, end: IntArray) -> FloatArray:
+        (device,) = way.row[stage]
+        name = device.device_class
+        each, _ = element_bytes(profile, name, zero_stage=0)
+        left = _left_before(profile, way, stage) * min(count, len(way.row) - stage)
+        part = room.elements(begin, end) * each + left[end] - left[begin]
+        return np.asarray(part / max(1, free_bytes(profile, name)))
+
+    return tuple(_least_most(edges, len(way.row), filled))
+
+
+def _left_before(profile: Profile, way: Way, stage: int) -> FloatArray:
+    """Return the bytes left by a micro-batch at all calls before each, on a stage's device."""
+    model, mode = profile.model_of(way.row[stage][0].device_class), way.manners[stage].mode
+    kinds = map(model.kind, model.kind_of_call)
+    left = (kind.kept if mode.recompute else kind.saved or kind.kept for kind in kinds)
+    return np.cumsum([0.0, *(float(bytes_at(curve, way.micro_batch)) for curve in left)])
+
+
+def _least_most(
+    edges: IntArray, stages: int, cost: Callable[[int, IntArray, IntArray], FloatArray]
+) -> list[int]:
+    """Return the ends of all stages minimizing the costliest stage, by dynamic programming.
+
+    Args:
+        edges: numbers of the calls that a stage may begin with or end before.
+        cost: of a stage with calls [begin, end), vectorized.
+    """
+    begin, end = np.triu_indices(len(edges), k=1)
+    best = np.full(len(edges), np.inf)
+    best[0] = 0.0
+    chosen = []
+    for stage in range(stages):
+        of_stage = np.full((len(edges), len(edges)), np.inf)
+        of_stage[begin, end] = cost(stage, edges[begin], edges[end])
+        most = np.maximum(best[:, None], of_stage)
+        chosen.append(most.argmin(axis=0))
+        best = most.min(axis=0)
+    ends, at = [], len(edges) - 1
+    for places in reversed(chosen):
+        ends.append(int(edges[at]))
+        at = int(places[at])
+    return ends[::-1]

@@ -1,0 +1,219 @@
+"""Settings of a search: ways to divide and to move the state.
+
+In a setting all times of collectives are known, so only the batch and the state couple devices. The
+state is divided within *pools*: all devices, or the devices of each host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from gpumix.cost.layout.curves import FloatArray
+from gpumix.cost.network.buckets import Joining
+from gpumix.cost.network.collective_times import Cuts, Layout, Links, links_for
+from gpumix.cost.network.link_times import Operation, forms_for
+from gpumix.cost.peak_memory import Activations, MemoryModel, free_bytes
+from gpumix.cost.step_time import can_keep_state_on_host, moved_seconds, optimizer_seconds
+from gpumix.planner.common.device_pool import Fleet, Pool
+from gpumix.schema.cluster.cluster import Device
+from gpumix.schema.job.search_space import Space
+from gpumix.schema.plan.plan import Collectives, Sharding, ZeroStage
+from gpumix.schema.plan.stage import PLAIN, Mode, Place
+from gpumix.schema.profile.profile import Profile, RankGroup
+
+# Lengths of padded intervals, relative to equal intervals. Per-owner collectives cost a quarter
+# more than native collectives (`cost.wire`), so more padding hardly ever pays.
+OPERATIONS: tuple[Operation, ...] = ("gather", "reduce")
+PADDINGS = (1.0, 1.05, 1.1, 1.15, 1.2)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A fleet with a ZeRO stage, pools, and collectives.
+
+    `cap` is the largest share of a device, times the devices of its pool: 1 for equal shares with
+    native collectives, infinite if each owner sends its own. `modes` has the measured modes of each
+    class. Classes in `on_host` keep their state on the host.
+    """
+
+    fleet: Fleet
+    zero_stage: ZeroStage
+    sharding: Sharding
+    collectives: Collectives
+    cap: float
+    joining: Joining
+    links: Links
+    memory: MemoryModel
+    modes: Mapping[str, tuple[Mode, ...]]
+    on_host: frozenset[str] = frozenset()
+
+    @property
+    def profile(self) -> Profile:
+        return self.fleet.profile
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        return self.fleet.devices
+
+    @property
+    def classes(self) -> Mapping[str, tuple[Device, ...]]:
+        """The devices of each class by id, the classes by name."""
+        return self.fleet.classes
+
+    @property
+    def pools(self) -> tuple[Pool, ...]:
+        """The pools of each kind."""
+        return self.fleet.by_host if self.sharding == "host" else self.fleet.whole
+
+    @cached_property
+    def moved_s(self) -> tuple[float, float]:
+        """Seconds of both passes of a device without samples; no device takes less."""
+        return moved_seconds(self.links)
+
+    @property
+    def equal_shares(self) -> bool:
+        return self.cap == 1.0
+
+    def largest_micro_batch(self, name: str, samples: int) -> int:
+        """Return the largest micro-batch of class `name` for `samples` samples."""
+        limit = self.profile.of_class(name).largest_micro_batch
+        return samples if limit is None else min(samples, limit)
+
+    def room(self, name: str, held: Activations) -> FloatArray:
+        """Return the largest share with room on a device of class `name` next to each choice; -1 if
+        the device or its host has no room at all."""
+        demands = self.memory.demands(held, state_on=self.state_on(name))
+        host_bytes = self.profile.of_class(name).host_bytes
+        capacity = demands.capacity(free_bytes(self.profile, name), host_bytes)
+        if self.zero_stage == 0:  # the state is undivided: any room is for all of it
+            capacity = np.where(capacity >= 0, 1.0, -1.0)
+        return capacity
+
+    def state_on(self, name: str) -> Place:
+        """Return the place where devices of class `name` keep state."""
+        return "host" if name in self.on_host else "device"
+
+    def update_s(self, name: str) -> float:
+        """Return seconds for a device of class `name` to update the whole model."""
+        gathered = self.links.communication_dtype or self.profile.model_of(name).compute_dtype
+        return optimizer_seconds(
+            self.profile, name, self.zero_stage, self.state_on(name), gathered=gathered
+        )
+
+
+def settings(fleet: Fleet, space: Space) -> Iterator[Setting]:
+    """Yield all settings of a space, first by least state on hosts, then by least memory."""
+    on_devices = list(_of_stages(fleet, space))
+    for on_host in places_of_state(fleet, space):
+        yield from (replace(setting, on_host=on_host) for setting in on_devices)
+
+
+def _of_stages(fleet: Fleet, space: Space) -> Iterator[Setting]:
+    for zero_stage in sorted(set(space.zero_stages), reverse=True):
+        for sharding in space.shardings:
+            if sharding == "all" or _worth_a_pool(fleet, zero_stage):
+                yield from _forms(fleet, space, zero_stage, sharding)
+
+
+def places_of_state(fleet: Fleet, space: Space) -> Iterator[frozenset[str]]:
+    """Yield sets of classes with state on the host: none, then more, least memory first."""
+    profile = fleet.profile
+    able = [name for name in fleet.classes if can_keep_state_on_host(profile, name)]
+    able.sort(key=lambda name: (free_bytes(profile, name), name))
+    for count in range(len(able) + 1) if "host" in space.state_on else [0]:
+        if "device" in space.state_on or count == len(fleet.classes):
+            yield frozenset(able[:count])
+
+
+def _worth_a_pool(fleet: Fleet, zero_stage: ZeroStage) -> bool:
+    """Return True if each host may divide the state separately: several hosts, some with several
+    devices, and known links."""
+    if zero_stage == 0 or len(fleet.per_host) == 1 or max(fleet.per_host) == 1:
+        return False
+    return fleet.wire.knows("reduce", "native", "across")
+
+
+def _forms(
+    fleet: Fleet, space: Space, zero_stage: ZeroStage, sharding: Sharding
+) -> Iterator[Setting]:
+    named = forms_for(fleet.profile)
+    group: RankGroup = "inside" if sharding == "host" else "all"
+    native = [op for op in OPERATIONS if fleet.wire.knows(op, "native", group)]
+    choices = [(float("inf"), named)]
+    if native:
+        choices.append((1.0, named))
+    if zero_stage == 0:
+        choices = [(1.0, named)]  # nothing is divided; collectives cut evenly
+    elif len(native) == len(OPERATIONS) and space.padded:
+        choices += [
+            (cap, Collectives(gather="padded", reduce="padded", padding=cap)) for cap in PADDINGS
+        ]
+    modes = fleet.measured(tuple(space.modes(zero_stage)))
+    for cap, collectives in choices:
+        yield _setting(
+            fleet,
+            _layout(fleet, zero_stage, sharding, collectives, cap),
+            cap,
+            modes,
+        )
+
+
+def setting_of(
+    profile: Profile,
+    devices: tuple[Device, ...],
+    *,
+    zero_stage: ZeroStage = 3,
+    sharding: Sharding = "all",
+    collectives: Collectives | None = None,
+    cap: float = float("inf"),
+    modes: tuple[Mode, ...] = (PLAIN,),
+) -> Setting:
+    """Build a setting; without `collectives`, by the forms best for unequal intervals."""
+    fleet = Fleet.of(profile, devices)
+    collectives = collectives or forms_for(profile)
+    layout = _layout(fleet, zero_stage, sharding, collectives, cap)
+    return _setting(fleet, layout, cap, fleet.measured(modes))
+
+
+def _setting(
+    fleet: Fleet, layout: Layout, cap: float, modes: Mapping[str, tuple[Mode, ...]]
+) -> Setting:
+    links = links_for(fleet.profile, fleet.wire, layout)
+    return Setting(
+        fleet=fleet,
+        zero_stage=layout.zero_stage,
+        sharding=layout.sharding,
+        collectives=layout.collectives,
+        cap=cap,
+        joining=layout.joining,
+        links=links,
+        memory=MemoryModel(fleet.profile, links, layout.cuts.ranks, layout.zero_stage),
+        modes=modes,
+    )
+
+
+def _layout(
+    fleet: Fleet, zero_stage: ZeroStage, sharding: Sharding, collectives: Collectives, cap: float
+) -> Layout:
+    """Build a layout; hosts surely cut alike with equally many devices and equal shares."""
+    root = fleet.profile.model.root
+    return Layout(
+        zero_stage,
+        sharding,
+        collectives,
+        _cuts(fleet, sharding, cap),
+        fleet.communication_dtype,
+        Joining(before=bool(root.before.names), after=bool(root.after.names)),
+        hosts=len(fleet.per_host),
+        alike=cap == 1.0 and len(set(fleet.per_host)) == 1,
+    )
+
+
+def _cuts(fleet: Fleet, sharding: Sharding, cap: float) -> Cuts:
+    """Return cuts of the highest cost among all shares of a setting, in the largest pool."""
+    ranks = max(fleet.per_host) if sharding == "host" else fleet.size
+    return Cuts.alike(ranks) if cap == 1.0 else Cuts.unlike(ranks)

@@ -1,0 +1,152 @@
+"""Cases without a plan of several stages, whatever fits: refused before any search."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from gpumix.schema.cluster.cluster import Device
+from gpumix.schema.errors import InputError, NoFeasiblePlanError
+from gpumix.schema.job.search_space import Space
+from gpumix.schema.plan.plan import Schedule
+from gpumix.schema.profile.profile import Profile
+
+ONE_STAGE = "allow one stage: `strategy: optimal` without `least_stages`"
+
+NEEDED = {"boundaries": "device", "orders": "layered", "state_on": "device", "shardings": "all"}
+"""By field of a space, the value common to all plans of several stages."""
+
+NEEDED_ALONE = {**NEEDED, "schedules": "1f1b", "zero_stages": 0, "tensor": 1}
+"""The values if each stage has one device."""
+
+NEEDED_BY: Mapping[str, Mapping[str, object]] = {"staged": NEEDED, "model": NEEDED_ALONE}
+"""The values for each strategy without plans of one stage."""
+
+CHOOSING = ("optimal", "staged")
+"""Strategies choosing the number of stages."""
+
+
+def wants_stages(strategy: str, space: Space) -> bool:
+    """Return True if one stage alone is not enough."""
+    return strategy in NEEDED_BY or space.least_stages > 1
+
+
+def refuse_wanted(strategy: str, space: Space, devices: Sequence[Device]) -> None:
+    """Raise an InputError if several stages are wanted, but ruled out for any model by the
+    strategy, the devices or the space."""
+    if not wants_stages(strategy, space):
+        return
+    if strategy not in CHOOSING:
+        refuse_least_stages(space)
+    refuse_one_device(devices)
+    refuse_without(space, NEEDED_BY.get(strategy, NEEDED))
+
+
+def refuse_least_stages(space: Space) -> None:
+    """Raise an InputError if a space sets `least_stages` for a strategy unable to choose."""
+    if space.least_stages > 1:
+        raise InputError(
+            "the strategy does not choose how many stages there are: 'least_stages' has no effect",
+            fix="use `strategy: staged` or `optimal`",
+        )
+
+
+def refuse_number(space: Space, *, most_groups: int, units: int, rounds: int, degree: int) -> None:
+    """Raise an InputError if no plan can have as many stages as a space wants.
+
+    Args:
+        most_groups: of devices, or of teams of `degree`.
+        units: the most stages that the model can be cut into.
+        rounds: the most stages of a group.
+    """
+    most = min(units, most_groups * rounds)
+    if space.most_stages == 1:
+        raise InputError(
+            "there is no plan of several stages with most_stages 1",
+            where="techniques.most_stages",
+            fix=f"set techniques.most_stages to 2 or more, or {ONE_STAGE}",
+        )
+    if most_groups < 2:  # `refuse_one_device` covers a single device
+        raise InputError(
+            f"there is no plan of several stages: one team of {degree} alone has one stage",
+            where="techniques.tensor",
+            fix=f"allow `techniques: {{tensor: [1, {degree}]}}`, or {ONE_STAGE}",
+        )
+    if space.least_stages > most:
+        teams = f"teams of {degree}" if degree > 1 else "devices"
+        twice = f", of which each may have {rounds} stages" if rounds > 1 else ""
+        raise InputError(
+            f"there is no plan of {space.least_stages} stages: there are {most_groups} {teams}"
+            f"{twice}, and {units} units",
+            where="techniques.least_stages",
+            fix=f"set techniques.least_stages to {max(1, most)} at most",
+        )
+
+
+class Refusal(NamedTuple):
+    """The reason why a schedule has no stages, and a fix."""
+
+    why: str
+    fix: str
+
+
+def refuse_schedules(refusals: Mapping[Schedule, Refusal]) -> NoFeasiblePlanError:
+    """Return the error for a job with no stages by any schedule."""
+    every = dict.fromkeys(refusals.values())
+    whose = {one: [name for name, why in refusals.items() if why == one] for one in every}
+    return NoFeasiblePlanError(
+        f"there is no plan of several stages by schedule {' or '.join(refusals)}",
+        why="; ".join(f"{' and '.join(whose[one])}: {one.why}" for one in every)
+        if len(every) > 1
+        else next(iter(every)).why,
+        fix=", or ".join(dict.fromkeys(one.fix for one in every)),
+    )
+
+
+def refuse_one_device(devices: Sequence[Device]) -> None:
+    """Raise an InputError for fewer than two devices."""
+    if len(devices) < 2:
+        raise InputError(
+            "there is no plan of several stages: one device alone has one stage", fix=ONE_STAGE
+        )
+
+
+def refuse_one_unit(units: int) -> None:
+    """Raise an InputError for a model of fewer than two units."""
+    if units < 2:
+        raise InputError(
+            "there is no plan of several stages: a model of one unit has one stage", fix=ONE_STAGE
+        )
+
+
+def refuse_one_stage(profile: Profile, devices: Sequence[Device]) -> None:
+    """Raise an InputError if no plan can have several stages."""
+    refuse_one_device(devices)
+    refuse_one_unit(len(set(profile.model.calls)))
+    what, fix = "", ONE_STAGE
+    if not profile.model.cuts:
+        what = "wherever this model is cut, units before the cut are called again behind it"
+    elif profile.model.no_stages:
+        what = profile.model.no_stages
+    elif not profile.model.needs:
+        what = "the profile does not say what the model's units need of each other"
+        fix += ", or profile again: `gpumix profile JOB.yaml --fresh`"
+    if what:
+        raise InputError(f"there is no plan of several stages: {what}", fix=fix)
+
+
+def refuse_without(space: Space, needed: Mapping[str, object] = NEEDED) -> None:
+    """Raise an InputError if a space leaves out the needs of plans of several stages.
+
+    Args:
+        needed: by field of the space, the value required.
+    """
+    for name, value in needed.items():
+        allowed = getattr(space, name)
+        if value not in allowed:
+            raise InputError(
+                f"there is no plan of several stages with {name} "
+                f"{' or '.join(map(str, allowed))}: it needs {value}",
+                where=f"techniques.{name}",
+                fix=f"allow `techniques: {{{name}: [{value}, ...]}}`, or {ONE_STAGE}",
+            )

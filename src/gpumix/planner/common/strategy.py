@@ -1,0 +1,161 @@
+"""Strategies: functions from a profile and a request to a plan.
+
+Every device taking part appears in the plan, in rank order: by host, by ordinal, by id. The order
+of devices in a cluster file never matters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from pydantic import Field
+
+from gpumix.cost.predict import predict
+from gpumix.planner.common.sharding_setting import Setting
+from gpumix.schema.cluster.cluster import Cluster, Device
+from gpumix.schema.errors import InputError
+from gpumix.schema.job.search_space import EVERYTHING, Space
+from gpumix.schema.plan.plan import Plan, Prediction, WorkerPrediction
+from gpumix.schema.plan.stage import PLAIN, Mode, Stage, Worker
+from gpumix.schema.profile.profile import Profile
+from gpumix.schema.units import LARGEST_BATCH
+from gpumix.schema.value import Value
+
+
+class PlanRequest(Value):
+    """A planning request: a global batch over `devices` (ids; all of the cluster if empty), with
+    the techniques of `space`."""
+
+    global_batch: int = Field(
+        gt=0, le=LARGEST_BATCH, description="samples per step over all devices"
+    )
+    devices: tuple[str, ...] = ()
+    space: Space = EVERYTHING
+
+
+WORTHWHILE = 1e-3  # a plan needing more (stages, teams) must be faster by this fraction
+
+Strategy = Callable[[Profile, PlanRequest], Plan]
+
+
+@dataclass(frozen=True)
+class Part:
+    """The work and state of one device."""
+
+    samples: int
+    micro_batch: int
+    share: float
+    mode: Mode = PLAIN
+
+
+def ranked_devices(profile: Profile, request: PlanRequest) -> tuple[Device, ...]:
+    """Return the devices of the request in rank order.
+
+    Raises:
+        InputError: a device is not in the cluster.
+    """
+    known = {d.id: d for d in profile.cluster.devices}
+    wanted = set(request.devices) or set(known)
+    unknown = sorted(wanted - set(known))
+    if unknown:
+        raise InputError(
+            f"device '{unknown[0]}' is not in the profile's cluster",
+            why=f"it holds {', '.join(sorted(known))}",
+            fix="profile again on this cluster: `gpumix profile JOB.yaml`",
+        )
+    return tuple(d for d in profile.cluster.in_rank_order() if d.id in wanted)
+
+
+def assemble(
+    setting: Setting,
+    *,
+    strategy: str,
+    global_batch: int,
+    parts: Mapping[str, Part],
+    bound_s: float | None = None,
+) -> Plan:
+    """Build the plan giving each device (by id) its part, with the cost model's prediction."""
+    profile = setting.profile
+    workers = tuple(
+        Worker.model_construct(  # unvalidated: workers may be very many
+            device=device.id,
+            device_class=device.device_class,
+            host=device.host,
+            samples=parts[device.id].samples,
+            micro_batch=parts[device.id].micro_batch,
+            state_share=parts[device.id].share,
+            mode=parts[device.id].mode,
+            state_on=setting.state_on(device.device_class),
+            compile=profile.of_class(device.device_class).compiled,
+            compute_dtype=profile.of_class(device.device_class).compute_dtype,
+            efficiency=profile.of_class(device.device_class).efficiency,
+        )
+        for device in setting.devices
+    )
+    plan = Plan(
+        strategy=strategy,
+        model=profile.model.fingerprint,
+        sequence_length=profile.sequence_length,
+        global_batch=global_batch,
+        communication_dtype=setting.fleet.communication_dtype,
+        stages=(_stage(setting, workers),),
+        zero_stage=setting.zero_stage,
+        sharding=setting.sharding,
+        collectives=setting.collectives,
+        emulated=any(profile.cluster.class_named(name).emulated for name in setting.classes),
+        estimated=tuple(name for name in setting.classes if profile.of_class(name).estimated),
+    )
+    return bounded(plan.model_copy(update={"prediction": predict(profile, plan)}), bound_s)
+
+
+def _stage(setting: Setting, workers: tuple[Worker, ...]) -> Stage:
+    model, joining = setting.profile.model, setting.joining
+    return Stage(
+        units=model.calls,
+        workers=workers,
+        joined=joining.joined,
+        before=model.root.before.names if joining.before else (),
+        after=model.root.after.names if joining.after else (),
+    )
+
+
+def predicted(plan: Plan) -> Prediction:
+    """Return the prediction that `assemble` gave the plan."""
+    assert plan.prediction is not None
+    return plan.prediction
+
+
+def worth_leaving(plan: Plan) -> float:
+    """Return the seconds that a plan needing more stages or teams must beat."""
+    return predicted(plan).step_s * (1.0 - WORTHWHILE)
+
+
+def bounded(plan: Plan, bound_s: float | None) -> Plan:
+    """Attach the proven lower bound of all plans, in seconds, at most the plan's own step time."""
+    expected = predicted(plan)
+    if bound_s is not None:
+        bound_s = min(bound_s, expected.step_s)
+    return plan.model_copy(update={"prediction": expected.model_copy(update={"bound_s": bound_s})})
+
+
+def fit(workers: Iterable[WorkerPrediction]) -> bool:
+    """Return True if each worker's peak is within the worker's memory limit."""
+    return all(worker.peak_bytes <= worker.memory_limit_bytes for worker in workers)
+
+
+def with_classes_of(cluster: Cluster, plan: Plan) -> Plan:
+    """Return the plan with device classes taken from a cluster."""
+    own = {device.id: device.device_class for device in cluster.devices}
+    stages = tuple(
+        stage.model_copy(
+            update={
+                "workers": tuple(
+                    worker.model_copy(update={"device_class": own[worker.device]})
+                    for worker in stage.workers
+                )
+            }
+        )
+        for stage in plan.stages
+    )
+    return plan.model_copy(update={"stages": stages})

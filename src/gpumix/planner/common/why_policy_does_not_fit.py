@@ -1,0 +1,130 @@
+"""Reasons why a policy's plan does not fit: the short device class and the missing bytes.
+
+`planner.shortage` does so for all possible plans. Here only the plans of one policy count, with
+equal shares, and the way out is the policy without the rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from gpumix.cost.layout.curves import IntArray, MicroBatches
+from gpumix.cost.peak_memory import free_bytes, usable_bytes
+from gpumix.planner.common.score import host_excess, peak_bytes
+from gpumix.planner.common.sharding_setting import Setting
+from gpumix.planner.common.stage_preconditions import ONE_STAGE
+from gpumix.schema.errors import NoFeasiblePlanError
+from gpumix.schema.plan.plan import Plan, WorkerPrediction
+from gpumix.schema.plan.stage import Mode
+from gpumix.schema.profile.profile import Profile
+from gpumix.schema.units import show_bytes, show_exact_bytes
+
+
+class Short(NamedTuple):
+    """Bytes missing in a device's own memory, or in its part of host memory."""
+
+    bytes: int = 0
+    on_host: bool = False
+
+    @classmethod
+    def least(cls, over: IntArray, over_host: IntArray) -> Short:
+        """Return the shortage at the best of several sizes, given the excess over both."""
+        best = int(np.maximum(over, over_host).argmin())
+        short = max(0, int(over[best]), int(over_host[best]))
+        return cls(short, short > 0 and bool(over_host[best] > over[best]))
+
+
+# A setting, and the shortage of each class.
+Lack = tuple[Setting, Mapping[str, Short]]
+
+
+def too_large(what: str, lacks: Iterable[Lack]) -> NoFeasiblePlanError:
+    """Return the error naming the class with the largest shortage, in the nearest way."""
+    tried = list(lacks)
+    if not tried:
+        return NoFeasiblePlanError(
+            f"{what} is not possible: it treats all devices alike, and no mode of the allowed ones "
+            "was measured on every device class",
+            fix="use `strategy: optimal`, which lets each class have its own",
+        )
+    setting, excess = min(tried, key=lambda t: (max(t[1].values()), t[0].zero_stage))
+    short = {name: over for name, over in excess.items() if over.bytes > 0}
+    if not short:
+        return NoFeasiblePlanError(
+            f"{what} does not fit: no division by its rules fits all devices",
+            fix="use `strategy: optimal`, which gives each device its own and may fit",
+        )
+    name = max(short, key=lambda n: (short[n], n))
+    each = _each(setting.profile, short)
+    who = f"{'the host of ' if short[name].on_host else ''}device class '{name}'"
+    return NoFeasiblePlanError(
+        f"{what} does not fit: {who} is short of {show_exact_bytes(short[name].bytes)}",
+        why=f"{each}, at the best micro-batch and with 1/{len(setting.devices)} of the state",
+        fix="use `strategy: optimal`, which gives devices with less memory less of it"
+        + (", and keeps nothing on a host that has no room" if short[name].on_host else ""),
+    )
+
+
+def _each(profile: Profile, short: Mapping[str, Short]) -> str:
+    return "; ".join(
+        f"{name} is short of {show_exact_bytes(lacking.bytes)} of the "
+        + (
+            f"{show_bytes(profile.of_class(name).host_bytes or 0)} that its host has for it"
+            if lacking.on_host
+            else f"{show_bytes(usable_bytes(profile.cluster.class_named(name)))} it can use"
+        )
+        for name, lacking in sorted(short.items())
+    )
+
+
+class Misses:
+    """Plans of stages that do not fit; the nearest plan is reported.
+
+    Args:
+        what: subject of the error.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._nearest: dict[str, Short] = {}
+
+    def note(self, plan: Plan, workers: Iterable[WorkerPrediction]) -> None:
+        """Note a plan with the predictions of its workers."""
+        short: dict[str, Short] = {}
+        for worker, expected in zip(plan.workers, workers):
+            over = expected.peak_bytes - expected.memory_limit_bytes
+            if over > 0:
+                name = worker.device_class
+                short[name] = max(Short(over), short.get(name, Short()))
+        if not self._nearest or max(short.values()) < max(self._nearest.values()):
+            self._nearest = short
+
+    def error(self, profile: Profile) -> NoFeasiblePlanError:
+        return NoFeasiblePlanError(
+            f"{self._what} does not fit the devices",
+            why=f"{_each(profile, self._nearest)}, in the plan that comes nearest"
+            if self._nearest
+            else "no stages of theirs have room for their state and a micro-batch",
+            fix=f"lower `global_batch` or `sequence_length`, or {ONE_STAGE}",
+        )
+
+
+def lacks(ways: Iterable[tuple[Setting, Mode]], batch: int) -> Iterator[Lack]:
+    """Yield the shortage of each setting and mode, with equal samples and shares on all devices,
+    each class at the best micro-batch."""
+    for setting, mode in ways:
+        samples = -(-batch // len(setting.devices))
+        yield setting, {name: lack(setting, name, mode, samples) for name in setting.classes}
+
+
+def lack(setting: Setting, name: str, mode: Mode, samples: int) -> Short:
+    """Return the shortage of a device of class `name` with `samples` samples and an equal share."""
+    sizes = np.arange(1, setting.largest_micro_batch(name, samples) + 1)
+    micro = MicroBatches.of(np.full(len(sizes), samples), sizes)
+    held = peak_bytes(setting, name, micro, mode, 1.0 / len(setting.devices))
+    over = np.ceil(held - free_bytes(setting.profile, name)).astype(np.int64)
+    over_host = np.ceil(host_excess(setting, name, micro, mode)).astype(np.int64)
+    return Short.least(over, over_host)

@@ -1,0 +1,351 @@
+"""The fastest plan of one stage: samples, micro-batches, modes and state shares decided together.
+
+Devices of one class are interchangeable, so the unknowns are how many devices of a class take which
+option. Every setting (ZeRO stage, pools, form of the collectives) is searched within the time of
+the best so far. The first is searched near the least possible time, which leaves few options. If
+many remain, a search with few micro-batch sizes comes first and bounds the options worth
+tabulating. The result is exact for the cost model in `gpumix.cost`, down to the rounding of a cut
+to whole elements, except for the stated gap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from gpumix.cost.layout.curves import IntArray
+from gpumix.cost.step_time import exposed_seconds
+from gpumix.planner.common.device_pool import Fleet, fewer
+from gpumix.planner.common.sharding_setting import Setting, settings
+from gpumix.planner.common.strategy import PlanRequest, assemble, predicted, ranked_devices
+from gpumix.planner.data_parallel.balance import parts
+from gpumix.planner.data_parallel.branch_and_bound import IMPROVEMENT, Choice, fastest
+from gpumix.planner.data_parallel.class_options import (
+    TOLERANCE,
+    ClassOptions,
+    Paces,
+    PoolOptions,
+    corners,
+    pool_options,
+    tabulate,
+)
+from gpumix.planner.data_parallel.feasibility import may_fit
+from gpumix.planner.data_parallel.why_nothing_fits import no_room
+from gpumix.schema.job.search_space import Space
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.profile.profile import Profile
+
+FEW_CELLS = 96 * 96  # samples x micro-batches of a class, up to which all are tabulated at once
+FEW_SIZES = 24  # beyond, this many micro-batch sizes come first
+SMALL_SIZES = 96  # all tried where memory is short
+EXACT_SIZES, LARGE_SIZES = 512, 128  # all sizes up to the first are tried, and this many beyond
+
+NEAR = (1.1, 2.0, 8.0)  # times the least seconds of the passes
+FEW_DEVICES = 64  # up to this many the answer is exact
+LARGE_GAP = 5e-4  # beyond, no plan is faster by more than this fraction
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The fastest choice in a setting, with the pools searched, and seconds no choice changes."""
+
+    setting: Setting
+    pools: tuple[PoolOptions, ...]
+    choice: Choice
+    fixed_s: float
+
+    @property
+    def step_s(self) -> float:
+        return self.fixed_s + self.choice.limits.total_s
+
+    @property
+    def bound_s(self) -> float:
+        return self.fixed_s + self.choice.bound_s
+
+
+def optimal(profile: Profile, request: PlanRequest, paces: Paces | None = None) -> Plan:
+    """Return the plan with the shortest step within the request's space.
+
+    Ties go to the plan with the least memory: the highest ZeRO stage. Where links are stated,
+    devices may be left out, in large clusters classes and hosts: the rest may be linked better.
+
+    Args:
+        paces: of these classes, this batch and space; may be shared between searches.
+
+    Raises:
+        InputError: the request names devices unknown to the profile.
+        NoFeasiblePlanError: the devices cannot hold the state and the batch.
+    """
+    batch = request.global_batch
+    plan = optimal_below(profile, request, paces or Paces(profile, batch), float("inf"))
+    if plan is None:
+        raise no_room(profile, ranked_devices(profile, request), request.space, batch)
+    return plan
+
+
+def optimal_below(
+    profile: Profile, request: PlanRequest, paces: Paces, below_s: float
+) -> Plan | None:
+    """Return the optimal plan; None if nothing fits, or everything takes longer than `below_s`.
+
+    Raises:
+        InputError: the request names devices unknown to the profile.
+    """
+    best = _Best(paces, below_s)
+    best.of(Fleet.of(profile, ranked_devices(profile, request)), request.space)
+    if best.solution is None:
+        return None
+    return _plan(best.solution, request.global_batch, best.bound_s)
+
+
+def least_step_s(
+    profile: Profile, request: PlanRequest, paces: Paces, below_s: float = float("inf")
+) -> float | None:
+    """Return the step seconds of `optimal`, without the plan; None if nothing fits in `below_s`.
+
+    Args:
+        paces: of these classes, this batch and space; may be shared between searches.
+
+    Raises:
+        InputError: the request names devices unknown to the profile.
+    """
+    best = _Best(paces, below_s)
+    best.of(Fleet.of(profile, ranked_devices(profile, request)), request.space)
+    return None if best.solution is None else best.solution.step_s
+
+
+class _Best:
+    """The fastest choice of all settings tried, and the lower bound of all."""
+
+    def __init__(self, paces: Paces, below_s: float) -> None:
+        self.solution: Solution | None = None
+        self.bound_s = float("inf")
+        self._place = 0  # of the solution among all settings
+        self._places = 0  # settings so far
+        self._speeds: dict[str, float] = {}  # samples a second of a device, over any links
+        self._paces = paces
+        self._below_s = below_s  # slower choices do not count
+
+    def of(self, everything: Fleet, space: Space) -> None:
+        """Try all settings of all devices; then of fewer, going on from each faster fleet."""
+        self._try(everything, space)
+        base, complete = everything, space.leave_out is False
+        while not complete:
+            before = self.solution
+            some, complete = fewer(base)
+            for fleet in some:
+                if not self._too_slow(fleet):
+                    self._try(fleet, space)
+            if self.solution is None or self.solution is before:
+                return
+            base = self.solution.setting.fleet
+
+    def _too_slow(self, fleet: Fleet) -> bool:
+        """Return True if the devices cannot compute the batch in time."""
+        unknown = float("inf")  # a class of unknown speed is never too slow
+        speed = sum(len(ds) * self._speeds.get(n, unknown) for n, ds in fleet.classes.items())
+        return speed > 0 and self._paces.batch / speed > self._step_s
+
+    def _try(self, fleet: Fleet, space: Space) -> None:
+        """Try the settings of a fleet, the most promising first, until none can be faster."""
+        searches = [_Search(setting, self._paces) for setting in settings(fleet, space)]
+        if not self._speeds.keys() >= fleet.classes.keys():
+            self._speeds |= _speeds(searches)
+        first, self._places = self._places, self._places + len(searches)
+        least = [search.least_s for search in searches]
+        for number in sorted(range(len(searches)), key=lambda n: (least[n], n)):
+            below_s = self._step_s
+            if least[number] == float("inf") or least[number] > below_s * (1.0 + TOLERANCE):
+                break
+            found = searches[number].solve(below_s)
+            if found is not None:
+                self.bound_s = min(self.bound_s, found.bound_s)
+                self._take(found, first + number)
+
+    @property
+    def _step_s(self) -> float:
+        return self._below_s if self.solution is None else self.solution.step_s
+
+    def _take(self, found: Solution, place: int) -> None:
+        """Keep a solution if faster, or as fast and of an earlier setting."""
+        limit = self._step_s * (1.0 - TOLERANCE)
+        if found.step_s > limit and place < self._place:
+            limit = self._step_s * (1.0 + TOLERANCE)
+        if self.solution is None or found.step_s <= limit:
+            self.solution, self._place = found, place
+
+
+class _Search:
+    """The search for the fastest choice in a setting."""
+
+    def __init__(self, setting: Setting, paces: Paces) -> None:
+        self.setting = setting
+        self.batch = paces.batch
+        self.paces = paces
+        self.gap = IMPROVEMENT if setting.fleet.size <= FEW_DEVICES else LARGE_GAP
+
+    @cached_property
+    def least_s(self) -> float:
+        """A lower bound of the step in this setting; infinite if a class can do nothing."""
+        setting = self.setting
+        if any(not setting.modes[name] for name in setting.classes):
+            return float("inf")
+        return self._fixed_s + self.paces.least_seconds(setting) + self._least_update_s()
+
+    def solve(self, below_s: float) -> Solution | None:
+        """Return the fastest choice; None if none fits, or all take longer than `below_s`."""
+        if not self.paces.enough(self.setting, below_s - self._fixed_s):
+            return None
+        found = self._nearest_first(below_s - self._fixed_s)
+        return None if found is None else Solution(self.setting, *found, self._fixed_s)
+
+    @cached_property
+    def _fixed_s(self) -> float:
+        setting = self.setting
+        return exposed_seconds(setting.profile, setting.links) + self._fixed_update_s()
+
+    def _fixed_update_s(self) -> float:
+        """Return the seconds of the update without sharding: every device updates everything."""
+        if self.setting.zero_stage > 0:
+            return 0.0
+        return max(map(self.setting.update_s, self.setting.classes))
+
+    def _least_update_s(self) -> float:
+        """Return the least update: a pool's devices update at once, and the slowest pool counts."""
+        setting = self.setting
+        if setting.zero_stage == 0:
+            return 0.0
+        longest = 0.0
+        for pool in setting.pools:
+            needed = [(len(there[0]), setting.update_s(name)) for name, there in pool.classes]
+            if all(update_s > 0 for _, update_s in needed):
+                longest = max(longest, 1.0 / sum(n / update_s for n, update_s in needed))
+        return longest
+
+    def _nearest_first(self, within_s: float) -> Found | None:
+        """Return the fastest choice with passes of at most `within_s`.
+
+        Limits near the least time come first, since few options remain; and few sizes first if many
+        options remain even so. A choice among all sizes that takes no longer than the limit of its
+        search is the fastest of all: any faster choice was in the tables too. If none of few sizes
+        fits, all small sizes are tried too: memory is short, and large sizes take more.
+        """
+        largest = max(self._largest.values())
+        every = self._every(largest)
+        if within_s < float("inf") and self._cells(within_s) <= FEW_CELLS:
+            return self._among(every, within_s)
+        least = self.paces.least_seconds(self.setting)
+        limits = [least * factor for factor in NEAR if 0 < least * factor < within_s]
+        limits.append(within_s)
+        for limit in limits:
+            sizes = every if self._cells(limit) <= FEW_CELLS else _few(largest)
+            found = self._among(sizes, limit)
+            if found is None:
+                if limit == limits[0] and not may_fit(self.setting, self.batch):
+                    return None
+                continue
+            total = found[1].limits.total_s
+            if sizes is every and total <= limit:
+                return found
+            return self._among(every, min(within_s, total * (1.0 + TOLERANCE)))
+        if sizes is every:
+            return None
+        if within_s < float("inf"):
+            return self._among(every, within_s)
+        if self.setting.memory.ones_are_least(self.batch):
+            return None
+        found = self._among(np.union1d(every[:SMALL_SIZES], _few(largest)), within_s)
+        return found and self._among(every, found[1].limits.total_s * (1.0 + TOLERANCE))
+
+    def _every(self, largest: int) -> IntArray:
+        """Return all micro-batch sizes; of large sizes only some, each a little larger than the
+        last (a sample more or less makes no difference), and the points of curves."""
+        if largest <= EXACT_SIZES:
+            return np.arange(1, largest + 1)
+        steps = np.geomspace(EXACT_SIZES, largest, LARGE_SIZES).astype(np.int64)
+        classes = self.setting.classes
+        points = {n for name in classes for n in corners(self.setting.profile, name, largest)}
+        exact = np.arange(1, EXACT_SIZES + 1)
+        return np.unique(np.concatenate([exact, steps, _few(largest), sorted(points)]))
+
+    @cached_property
+    def _largest(self) -> dict[str, int]:
+        """The largest micro-batch of each class with room."""
+        return {n: self.paces.largest_micro_batch(self.setting, n) for n in self.setting.classes}
+
+    def _cells(self, within_s: float) -> int:
+        """Return an upper bound of the options of a class within `within_s`, in each mode."""
+        most = self._most_samples(within_s)
+        rows = {name: n + 1 - self._least_samples(most, name) for name, n in most.items()}
+        return max(rows[name] * min(self._largest[name], n) for name, n in most.items())
+
+    def _most_samples(self, within_s: float) -> dict[str, int]:
+        """Return an upper bound of a device's samples within `within_s`, by class."""
+        classes = self.setting.classes
+        return {name: self.paces.most_samples(self.setting, name, within_s) for name in classes}
+
+    def _least_samples(self, most: Mapping[str, int], name: str) -> int:
+        """Return the fewest samples of a device of class `name` if none does more than `most`."""
+        reached = sum(len(ds) * most[n] for n, ds in self.setting.classes.items())
+        return max(0, self.batch - reached + most[name])
+
+    def _among(self, sizes: IntArray, within_s: float) -> Found | None:
+        """Return the fastest choice among micro-batches of `sizes`."""
+        if within_s < 0:
+            return None
+        setting, classes = self.setting, self.setting.classes
+        most = self._most_samples(within_s)
+        options: dict[str, ClassOptions] = {}
+        # Classes that may prove the batch too large with the fewest options come first.
+        for name in sorted(classes, key=lambda n: (-len(classes[n]) * most[n], n)):
+            largest = max(1, min(self._largest[name], most[name]))
+            least = self._least_samples(most, name)
+            if least > most[name]:
+                return None
+            grid = self.paces.grids.of(least, most[name], sizes[sizes <= largest])
+            options[name] = tabulate(setting, name, grid, within_s)
+            if not len(options[name].rows):
+                return None
+            most[name] = int(options[name].rows[-1])
+        pools = pool_options(setting, options)
+        choice = fastest(pools, self.batch, self.gap)
+        return None if choice is None else (pools, choice)
+
+
+Found = tuple[tuple[PoolOptions, ...], Choice]
+
+
+def _few(largest: int) -> IntArray:
+    """Return micro-batch sizes up to `largest`, evenly spaced in the logarithm."""
+    return np.unique(np.geomspace(1, largest, FEW_SIZES).astype(np.int64))
+
+
+def _speeds(searches: Sequence[_Search]) -> dict[str, float]:
+    """Return the most samples a second of a device of each class, in any of the settings."""
+    speeds: dict[str, float] = {}
+    for search in searches:
+        for name in search.setting.classes:
+            if search.setting.modes[name]:
+                per_sample = search.paces.seconds_per_sample(search.setting, name)
+                speed = 1.0 / per_sample if per_sample > 0 else float("inf")
+                speeds[name] = max(speeds.get(name, 0.0), speed)
+            else:
+                speeds.setdefault(name, 0.0)
+    return speeds
+
+
+def _plan(solution: Solution, batch: int, bound_s: float) -> Plan:
+    """Build the plan of a solution, counted again without shortcuts."""
+    plan = assemble(
+        solution.setting,
+        strategy="optimal",
+        global_batch=batch,
+        parts=parts(solution.setting, solution.pools, solution.choice, batch),
+        bound_s=bound_s,
+    )
+    for worker in predicted(plan).workers:
+        assert worker.peak_bytes <= worker.memory_limit_bytes, worker
+    return plan

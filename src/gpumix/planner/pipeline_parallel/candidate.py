@@ -1,0 +1,155 @@
+"""The parts of a plan of several stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from gpumix.cost.network.link_times import forms_for
+from gpumix.planner.pipeline_parallel.device_order import Cell, Group, Row, cell_of
+from gpumix.planner.pipeline_parallel.stage_modes import Manner, Teams, kind_of, teams_of
+from gpumix.schema.cluster.cluster import Device
+from gpumix.schema.plan.dtypes import communication_dtype
+from gpumix.schema.plan.plan import Plan, Schedule, ZeroStage
+from gpumix.schema.plan.stage import Stage, Worker
+from gpumix.schema.profile.profile import Profile
+
+Cut = tuple[int, ...]
+"""The call after the last call of each stage."""
+
+Deal = tuple[int, ...]
+"""Micro-batches of each worker of a group, or of each team."""
+
+Counts = tuple[Deal, ...]
+"""The deals of all groups."""
+
+ROUNDS = 2  # stages of each group, if interleaved
+
+
+@dataclass(frozen=True)
+class Way:
+    """A plan without a cut: a row of groups with `rounds` stages each (several if interleaved), a
+    manner for each stage, a schedule and a micro-batch size."""
+
+    row: Row
+    manners: tuple[Manner, ...]
+    schedule: Schedule
+    micro_batch: int
+
+    @property
+    def rounds(self) -> int:
+        return rounds_of(self.schedule)
+
+    @property
+    def stages(self) -> tuple[Group, ...]:
+        """The devices of each stage."""
+        return self.row * self.rounds
+
+    @cached_property
+    def teams(self) -> tuple[Teams, ...]:
+        """The workers of each group, by class."""
+        return tuple(
+            teams_of(kind_of(group), manner.team.degree)
+            for group, manner in zip(self.row, self.manners)
+        )
+
+
+def rounds_of(schedule: Schedule) -> int:
+    """Return the number of stages of each group."""
+    return ROUNDS if schedule == "interleaved" else 1
+
+
+def leaders(group: Group, degree: int) -> tuple[Device, ...]:
+    """Return the first device of each team of a group."""
+    return tuple(team[0] for team in members(group, degree))
+
+
+def members(group: Group, degree: int) -> tuple[Group, ...]:
+    """Return a group's teams: successive devices of one class and island of a host. Devices too few
+    for a further team are in none."""
+    alike: dict[Cell, list[Device]] = {}
+    for device in group:
+        alike.setdefault(cell_of(device), []).append(device)
+    return tuple(
+        tuple(devices[begin : begin + degree])
+        for devices in alike.values()
+        for begin in range(0, len(devices) - degree + 1, degree)
+    )
+
+
+def assemble_stages(
+    profile: Profile,
+    batch: int,
+    way: Way,
+    cut: Cut,
+    counts: Counts,
+    *,
+    strategy: str,
+    zero_stage: ZeroStage = 0,
+    waves: int = 1,
+) -> Plan:
+    """Build the plan, without a prediction. Workers of a stage have equal shares of its state.
+
+    Args:
+        batch: samples of a step.
+        counts: micro-batches of each worker, or of each team.
+        waves: each group has a worker with as many micro-batches.
+    """
+    model = profile.model
+    stages = []
+    for number, (begin, end) in enumerate(pairwise((0, *cut))):
+        needs, manner = model.needs_of(begin, end), way.manners[number]
+        teams = members(way.stages[number], manner.team.degree)
+        samples = _samples(counts[number % len(way.row)], way.micro_batch, batch)
+        classes = {d.device_class: profile.of_class(d.device_class) for d in way.stages[number]}
+        workers = tuple(
+            Worker.model_construct(  # unvalidated: workers may be very many
+                device=device.id,
+                device_class=device.device_class,
+                host=device.host,
+                samples=n,
+                micro_batch=min(way.micro_batch, n),
+                state_share=1.0 / len(teams),
+                mode=manner.mode,
+                compile=classes[device.device_class].compiled and manner.team.degree == 1,
+                compute_dtype=classes[device.device_class].compute_dtype,
+                efficiency=classes[device.device_class].efficiency,
+            )
+            for team, n in zip(teams, samples)
+            for device in team
+        )
+        stages.append(
+            Stage(
+                units=model.calls[begin:end],
+                workers=workers,
+                tensor=manner.team.degree,
+                sequence=manner.team.sequence,
+                takes=needs.outputs,
+                root=needs.root,
+            )
+        )
+    used = sorted({device.device_class for group in way.row for device in group})
+    return Plan(
+        strategy=strategy,
+        model=model.fingerprint,
+        sequence_length=profile.sequence_length,
+        global_batch=batch,
+        communication_dtype=communication_dtype(profile.of_class(n).compute_dtype for n in used),
+        stages=tuple(stages),
+        schedule=way.schedule,
+        waves=waves,
+        zero_stage=zero_stage,
+        collectives=forms_for(profile),
+        emulated=any(profile.cluster.class_named(name).emulated for name in used),
+        estimated=tuple(name for name in used if profile.of_class(name).estimated),
+    )
+
+
+def _samples(counts: Sequence[int], micro_batch: int, batch: int) -> list[int]:
+    """Return samples by numbers of micro-batches; the last micro-batch of all may be smaller."""
+    samples = [count * micro_batch for count in counts]
+    last = max(place for place, count in enumerate(counts) if count)
+    samples[last] -= sum(samples) - batch
+    return samples

@@ -1,0 +1,527 @@
+"""The fastest plan of several stages: the groups, the calls, the micro-batches.
+
+A *way* is a row of groups (`planner.arrange`), a manner for each stage (`planner.manner`), a
+schedule and a micro-batch size. All rows, with the best cut and manners of each, are estimated at
+once (`planner.pipeline_estimate`): every row as if gradients were summed in no time, then the
+fastest rows at all ZeRO stages and by all schedules. The fastest estimates are counted exactly
+(`planner.counted`), then the neighbors of the best plan: other schedules, sizes, manners, and a
+call more or less in a stage.
+
+With few ways, candidates are counted in the order of a lower bound, the computing of the busiest
+worker and the time before and after (`planner.cuts`), until none can be shorter than the best plan;
+a way is cut when the turn of its own bound comes. `bound_s` is the least bound of everything not
+counted: the time of the plan itself, unless candidates, cuts, micro-batch sizes or deals of
+micro-batches to workers are too many. Devices of one stage run in one mode, and share its state as
+equally as room allows.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cached_property
+from itertools import product
+from math import comb, prod
+from operator import itemgetter
+
+import numpy as np
+
+from gpumix.cost.layout.curves import FloatArray
+from gpumix.cost.peak_memory import element_bytes, free_bytes
+from gpumix.cost.predict import predict
+from gpumix.planner.common.stage_preconditions import (
+    Refusal,
+    refuse_number,
+    refuse_one_stage,
+    refuse_schedules,
+    refuse_without,
+)
+from gpumix.planner.common.strategy import (
+    PlanRequest,
+    bounded,
+    predicted,
+    ranked_devices,
+    worth_leaving,
+)
+from gpumix.planner.pipeline_parallel.call_times import PaceOf
+from gpumix.planner.pipeline_parallel.candidate import Way, rounds_of
+from gpumix.planner.pipeline_parallel.device_order import Row, cell_of, rows
+from gpumix.planner.pipeline_parallel.micro_batch_counts import (
+    ENOUGH,
+    Candidate,
+    Counting,
+    Found,
+    deals_near,
+)
+from gpumix.planner.pipeline_parallel.pipeline_estimate import PipelineEstimates, RowEstimates
+from gpumix.planner.pipeline_parallel.stage_cuts import FEW_CUTS, Cutter
+from gpumix.planner.pipeline_parallel.stage_modes import (
+    ALONE,
+    Manner,
+    Manners,
+    kind_of,
+    measured_teams,
+    teams_of_space,
+)
+from gpumix.planner.pipeline_parallel.tensor_parallel_teams import (
+    Searched,
+    devices_in_teams,
+    of_unlike_sizes,
+)
+from gpumix.schema.errors import NoFeasiblePlanError
+from gpumix.schema.plan.plan import Plan, Schedule, ZeroStage
+from gpumix.schema.profile.profile import Profile
+
+FEW_SIZES = 12  # up to this many micro-batch sizes, all are tried
+FEW_COUNTS = 4  # beyond, sizes making up to this many micro-batches are tried too
+FEW_WAYS = 500  # up to this many, all are tried
+SOME_WAYS = 1_200  # up to this many if all sizes are tried, with less work
+FEW_STAGES = 4  # up to this many, manners are changed one by one
+# Limits on exact counts, in actions replayed: of promising plans, and of neighbors in addition.
+PROMISING, ALIKE = 4_000, 8_000
+# Limits on further counts, of all plans: with few ways, and with some.
+PROVING, PROVING_SOME = 32_000, 20_000
+# Work to cut a model, for each stage, in actions replayed; and the number of cuts adding 1.
+CUT_WORK, CUTS_A_WORK = 3, 100
+FEW_DEVICES = 64  # beyond, a replay takes long: estimates are trusted more
+MIXTURES = 2  # of team sizes in one stage; each takes its own search
+PESSIMISM, MANY_PESSIMISM = 0.8, 0.95  # least part of an estimate that a step takes
+MOST_ROWS = 16  # rows estimated by all schedules and ZeRO stages
+REACH = 1.1  # times the limit, for plans with neighbors to try
+NEAR = 1.1  # times the least time so far, for rows and sizes to estimate
+SCHEDULES: tuple[Schedule, ...] = ("1f1b", "eager-1f1b", "gpipe", "zero-bubble", "interleaved")
+
+# True if slow to replay; seconds; a number; the row, the ZeRO stage, the schedule, the number of
+# waves, and the number of the micro-batch size.
+Estimated = tuple[bool, float, int, RowEstimates, tuple[ZeroStage, Schedule, int, int]]
+
+
+def staged(profile: Profile, request: PlanRequest) -> Plan:
+    """Return the fastest plan of several stages.
+
+    Raises:
+        InputError: the request names devices unknown to the profile, there is only one device or
+            one unit, the techniques leave out what stages need, or the profile does not say what
+            units need of each other.
+        NoFeasiblePlanError: no plan of several stages fits.
+    """
+    plan, _ = staged_below(profile, request, float("inf"))
+    assert plan is not None
+    return plan
+
+
+def staged_below(
+    profile: Profile, request: PlanRequest, below_s: float
+) -> tuple[Plan | None, float]:
+    """Return the fastest plan if faster than `below_s`, else None; and a lower bound of all plans
+    of several stages in seconds, at most `below_s`. Teams of unlike sizes in one stage are tried
+    last, as devices of unlike classes.
+
+    Raises:
+        InputError, NoFeasiblePlanError: no plan can exist, or none fits, however slow.
+    """
+    best, failure = None, None
+    bounds_s: list[float | None] = [below_s]
+    try:
+        best, bounds_s[0] = _search_below(profile, request, below_s)
+    except NoFeasiblePlanError as error:
+        failure = error
+    if best is not None:
+        below_s = worth_leaving(best)
+    few = len(ranked_devices(profile, request)) <= FEW_DEVICES
+    other, more_s = of_unlike_sizes(
+        profile, request, _search_below, below_s, most=MIXTURES if few else 0, in_stages=True
+    )
+    best = other or best
+    if best is None and failure is not None:
+        raise failure
+    bound_s = min(one for one in [*bounds_s, *more_s] if one is not None)
+    return None if best is None else bounded(best, bound_s), bound_s
+
+
+def _search_below(profile: Profile, request: PlanRequest, below_s: float) -> Searched:
+    few = len(ranked_devices(profile, request)) <= FEW_DEVICES
+    plan, bound_s = _Search(profile, request, below_s * REACH if few else below_s).run()
+    if plan is not None and predicted(plan).step_s >= below_s:
+        plan = None
+    return plan, bound_s
+
+
+class _Search:
+    def __init__(self, profile: Profile, request: PlanRequest, below_s: float) -> None:
+        self._profile = profile
+        self._batch = request.global_batch
+        self._space = request.space
+        self._devices = devices_in_teams(profile, request)
+        self._below_s = below_s
+        refuse_one_stage(profile, self._devices)
+        refuse_without(request.space)
+        teams = measured_teams(profile).intersection(teams_of_space(request.space))
+        self._pace_of = pace_of = PaceOf(profile, {ALONE, *teams})
+        self._manners = Manners(pace_of.profiles, request.space)
+        self._schedules = [one for one in SCHEDULES if one in request.space.schedules]
+        refuse_number(
+            request.space,
+            most_groups=self._most_groups,
+            units=profile.model.most_stages,
+            rounds=max(map(rounds_of, self._schedules)),
+            degree=self._manners.smallest_team(),
+        )
+        self._refuse_schedules()
+        self._cutter = Cutter(pace_of, self._batch)
+        self._counting = Counting(pace_of, self._batch)
+        self._estimates = PipelineEstimates(pace_of, self._manners, self._batch, self._sizes)
+        self._best: Found | None = None
+        self._seen: set[Candidate] = set()
+
+    def run(self) -> tuple[Plan | None, float]:
+        """Return the fastest plan found, and the proven bound; see `staged_below`."""
+        bound_s = self._least_s
+        if bound_s < self._best_s * (1 - ENOUGH):
+            self._count_estimated()
+            self._count_what_is_alike()
+            bound_s = max(bound_s, self._prove())
+        bound_s = min(bound_s, self._best_s)
+        if self._best is None:
+            if self._below_s == float("inf"):
+                raise self._counting.misses.error(self._profile)
+            return None, bound_s
+        expected = predict(self._profile, self._best.plan)
+        bound_s = min(bound_s, expected.step_s)
+        expected = expected.model_copy(update={"bound_s": bound_s})
+        return self._best.plan.model_copy(update={"prediction": expected}), bound_s
+
+    def _refuse_schedules(self) -> None:
+        """Drop schedules without plans; raise a NoFeasiblePlanError if none remains."""
+        refused = {one: why for one in self._schedules if (why := self._refusal(one)) is not None}
+        if len(refused) == len(self._schedules):
+            raise refuse_schedules(refused)
+        self._schedules = [one for one in self._schedules if one not in refused]
+
+    def _refusal(self, schedule: Schedule) -> Refusal | None:
+        """Return the reason why a schedule has no plan, if any."""
+        rounds, space = rounds_of(schedule), self._space
+        if lacking := self._manners.lacking(self._classes, schedule):
+            return lacking
+        if any(self._zero_stages(row, schedule) for row in self._rows[0]):
+            return None
+        # Too few stages are allowed, or too few units exist.
+        least = max(space.least_stages, 2 * rounds)
+        least = -(-least // rounds) * rounds
+        if least > self._most_stages:
+            pinned = space.most_stages == self._most_stages
+            pin = f"techniques.most_stages is {space.most_stages}"
+            there = pin if pinned else f"the model has {self._most_stages} units"
+            each = (
+                f"{rounds} stages for each of 2 groups or more, so {least}" if rounds > 1 else least
+            )
+            return Refusal(
+                f"it has {each} at least, and {there}",
+                f"set techniques.most_stages to {least} or more"
+                if pinned
+                else "allow `techniques: {schedules: [1f1b, ...]}`",
+            )
+        return Refusal(
+            f"no groups of devices make {self._wanted} stages",
+            "allow another number of stages, or `techniques: {schedules: [1f1b, ...]}`",
+        )
+
+    @property
+    def _wanted(self) -> str:
+        """The allowed numbers of stages, in words."""
+        least, most = max(2, self._space.least_stages), self._most_stages
+        return f"{least}" if least == most else f"{least} to {most}"
+
+    @property
+    def _pessimism(self) -> float:
+        return PESSIMISM if len(self._devices) <= FEW_DEVICES else MANY_PESSIMISM
+
+    @property
+    def _best_s(self) -> float:
+        return self._below_s if self._best is None else self._best.seconds
+
+    @cached_property
+    def _rows(self) -> tuple[list[Row], bool]:
+        found, complete = rows(self._devices, min(self._most_stages, self._most_groups))
+        if self._manners.smallest_team() == 1:
+            return found, complete
+        able = [row for row in found if all(map(self._manners.can_team_up, map(kind_of, row)))]
+        return able, complete
+
+    @cached_property
+    def _most_groups(self) -> int:
+        """The most groups of a row: each has at least a team."""
+        alike = Counter(map(cell_of, self._devices))
+        degree = self._manners.smallest_team()
+        return sum(count // degree for count in alike.values())
+
+    @property
+    def _most_stages(self) -> int:
+        most = self._profile.model.most_stages
+        return min(most, self._space.most_stages or most)
+
+    @cached_property
+    def _classes(self) -> Counter[str]:
+        """The number of devices of each class."""
+        return Counter(device.device_class for device in self._devices)
+
+    @cached_property
+    def _largest(self) -> int:
+        """The largest micro-batch measured on devices of every class."""
+        limits = (self._manners.largest_of_class(name) for name in self._classes)
+        return int(min(self._batch, *limits))
+
+    @cached_property
+    def _sizes(self) -> list[int]:
+        """Micro-batch sizes to try: all of few; of many, sizes for few micro-batches, and some
+        evenly spaced in the logarithm, each the smallest for its number of micro-batches."""
+        if self._largest <= FEW_SIZES:
+            return list(range(1, self._largest + 1))
+        spread = np.geomspace(1, self._largest, FEW_SIZES).astype(np.int64)
+        counts = np.union1d(-(-self._batch // spread), np.arange(1, FEW_COUNTS + 1))
+        sizes = np.unique(-(-self._batch // counts))
+        return [int(size) for size in sizes[sizes <= self._largest]]
+
+    def _zero_stages(self, row: Row, schedule: Schedule) -> list[ZeroStage]:
+        """Return the ZeRO stages for a row: only the lowest if each stage has one device, none if
+        the schedule gives the row too many stages or too few."""
+        if not self._space.least_stages <= len(row) * rounds_of(schedule) <= self._most_stages:
+            return []
+        found = sorted(set(self._space.zero_stages))
+        return found[:1] if max(map(len, row)) == 1 else found
+
+    def _count(self, candidate: Candidate) -> None:
+        """Count a candidate, and keep the plan if best."""
+        if candidate in self._seen:
+            return
+        self._seen.add(candidate)
+        least_s = self._cutter.least_of_cut(candidate.way, candidate.cut, candidate.zero_stage)
+        if least_s < self._best_s * (1 - ENOUGH) or self._best_s == float("inf"):
+            self._best = self._counting.best(candidate, self._best_s) or self._best
+
+    # -- the fastest by estimate -----------------------------------------------------------------
+
+    def _count_estimated(self) -> None:
+        """Count estimated plans; slow replays come last."""
+        for _, seconds, _, of_row, choice in sorted(self._estimated()):
+            if self._counting.work > PROMISING:
+                return
+            if seconds * self._pessimism > self._best_s:
+                continue
+            if candidate := of_row.candidate(*choice):
+                self._count(candidate)
+
+    def _estimated(self) -> Iterator[Estimated]:
+        """Yield estimated plans that may beat the best."""
+        ideal = self._ideal_rows()
+        if not ideal:
+            return
+        limit_s = self._best_s / self._pessimism
+        least = np.min([seconds for seconds, _ in ideal], axis=0)
+        useful = least <= min(limit_s, NEAR * float(least.min()))
+        sizes = [size for size, may in zip(self._sizes, useful) if may]
+        estimates, found = self._estimates.of_sizes(sizes), 0
+        for ideal_s, row in ideal:
+            if ideal_s.min() > limit_s:
+                return
+            of_row = estimates.of(row)
+            for zero_stage, waves in self._divisions(of_row):
+                # 1f1b needs the least memory, and the ideal time is of any schedule.
+                first = of_row.divided(zero_stage, "1f1b", waves)
+                if first.ideal_s.min() > limit_s:
+                    continue
+                for schedule in self._schedules_of(row, zero_stage, waits=first.waits):
+                    every_s = of_row.divided(zero_stage, schedule, waves).seconds
+                    limit_s = min(limit_s, NEAR * float(every_s.min()))
+                    for at in np.flatnonzero(every_s * self._pessimism < self._best_s):
+                        late = -(-self._batch // sizes[at]) * len(row) > PROMISING
+                        found += 1
+                        choice = zero_stage, schedule, waves, int(at)
+                        yield late, float(every_s[at]), found, of_row, choice
+
+    def _divisions(self, of_row: RowEstimates) -> Iterator[tuple[ZeroStage, int]]:
+        """Yield the ZeRO stages and numbers of waves with room for a row."""
+        stages = {z for one in self._schedules for z in self._zero_stages(of_row.row, one)}
+        for zero_stage in sorted(stages, reverse=True):
+            every = [
+                n for n in of_row.waves(zero_stage) if of_row.divided(zero_stage, "1f1b", n).fits
+            ]
+            if not every:
+                return  # lower stages need more memory
+            yield from ((zero_stage, n) for n in every)
+
+    def _schedules_of(self, row: Row, zero_stage: ZeroStage, *, waits: bool) -> Iterator[Schedule]:
+        """Yield the schedules to try for a row at a ZeRO stage: eager 1F1B only if 1F1B `waits` or
+        is ruled out."""
+        for schedule in self._schedules:
+            as_another = schedule == "eager-1f1b" and "1f1b" in self._schedules and not waits
+            if not as_another and zero_stage in self._zero_stages(row, schedule):
+                yield schedule
+
+    def _ideal_rows(self) -> list[tuple[FloatArray, Row]]:
+        """Return the best rows with ideal seconds: sums hide behind computing and no gradients are
+        late, at the ZeRO stage and by the schedule of least memory."""
+        highest = max(self._space.zero_stages)
+        if not self._holds_state(highest):
+            return []
+        every = (
+            (self._estimates.of(row).divided(highest, "1f1b", 0), row) for row in self._rows[0]
+        )
+        found = [(divided.ideal_s, row) for divided, row in every if divided.fits]
+        return sorted(found, key=lambda one: float(one[0].min()))[:MOST_ROWS]
+
+    def _holds_state(self, zero_stage: ZeroStage) -> bool:
+        """Return True if all devices together have room for one copy of units called once."""
+        calls = len(self._profile.model.calls)
+        elements = self._pace_of.rooms[ALONE].least_elements(np.array(0), np.array(calls))
+        each = [element_bytes(self._profile, name, max(1, zero_stage))[1] for name in self._classes]
+        room = (n * free_bytes(self._profile, name) for name, n in self._classes.items())
+        return float(elements) * min(each) <= sum(room)
+
+    def _count_what_is_alike(self) -> None:
+        before: Found | None = None
+        while self._best is not None and self._best is not before:
+            before = self._best
+            for candidate in self._alike(before.candidate):
+                if self._counting.work > ALIKE:
+                    return
+                self._count(candidate)
+
+    def _alike(self, one: Candidate) -> Iterator[Candidate]:
+        """Yield candidates differing in a single choice."""
+        way, cut, of_row = one.way, one.cut, self._estimates.of(one.way.row)
+        allowed = set(self._profile.model.cuts)
+        number = int(np.argmin(np.abs(np.array(self._sizes) - way.micro_batch)))
+        others = [(way.schedule, n) for n in (number - 1, number + 1) if 0 <= n < len(self._sizes)]
+        others += [(schedule, number) for schedule in self._schedules if schedule != way.schedule]
+        for schedule, at in others:
+            if one.zero_stage not in self._zero_stages(way.row, schedule):
+                continue
+            waves = 0 if one.zero_stage < 2 else one.waves or 1
+            found = of_row.candidate(one.zero_stage, schedule, waves, at)
+            if found is not None:
+                yield found
+        for place, end in enumerate(cut[:-1]):
+            before = cut[place - 1] if place else 0
+            for moved in (end - 1, end + 1):
+                if before < moved < cut[place + 1] and moved in allowed:
+                    yield replace(one, cut=(*cut[:place], moved, *cut[place + 1 :]), deal=None)
+        for place, manner in enumerate(way.manners if len(way.manners) <= FEW_STAGES else ()):
+            for other in self._manners_at(way.row, way.schedule, place):
+                if other != manner and other.team == manner.team:
+                    manners = (*way.manners[:place], other, *way.manners[place + 1 :])
+                    yield replace(one, way=replace(way, manners=manners), deal=None)
+        yield from deals_near(one)
+
+    def _manners_at(self, row: Row, schedule: Schedule, stage: int) -> tuple[Manner, ...]:
+        last = stage == len(row) * rounds_of(schedule) - 1
+        return self._manners.of(kind_of(row[stage % len(row)]), schedule, last=last)
+
+    # -- proof that no plan is faster ------------------------------------------------------------
+
+    @cached_property
+    def _least_s(self) -> float:
+        """A lower bound of the step of any plan."""
+        return self._cutter.least_of(sorted(self._classes.items()), self._manners)
+
+    def _prove(self) -> float:
+        """Return a lower bound of all steps in seconds. With few ways, all candidates that may beat
+        the best plan are counted; the rest, with too many cuts, sizes or deals, is bounded."""
+        allowed = self._allowed_work()
+        if not allowed:
+            return 0.0
+        most_work = self._counting.work + allowed
+        least_s = float("inf") if self._every_size else self._least_s  # of everything not counted
+        for own_least_s, candidate in self._nearest_first(most_work):
+            if own_least_s >= self._best_s * (1 - ENOUGH):
+                break
+            if self._counting.work > most_work:
+                return min(least_s, own_least_s)
+            if candidate is None:
+                least_s = min(least_s, own_least_s)
+                continue
+            found, complete = self._counting.best_deal(candidate, self._best_s)
+            self._best = found or self._best
+            if not complete:
+                least_s = min(least_s, own_least_s)
+        return least_s
+
+    @property
+    def _every_size(self) -> bool:
+        return len(self._sizes) == self._largest
+
+    def _allowed_work(self) -> int:
+        """Return the work allowed for looking at all ways; 0 if the ways are too many."""
+        found, complete = self._rows
+        if not complete:
+            return 0
+        total, most = 0, SOME_WAYS if self._every_size else FEW_WAYS
+        for row, schedule in product(found, self._schedules):
+            stages = len(row) * rounds_of(schedule)
+            manners = (len(self._manners_at(row, schedule, n)) for n in range(stages))
+            total += len(self._sizes) * prod(manners)
+            if total > most:
+                return 0
+        return PROVING if total <= FEW_WAYS else PROVING_SOME
+
+    def _ways(self) -> Iterator[tuple[float, Way]]:
+        """Yield ways that may beat the best plan, with lower bounds."""
+        for row, schedule in product(self._rows[0], self._schedules):
+            stages = len(row) * rounds_of(schedule)
+            if not self._zero_stages(row, schedule):
+                continue
+            every = [self._manners_at(row, schedule, n) for n in range(stages)]
+            for manners in product(*every):
+                teams = [manner.team for manner in manners]
+                if teams != teams[: len(row)] * rounds_of(schedule):
+                    continue
+                largest = min(map(self._manners.largest, map(kind_of, row), teams))
+                least = self._cutter.least_of_ways(row, manners, self._sizes)
+                for size, least_s in zip(self._sizes, least):
+                    if size <= largest and least_s < self._best_s * (1 - ENOUGH):
+                        yield float(least_s), Way(row, manners, schedule, size)
+
+    def _nearest_first(self, most_work: int) -> Iterator[tuple[float, Candidate | None]]:
+        """Yield candidates with room for the state of units, by lower bound, the least first. None
+        stands for a way with too many cuts, or with its turn after `most_work`."""
+        # A way is cut when its turn comes; its next candidate follows the last.
+        heap: list[tuple[float, int, Candidate, Iterator[tuple[float, Candidate]]]] = []
+        ways = sorted(self._ways(), key=itemgetter(0))
+        cuts = len(self._profile.model.cuts)
+
+        def put(number: int, others: Iterator[tuple[float, Candidate]]) -> None:
+            for least_s, candidate in others:
+                heapq.heappush(heap, (least_s, number, candidate, others))
+                return
+
+        def due(until_s: float) -> Iterator[tuple[float, Candidate]]:
+            while heap and heap[0][0] <= until_s:
+                least_s, number, candidate, others = heapq.heappop(heap)
+                yield least_s, candidate
+                put(number, others)
+
+        for number, (way_s, way) in enumerate(ways):
+            yield from due(way_s)
+            every = comb(cuts, len(way.stages) - 1)
+            if every > FEW_CUTS or self._counting.work > most_work:
+                yield way_s, None
+            else:
+                self._counting.work += len(way.stages) * (CUT_WORK + every // CUTS_A_WORK)
+                put(number, self._cut(way, way_s))
+        yield from due(float("inf"))
+
+    def _cut(self, way: Way, way_s: float) -> Iterator[tuple[float, Candidate]]:
+        """Yield a way's candidates by lower bound, at least `way_s` each."""
+        cuts, stages = self._cutter.cuts(way), self._zero_stages(way.row, way.schedule)
+        if not stages:
+            return
+        least = np.stack([self._cutter.least_s(way, cuts, zero_stage) for zero_stage in stages])
+        # On ties, the lower ZeRO stage comes first.
+        for place in np.argsort(least.T, axis=None, kind="stable"):
+            number, row = divmod(int(place), len(stages))
+            least_s = float(least[row, number])
+            if least_s == float("inf"):
+                return
+            yield max(way_s, least_s), Candidate(way, stages[row], cuts.cut(number))

@@ -1,0 +1,199 @@
+"""Manners of running a stage: the team size and the mode of a group."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from typing import NamedTuple
+
+from gpumix.cost.step_time import can, chunks_cost_nothing
+from gpumix.planner.common.stage_preconditions import Refusal
+from gpumix.schema.cluster.cluster import Device
+from gpumix.schema.cluster.link_islands import Near, near
+from gpumix.schema.job.search_space import Space
+from gpumix.schema.plan.plan import Schedule
+from gpumix.schema.plan.stage import Head, Mode
+from gpumix.schema.profile.profile import Profile
+
+
+class Kind(NamedTuple):
+    """The makeup of a group: devices by host and class, each island apart; and their nearness."""
+
+    hosts: tuple[tuple[tuple[str, int], ...], ...]
+    near: Near = "all"
+
+
+Teams = tuple[tuple[str, int], ...]
+"""By class, the number of a stage's workers, or of teams led by a device of the class."""
+
+
+class Team(NamedTuple):
+    """The number of devices computing units together; `sequence` divides positions as well."""
+
+    degree: int
+    sequence: bool = False
+
+
+ALONE = Team(1)
+MEASURE = "allow more `techniques`, or profile again: `gpumix profile JOB.yaml --fresh`"
+
+
+def teams_of_space(space: Space) -> list[Team]:
+    """Return the teams of a space, small ones first."""
+    degrees, sequence = sorted(set(space.tensor)), sorted(set(space.sequence))
+    of_several = product((degree for degree in degrees if degree > 1), sequence)
+    return [*([ALONE] if 1 in degrees else []), *(Team(*team) for team in of_several)]
+
+
+def measured_teams(profile: Profile) -> set[Team]:
+    """Return the teams with known speed and known needs between calls."""
+    return {Team(team.degree, team.sequence) for team in profile.teams if team.model.needs}
+
+
+@dataclass(frozen=True)
+class Manner:
+    """The team and the mode in which devices compute."""
+
+    team: Team
+    mode: Mode
+
+
+def kind_of(group: Sequence[Device]) -> Kind:
+    """Return the kind of a group. Groups of a kind do equal work in equal time, sends apart."""
+    hosts: dict[str, Counter[tuple[str, str]]] = {}
+    for device in group:
+        hosts.setdefault(device.host, Counter())[device.device_class, device.island] += 1
+    counts = ([(name, n) for (name, _), n in count.items()] for count in hosts.values())
+    return Kind(tuple(sorted(tuple(sorted(of_host)) for of_host in counts)), near(group))
+
+
+def teams_of(kind: Kind, degree: int) -> Teams:
+    """Count the teams of `degree` by class; all devices of the group are in teams."""
+    found: Counter[str] = Counter()
+    for host in kind.hosts:
+        for name, count in host:
+            found[name] += count // degree
+    return tuple(sorted(found.items()))
+
+
+class Manners:
+    """The measured manners of a space.
+
+    Args:
+        profiles: by team, of the work of a rank.
+    """
+
+    def __init__(self, profiles: Mapping[Team, Profile], space: Space) -> None:
+        wanted = teams_of_space(space)
+        self._profiles = {team: profiles[team] for team in wanted if team in profiles}
+        self._space = space
+        self.of = lru_cache(maxsize=None)(self._of)
+
+    def largest(self, kind: Kind, team: Team) -> float:
+        """Return the largest micro-batch of a group's teams; infinite if unlimited."""
+        classes = (self._profiles[team].of_class(name) for name in _classes(kind))
+        limits = (of_class.largest_micro_batch for of_class in classes)
+        return min((limit for limit in limits if limit is not None), default=float("inf"))
+
+    def of_class(
+        self, name: str, schedule: Schedule = "1f1b", *, last: bool = False
+    ) -> list[Manner]:
+        """Return all manners of a class in groups of a single class."""
+        return [
+            Manner(team, mode)
+            for team in self._teams_of([name])
+            for mode in self._modes(self._profiles[team], [name], schedule, last=last)
+        ]
+
+    def largest_of_class(self, name: str) -> float:
+        """Return the largest micro-batch of a class in any manner."""
+        return max(
+            self.largest(Kind((((name, 1),),)), manner.team) for manner in self.of_class(name)
+        )
+
+    def lacking(self, names: Iterable[str], schedule: Schedule) -> Refusal | None:
+        """Return the reason why classes cannot have stages by a schedule; None if possible."""
+        there = sorted(names)
+        if schedule == "zero-bubble" and False not in self._space.recompute:
+            return Refusal(
+                "it splits the backward of graphs that are kept, and `recompute: true` keeps none",
+                "allow `techniques: {recompute: [true, false]}` or another of `schedules`",
+            )
+        for name in there:
+            if not self.of_class(name):
+                return Refusal(f"kept graphs were not measured on class '{name}'", MEASURE)
+            if not self.of_class(name, schedule):
+                what = f"the two parts of a split backward were not measured on class '{name}'"
+                return Refusal(what, MEASURE)
+        if not any(self.of_class(name, schedule, last=True) for name in there):
+            classes = " or ".join(map(repr, there))
+            return Refusal(f"a head in chunks was not measured on class {classes}", MEASURE)
+        return None
+
+    def smallest_team(self) -> int:
+        """Return the size of the smallest teams."""
+        return min((team.degree for team in self._profiles), default=1)
+
+    def can_team_up(self, kind: Kind) -> bool:
+        """Return True if teams of a single size can take all devices of a group."""
+        return any(
+            all(count % team.degree == 0 for host in kind.hosts for _, count in host)
+            for team in self._teams_of(_classes(kind))
+        )
+
+    def _of(self, kind: Kind, schedule: Schedule, *, last: bool) -> tuple[Manner, ...]:
+        """Return the manners of a kind of group, the least demanding first."""
+        found, names = [], _classes(kind)
+        for team in self._teams_of(names):
+            if any(count % team.degree for host in kind.hosts for _, count in host):
+                continue
+            modes = self._modes(self._profiles[team], names, schedule, last=last)
+            found += [Manner(team, mode) for mode in modes]
+        return tuple(found)
+
+    def _teams_of(self, names: Collection[str]) -> list[Team]:
+        """Return the teams measured on all given classes, small ones first."""
+        known = {
+            team: {c.device_class for c in profile.classes}
+            for team, profile in self._profiles.items()
+        }
+        return sorted(team for team, there in known.items() if there.issuperset(names))
+
+    def _modes(
+        self, profile: Profile, names: Sequence[str], schedule: Schedule, *, last: bool
+    ) -> Iterator[Mode]:
+        heads: list[Head] = self._heads(profile, names) if last else ["whole"]
+        splits = schedule == "zero-bubble"
+        if splits and not _may_split(profile, names):
+            return
+        for recompute in (True, False):
+            if recompute not in self._space.recompute or (recompute and splits):
+                continue
+            for head in heads:
+                mode = Mode(recompute=recompute, head=head)
+                if all(can(profile, name, mode) for name in names):
+                    yield mode
+
+    def _heads(self, profile: Profile, names: Sequence[str]) -> list[Head]:
+        chunks = "chunked" in self._space.heads and all(
+            can(profile, name, Mode(head="chunked")) for name in names
+        )
+        if chunks and all(chunks_cost_nothing(profile, name) for name in names):
+            return ["chunked"]
+        chunked: list[Head] = ["chunked"] if chunks else []
+        whole: list[Head] = ["whole"] if "whole" in self._space.heads else []
+        return [*whole, *chunked]
+
+
+def _classes(kind: Kind) -> list[str]:
+    return sorted({name for host in kind.hosts for name, _ in host})
+
+
+def _may_split(profile: Profile, names: Sequence[str]) -> bool:
+    """Return True if both parts of a split backward were measured."""
+    kinds = set(profile.model.kind_of_call)
+    times = (profile.of_class(name).units[kind] for name in names for kind in kinds)
+    return all(t.inputs and t.weights for t in times)

@@ -1,0 +1,383 @@
+"""Plans with teams, in which devices compute units together: made of teams as of single devices.
+
+A team is devices of one class on one host, and in one island if there are islands. To the planner a
+team is a device of another, faster kind (`cost.teams`): every way to plan for devices plans for
+teams too, one degree at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+from gpumix.cost.device_alone import samples_per_s_alone
+from gpumix.cost.predict import predict
+from gpumix.cost.teams import TeamOf, in_team, in_teams, team_of
+from gpumix.planner.common.strategy import (
+    PlanRequest,
+    bounded,
+    fit,
+    predicted,
+    ranked_devices,
+    worth_leaving,
+)
+from gpumix.planner.pipeline_parallel.candidate import members
+from gpumix.planner.pipeline_parallel.device_order import Cell, cell_of
+from gpumix.planner.pipeline_parallel.stage_modes import ALONE, Team, measured_teams, teams_of_space
+from gpumix.schema.cluster.cluster import Device
+from gpumix.schema.errors import InputError, NoFeasiblePlanError
+from gpumix.schema.job.tensor_parallel_degrees import refuse_too_large
+from gpumix.schema.plan.plan import Plan, Prediction
+from gpumix.schema.plan.stage import Stage
+from gpumix.schema.profile.profile import Profile
+
+# Most mixtures tried, each by its own search: up to `FEW_DEVICES` devices, and beyond.
+MIXTURES, MANY_MIXTURES, FEW_DEVICES = 4, 1, 64
+COMBINED = 4096
+Teams = dict[str, tuple[Device, ...]]
+"""The devices of each team, by the id of the first device."""
+
+
+Searched = tuple[Plan | None, float | None]
+"""The fastest plan, None if too slow; and a proven lower bound of all plans in seconds, if any."""
+
+Search = Callable[[Profile, PlanRequest, float], Searched]
+"""A search for plans below a number of seconds."""
+
+
+def of_any_degree(profile: Profile, request: PlanRequest, search: Search) -> Searched:
+    """Return the fastest plan over the request's degrees, by a search for plans of a single degree;
+    None if single devices are allowed and nothing fits.
+
+    Raises:
+        InputError, NoFeasiblePlanError: there is no plan; the error is of the lowest degree.
+    """
+    best: Plan | None = None
+    below_s = float("inf")
+    bounds_s: list[float | None] = []
+    failures: list[InputError | NoFeasiblePlanError] = []
+    refuse_too_large(profile.cluster, request.space)
+    wanted, measured = teams_of_space(request.space), measured_teams(profile)
+    devices = ranked_devices(profile, request)
+    for team in wanted:
+        others = wanted[0] == ALONE or not measured.isdisjoint(wanted)
+        if team != ALONE and team not in measured and others:
+            continue  # the model, or the cluster, has no such teams
+        try:
+            if team == ALONE:
+                found, bound_s = search(profile, request, below_s)
+            else:
+                sizes = _all_of(profile, team, devices)
+                found, bound_s = _in_teams(profile, request, search, sizes, below_s)
+        except (InputError, NoFeasiblePlanError) as error:
+            failures.append(error)
+            continue
+        bounds_s.append(bound_s)
+        if found is not None and predicted(found).step_s < below_s:
+            best, below_s = found, worth_leaving(found)
+    most = MIXTURES if len(devices) <= FEW_DEVICES else MANY_MIXTURES
+    other, more_s = of_unlike_sizes(profile, request, search, below_s, most=most, in_stages=False)
+    best, bounds_s = other or best, [*bounds_s, *more_s]
+    if best is None and wanted[0] != ALONE:
+        raise failures[0]
+    known = [bound_s for bound_s in bounds_s if bound_s is not None]
+    return best, min(known) if len(known) == len(bounds_s) > 0 else None
+
+
+def ideal_step_s(profile: Profile, request: PlanRequest) -> float:
+    """Return seconds of a step if all devices compute without a pause, in the fastest teams."""
+    devices = ranked_devices(profile, request)
+    sequences = {False} | {team.sequence for team in measured_teams(profile)}
+    every = [_options(profile, request, devices, sequence=sequence) for sequence in sequences]
+    of_class = ([one for options in every for one in options[name]] for name in every[0])
+    return _seconds(request, (max(options) for options in of_class if options))
+
+
+def of_unlike_sizes(
+    profile: Profile,
+    request: PlanRequest,
+    search: Search,
+    below_s: float,
+    *,
+    most: int,
+    in_stages: bool,
+) -> tuple[Plan | None, list[float | None]]:
+    """Return the fastest plan below `below_s` with teams of several sizes; and by mixture a lower
+    bound in seconds, exact only where low enough to matter.
+
+    Args:
+        most: mixtures tried.
+        in_stages: whether the search is for plans of several stages.
+    """
+    best: Plan | None = None
+    bounds_s: list[float | None] = []
+    for mixture in _mixtures(profile, request, ranked_devices(profile, request), most):
+        if mixture.late or mixture.least_s >= below_s:
+            bounds_s.append(mixture.least_s)
+            continue
+        try:
+            found, bound_s = _in_teams(
+                profile, request, search, mixture.teams, below_s, in_stages=in_stages
+            )
+        except (InputError, NoFeasiblePlanError):
+            continue
+        bounds_s.append(bound_s)
+        if found is not None and predicted(found).step_s < below_s:
+            best, below_s = found, worth_leaving(found)
+    return best, bounds_s
+
+
+def devices_in_teams(profile: Profile, request: PlanRequest) -> tuple[Device, ...]:
+    """Return the request's devices in rank order; if none may compute alone, without devices in
+    excess of teams on a host.
+
+    Raises:
+        InputError: the request names devices unknown to the profile, or teams without measurements.
+        NoFeasiblePlanError: some devices are in excess, and none may be left out.
+    """
+    devices, wanted = ranked_devices(profile, request), teams_of_space(request.space)
+    if ALONE in wanted:
+        return devices
+    refuse_too_large(profile.cluster, request.space)
+    measured = [team for team in wanted if team in measured_teams(profile)] or wanted[:1]
+    degrees: dict[str, set[int]] = {}
+    for team in measured:
+        for one in team_of(profile, team.degree, sequence=team.sequence).classes:
+            degrees.setdefault(one.device_class, set()).add(team.degree)
+    alike: dict[Cell, list[Device]] = {}
+    for device in devices:
+        alike.setdefault(cell_of(device), []).append(device)
+    kept = {
+        device.id
+        for cell, some in alike.items()
+        for device in some[: _most_in_teams(len(some), degrees.get(cell.device_class, set()))]
+    }
+    if not kept or (len(kept) < len(devices) and request.space.leave_out is False):
+        raise _undivided(sorted({team.degree for team in measured}))
+    return tuple(device for device in devices if device.id in kept)
+
+
+def _most_in_teams(devices: int, degrees: set[int]) -> int:
+    """Return the most devices, out of `devices`, for teams of `degrees`."""
+    reached = {0}
+    for count in range(1, devices + 1):
+        if any(count - degree in reached for degree in degrees):
+            reached.add(count)
+    return max(reached)
+
+
+def _undivided(degrees: list[int]) -> NoFeasiblePlanError:
+    return NoFeasiblePlanError(
+        f"the devices cannot all be divided into teams of {' or '.join(map(str, degrees))}",
+        why="a team is devices of one class on one host",
+        fix="allow `techniques: {tensor: [1]}`, or `leave_out: true`",
+    )
+
+
+class _Sizes(NamedTuple):
+    """Team sizes by class; `sequence` divides positions too; with `others_alone`, devices too few
+    for a further team compute alone."""
+
+    of_class: dict[str, int]
+    sequence: bool
+    others_alone: bool = False
+
+    def teams(self, devices: Sequence[Device]) -> Teams:
+        """Return the devices of all teams, in the order of the first devices."""
+        found = {
+            team[0].id: team
+            for name, size in self.of_class.items()
+            for team in members(tuple(d for d in devices if d.device_class == name), size)
+        }
+        used = {device.id for team in found.values() for device in team}
+        if self.others_alone:
+            found |= {device.id: (device,) for device in devices if device.id not in used}
+        return {device.id: found[device.id] for device in devices if device.id in found}
+
+
+def _all_of(profile: Profile, team: Team, devices: Sequence[Device]) -> _Sizes:
+    """Return teams of all classes measured in such teams."""
+    measured = team_of(profile, team.degree, sequence=team.sequence).classes
+    there = {device.device_class for device in devices}
+    names = [one.device_class for one in measured if one.device_class in there]
+    if not names:
+        raise _undivided([team.degree])
+    return _Sizes(dict.fromkeys(names, team.degree), team.sequence)
+
+
+class _Mixture(NamedTuple):
+    """Teams of several sizes, with a lower bound `least_s`. If `late`, all mixtures not tried."""
+
+    teams: _Sizes
+    least_s: float
+    late: bool = False
+
+
+def _mixtures(
+    profile: Profile, request: PlanRequest, devices: Sequence[Device], most: int
+) -> Iterator[_Mixture]:
+    """Yield mixtures with a size or two for each class: the `most` promising, then a late one."""
+    sequences = {team.sequence for team in teams_of_space(request.space) if team != ALONE}
+    found, late_s = [], []
+    for sequence in sorted(sequences):
+        options = _options(profile, request, devices, sequence=sequence)
+        kept = _fewer(options)
+        if kept != options:  # options left out are no faster than the fastest of each class
+            late_s.append(_seconds(request, [of_class[0] for of_class in options.values()]))
+        for chosen in product(*kept.values()):
+            sizes = {size for one in chosen for size in one.sizes}
+            if len(sizes) > 1 and not any(max(sizes) % size for size in sizes):
+                of_class = {name: one.size for name, one in zip(kept, chosen)}
+                mixture = _Sizes(of_class, sequence, others_alone=1 in request.space.tensor)
+                found.append(_Mixture(mixture, _seconds(request, chosen)))
+    found.sort(key=lambda mixture: mixture.least_s)
+    yield from found[:most]
+    least = [*late_s, *(mixture.least_s for mixture in found[most:])]
+    if least:
+        yield _Mixture(_Sizes({}, sequence=False), min(least), late=True)
+
+
+class _Option(NamedTuple):
+    """The joint speed of a class's teams, their size, and all sizes with left-over devices."""
+
+    samples_per_s: float
+    size: int
+    sizes: frozenset[int]
+
+
+def _options(
+    profile: Profile, request: PlanRequest, devices: Sequence[Device], *, sequence: bool
+) -> dict[str, list[_Option]]:
+    """Return the options of each class, the fastest first."""
+    alone, of_sizes = 1 in request.space.tensor, {1: profile}
+    found: dict[str, list[_Option]] = {}
+    for name in dict.fromkeys(device.device_class for device in devices):
+        own = tuple(device for device in devices if device.device_class == name)
+        options = []
+        for size in _sizes_of(profile, request, name, sequence=sequence):
+            teams = len(members(own, size))
+            left = len(own) - teams * size if alone and size > 1 else 0
+            if size not in of_sizes:
+                of_sizes[size] = in_team(profile, size, sequence=sequence)
+            speed = teams * samples_per_s_alone(of_sizes[size], name)
+            speed += left * samples_per_s_alone(profile, name) if left else 0.0
+            sizes = ({size} if teams else set()) | ({1} if left else set())
+            options.append(_Option(speed, size, frozenset(sizes)))
+        found[name] = sorted(options, key=lambda option: -option.samples_per_s)
+    return found
+
+
+def _fewer(options: Mapping[str, list[_Option]]) -> dict[str, list[_Option]]:
+    """Keep equally many of the fastest options of each class, for `COMBINED` mixtures at most."""
+    most = max(map(len, options.values()), default=0)
+    while most > 1 and prod(min(most, len(of_class)) for of_class in options.values()) > COMBINED:
+        most -= 1
+    return {name: of_class[:most] for name, of_class in options.items()}
+
+
+def _seconds(request: PlanRequest, chosen: Iterable[_Option]) -> float:
+    """Return seconds of a step if all teams compute without a pause."""
+    speed = sum(option.samples_per_s for option in chosen)
+    return request.global_batch / speed if speed else 0.0
+
+
+def _sizes_of(profile: Profile, request: PlanRequest, name: str, *, sequence: bool) -> list[int]:
+    """Return the measured team sizes of a class in the request's space."""
+    measured = {
+        team.degree
+        for team in profile.teams
+        if team.sequence == sequence and any(c.device_class == name for c in team.classes)
+    }
+    return sorted(set(request.space.tensor) & (measured | {1}))
+
+
+def _kind(team: Sequence[Device]) -> TeamOf:
+    return TeamOf(team[0].device_class, len(team))
+
+
+def _in_teams(
+    profile: Profile,
+    request: PlanRequest,
+    search: Search,
+    sizes: _Sizes,
+    below_s: float,
+    *,
+    in_stages: bool = False,
+) -> Searched:
+    """Search for plans with teams of `sizes`."""
+    devices = ranked_devices(profile, request)
+    teams = sizes.teams(devices)
+    leaders, used = list(teams), sum(map(len, teams.values()))
+    there = sorted({len(team) for team in teams.values()} or set(sizes.of_class.values()))
+    if not leaders or (used < len(devices) and request.space.leave_out is False):
+        raise _undivided(there)
+    kinds = {leader: _kind(team) for leader, team in teams.items()}
+    of_team = in_teams(profile, kinds, sequence=sizes.sequence, in_stages=in_stages)
+    # Chunked heads were measured on single devices only, and all workers of a stage run the head
+    # alike.
+    if len(there) > 1 and "whole" not in request.space.heads:
+        raise _undivided(there)
+    space = request.space.model_copy(
+        update={"tensor": (1,), "heads": ("whole",) if len(there) > 1 else request.space.heads}
+    )
+    request = request.model_copy(update={"devices": tuple(leaders), "space": space})
+    of_team = of_team.model_copy(update={"cluster": of_team.cluster.only(leaders)})
+
+    def expanded(found: Plan) -> tuple[Plan, Prediction]:
+        plan = _expanded(found, teams, devices, sequence=sizes.sequence)
+        return plan, predict(profile, plan)
+
+    found, bound_s = search(of_team, request, below_s)
+    if found is None:
+        return None, bound_s
+    plan, expected = expanded(found)
+    if not fit(expected.workers):
+        found, bound_s = search(_with_room(of_team, expected), request, below_s)
+        if found is None:
+            return None, bound_s
+        plan, expected = expanded(found)
+    if not fit(expected.workers):
+        raise NoFeasiblePlanError(
+            f"teams of {' and '.join(map(str, there))} have no room "
+            "for what their ranks tell each other in",
+            fix="take a smaller batch, or another tensor parallel degree",
+        )
+    return bounded(plan.model_copy(update={"prediction": expected}), bound_s), bound_s
+
+
+def _with_room(of_team: Profile, expected: Prediction) -> Profile:
+    """Return the profile with less memory: twice the shortage of a plan, for buffers of teams."""
+    part = max(w.peak_bytes / w.memory_limit_bytes for w in expected.workers) ** 2
+    cluster = of_team.cluster
+    classes = tuple(
+        c.model_copy(update={"memory_bytes": int(c.memory_bytes / part)}) for c in cluster.classes
+    )
+    smaller = cluster.model_copy(update={"classes": classes})
+    return of_team.model_copy(update={"cluster": smaller})
+
+
+def _expanded(plan: Plan, teams: Teams, devices: tuple[Device, ...], *, sequence: bool) -> Plan:
+    """Expand a plan for the first devices of teams to all devices."""
+
+    def with_members(stage: Stage) -> Stage:
+        degree = max(len(teams[worker.device]) for worker in stage.workers)
+        workers = tuple(
+            worker.model_copy(
+                update={
+                    "device": device.id,
+                    "device_class": device.device_class,
+                    "parts": degree // len(teams[worker.device]),
+                }
+            )
+            for worker in stage.workers
+            for device in teams[worker.device]
+        )
+        update = {"workers": workers, "tensor": degree, "sequence": sequence and degree > 1}
+        return stage.model_copy(update=update)
+
+    stages = tuple(map(with_members, plan.stages))
+    used = {worker.device for stage in stages for worker in stage.workers}
+    ranks = tuple(device.id for device in devices if device.id in used)
+    return plan.model_copy(update={"stages": stages, "ranks": ranks, "prediction": None})

@@ -1,0 +1,314 @@
+"""Plans with reasons: the alternatives, the gain from mixing, and the bottlenecks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Literal
+
+from gpumix.cost.predict import plan_seconds
+from gpumix.planner.baselines.best_subset import best_subset
+from gpumix.planner.baselines.cephalo import cephalo
+from gpumix.planner.baselines.even import even
+from gpumix.planner.baselines.naive_model_parallel import by_memory
+from gpumix.planner.baselines.poplar import poplar
+from gpumix.planner.baselines.whale import proportional
+from gpumix.planner.class_worth import Worths
+from gpumix.planner.common.stage_preconditions import refuse_least_stages
+from gpumix.planner.common.strategy import PlanRequest, Strategy, predicted
+from gpumix.planner.data_parallel.input_bound import minding_data
+from gpumix.planner.data_parallel.search import least_step_s
+from gpumix.planner.optimal import Fastest, fastest
+from gpumix.planner.pipeline_parallel.search import staged
+from gpumix.planner.pipeline_parallel.stage_modes import measured_teams, teams_of_space
+from gpumix.planner.undivided import undivided
+from gpumix.schema.cluster.cluster import Device
+from gpumix.schema.cluster.network import Link
+from gpumix.schema.curve import Curve
+from gpumix.schema.errors import InputError, NoFeasiblePlanError
+from gpumix.schema.job.search_space import EVERYTHING, Space
+from gpumix.schema.plan.dtypes import reason, support_of
+from gpumix.schema.plan.explanation import Alternative, Binding, Dtype, Mixing, Reasons
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.profile.profile import Profile
+from gpumix.schema.units import LARGEST_BATCH
+
+
+def _with_no_choice(strategy: Strategy) -> Strategy:
+    """Wrap a strategy with a fixed number of stages, to refuse `least_stages`."""
+
+    def planned(profile: Profile, request: PlanRequest) -> Plan:
+        refuse_least_stages(request.space)
+        return strategy(profile, request)
+
+    return planned
+
+
+STRATEGIES: dict[str, Strategy] = {
+    "optimal": minding_data(fastest),
+    "staged": minding_data(staged),
+    "model": _with_no_choice(by_memory),
+    "undivided": _with_no_choice(undivided),
+    "even": _with_no_choice(even),
+    "proportional": _with_no_choice(proportional),
+    "poplar": _with_no_choice(poplar),
+    "cephalo": _with_no_choice(cephalo),
+    "best-subset": _with_no_choice(best_subset),
+}
+WEIGHED = ("optimal", "even")  # compared with every plan; `planner.compare` has all
+SINGLE = "only "  # prefix to the class name, as strategy of an alternative on one class
+
+Where = Literal["inside", "between"]
+PLACES: dict[Where, str] = {"inside": "inside hosts", "between": "between hosts"}
+FREE = Link(times=Curve(sizes=(1.0,), values=(0.0,)))
+
+ALIKE = 1e-9  # times within this fraction are the same
+ALMOST = 0.97  # fraction from which a device counts as fully used
+
+
+def check_strategy(name: str) -> None:
+    """Refuse an unknown strategy.
+
+    Raises:
+        InputError: the strategy is unknown.
+    """
+    if name not in STRATEGIES:
+        raise InputError(
+            f"there is no strategy '{name}'", fix=f"use one of: {', '.join(STRATEGIES)}"
+        )
+
+
+def plan(
+    profile: Profile, global_batch: int, *, strategy: str = "optimal", space: Space = EVERYTHING
+) -> Plan:
+    """Plan with `strategy` within `space`, and add the reasons (`Plan.reasons`).
+
+    The plan is compared with the optimal and the even plan on all devices, and with the optimal
+    plan on each single class, to say if mixing pays. Where links were measured, the measurements
+    between all devices are used for any of them. `compare` has all strategies.
+
+    Raises:
+        InputError: there is no such strategy, or the profile does not fit the request.
+        NoFeasiblePlanError: no plan of this strategy fits the devices.
+    """
+    check_strategy(strategy)
+    if not 1 <= global_batch <= LARGEST_BATCH:
+        raise InputError(
+            f"the global batch must be 1 to {LARGEST_BATCH} samples, it is {global_batch}",
+            fix="give the samples of a step over all devices",
+        )
+    request = PlanRequest(global_batch=global_batch, space=space)
+    searched = Fastest(profile, request)
+
+    @cache
+    def planned(name: str) -> Plan:
+        if name == "optimal" and not profile.inputs:
+            return _within(space, searched.plan())
+        return _within(space, STRATEGIES[name](profile, request))
+
+    chosen = planned(strategy)
+    others = [
+        _alternative(name, partial(planned, name), chosen) for name in WEIGHED if name != strategy
+    ]
+    single = _single_classes(searched, chosen)
+    best = searched.alone
+    few = _in_no_team(profile, request, chosen)
+    able = tuple(d for d in profile.cluster.devices if d.id not in few)
+    reasons = Reasons(
+        mixing=_mixing(able, chosen, single),
+        hosts_left_out=_hosts_left_out(able, chosen),
+        devices_left_out=_devices_left_out(able, chosen),
+        in_no_team=few,
+        dtypes=_dtypes(profile, chosen),
+        binds=binding(profile, chosen),
+        worth=Worths(profile, request, best, searched.paces).all()
+        if best is not None and len(chosen.stages) == 1 and not chosen.in_teams
+        else (),
+        alternatives=(*others, *single),
+    )
+    return chosen.model_copy(update={"reasons": reasons})
+
+
+def _within(space: Space, plan: Plan) -> Plan:
+    """Return the plan; raise an InputError if techniques outside the space are used."""
+    if missing := space.missing(plan):
+        raise InputError(
+            f"strategy '{plan.strategy}' makes a plan that the techniques leave out: {missing}",
+            fix="allow that under `techniques`, or take another strategy",
+        )
+    return plan
+
+
+def _single_classes(searched: Fastest, chosen: Plan) -> list[Alternative]:
+    """Return the fastest plan on each class alone; empty for a single class."""
+    profile, paces = searched.profile, searched.paces
+    if len(searched.of_classes) == 1:
+        return []
+    found, plain = [], not _has_more(profile, searched.request)
+    for name, alone in searched.of_classes.items():
+        step_s = least_step_s(profile, alone.request, paces) if plain else None
+        if step_s is None:
+            found.append(_alternative(SINGLE + name, alone.plan, chosen))
+        else:
+            why = against(step_s, predicted(chosen).step_s)
+            found.append(Alternative(strategy=SINGLE + name, step_s=step_s, why=why))
+    return found
+
+
+def _has_more(profile: Profile, request: PlanRequest) -> bool:
+    """Return True if plans of several stages or with teams may exist."""
+    stages = profile.model.needs and request.space.most_stages != 1
+    return bool(stages or measured_teams(profile).intersection(teams_of_space(request.space)))
+
+
+def _alternative(name: str, planned: Callable[[], Plan], chosen: Plan) -> Alternative:
+    try:
+        other = planned()
+    except (NoFeasiblePlanError, InputError) as error:
+        return Alternative(strategy=name, why=error.what)
+    return Alternative(strategy=name, step_s=predicted(other).step_s, why=verdict(other, chosen))
+
+
+def verdict(other: Plan, chosen: Plan) -> str:
+    """Compare a plan's step with the chosen plan's; if slower, name the cause."""
+    step_s, own_s = predicted(other).step_s, predicted(chosen).step_s
+    compared = against(step_s, own_s)
+    return f"{compared}: {_slowest(other)}" if step_s > own_s * (1 + ALIKE) else compared
+
+
+def against(step_s: float, own_s: float) -> str:
+    """Compare a step time with the chosen plan's, in words."""
+    if step_s <= own_s * (1 - ALIKE):
+        return f"faster than the chosen plan: its step takes {step_s / own_s:.0%} of the time"
+    if step_s <= own_s * (1 + ALIKE):
+        return "as fast as the chosen plan"
+    times = step_s / own_s if own_s > 0 else float("inf")
+    if times < 1.0005:
+        return "less than 0.1% slower"
+    return f"{times - 1:.1%} slower" if times < 1.1 else f"{times:.2f} times the step time"
+
+
+def _slowest(plan: Plan) -> str:
+    """Describe the busiest device, or the network if waiting takes over half of the step."""
+    prediction = predicted(plan)
+    if prediction.exposed_communication_s > prediction.step_s / 2:
+        return "more than half of it waits for the network"
+    rank = max(range(len(plan.workers)), key=lambda r: prediction.workers[r].busy_s)
+    worker = plan.workers[rank]
+    return (
+        f"{worker.device} ({worker.device_class}) computes {worker.samples} "
+        f"{'sample' if worker.samples == 1 else 'samples'} in micro-batches of {worker.micro_batch}"
+    )
+
+
+def _in_no_team(profile: Profile, request: PlanRequest, plan: Plan) -> tuple[str, ...]:
+    """Return unused devices, too few on a host for a team of a class, if none may compute alone."""
+    used = {w.device for w in plan.workers}
+    left: dict[tuple[str, str], list[str]] = {}
+    for device in profile.cluster.devices:
+        if device.id not in used:
+            left.setdefault((device.host, device.device_class), []).append(device.id)
+    least = min(request.space.tensor)
+    return tuple(sorted(name for some in left.values() if len(some) < least for name in some))
+
+
+def _mixing(able: Sequence[Device], plan: Plan, single: list[Alternative]) -> Mixing | None:
+    """Compare the plan with the best single class; None if only one class could train.
+
+    Args:
+        able: devices that could take part.
+    """
+    classes = {d.device_class for d in able}
+    if not single or len(classes) == 1:
+        return None
+    used = {w.device_class for w in plan.workers}
+    possible = [(a.step_s, a.strategy.removeprefix(SINGLE)) for a in single if a.step_s is not None]
+    if len(used) == 1:
+        (only,) = used
+        possible.append((predicted(plan).step_s, only))
+    best_s, best = min(possible, default=(None, None))
+    speedup = None if best_s is None else best_s / predicted(plan).step_s
+    pays = len(used) > 1 and (speedup is None or speedup > 1.0 + ALIKE)
+    left_out = tuple(sorted(classes - used))
+    return Mixing(pays=pays, best_class=best, speedup=speedup, left_out=left_out)
+
+
+def _hosts_left_out(able: Sequence[Device], plan: Plan) -> tuple[str, ...]:
+    """Return unused hosts with devices of used classes."""
+    used = {w.device_class for w in plan.workers}
+    with_used = {d.host for d in able if d.device_class in used}
+    return tuple(sorted(with_used - {w.host for w in plan.workers}))
+
+
+def _devices_left_out(able: Sequence[Device], plan: Plan) -> tuple[str, ...]:
+    """Return unused devices of used classes on used hosts."""
+    classes, hosts = {w.device_class for w in plan.workers}, {w.host for w in plan.workers}
+    there = {d.id for d in able if d.device_class in classes and d.host in hosts}
+    return tuple(sorted(there - {w.device for w in plan.workers}))
+
+
+def _dtypes(profile: Profile, plan: Plan) -> tuple[Dtype, ...]:
+    """Return the compute dtype of each class, if classes differ or a class is slow in its dtype."""
+    computed = {w.device_class: w.compute_dtype for w in plan.workers}
+    classes = {name: profile.cluster.class_named(name) for name in sorted(computed)}
+    badly = any(computed[name] in support_of(c).slow for name, c in classes.items())
+    if len(set(computed.values())) == 1 and not badly:
+        return ()
+    return tuple(
+        Dtype(device_class=name, compute_dtype=computed[name], why=reason(c, computed[name]))
+        for name, c in classes.items()
+    )
+
+
+def binding(profile: Profile, plan: Plan) -> Binding:
+    """Return the bottlenecks: the compute, memory and link limiting the step."""
+    prediction = predicted(plan)
+    step_s, workers = prediction.step_s, prediction.workers
+    busiest = max(w.busy_s for w in workers)
+    named = [(planned.device_class, w) for planned, w in zip(plan.workers, workers)]
+    busy = {name for name, w in named if w.busy_s >= ALMOST * busiest}
+    full = {name for name, w in named if w.peak_bytes >= ALMOST * w.memory_limit_bytes}
+    waiting = prediction.exposed_communication_s / step_s if step_s > 0 else 0.0
+    return Binding(
+        compute=tuple(sorted(busy)),
+        memory=tuple(sorted(full)),
+        link=_slow_link(profile, plan) if waiting > 1 - ALMOST else "",
+        waiting=waiting,
+    )
+
+
+def _slow_link(profile: Profile, plan: Plan) -> str:
+    """Return the links making the step wait longest: freeing these shortens the step most."""
+    if len({w.host for w in plan.workers}) == 1:
+        return _named(profile, plan, "inside")
+    without = {
+        where: plan_seconds(freed, plan) for where, freed in _with_free_links(profile).items()
+    }
+    if not without:
+        return "between all devices, as measured"
+    return _named(profile, plan, min(without, key=lambda where: (without[where], where)))
+
+
+def _with_free_links(profile: Profile) -> dict[Where, Profile]:
+    """Return profiles with free links of each kind, if links are stated."""
+    network = profile.cluster.network
+    if network is None or profile.network:
+        return {}
+    found: dict[Where, Profile] = {}
+    for where in PLACES:
+        rest = tuple(e for e in network.exceptions if e.where != where)
+        free = network.model_copy(update={where: FREE, "exceptions": rest})
+        cluster = profile.cluster.model_copy(update={"network": free})
+        found[where] = profile.model_copy(update={"cluster": cluster})
+    return found
+
+
+def _named(profile: Profile, plan: Plan, where: Where) -> str:
+    """Return a place with the stated name of its slowest link."""
+    network = profile.cluster.network
+    if network is None or profile.network:
+        return f"{PLACES[where]}, as measured"
+    used = sorted({w.device_class for w in plan.workers})
+    links = [network.of(where, one, other) for one in used for other in used]
+    slowest = min((k for k in links if k is not None), key=lambda k: k.largest_bytes_per_s)
+    return f"{PLACES[where]} ({slowest.name})" if slowest.name else PLACES[where]

@@ -1,0 +1,1 @@
+"""Caches of measurements, by hashes of models, code and devices."""

@@ -1,0 +1,299 @@
+"""Measurement cache, and the assembly of a profile from cached measurements.
+
+A measurement depends on the device class with its driver, on torch, on the model and on the shape
+of the work; its file is named after a hash of all these. No torch here: `gpumix plan` reads the
+cache.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from gpumix.hardware.estimates.kernel_choice import choose
+from gpumix.hardware.estimates.stated_peak import stated_peak
+from gpumix.hardware.host.environment import has_cpp_compiler, installed
+from gpumix.profiler.cache.measurement_files import (
+    MeasurementFiles,
+    hash_of,
+    keep,
+    load,
+    profiles_folder,
+    software_key,
+)
+from gpumix.profiler.cache.source_hash import code_of_factory
+from gpumix.schema.cluster.cluster import Cluster, DeviceClass
+from gpumix.schema.cluster.link_islands import Links, placed
+from gpumix.schema.curve import Curve
+from gpumix.schema.errors import InputError
+from gpumix.schema.files import read_text
+from gpumix.schema.job.compile_choice import compiled_classes
+from gpumix.schema.job.job import Job
+from gpumix.schema.job.tensor_parallel_degrees import degrees_of, refuse_too_large
+from gpumix.schema.plan.dtypes import compute_dtypes
+from gpumix.schema.plan.stage import ComputeDtype
+from gpumix.schema.profile.measurements import ClassMeasurement, InputMeasurement, LinkMeasurement
+from gpumix.schema.profile.profile import (
+    ClassProfile,
+    ModelProfile,
+    Profile,
+    RootUnit,
+    TeamProfile,
+    UnitKind,
+)
+
+U = TypeVar("U", UnitKind, RootUnit)
+# Fields of a job's data that determine its samples.
+SAMPLES = {"pattern", "document", "column", "factory", "arguments", "packing", "tokenize"}
+HOST_PART = 0.8  # of a host's memory; the rest is for loaders, libraries, the system
+
+
+class MeasurementCache(MeasurementFiles):
+    """Measurements of one job's model on one cluster.
+
+    Args:
+        job: the job; only the model, the shape, the dtypes and the optimizer matter.
+        cluster: its devices.
+        folder: the base of relative paths in the job.
+
+    `dtypes` is the compute dtype of each class, `compiled` are the names of the classes measured
+    with compiled units, `chosen` holds each class's other compute settings, `degrees` gives the
+    tensor-parallel degrees of a class.
+
+    Raises:
+        InputError: the job asks a class for something unsupported.
+    """
+
+    def __init__(self, job: Job, cluster: Cluster, folder: Path) -> None:
+        self._job = job
+        self._job_folder = folder
+        refuse_too_large(cluster, job.techniques)
+        dtypes = compute_dtypes(job.precision, cluster)
+        compiled = compiled_classes(job.compile, cluster, cpp_compiler=has_cpp_compiler())
+        chosen = choose(
+            job.efficiency, cluster, dtypes=dtypes, compiled=compiled, installed=installed()
+        )
+        super().__init__(
+            job.profile.cache or profiles_folder(),
+            work_key(job, folder),
+            cluster,
+            dtypes=dtypes,
+            compiled=compiled,
+            chosen=chosen,
+            degrees=degrees_of(cluster, job.techniques),
+            sequence=job.techniques.sequence,
+            budget_s=job.profile.budget,
+        )
+
+    def input_file(self) -> Path:
+        """Return the file with the cost of reading the job's samples on these hosts."""
+        work = {
+            **reading_key(self._job, self._job_folder),
+            "hosts": sorted({device.host for device in self._cluster.devices}),
+            "emulated": self._cluster.emulated,
+        }
+        return self._folder / f"input-{hash_of(work)}.json"
+
+    def missing(self) -> list[str]:
+        """Return the names of unmeasured classes."""
+        return [c.name for c in self._cluster.classes if self._known(c) is None]
+
+    def load(self) -> Profile | None:
+        """Return the profile; None if any part is unmeasured."""
+        found, inputs = self.without_inputs(), self.inputs()
+        if found is None or inputs is None:
+            return None
+        return reading_as(self._job, found.model_copy(update={"inputs": inputs.inputs}))
+
+    def without_inputs(self) -> Profile | None:
+        """Return the profile of devices and links without input; None if any is unmeasured."""
+        found, links = self.measured(), self.links()
+        if links is None or len(found) < len(self._cluster.classes):
+            return None
+        return self.named(assemble(self._job.sequence_length, self._cluster, found, links))
+
+    def named(self, profile: Profile) -> Profile:
+        """Add the hash of the job's model to a profile."""
+        return profile.model_copy(update={"job_model": model_hash(self._job, self._job_folder)})
+
+    def save_inputs(self, inputs: InputMeasurement) -> None:
+        """Save the cost of reading samples."""
+        keep(inputs, self.input_file())
+
+    def inputs(self) -> InputMeasurement | None:
+        return load(InputMeasurement, self.input_file())
+
+    def _known(self, device_class: DeviceClass) -> ClassMeasurement | None:
+        found = super()._known(device_class)
+        alone = 1 in self._job.techniques.tensor or not self.degrees.get(device_class.name)
+        if found is not None and not found.teams and not alone:
+            return None  # a new measurement says why the model has no teams
+        return found
+
+
+def assemble(
+    sequence_length: int,
+    cluster: Cluster,
+    classes: Mapping[str, ClassMeasurement],
+    links: LinkMeasurement,
+) -> Profile:
+    """Assemble the profile of a cluster from its parts.
+
+    Raises:
+        InputError: the measurements are of different models.
+    """
+    devices = placed(cluster.in_rank_order(), links.pairs)
+    cluster = cluster.model_copy(update={"devices": devices})
+    models = {m.model.fingerprint for m in classes.values()}
+    if len(models) > 1:
+        raise InputError(
+            "the device classes were measured with different models",
+            fix="measure again: `gpumix profile JOB.yaml --fresh`",
+        )
+    ordered = [classes[c.name] for c in cluster.classes]
+    model, *others = _by_dtype(measured.model for measured in ordered)
+    return Profile(
+        sequence_length=sequence_length,
+        optimizer_bytes_per_element=max(m.optimizer_bytes_per_element for m in classes.values()),
+        torch_version=importlib.metadata.version("torch"),
+        cluster=cluster,
+        model=model,
+        other_models=tuple(others),
+        classes=tuple(
+            _with_peak(_with_host_bytes(one, one.device_class, cluster), cluster) for one in ordered
+        ),
+        teams=tuple(_teams(ordered, cluster)),
+        collectives=links.collectives,
+        network=links.network,
+        links=Links.of(devices, links.pairs),
+        step_overhead_s=links.step_overhead_s,
+        contention=links.contention,
+        seconds_spent=sum(m.seconds_spent for m in classes.values()) + links.seconds_spent,
+    )
+
+
+def _with_peak(found: ClassProfile, cluster: Cluster) -> ClassProfile:
+    """Replace a measured peak by the stated one: a single product may not reach the real peak."""
+    device_class, tf32 = cluster.class_named(found.device_class), found.efficiency.tf32
+    stated = stated_peak(device_class, found.compute_dtype, tf32=tf32)
+    return found if stated is None else found.model_copy(update={"peak": stated})
+
+
+def _by_dtype(models: Iterable[ModelProfile]) -> list[ModelProfile]:
+    """Return one model of each dtype."""
+    found: dict[ComputeDtype, list[ModelProfile]] = {}
+    for model in models:
+        found.setdefault(model.compute_dtype, []).append(model)
+    return [_most(of_dtype) for of_dtype in found.values()]
+
+
+def _teams(measured: Sequence[ClassMeasurement], cluster: Cluster) -> Iterator[TeamProfile]:
+    """Yield tensor-parallel measurements by degree and sequence parallelism."""
+    every = [(one, team) for one in measured for team in one.teams]
+    for degree, sequence in sorted({(team.degree, team.sequence) for _, team in every}):
+        teams = [(o, t) for o, t in every if (t.degree, t.sequence) == (degree, sequence)]
+        model, *others = _by_dtype(team.model for _, team in teams)
+        yield TeamProfile(
+            degree=degree,
+            sequence=sequence,
+            enters=teams[0][1].enters,
+            leaves=teams[0][1].leaves,
+            model=model,
+            other_models=tuple(others),
+            classes=tuple(_with_host_bytes(o, t.device_class, cluster) for o, t in teams),
+            told={team.device_class.device_class: team.told for _, team in teams},
+        )
+
+
+def _with_host_bytes(
+    measured: ClassMeasurement, found: ClassProfile, cluster: Cluster
+) -> ClassProfile:
+    """Set each device's share of host memory, on the fullest host of a class; devices that are CPUs
+    also take their memory from it."""
+    if measured.host_memory_bytes is None:
+        return found
+    memory = {c.name: c.memory_bytes if c.accelerator == "cpu" else 0 for c in cluster.classes}
+    room = []
+    for host in {d.host for d in cluster.devices if d.device_class == found.device_class}:
+        devices = [d.device_class for d in cluster.devices if d.host == host]
+        taken = sum(memory[name] for name in devices)
+        room.append((HOST_PART * measured.host_memory_bytes - taken) / len(devices))
+    return found.model_copy(update={"host_bytes": max(0, int(min(room, default=0)))})
+
+
+def _most(models: list[ModelProfile]) -> ModelProfile:
+    """Return the largest memory of any device at each size: kernels and their working sets differ.
+    A small device runs out of memory early, and says nothing of larger sizes."""
+    widest = max(models, key=lambda m: len(m.root.kept.sizes))
+    kinds = tuple(_raised(kind, [m.kind(kind.name) for m in models]) for kind in widest.kinds)
+    root = _raised(widest.root, [m.root for m in models])
+    return widest.model_copy(update={"kinds": kinds, "root": root})
+
+
+def _raised(value: U, others: list[U]) -> U:
+    curves = {
+        name: _upper(curve, [found for other in others if (found := getattr(other, name))])
+        for name, curve in value
+        if isinstance(curve, Curve)
+    }
+    return value.model_copy(update=curves)
+
+
+def _upper(widest: Curve, curves: list[Curve]) -> Curve:
+    at = [dict(zip(curve.sizes, curve.values)) for curve in curves]
+    values = tuple(max(found.get(size, 0.0) for found in at) for size in widest.sizes)
+    return Curve(sizes=widest.sizes, values=values)
+
+
+def work_key(job: Job, folder: Path) -> dict[str, object]:
+    """Return everything that a measurement depends on besides the device."""
+    return {
+        **software_key(),
+        "model": _model(job, folder),
+        "code": [code_of_factory(f, folder) for f in (job.model.factory, job.data.factory)],
+        "data": (job.data.factory, job.data.arguments) if job.data.factory else "tokens",
+        # Attention uses another kernel for packed or padded documents.
+        **({} if job.data.packing == "concatenate" else {"packing": job.data.packing}),
+        "tokenizer": str(job.tokenizer),
+        "sequence_length": job.sequence_length,
+        "global_batch": job.global_batch,
+        "optimizer": (job.optimizer.name, bool(job.optimizer.momentum), job.optimizer.ns_steps),
+    }
+
+
+def reading_key(job: Job, folder: Path) -> dict[str, object]:
+    """Return everything that reading a sample depends on besides the hosts: not workers, prefetch
+    or order, nor the later use of samples."""
+    data = job.data.model_dump(mode="json", include=SAMPLES)
+    return {
+        **software_key(),
+        "data": data,
+        "files": [str(folder / path) for path in (*job.data.text, job.data.dataset) if path],
+        "code": code_of_factory(job.data.factory, folder),
+        "tokenizer": str(job.tokenizer),
+        "sequence_length": job.sequence_length,
+    }
+
+
+def reading_as(job: Job, profile: Profile) -> Profile:
+    """Set the job's number of data workers per rank in a profile."""
+    wanted = job.data.workers
+    readers = None if wanted == "auto" else max(1, wanted)
+    inputs = [
+        one.model_copy(update={"readers": readers if one.parallel else 1}) for one in profile.inputs
+    ]
+    return profile.model_copy(update={"inputs": tuple(inputs)})
+
+
+def model_hash(job: Job, folder: Path) -> str:
+    """Hash the model of a job without building it."""
+    return hash_of([_model(job, folder), code_of_factory(job.model.factory, folder)])
+
+
+def _model(job: Job, folder: Path) -> dict[str, object]:
+    model: dict[str, object] = job.model.model_dump(mode="json", exclude={"weights"})
+    if isinstance(job.model.config, Path):
+        model["config"] = read_text(folder / job.model.config)
+    return model

@@ -1,0 +1,4 @@
+"""Measurements of a device: layers, optimizers, copies, memory, and agreement of ways to compute.
+
+May use `engine` and `hardware`.
+"""

@@ -1,0 +1,465 @@
+"""Measurement of one device class, assembled into the planner's input."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from statistics import median
+
+import torch
+from torch import nn
+
+from gpumix.cost.layout.curves import undisturbed
+from gpumix.engine.loss.objective import objective_of
+from gpumix.engine.model.forward_coroutine import ModelError
+from gpumix.engine.model.kernel_selection import make_efficient
+from gpumix.engine.model.model_settings import in_units, layer_drop, norms_of_one_sample
+from gpumix.engine.sharding.mixed_precision import TORCH_DTYPE
+from gpumix.engine.sharding.unit_discovery import Anatomy, Unit, buffer_bytes, dissect, frozen_bytes
+from gpumix.engine.tensor_parallel.parallelize import all_of, divide
+from gpumix.engine.tensor_parallel.plans import tensor_plan
+from gpumix.hardware.device import DeviceRuntime
+from gpumix.hardware.host.environment import host_memory_bytes
+from gpumix.hardware.memory_limit import is_out_of_memory
+from gpumix.profiler.compute.numerics_check import TOLERANCE, agreed, compiled_error
+from gpumix.profiler.compute.optimizer_times import (
+    time_host_copies,
+    time_host_optimizer,
+    time_optimizer,
+)
+from gpumix.profiler.compute.peak_flops import measured_peak
+from gpumix.profiler.compute.sweep import Pass, Point, Progress, Sweep, on_device, sweep
+from gpumix.profiler.compute.unit_fixture import MadeUpTeam, Specimens
+from gpumix.profiler.compute.unit_kinds import tell_apart
+from gpumix.profiler.compute.warm_up import warm_up
+from gpumix.profiler.subject import Subject
+from gpumix.schema.curve import Curve
+from gpumix.schema.errors import GpumixError, InputError, NoFeasiblePlanError, first_line
+from gpumix.schema.plan.stage import ComputeDtype
+from gpumix.schema.profile.measurements import ClassMeasurement, TeamMeasurement
+from gpumix.schema.profile.profile import (
+    ROOT,
+    ClassProfile,
+    ModelProfile,
+    RootParameter,
+    RootUnit,
+    TeamCollective,
+    TeamTraffic,
+    UnitKind,
+    UnitTimes,
+)
+from gpumix.schema.units import show_bytes
+
+NOT_COMPARED = (
+    "compiled units were not compared with the same units without, of which two runs differ, as "
+    "they do with dropout"
+)
+
+
+def measure_class(
+    subject: Subject, runtime: DeviceRuntime, *, device_class: str, progress: Progress
+) -> ClassMeasurement:
+    """Measure the units of a model on the local device. No other rank takes part.
+
+    Raises:
+        NoFeasiblePlanError: the device cannot hold one unit with one sample.
+    """
+    try:
+        with norms_of_one_sample():
+            return _measured(subject, runtime, device_class, progress)
+    except NotImplementedError as error:
+        if "meta tensor" not in str(error):
+            raise
+        raise ModelError(
+            "the loss, or the model outside of its blocks, computes with parameters of the blocks",
+            why="the parameters of a block are on the device only while the model calls the block",
+            fix="for decay use weight_decay of the optimizer; leave out a term over "
+            "model.parameters(), or compute it inside of the blocks",
+        ) from error
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise _too_large(error, runtime, device_class) from error
+
+
+def _measured(
+    subject: Subject, runtime: DeviceRuntime, device_class: str, progress: Progress
+) -> ClassMeasurement:
+    begun = time.perf_counter()
+    subject = agreed(subject, runtime, device_class, progress)
+    found, anatomy, measured = _swept(subject, runtime, device_class, progress)
+    chosen = subject.chosen_for(device_class)
+    compiled = device_class in subject.compiled and found.compiled
+    if compiled:
+        chosen = chosen.because("compile", f"{chosen.why('compile')}; {found.of_code}")
+    elif found.of_code:
+        chosen = chosen.without("compile", f"not used: {found.of_code}")
+    clocks = warm_up(runtime, TORCH_DTYPE[subject.dtypes[device_class]])  # as in training
+    optimizer = time_optimizer(runtime, subject.optimizer_of, _largest_shapes(anatomy))
+    of_class = ClassProfile(
+        device_class=device_class,
+        units=_times(found),
+        chunked_head=_if_known(found, [p.chunked_head_s for p in found.points], undisturbed),
+        optimizer_s_per_element=optimizer.s_per_element,
+        framework_bytes=runtime.framework_bytes(),  # libraries are loaded when first used
+        largest_micro_batch=found.points[-1].size,
+        host_copy=time_host_copies(runtime),
+        host_optimizer_s_per_element=time_host_optimizer(runtime, subject.optimizer_of),
+        compiled=compiled,
+        compute_dtype=subject.dtypes[device_class],
+        efficiency=chosen.efficiency,
+        choices=chosen.choices,
+        clocks=clocks,
+        peak=None
+        if runtime.emulated
+        else measured_peak(runtime, TORCH_DTYPE[subject.dtypes[device_class]]),
+    )
+    kinds = {unit.name: unit.kind for unit in anatomy.units}
+    del anatomy
+    return ClassMeasurement(
+        device_class=of_class,
+        model=measured,
+        teams=tuple(_teams(subject, runtime, of_class, kinds, progress)),
+        host_memory_bytes=host_memory_bytes(),
+        optimizer_bytes_per_element=_state_bytes(measured, *optimizer.state_bytes),
+        seconds_spent=time.perf_counter() - begun,
+        ended_by_budget_s=subject.budget_s if found.cut_short else None,
+        overruns=sum(p.overruns for p in found.points),
+    )
+
+
+def _swept(
+    subject: Subject,
+    runtime: DeviceRuntime,
+    device_class: str,
+    progress: Progress,
+    degree: int = 1,
+    *,
+    sequence: bool = False,
+    kinds: Mapping[str, str] | None = None,
+) -> tuple[Sweep, Anatomy, ModelProfile]:
+    """Measure all points of the device, as one rank of a tensor-parallel group of `degree`, with
+    sequence parallelism or without.
+
+    Args:
+        kinds: of units, by name, if already separated.
+    """
+    model = subject.model()
+    anatomy = dissect(model, subject.units)
+    fingerprint = anatomy.fingerprint()
+    if kinds is not None:
+        anatomy = anatomy.of_kinds(kinds)
+    in_units(model).off()
+    layer_drop(model).off()
+    efficiency = subject.chosen_for(device_class).efficiency
+    make_efficient(model, efficiency, runtime.torch_device)
+    dtype, team = subject.dtypes[device_class], None
+    if degree > 1:
+        team = MadeUpTeam(degree, runtime.torch_device)
+        styles = tensor_plan(model, subject.tensor)
+        every = [unit.name for unit in anatomy.units] if sequence else []
+        anatomy, _ = divide(anatomy, team, styles, part=all_of(anatomy), sequence=every)
+    specimens = Specimens(
+        model,
+        anatomy,
+        device=runtime.torch_device,
+        compute_dtype=TORCH_DTYPE[dtype],
+        objective=subject.loss or objective_of(model),
+        team=team,
+        images_last=efficiency.channels_last,
+        fused_loss=efficiency.loss == "triton",
+    )
+    if kinds is None:
+        calls = tell_apart(specimens, on_device(specimens, subject.make_batch(1)))
+        called = tuple(unit.name for unit in anatomy.units if unit.name in calls)
+        if 0 < len(called) < len(anatomy.units):  # for example, image blocks with text-only samples
+            others = len(anatomy.units) - len(called)
+            progress(f"{device_class}: {others} blocks are not called, and gathered with the rest")
+            of_called = replace(subject, units=called)
+            return _swept(of_called, runtime, device_class, progress, degree, sequence=sequence)
+        anatomy = anatomy.of_kinds(specimens.kind_of)
+    if device_class in subject.compiled and team is None:
+        specimens.compile(range(1, subject.shape.global_batch + 1))
+    warm_up(runtime, TORCH_DTYPE[dtype])
+    name = device_class if team is None else f"{device_class}, one of {degree}"
+    name += ", positions divided" if sequence else ""
+    found = sweep(
+        specimens,
+        runtime,
+        subject.make_batch,
+        largest=subject.shape.global_batch,
+        budget_s=subject.budget_s if team is None else subject.budget_s / 2,
+        progress=lambda line: progress(f"{name}: {line}"),
+    )
+    if specimens.compiled:
+        error = compiled_error(specimens, subject.make_batch(1))
+        told = NOT_COMPARED
+        if error is not None:
+            told = f"compiled units are {error:.2g} off the same units without"
+        if error is not None and not error <= TOLERANCE[dtype]:
+            progress(f"{name}: compiled code is not used: {told}")
+            plain = replace(subject, compiled=subject.compiled - {device_class})
+            found, anatomy, profile = _swept(
+                plain, runtime, device_class, progress, kinds=specimens.kind_of
+            )
+            return replace(found, of_code=told), anatomy, profile
+        found = replace(found, compiled=True, of_code=told)
+    profile = _model_profile(anatomy, fingerprint, found, model, dtype, runtime.memory_limit_bytes)
+    return found, anatomy, profile
+
+
+def _teams(
+    subject: Subject,
+    runtime: DeviceRuntime,
+    alone: ClassProfile,
+    kinds: Mapping[str, str],
+    progress: Progress,
+) -> Iterator[TeamMeasurement]:
+    """Yield the measurements of the device in a tensor-parallel group: for each degree that divides
+    the model, without and with sequence parallelism where possible."""
+    for degree in subject.degrees.get(alone.device_class, ()):
+        refused: GpumixError | None = None
+        found = False
+        for sequence in sorted(set(subject.sequence)):
+            try:
+                yield _team(
+                    subject, runtime, alone, degree, progress, sequence=sequence, kinds=kinds
+                )
+                found = True
+            except (InputError, ModelError) as error:
+                if isinstance(error, ModelError) and not sequence:
+                    raise  # a model failing without tensor parallelism, too
+                refused = refused or error
+                how = ", positions divided" if sequence else ""
+                told = f"{error.what} ({error.why})" if error.why else error.what
+                progress(f"{alone.device_class}, one of {degree}{how}: not possible; {told}")
+        if refused is not None and subject.must_divide and not found:
+            raise refused
+
+
+def _team(
+    subject: Subject,
+    runtime: DeviceRuntime,
+    alone: ClassProfile,
+    degree: int,
+    progress: Progress,
+    *,
+    sequence: bool,
+    kinds: Mapping[str, str],
+) -> TeamMeasurement:
+    name = alone.device_class
+    try:
+        found, anatomy, model = _swept(
+            subject, runtime, name, progress, degree, sequence=sequence, kinds=kinds
+        )
+    except Exception as error:
+        ours = isinstance(error, GpumixError) or is_out_of_memory(error)
+        if ours or not subject.tensor:
+            raise
+        raise InputError(
+            f"the model does not run as its tensor plan divides it over {degree} ranks",
+            where="tensor_plan",
+            why=first_line(error),
+            fix="of layers in a row divide the first `colwise` and the last `rowwise`; what is not "
+            "named is computed whole by every rank",
+        ) from error
+    summed = {u.kind: sum(s.window.numel for s in u.slots if s.summed) for u in anatomy.units}
+    return TeamMeasurement(
+        degree=degree,
+        sequence=sequence,
+        enters=found.enters,
+        leaves=found.leaves,
+        device_class=alone.model_copy(
+            update={
+                "units": _times(found),
+                "chunked_head": None,
+                "largest_micro_batch": found.points[-1].size,
+                "compiled": False,
+            }
+        ),
+        model=model,
+        told={
+            name: TeamTraffic(
+                forward=_told(found, name, "forward"),
+                backward=_told(found, name, "backward"),
+                gradient=_told(found, name, "gradient"),
+                summed=summed.get(name, 0),
+                part=_if_known(found, [p.part.get(name) for p in found.points]),
+            )
+            for name in found.points[0].forward_s
+        },
+    )
+
+
+def _told(found: Sweep, name: str, way: Pass) -> tuple[TeamCollective, ...]:
+    """Merge collectives of equal size."""
+    every = zip(*(point.told.get((name, way), []) for point in found.points), strict=True)
+    times = Counter((of_points[0][0], tuple(size for _, size in of_points)) for of_points in every)
+    return tuple(
+        TeamCollective(
+            operation=operation, times=n, bytes=_curve(found, [n * size for size in sizes])
+        )
+        for (operation, sizes), n in times.items()
+    )
+
+
+def _largest_shapes(anatomy: Anatomy) -> list[torch.Size]:
+    """Return the shapes of trained parameters of the largest unit, small ones first."""
+    unit = max(anatomy.all, key=lambda u: (u.name != ROOT, u.trainable))
+    shapes = [s.parameter.shape for s in unit.slots if s.parameter.requires_grad]
+    return sorted(shapes, key=lambda shape: shape.numel())
+
+
+def _state_bytes(model: ModelProfile, of_matrices: int, of_others: int) -> float:
+    if of_matrices == of_others:
+        return of_others
+    return model.mean_per_element(of_matrices=of_matrices, of_others=of_others)
+
+
+def _too_large(error: Exception, runtime: DeviceRuntime, device_class: str) -> NoFeasiblePlanError:
+    return NoFeasiblePlanError(
+        "one unit with one sample does not fit",
+        where=f"device class '{device_class}', {show_bytes(runtime.memory_limit_bytes)}",
+        why=first_line(error),
+        fix="shorten samples (sequence_length in a job), or leave this class out of the cluster",
+    )
+
+
+def _times(found: Sweep) -> dict[str, UnitTimes]:
+    return {
+        kind: UnitTimes(
+            forward=_curve(found, undisturbed([p.forward_s[kind] for p in found.points])),
+            backward=_curve(found, undisturbed([p.backward_s[kind] for p in found.points])),
+            gradient=_curve(found, undisturbed([p.gradient_s[kind] for p in found.points])),
+            inputs=_part(found, kind, 0),
+            weights=_part(found, kind, 1),
+        )
+        for kind in found.points[0].forward_s
+    }
+
+
+def _part(found: Sweep, kind: str, part: int) -> Curve | None:
+    """Return the seconds of a part of a split backward, or None without splits. Parts are timed
+    once per size, so the median ratio to the whole backward over sizes is used."""
+    if kind == ROOT or not found.points[0].parts_s:
+        return None
+    ratios = [
+        p.parts_s[kind][part] / p.gradient_s[kind] for p in found.points if p.gradient_s[kind] > 0
+    ]
+    whole = _curve(found, undisturbed([p.gradient_s[kind] for p in found.points]))
+    return whole.scaled(median(ratios or [0.0]))
+
+
+def _model_profile(
+    anatomy: Anatomy,
+    fingerprint: str,
+    found: Sweep,
+    model: nn.Module,
+    compute_dtype: ComputeDtype,
+    memory_bytes: int,
+) -> ModelProfile:
+    kind_of = {unit.name: unit.kind for unit in anatomy.units}
+    first_of_kind = {unit.kind: unit for unit in reversed(anatomy.units)}
+    splits = bool(found.points[0].split)
+    return ModelProfile(
+        fingerprint=fingerprint,
+        compute_dtype=compute_dtype,
+        calls=found.calls,
+        kind_of_call=tuple(kind_of[name] for name in found.calls),
+        needs=found.flows.needs,
+        no_stages=found.flows.no_stages,
+        waiting=_waiting(found.points[0], [kind_of[name] for name in found.calls]),
+        kinds=tuple(
+            UnitKind(
+                name=kind,
+                trainable=unit.trainable,
+                matrices=_in_matrices(unit),
+                frozen_bytes=frozen_bytes(unit.slots, TORCH_DTYPE[compute_dtype]),
+                kept=_curve(found, [p.kept[kind] for p in found.points]),
+                saved=_curve(found, [p.saved[kind] for p in found.points]),
+                saved_forward=_curve(
+                    found, [p.forward_most(p.saved_forward_bytes, kind) for p in found.points]
+                ),
+                saved_backward=_curve(
+                    found, [p.backward_most(p.saved_backward_bytes, kind) for p in found.points]
+                ),
+                gradient=_curve(found, [p.gradient[kind] for p in found.points]),
+                forward=_curve(
+                    found, [p.forward_most(p.forward_bytes, kind) for p in found.points]
+                ),
+                backward=_curve(
+                    found, [p.backward_most(p.backward_bytes, kind) for p in found.points]
+                ),
+                split=_curve(found, [p.split[kind] for p in found.points]) if splits else None,
+                split_backward=_curve(found, [p.split_backward_bytes[kind] for p in found.points])
+                if splits
+                else None,
+                flops=found.points[0].flops[kind],
+                backward_flops=found.points[0].backward_flops[kind],
+                rerun_flops=found.points[0].rerun_flops[kind],
+                outputs={
+                    place: _curve(found, [p.outputs[kind][place] for p in found.points])
+                    for place in found.points[0].outputs[kind]
+                },
+            )
+            for kind, unit in sorted(first_of_kind.items())
+            if kind in found.points[0].kept
+        ),
+        root=RootUnit(
+            trainable=anatomy.root.trainable,
+            frozen_bytes=frozen_bytes(anatomy.root.slots, TORCH_DTYPE[compute_dtype]),
+            buffer_bytes=buffer_bytes(model),
+            before=found.flows.before,
+            after=found.flows.after,
+            parameters=tuple(_root_parameters(anatomy.root, TORCH_DTYPE[compute_dtype])),
+            kept=_curve(found, [p.kept[ROOT] for p in found.points]),
+            # A head that did not fit takes more than all memory.
+            head=_curve(found, [p.backward_bytes.get(ROOT, memory_bytes) for p in found.points]),
+            backward=_curve(found, [p.before_backward_bytes[ROOT] for p in found.points]),
+            chunked_head=_if_known(found, [p.chunked_head_bytes for p in found.points]),
+            flops=found.points[0].flops[ROOT],
+            before_flops=found.points[0].before_flops,
+            backward_flops=found.points[0].backward_flops[ROOT],
+            before_backward_flops=found.points[0].before_backward_flops,
+        ),
+    )
+
+
+def _waiting(point: Point, kinds: Sequence[str]) -> tuple[float, ...]:
+    """Return `ModelProfile.waiting`."""
+    most = map(max, pairwise(point.gradients))
+    above = tuple(max(0, n - point.gradient[k]) / point.size for n, k in zip(most, kinds))
+    return above if any(above) else ()
+
+
+def _root_parameters(root: Unit, compute_dtype: torch.dtype) -> Iterator[RootParameter]:
+    for slot in root.slots:
+        trained = slot.parameter.requires_grad
+        yield RootParameter(
+            name=slot.name,
+            trainable=slot.window.numel if trained else 0,
+            frozen_bytes=frozen_bytes([slot], compute_dtype),
+        )
+
+
+def _in_matrices(unit: Unit) -> int:
+    """Count trained elements of two-dimensional parameters."""
+    trained = [slot for slot in unit.slots if slot.parameter.requires_grad]
+    return sum(slot.window.numel for slot in trained if slot.parameter.dim() == 2)
+
+
+def _curve(found: Sweep, values: Sequence[float]) -> Curve:
+    return Curve(sizes=tuple(float(p.size) for p in found.points), values=tuple(map(float, values)))
+
+
+def _if_known(
+    found: Sweep,
+    values: Sequence[float | None],
+    mended: Callable[[Sequence[float]], Sequence[float]] = tuple,
+) -> Curve | None:
+    """Return the curve of values measured at every size; None if any is missing."""
+    known = [value for value in values if value is not None]
+    return _curve(found, mended(known)) if len(known) == len(values) else None

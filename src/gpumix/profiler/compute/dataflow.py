@@ -1,0 +1,280 @@
+"""Data flow of a model: the inputs of each unit call and of the loss, and the use of root
+parameters.
+
+The model runs once, recording every function called by the code between units: outputs depend on
+all inputs. So the needs of each call, and of the loss, are root parameters and earlier calls; a
+stage must have these parameters, and receive the outputs of these calls. Tables looked up by the
+code before the first unit are needed nowhere else, not even in backward: the gradient of a lookup
+needs only indices. Parameters of head and loss are needed only there.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from gpumix.engine.model.unit_values import Arguments
+from gpumix.engine.schedule.remote_stage_values import (
+    FILLS,
+    Returned,
+    Untold,
+    given_looks,
+    hand_over,
+)
+from gpumix.engine.sharding.absent_parameter import HARMLESS
+from gpumix.engine.sharding.unit_discovery import frozen_bytes
+from gpumix.engine.unit.inter_unit_backward import hand, leaves_behind, without_memory
+from gpumix.hardware.memory_limit import is_out_of_memory
+from gpumix.profiler.compute.unit_fixture import Specimens
+from gpumix.schema.errors import GpumixError, first_line
+from gpumix.schema.plan.stage import Taken
+from gpumix.schema.profile.profile import End, Needs
+
+LOOKUPS = (nn.functional.embedding, torch.embedding)
+INSIDE = -1  # place of a unit: its own operations are not recorded
+# Functions of a tensor's shape, dtype or device, but not of its values.
+LIKE_FIRST = frozenset(
+    getattr(torch if name.endswith("_like") else torch.Tensor, name)
+    for name in (*FILLS, "new_tensor")
+)
+LIKE_SECOND = frozenset(
+    getattr(torch.Tensor, name) for name in ("to", "type_as", "expand_as", "view_as", "reshape_as")
+)
+# Functions from a tensor's values to Python values or a shape: all later code may depend on them.
+LOOKS = frozenset(
+    getattr(torch.Tensor, name)
+    for name in (
+        "__bool__", "__int__", "__float__", "__index__", "__contains__", "__format__", "item",
+        "tolist", "numpy", "equal", "allclose", "is_nonzero", "nonzero", "argwhere", "unique",
+        "masked_select",
+    )
+) | {
+    torch.equal, torch.allclose, torch.is_nonzero, torch.nonzero, torch.argwhere, torch.unique,
+    torch.masked_select,
+}  # fmt: skip
+
+Source = str | Taken
+"""Name of a root parameter, or an output of a unit call."""
+
+
+@dataclass(frozen=True)
+class Flows:
+    """Data flow of a model.
+
+    Attributes:
+        before, after: root parameters only looked up before the first unit, and only used after the
+            last.
+        needs: of each call, then of the loss.
+        no_stages: the reason why the flow is unknown; all else is empty then.
+    """
+
+    before: End
+    after: End
+    needs: tuple[Needs, ...]
+    no_stages: str = ""
+
+
+class _Notes(TorchFunctionMode):
+    """Recorder of parameter uses (number of previous unit calls, and if looked up), of the sources
+    of each tensor, and of all sources `looked` at so far."""
+
+    def __init__(self, names: dict[int, str]) -> None:
+        super().__init__()
+        self.uses: dict[str, set[tuple[int, bool]]] = defaultdict(set)
+        self.place = 0
+        self.looked: set[Source] = set()
+        self._names = names
+        self._handed: dict[int, tuple[torch.Tensor, Taken]] = {}  # by the id of a leaf
+        self._behind: list[set[int]] = []  # for each call's inputs, the ids of leaves
+        self._sources = WeakTensorKeyDictionary()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in HARMLESS or self.place == INSIDE:
+            return func(*args, **kwargs)
+        given = _tensors((args, kwargs))
+        for name in (self._names[id(t)] for t in given if id(t) in self._names):
+            self.uses[name].add((self.place, func in LOOKUPS))
+        sources = self.sources(_read(func, args, kwargs))
+        if func in LOOKS or _chooses(func, args):
+            self.looked |= sources
+        with torch._C.DisableTorchFunctionSubclass():
+            versions = [t._version for t in given]
+        result = func(*args, **kwargs)
+        for tensor in _tensors(result):
+            self.add(tensor, sources)
+        with torch._C.DisableTorchFunctionSubclass():
+            written = [t for t, version in zip(given, versions) if t._version != version]
+            bases = [t._base for t in written]  # and any other views of the same base
+        for tensor in (*written, *(base for base in bases if base is not None)):
+            self.add(tensor, sources)
+        return result
+
+    def sources(self, value: Any) -> set[Source]:
+        """Return the sources of the tensors in a pytree."""
+        found: set[Source] = set()
+        with torch._C.DisableTorchFunctionSubclass():
+            for tensor in _tensors(value):
+                if id(tensor) in self._names:
+                    found.add(self._names[id(tensor)])
+                for one in (tensor, tensor._base):
+                    found |= set() if one is None else self._sources.get(one, set())
+        return found
+
+    def stands_for(self, tensor: torch.Tensor, sources: set[Source]) -> None:
+        """Set the sources of a tensor, replacing any known ones."""
+        self._sources[tensor] = sources
+
+    def handed(self, leaf: torch.Tensor, taken: Taken) -> None:
+        """Record a leaf in place of a call's output."""
+        self._handed[id(leaf)] = leaf, taken
+
+    def given(self, values: Any) -> None:
+        """Record a pytree of inputs of a call or the loss."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self._behind.append(set(leaves_behind(_tensors(values))))
+
+    def without_gradient(self) -> set[Taken]:
+        """Return the outputs without a gradient from later computation: rounded or detached by the
+        model's code. Call at the end."""
+        *of_calls, found = self._behind
+        for number in reversed(range(len(of_calls))):  # each call passes gradients on to its inputs
+            if any(taken.call == number for n, (_, taken) in self._handed.items() if n in found):
+                found |= of_calls[number]
+        return {taken for number, (_, taken) in self._handed.items() if number not in found}
+
+    def add(self, tensor: torch.Tensor, sources: set[Source]) -> None:
+        """Add sources to a tensor."""
+        if sources:
+            self._sources[tensor] = self._sources.get(tensor, set()) | sources
+
+
+def find_flows(specimens: Specimens, batch: Any, *, in_chunks: bool) -> Flows:
+    """Run the model on `batch`, with tensors on the device; `in_chunks` avoids full logits."""
+    try:
+        return _found(specimens, batch, in_chunks=in_chunks)
+    except Untold as error:
+        told = f"{error.what}: {error.why}"
+    except Exception as error:  # from the model's code, which runs in one stage
+        if is_out_of_memory(error) or isinstance(error, GpumixError):
+            raise
+        told = f"run on what its units return it fails: {first_line(error)}"
+    return Flows(before=End(), after=End(), needs=(), no_stages=told)
+
+
+def _found(specimens: Specimens, batch: Any, *, in_chunks: bool) -> Flows:
+    groups = specimens.root.bucket.groups
+    notes = _Notes({id(p): name for group in groups for p, name in group.names_by_parameter()})
+    returned: dict[object, Returned] = {}
+    needed: list[set[Source]] = []
+    chunks = specimens.head_in_chunks() if in_chunks else nullcontext()
+    with specimens.start(batch) as walk, chunks, notes:
+        walk.go_on()
+        while walk.call is not None:
+            notes.place = INSIDE
+            if specimens.elsewhere is not None:
+                specimens.elsewhere.returned(walk.call)
+            alike = specimens.kind_of[walk.call.unit], given_looks(walk.call)
+            if alike not in returned:
+                returned[alike] = specimens.returned(walk.call)
+            inside = specimens.shared_by[walk.call.unit]
+            for name in inside:
+                notes.uses[name].add((INSIDE, False))
+            leaves, _ = Arguments.of(walk.call.args, walk.call.kwargs)
+            given = notes.sources(leaves)
+            notes.given(leaves)
+            needed.append(given.union(inside, notes.looked))
+            call, notes.place = len(walk.calls) - 1, len(walk.calls)
+            gradients = walk.call.state.gradients
+            leaves = _fresh(returned[alike], call, notes, gradients=gradients)
+            walk.go_on(hand_over(walk.call, returned[alike], leaves))
+        needed.append(notes.sources(walk.result) | notes.looked)
+    notes.given(walk.result)
+    needed = [_with_gradients(sources, notes.without_gradient()) for sources in needed]
+    taken = {one.call for sources in needed for one in sources if isinstance(one, Taken)}
+    for number, unit in enumerate(walk.calls[:-1]):
+        if number not in taken:
+            raise Untold(f"call {number}, of unit '{unit}'", why="nothing uses what it returns")
+    # The first stage keeps parameters used by no stage: they belong to checkpoints.
+    unused = {slot.name for slot in specimens.root_slots}.difference(*needed)
+    needed[0] = needed[0] | unused
+    before = [name for name, uses in notes.uses.items() if uses == {(0, True)}]
+    after = [name for name, uses in notes.uses.items() if {p for p, _ in uses} == {notes.place}]
+    return Flows(
+        before=_end(specimens, before),
+        after=_end(specimens, after),
+        needs=tuple(_needs(specimens, sources) for sources in needed),
+    )
+
+
+def _fresh(returned: Returned, call: int, notes: _Notes, *, gradients: bool) -> list[Any]:
+    """Copy a unit's recorded outputs as outputs of `call`."""
+    leaves = []
+    for place, leaf in enumerate(returned.leaves):
+        value = leaf
+        if isinstance(leaf, torch.Tensor):
+            value = leaf.clone()
+            source = Taken(call=call, output=place, differentiable=leaf.is_floating_point())
+            if value.is_floating_point() and gradients:
+                handed = without_memory(value).requires_grad_()
+                notes.handed(handed, source)
+                value = hand(handed, value)
+            notes.stands_for(value, {source})
+        leaves.append(value)
+    return leaves
+
+
+def _with_gradients(sources: set[Source], without: set[Taken]) -> set[Source]:
+    return {
+        one.model_copy(update={"differentiable": False}) if one in without else one
+        for one in sources
+    }
+
+
+def _read(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the arguments of a function read by value."""
+    if func in LIKE_FIRST:
+        return args[1:], {name: value for name, value in kwargs.items() if name != "input"}
+    return args[:1] if func in LIKE_SECOND else (args, kwargs)
+
+
+def _chooses(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Check if a function selects elements by a mask."""
+    return func is torch.Tensor.__getitem__ and any(
+        t.dtype == torch.bool for t in _tensors(args[1])
+    )
+
+
+def _needs(specimens: Specimens, sources: set[Source]) -> Needs:
+    names = tuple(slot.name for slot in specimens.root_slots if slot.name in sources)
+    taken = [source for source in sources if isinstance(source, Taken)]
+    return Needs(root=names, outputs=tuple(sorted(taken, key=lambda one: (one.call, one.output))))
+
+
+def _end(specimens: Specimens, names: Collection[str]) -> End:
+    chosen = [slot for slot in specimens.root_slots if slot.name in names]
+    trained = [s.window.numel for s in chosen if s.parameter.requires_grad]
+    return End(
+        names=tuple(slot.name for slot in chosen),
+        trainable=sum(trained),
+        frozen_bytes=frozen_bytes(chosen, specimens.compute_dtype),
+    )
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)]

@@ -1,0 +1,110 @@
+"""Optimizer measurements: updates on a device or its host, and copies between the two."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from statistics import median_high
+from typing import Any
+
+import torch
+
+from gpumix.cost.layout.curves import undisturbed
+from gpumix.engine.offload.host_offload import empty_on_host
+from gpumix.engine.optimizers.base import WholeOptimizer
+from gpumix.hardware.device import DeviceRuntime
+from gpumix.hardware.memory_limit import host_memory
+from gpumix.profiler.compute.unit_fixture import tensor_bytes
+from gpumix.schema.curve import Curve
+
+OPTIMIZER_NUMEL = 2**26  # enough to hide a GPU's launch time
+HOST_NUMEL = 2**22  # larger than caches
+COPIED_BYTES = (2**16, 2**20, 2**24, 2**26)
+REPEATS = 3
+
+
+@dataclass(frozen=True)
+class OptimizerCost:
+    """Optimizer cost per element: seconds of a step, and bytes of state, first of the units'
+    matrices, then of everything else."""
+
+    s_per_element: float
+    state_bytes: tuple[int, int]
+
+
+def time_optimizer(
+    runtime: DeviceRuntime,
+    optimizer_of: Callable[[list[torch.nn.Parameter]], Any],
+    unit_shapes: Sequence[torch.Size],
+) -> OptimizerCost:
+    """Time the optimizer on one shard, a small part of the device's memory. An optimizer of whole
+    matrices runs on parameters of a unit's shapes, as many as fit."""
+    device = runtime.torch_device
+    numel = min(OPTIMIZER_NUMEL, runtime.memory_limit_bytes // 64)
+    parameters = _trial_parameters(device, [torch.Size([numel])])
+    optimizer = optimizer_of(parameters)
+    whole = isinstance(optimizer, WholeOptimizer)
+    if whole:
+        totals = accumulate(shape.numel() for shape in unit_shapes)
+        fitting = [shape for shape, total in zip(unit_shapes, totals) if total <= numel]
+        parameters = _trial_parameters(device, fitting or unit_shapes[:1])
+        numel = sum(p.numel() for p in parameters)
+        optimizer = optimizer_of(parameters)
+    seconds = _timed_again(runtime, optimizer.step)
+    # State independent of parameter size (a step counter) is zero per element.
+    state = 0 if whole else tensor_bytes(optimizer.state[parameters[0]]) // numel
+    per_element = optimizer.state_bytes if whole else (state, state)
+    return OptimizerCost(seconds / numel, per_element)
+
+
+def time_host_optimizer(
+    runtime: DeviceRuntime, optimizer_of: Callable[[list[torch.nn.Parameter]], Any]
+) -> float | None:
+    """Return the seconds per element with offload; None for an optimizer of whole matrices, which
+    updates on the device."""
+    with host_memory():
+        parameters = _trial_parameters(torch.device("cpu"), [torch.Size([HOST_NUMEL])])
+        optimizer = optimizer_of(parameters)
+        if isinstance(optimizer, WholeOptimizer):
+            return None
+        return _timed_again(runtime, optimizer.step) / HOST_NUMEL
+
+
+def time_host_copies(runtime: DeviceRuntime) -> Curve:
+    """Return the seconds to copy bytes to the host, or back: the slower direction."""
+    device, seconds = runtime.torch_device, []
+    sizes = [n for n in COPIED_BYTES if n <= max(COPIED_BYTES[0], runtime.memory_limit_bytes // 64)]
+    for size in sizes:
+        here = torch.zeros(size, dtype=torch.uint8, device=device)
+        there = empty_on_host(size, torch.uint8, device)
+        out = _timed_again(runtime, partial(there.copy_, here, non_blocking=True))
+        back = _timed_again(runtime, partial(here.copy_, there, non_blocking=True))
+        seconds.append(max(out, back))
+    return Curve(sizes=tuple(map(float, sizes)), values=undisturbed(seconds))
+
+
+def _timed_again(runtime: DeviceRuntime, work: Callable[[], Any]) -> float:
+    """Return the seconds of `work`, without the first run."""
+    seconds = []
+    for _ in range(1 + REPEATS):
+        runtime.synchronize()
+        begun = time.perf_counter()
+        work()
+        runtime.synchronize()
+        seconds.append(time.perf_counter() - begun)
+    return median_high(seconds[1:])
+
+
+def _trial_parameters(
+    device: torch.device, shapes: Sequence[torch.Size]
+) -> list[torch.nn.Parameter]:
+    """Make parameters with gradients, all zero."""
+    made = []
+    for shape in shapes:
+        parameter = torch.nn.Parameter(torch.zeros(shape, device=device))
+        parameter.grad = torch.zeros_like(parameter)
+        made.append(parameter)
+    return made

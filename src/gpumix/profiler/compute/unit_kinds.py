@@ -1,0 +1,99 @@
+"""Separation of units of equal structure but different behavior, before measuring one of each kind.
+
+The outputs of a block may depend on its number or on an object it has, and a model may give a block
+fewer inputs than the previous block. Each unit's own forward is run without values, which takes
+milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Set
+from itertools import count
+from typing import Any
+
+import torch
+
+from gpumix.engine.model.forward_coroutine import UnitCall
+from gpumix.engine.schedule.remote_stage_values import (
+    Look,
+    Returned,
+    Untold,
+    given_looks,
+    hand_over,
+)
+from gpumix.profiler.compute.unit_fixture import WEIGHT_STD, Specimens
+
+
+def tell_apart(specimens: Specimens, batch: Any) -> list[str]:
+    """Make separate kinds of units with different inputs or outputs, and return the called units.
+
+    Args:
+        batch: a small batch, with tensors on the device.
+    """
+    assert specimens.elsewhere is not None, "a team's units are of the kinds that one rank's are"
+    done: dict[str, set[object]] = defaultdict(set)
+    computed: dict[str, Returned] = {}
+    with specimens.start(batch) as walk, specimens.head_in_chunks():
+        walk.go_on()
+        while walk.call is not None:
+            call, kind = walk.call, specimens.kind_of[walk.call.unit]
+            if kind not in computed:
+                computed[kind] = specimens.returned(call)
+            try:
+                returned = specimens.elsewhere.returned(call)
+            except Untold:
+                returned = computed[kind]  # assume the outputs of its kind
+            looks = _looks(returned)
+            done[call.unit].add((given_looks(call), looks))
+            if looks == _looks(computed[kind]):
+                returned = computed[kind]
+            leaves = [_values(leaf, call, specimens.device) for leaf in returned.leaves]
+            walk.go_on(hand_over(call, returned, leaves))
+    specimens.divide(_kinds(specimens.kind_of, done))
+    return walk.calls
+
+
+def _kinds(kind_of: Mapping[str, str], done: Mapping[str, Set[object]]) -> dict[str, str]:
+    """Return the kind of each unit; the first of a kind, and units behaving like it, keep the
+    name."""
+    names: dict[tuple[str, frozenset[object]], str] = {}
+    taken = set(kind_of.values())
+    found = {}
+    for unit, kind in kind_of.items():
+        does = kind, frozenset(done.get(unit, ()))
+        if does not in names:
+            first = not any(known == kind for known, _ in names)
+            names[does] = kind if first else _another(kind, taken)
+            taken.add(names[does])
+        found[unit] = names[does]
+    return found
+
+
+def _another(kind: str, taken: set[str]) -> str:
+    base = kind.split("#")[0]
+    return next(name for n in count(2) if (name := f"{base}#{n}") not in taken)
+
+
+def _looks(returned: Returned) -> object:
+    looks = (
+        Look.of(leaf)
+        if isinstance(leaf, torch.Tensor)
+        else leaf
+        if isinstance(leaf, Look | int | float | str | None)
+        else type(leaf)
+        for leaf in returned.leaves
+    )
+    return str(returned.structure), tuple(looks)
+
+
+def _values(leaf: Any, call: UnitCall, device: torch.device) -> Any:
+    """Return values to continue the model with: arbitrary values if only the look is known."""
+    if isinstance(leaf, Look):
+        values = torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
+        values = values.normal_(0.0, WEIGHT_STD) if values.is_floating_point() else values
+    elif isinstance(leaf, torch.Tensor):
+        values = leaf.clone()
+    else:
+        return leaf
+    return values.requires_grad_(call.state.gradients and values.is_floating_point())

@@ -1,0 +1,1 @@
+"""Clusters: devices, classes, hosts, links and kernels. Values only."""

@@ -1,0 +1,1 @@
+"""Jobs: the keys of a job file and their defaults. Values only."""

@@ -1,0 +1,472 @@
+"""The job: model, data and settings of a training run, in one YAML file.
+
+Paths in a job are relative to the job file's folder. `spec.read` turns the file into a `Job` and
+words the errors; this module only defines the fields.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from gpumix.schema.cluster.cluster import Cluster
+from gpumix.schema.cluster.kernels import EfficiencySpec
+from gpumix.schema.job.couples import WHOLE_BATCH
+from gpumix.schema.job.search_space import EVERYTHING, Space, one_is_some
+from gpumix.schema.job.trackers import NO_TRACKERS, Trackers
+from gpumix.schema.plan.dtypes import Precision
+from gpumix.schema.profile.profile import ModelProfile
+from gpumix.schema.units import LARGEST, LARGEST_BATCH, LARGEST_LENGTH, MOST_STEPS, Seconds
+from gpumix.schema.value import Value
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
+MOST_LAYERS = 1024  # beyond any model; more would take forever to build and plan
+MOST_WORKERS, MOST_BATCHES = 1024, 65_536  # per device; more would only waste memory
+FACTORY = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+
+
+def _refuse_idle(spec: Value, source: str, *keys: str) -> None:
+    """Raise a ValueError if any of `keys` is set without `source`, which the keys apply to."""
+    if not getattr(spec, source):
+        for key in _changed(spec, keys):
+            raise ValueError(f"'{key}' has no effect without '{source}'")
+
+
+def _changed(spec: Value, keys: tuple[str, ...]) -> list[str]:
+    """Return the keys with non-default values: a job passed on contains all keys."""
+    fields = type(spec).model_fields
+    return [
+        key
+        for key in keys
+        if getattr(spec, key) != fields[key].get_default(call_default_factory=True)
+    ]
+
+
+class ModelSpec(Value):
+    """The model: exactly one of `config` and `factory`. Without `weights` the model initializes
+    itself."""
+
+    config: Path | dict[str, Any] | None = Field(
+        default=None,
+        description="a `config.json` of transformers, or its content; needs a `model_type`",
+    )
+    task: Literal["causal-lm", "masked-lm", "seq2seq-lm"] = Field(
+        default="causal-lm", description="which head a `config` gets"
+    )
+    factory: str | None = Field(
+        default=None,
+        pattern=FACTORY,
+        description="function that returns the model; its module is looked for beside the job",
+    )
+    arguments: dict[str, Any] = Field(default_factory=dict, description="of the factory, by name")
+    weights: Path | None = Field(
+        default=None, description="initial weights: a safetensors file, or a folder of them"
+    )
+    units: tuple[str, ...] = Field(
+        default=(),
+        description="names of the blocks' class or modules, if they are not found by themselves",
+    )
+    tensor_plan: dict[str, str] | None = Field(
+        default=None,
+        description="how modules are divided where devices compute together: styles by patterns "
+        "of names, as `tp_plan` of transformers has them; null: the model's own",
+    )
+    couples: Literal["batch", "micro-batch"] | None = Field(
+        default=None,
+        description="of a loss that couples samples of a batch (batch norm, a balancing term). "
+        "`batch`, with `strategy: undivided`: one device computes each batch at once; "
+        "`micro-batch`: each micro-batch may have a loss of its own; null: such a loss is refused "
+        "where the plan cuts batches",
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.config is None) == (self.factory is None):
+            raise ValueError("give exactly one of 'config' and 'factory'")
+        _refuse_idle(self, "config", "task")
+        _refuse_idle(self, "factory", "arguments")
+        return self
+
+
+class DataSpec(Value):
+    """The data: exactly one of `text`, `dataset` and `factory`."""
+
+    text: Annotated[tuple[Path, ...], BeforeValidator(one_is_some)] = Field(
+        default=(), description="files, and folders with all that is in them"
+    )
+    pattern: str = Field(default="*", description="of the files that are taken from folders")
+    document: Literal["file", "line"] = Field(
+        default="file", description="what of `text` is a document: a file, or a line of one"
+    )
+    dataset: Path | None = Field(
+        default=None, description="folder that `datasets.save_to_disk` wrote"
+    )
+    column: str = Field(
+        default="text",
+        description="column of the dataset that holds the text; without it `input_ids`",
+    )
+    factory: str | None = Field(
+        default=None,
+        pattern=FACTORY,
+        description="function that returns a map-style dataset of dictionaries of tensors; or a "
+        "stream of them: an iterable, a generator, or a function that makes one for each pass",
+    )
+    arguments: dict[str, Any] = Field(default_factory=dict, description="of the factory, by name")
+    workers: Literal["auto"] | Annotated[int, Field(ge=0, le=MOST_WORKERS)] = Field(
+        default="auto",
+        description="threads or processes that fetch samples for each device: `auto` measures what "
+        "is needed; 0 is one thread",
+    )
+    prefetch: Literal["auto"] | Annotated[int, Field(ge=1, le=MOST_BATCHES)] = Field(
+        default="auto", description="batches that are fetched ahead"
+    )
+    bad_samples: Literal["stop", "skip"] = Field(
+        default="stop",
+        description="what happens when a sample cannot be read: `skip` takes another one in its "
+        "place, the same in every plan, and counts",
+    )
+    packing: Literal["concatenate", "documents", "none"] = Field(
+        default="concatenate",
+        description="how documents become samples: all in a row, cut at every `sequence_length` "
+        "tokens; or whole documents packed together, of which none sees another; or each one a "
+        "sample, padded to the longest of its micro-batch. Longer ones are cut",
+    )
+    tokenize: Literal["ahead", "on-the-fly"] = Field(
+        default="ahead",
+        description="`on-the-fly` tokenises texts of a dataset or a factory as they are needed, "
+        "without a token file; with `packing: documents` or `none`",
+    )
+    bucketing: bool = Field(
+        default=False,
+        description="whether samples of like length meet in a batch; with `packing: none`",
+    )
+    held_out: float = Field(
+        default=0.02,
+        ge=0,
+        lt=1,
+        description="part of the samples that is kept for evaluation; of a stream, whatever part "
+        "this is, the first samples of each pass: as many as an evaluation takes",
+    )
+
+    @model_validator(mode="after")
+    def _each_once(self) -> Self:
+        for path, times in Counter(self.text).items():
+            if times > 1:
+                raise ValueError(f"'text' names '{path}' twice")
+        return self
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        given = [bool(self.text), self.dataset is not None, self.factory is not None]
+        if sum(given) != 1:
+            raise ValueError("give exactly one of 'text', 'dataset' and 'factory'")
+        _refuse_idle(self, "text", "pattern", "document")
+        _refuse_idle(self, "factory", "arguments")
+        if self.factory is not None and self.tokenize == "ahead" and _changed(self, ("column",)):
+            raise ValueError(
+                "'column' has no effect on a factory's samples without 'tokenize: on-the-fly'"
+            )
+        if self.factory is None:
+            _refuse_idle(self, "dataset", "column")
+        return self
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.tokenize == "on-the-fly":
+            if self.text:
+                raise ValueError("'text' is tokenised ahead: 'tokenize' is for the other sources")
+            if self.packing == "concatenate":
+                raise ValueError(
+                    "'tokenize: on-the-fly' needs 'packing: documents' or 'packing: none': to cut "
+                    "texts in a row all must be tokenised first"
+                )
+        if self.bucketing and self.packing != "none":
+            raise ValueError(
+                "'bucketing' has no effect where all samples have one length: it needs "
+                "'packing: none'"
+            )
+        return self
+
+
+# Settings supported by some optimizers only.
+OWN_SETTINGS = {
+    "adamw": ("betas", "eps"),
+    "sgd": ("momentum",),
+    "adafactor": ("beta2_decay", "clip_threshold", "least_scale"),
+    "muon": ("betas", "eps", "momentum", "nesterov", "ns_steps", "adjust_lr"),
+}
+
+
+class ParameterGroup(Value):
+    """Settings for some parameters, selected by name; the first matching group applies."""
+
+    match: str = Field(
+        min_length=1, description="pattern of names; `*` stands for anything, as in `*.bias`"
+    )
+    lr: float | None = Field(
+        default=None, gt=0, description="peak of their learning rate; default: that of all"
+    )
+    weight_decay: float | None = Field(
+        default=None, ge=0, description="of all of them, vectors too; default: as without the group"
+    )
+
+    @model_validator(mode="after")
+    def _has_settings(self) -> Self:
+        if self.lr is None and self.weight_decay is None:
+            raise ValueError("give 'lr' or 'weight_decay', or leave this group out")
+        return self
+
+
+class OptimizerSpec(Value):
+    """The optimizer. Results match the torch optimizer on the unsharded model.
+
+    Muon updates the matrices of the blocks; embeddings, heads, vectors and the rest use AdamW.
+    """
+
+    name: Literal["adamw", "sgd", "adafactor", "muon"] = Field(
+        default="adamw", description="which one"
+    )
+    lr: float = Field(
+        default=3e-4,
+        gt=0,
+        description="peak of the learning rate; of adafactor relative to a parameter's size, where "
+        "1e-2 is usual",
+    )
+    betas: tuple[Decay, Decay] = Field(
+        default=(0.9, 0.95), description="adamw, and what muon leaves to it"
+    )
+    eps: float = Field(default=1e-8, gt=0, description="adamw, and what muon leaves to it")
+    momentum: float | None = Field(
+        default=None, ge=0, lt=1, description="sgd, where 0 is the default, and muon: 0.95"
+    )
+    nesterov: bool = Field(default=True, description="muon only")
+    ns_steps: int = Field(
+        default=5, ge=1, lt=100, description="muon only: Newton-Schulz iterations"
+    )
+    adjust_lr: Literal["original", "match_rms_adamw"] = Field(
+        default="match_rms_adamw",
+        description="muon only: how the rate goes by a matrix's shape; `match_rms_adamw` lets "
+        "matrices and all else have one rate",
+    )
+    beta2_decay: float = Field(
+        default=-0.8, le=0, description="adafactor only: exponent of the average's forgetting"
+    )
+    clip_threshold: float = Field(
+        default=1.0, ge=1, description="adafactor only: largest root mean square of an update"
+    )
+    least_scale: float = Field(
+        default=1e-3, ge=0, description="adafactor only: least size a parameter is taken to have"
+    )
+    weight_decay: float = Field(
+        default=0.1, ge=0, description="on parameters of two and more dimensions"
+    )
+    groups: tuple[ParameterGroup, ...] = Field(
+        default=(), description="other settings for some parameters"
+    )
+    clip_norm: float | None = Field(
+        default=1.0,
+        gt=0,
+        description="largest norm of all gradients together; `null` does not clip",
+    )
+
+    def state_bytes_per_element(self, model: ModelProfile) -> float:
+        """Return the mean bytes of fp32 optimizer state per element: two moments, the momentum, or
+        nothing. Adafactor's rows, columns and vectors are negligible."""
+        if self.name == "muon":
+            return model.mean_per_element(of_matrices=4, of_others=8)
+        return self.most_state_bytes_per_element
+
+    @property
+    def most_state_bytes_per_element(self) -> int:
+        """Bytes of fp32 optimizer state of the elements with the largest state."""
+        return {"adamw": 8, "muon": 8, "adafactor": 0, "sgd": 4 if self.momentum else 0}[self.name]
+
+    @model_validator(mode="after")
+    def _settings_are_of_this_optimizer(self) -> Self:
+        others = {key for keys in OWN_SETTINGS.values() for key in keys}
+        others.difference_update(OWN_SETTINGS[self.name])
+        for key in _changed(self, tuple(sorted(others))):
+            raise ValueError(f"'{key}' has no effect on {self.name}")
+        return self
+
+
+class ScheduleSpec(Value):
+    """Learning rate: linear warm-up, then constant or a decay to `final_ratio` of the peak."""
+
+    warmup_steps: int = Field(
+        default=0, ge=0, description="steps in which the rate rises from 0 to its peak"
+    )
+    kind: Literal["cosine", "linear", "constant"] = Field(
+        default="cosine", description="how the rate falls afterwards"
+    )
+    final_ratio: float = Field(
+        default=0.1, ge=0, le=1, description="rate of the last step over the peak"
+    )
+
+
+class EvaluationSpec(Value):
+    """Evaluation on held-out samples; `every_steps` 0 disables evaluation."""
+
+    every_steps: int = Field(default=0, ge=0, description="0: never")
+    batches: int = Field(default=4, ge=1, description="global batches per evaluation")
+
+
+class CheckpointSpec(Value):
+    """Checkpoints. The end of the run always saves one; with `every_steps` 0 no other step does. A
+    due checkpoint waits 5 s for the previous one to be written, then is postponed."""
+
+    every_steps: int = Field(default=0, ge=0, description="0: only at the end")
+    keep: int = Field(default=2, ge=1, description="how many are kept, the newest")
+    memory_every_steps: Literal["auto"] | Annotated[int, Field(ge=0)] = Field(
+        default="auto",
+        description="how often the state is copied into the memory of the hosts, from where a run "
+        "goes on that lost a rank; `auto`: after each step, or after so many that training stands "
+        "still for it for a hundredth of its time at most, a twentieth where steps take over a "
+        "second; 0: never",
+    )
+
+
+class ProfileSpec(Value):
+    """Time limit of the profiler, and the cache of its results."""
+
+    budget: Seconds = Field(
+        default=120.0,
+        description="how long each device class may be measured; the smallest micro-batch is "
+        "measured all the same",
+    )
+    cache: Path | None = Field(default=None, description="default: ~/.cache/gpumix/profiles")
+
+
+class Job(Value):
+    """A training job."""
+
+    model: ModelSpec = Field(description="what is trained", examples=[{"config": "config.json"}])
+    data: DataSpec = Field(description="on what", examples=[{"text": ["corpus.txt"]}])
+    tokenizer: Literal["bytes"] | Path = Field(
+        default="bytes", description="`bytes`, or a `tokenizer.json`, or a folder that holds one"
+    )
+    sequence_length: int = Field(
+        gt=1, le=LARGEST_LENGTH, description="tokens in a sample", examples=[1024]
+    )
+    global_batch: int = Field(
+        gt=0, le=LARGEST_BATCH, description="samples per step over all devices", examples=[64]
+    )
+    steps: int = Field(
+        gt=0,
+        le=MOST_STEPS,
+        description="steps of the whole run, those before a resume included",
+        examples=[1000],
+    )
+    optimizer: OptimizerSpec = Field(default=OptimizerSpec(), description="how weights are updated")
+    schedule: ScheduleSpec = Field(
+        default=ScheduleSpec(), description="how the learning rate changes"
+    )
+    precision: Precision = Field(
+        default="auto",
+        description="what is computed in: `auto` goes by what each device class does best, or one "
+        "dtype for all, or one by class; parameters and optimizer state are kept in fp32",
+    )
+    compile: bool | dict[str, bool] = Field(
+        default=False,
+        description="whether blocks run in compiled code (torch.compile): `on`, `off`, or that for "
+        "each device class; classes that cannot are left out, unless they are named",
+    )
+    efficiency: EfficiencySpec = Field(
+        default=EfficiencySpec(), description="how devices compute, beside dtype and compiled code"
+    )
+    seed: int = Field(
+        default=0, ge=0, le=LARGEST, description="of initial weights, order of samples and dropout"
+    )
+    cluster: Literal["auto"] | Cluster = Field(
+        default="auto", description="`auto`: the GPUs that are found, or this machine's CPU"
+    )
+    strategy: Literal[
+        "optimal",
+        "staged",
+        "model",
+        "undivided",
+        "even",
+        "proportional",
+        "poplar",
+        "cephalo",
+        "best-subset",
+    ] = Field(
+        default="optimal",
+        description="`optimal` takes what is fastest; `staged` several stages in any case, `model` "
+        "one stage a device, by memory alone, `undivided` has one device compute each batch at "
+        "once. The others are there to compare with: `even` splits work and state evenly, "
+        "`proportional` goes by peak FLOP/s, `best-subset` uses one class alone",
+    )
+    techniques: Space = Field(
+        default=EVERYTHING, description="what the plan may use; all by default, the plan chooses"
+    )
+    output: Path = Field(
+        default=Path("runs/latest"), description="folder of the run: plan, metrics, checkpoints"
+    )
+    log_every_steps: int = Field(default=10, ge=1, description="how often a line is printed")
+    trace_step: int | None = Field(
+        default=None,
+        ge=1,
+        description="the step whose trace goes into the run's folder, for ui.perfetto.dev",
+    )
+    trackers: Trackers = Field(
+        default=NO_TRACKERS,
+        description="experiment trackers that the run tells, beside its folder: a name, a list of "
+        "names, or settings by name; none by default ([more](trackers.md))",
+    )
+    evaluation: EvaluationSpec = Field(
+        default=EvaluationSpec(), description="on samples that are held out"
+    )
+    checkpoint: CheckpointSpec = Field(
+        default=CheckpointSpec(), description="when the state is saved"
+    )
+    profile: ProfileSpec = Field(default=ProfileSpec(), description="how the devices are measured")
+    rebalance: bool = Field(
+        default=True,
+        description="whether samples are split anew while the run trains, when devices turn out to "
+        "take longer or less long than the plan says; where stages should have other units, the "
+        "run starts by another plan. Without, a run gives the same numbers to the bit each time, "
+        "as long as its plan and devices are the same",
+    )
+    replay_every_steps: int = Field(
+        default=0,
+        ge=0,
+        description="how often all devices compute the gradient of one sample, to find one that "
+        "computes wrong without an error; 0: never",
+    )
+    restarts: int = Field(
+        default=3,
+        ge=0,
+        description="how often in a row, without a step between, a run starts again by itself "
+        "after it lost a rank, or ran out of memory; under torchrun it is `--max-restarts` for the "
+        "first",
+    )
+    timeout: Seconds = Field(
+        default=300.0,
+        description="how long a rank waits for another before it names it; one that died is known "
+        "at once, one that was stopped or whose host is gone after 20 s",
+    )
+    grace: Seconds | None = Field(
+        default=None,
+        description="how long after SIGTERM or Ctrl-C a run may take to save: where the step under "
+        "way would not end in time, the state before it is saved, or the run just ends if it is on "
+        "disk; default: what `gpumix launch --grace` says, else 30 s, as torchrun has it",
+    )
+
+    @model_validator(mode="after")
+    def _whole_batches_are_planned(self) -> Self:
+        if self.model.couples == WHOLE_BATCH and self.strategy != "undivided":
+            raise ValueError(
+                f"'model.couples: {WHOLE_BATCH}' is for 'strategy: undivided', it is "
+                f"'{self.strategy}'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _traced_step_is_one_of_the_run(self) -> Self:
+        if self.trace_step is not None and self.trace_step > self.steps:
+            raise ValueError(f"'trace_step' is {self.trace_step}, the run has {self.steps} steps")
+        return self

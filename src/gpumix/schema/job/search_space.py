@@ -1,0 +1,155 @@
+"""Search space of the planner: the techniques a plan may use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from gpumix.schema.plan.plan import Plan, Schedule, Sharding, ZeroStage
+from gpumix.schema.plan.stage import Head, Mode, Place
+from gpumix.schema.value import Value
+
+T = TypeVar("T")
+
+
+def one_is_some(value: Any) -> Any:
+    """Accept a single value for a list: `zero_stages: 3` means `zero_stages: [3]`."""
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
+
+
+Some = Annotated[tuple[T, ...], Field(min_length=1), BeforeValidator(one_is_some)]
+
+
+class Space(Value):
+    """Techniques available to a plan, besides samples, micro-batches and shares; a value or a list
+    of values each. All by default."""
+
+    zero_stages: Some[ZeroStage] = Field(
+        default=(3, 2, 1, 0), description="what of the state is divided between devices"
+    )
+    shardings: Some[Sharding] = Field(
+        default=("all", "host"),
+        description="whether all devices divide the state, or those of each host",
+    )
+    recompute: Some[bool] = Field(
+        default=(True, False),
+        description="whether the backward computes blocks again or keeps their graphs; with both, "
+        "as many graphs are kept as there is room for",
+    )
+    boundaries: Some[Place] = Field(
+        default=("device", "host"), description="where the inputs to recompute from are kept"
+    )
+    orders: Some[Literal["layered", "sequential"]] = Field(
+        default=("layered", "sequential"),
+        description="each block for all micro-batches, or one micro-batch after the other",
+    )
+    heads: Some[Head] = Field(
+        default=("whole", "chunked"),
+        description="whether a micro-batch's logits are made whole, or some rows at a time",
+    )
+    state_on: Some[Place] = Field(
+        default=("device", "host"),
+        description="where fp32 parameters and the optimizer's state are kept and updated",
+    )
+    tensor: Some[Annotated[int, Field(ge=1)]] = Field(
+        default=(1, 2, 4, 8),
+        description="tensor parallel degrees: how many devices of one class and host compute each "
+        "block together",
+    )
+    sequence: Some[bool] = Field(
+        default=(False, True),
+        description="whether devices that compute each block together also divide the positions of "
+        "a sample where blocks are not divided: sequence parallelism",
+    )
+    most_stages: int | None = Field(
+        default=None,
+        ge=1,
+        description="no plan has more stages; null: as many as there are devices, or blocks",
+    )
+    least_stages: int = Field(
+        default=1,
+        ge=1,
+        description="no plan has fewer stages; for strategies `staged` and `optimal`",
+    )
+    schedules: Some[Schedule] = Field(
+        default=("1f1b", "eager-1f1b", "gpipe", "interleaved", "zero-bubble"),
+        description="in which order micro-batches go through several stages",
+    )
+    leave_out: bool | None = Field(
+        default=None,
+        description="whether devices may be left out where the others are faster alone; null: if "
+        "no processes are started yet, as with `gpumix train` on one host",
+    )
+    padded: bool = Field(
+        default=True, description="whether nearly equal shares may be moved as equal ones"
+    )
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.most_stages is not None and self.most_stages < self.least_stages:
+            raise ValueError(
+                f"'least_stages' is {self.least_stages}, 'most_stages' {self.most_stages}: the "
+                "least is to be no more than the most"
+            )
+        if self.sequence == (True,) and max(self.tensor) == 1:
+            raise ValueError("`sequence: true` has no effect without a tensor degree above 1")
+        return self
+
+    def leaving_out(self) -> Space:
+        """Return the space for planning before any processes are started."""
+        return self if self.leave_out is not None else self.model_copy(update={"leave_out": True})
+
+    def with_all_devices(self) -> Space:
+        """Return the space without leaving out devices."""
+        return self.model_copy(update={"leave_out": False})
+
+    def in_one_stage(self) -> Space:
+        """Return the space without several stages and tensor parallelism."""
+        return self.model_copy(update={"most_stages": 1, "tensor": (1,)})
+
+    def modes(self, zero_stage: ZeroStage) -> Iterator[Mode]:
+        """Yield the modes of a worker at a ZeRO stage, plainest first.
+
+        Sequential micro-batches need the full parameters and the full gradient to accumulate into,
+        so they require stage 0 or 1.
+        """
+        choices = product(self.orders, self.recompute, self.boundaries, self.heads)
+        for order, recompute, boundary, head in choices:
+            if order == "sequential" and zero_stage > 1:
+                continue
+            if boundary == "host" and (not recompute or order == "sequential"):
+                continue
+            yield Mode(recompute=recompute, boundary=boundary, order=order, head=head)
+
+    def missing(self, plan: Plan) -> str:
+        """Describe the first technique of `plan` outside this space; return "" if there is none."""
+        if plan.zero_stage not in self.zero_stages:
+            return f"ZeRO stage {plan.zero_stage}"
+        if other := set(plan.degrees) - set(self.tensor):
+            return f"tensor parallel degree {min(other)}"
+        ways = {stage.sequence for stage in plan.stages if stage.tensor > 1}
+        if unwanted := ways - set(self.sequence):
+            return f"teams {'with' if True in unwanted else 'without'} a divided sequence"
+        if not self.least_stages <= len(plan.stages) <= (self.most_stages or len(plan.stages)):
+            return f"{len(plan.stages)} stages"
+        if len(plan.stages) > 1 and plan.schedule not in self.schedules:
+            return f"schedule '{plan.schedule}'"
+        if plan.sharding not in self.shardings:
+            return "state that each host divides for itself"
+        if not self.padded and "padded" in (plan.collectives.gather, plan.collectives.reduce):
+            return "padded collectives"
+        if elsewhere := {w.state_on for w in plan.workers} - set(self.state_on):
+            return f"state on the {min(elsewhere)}"
+        modes = tuple(self.modes(plan.zero_stage))
+        last = {w.mode for w in plan.stages[-1].workers} - set(modes)
+        headless = {mode.model_copy(update={"head": "whole"}) for mode in modes}
+        before = {
+            w.mode.model_copy(update={"head": "whole"}) for s in plan.stages[:-1] for w in s.workers
+        }
+        return next((mode.describe() for mode in (*last, *(before - headless))), "")
+
+
+EVERYTHING = Space()

@@ -1,0 +1,49 @@
+"""Tensor-parallel groups of a cluster: devices sharing class, host and island."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from gpumix.schema.cluster.cluster import Cluster
+from gpumix.schema.errors import InputError
+from gpumix.schema.job.search_space import Space
+
+
+def degrees_of(cluster: Cluster, space: Space) -> dict[str, tuple[int, ...]]:
+    """Return each class's tensor parallel degrees above 1 allowed by the space and by the number of
+    devices per host."""
+    return {
+        name: tuple(sorted(degree for degree in set(space.tensor) if 1 < degree <= count))
+        for name, count in _most_on_a_host(cluster).items()
+    }
+
+
+def refuse_too_large(cluster: Cluster, space: Space) -> None:
+    """Raise an error if the space requires larger tensor-parallel groups than any host allows.
+
+    Raises:
+        InputError: no group is possible.
+    """
+    if 1 in space.tensor or any(degrees_of(cluster, space).values()):
+        return
+    most = _most_on_a_host(cluster)
+    there = ", ".join(f"{count} of class '{name}'" for name, count in most.items())
+    largest = max(most.values())
+    islands = any(device.island for device in cluster.devices)
+    place, on = ("island", "in one island") if islands else ("host", "on one host")
+    below = f"{largest} at most, or to 1" if largest > 1 else "1"
+    raise InputError(
+        f"no {place} has {min(space.tensor)} devices of one class, which make a team together",
+        where="techniques.tensor",
+        why=f"{on} there are at most {there}",
+        fix=f"set `techniques: {{tensor: ...}}` to {below}",
+    )
+
+
+def _most_on_a_host(cluster: Cluster) -> dict[str, int]:
+    """Return the largest number of devices on a host, or in an island, by class."""
+    there = Counter((d.host, d.island, d.device_class) for d in cluster.devices)
+    most: dict[str, int] = {}
+    for (_, _, name), count in there.items():
+        most[name] = max(count, most.get(name, 0))
+    return most

@@ -1,0 +1,1 @@
+"""Plans: stages, workers, shares, explanations and traces. Values only."""

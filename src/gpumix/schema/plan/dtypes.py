@@ -1,0 +1,166 @@
+"""Compute dtype of each device class, with reasons, and the dtype of parameter all-gathers.
+
+A table maps device types to dtypes. torch accumulates matrix products in fp32 everywhere, so tensor
+core support for a dtype matters, not the speed of plain arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from gpumix.schema.cluster.cluster import CLASS_NAME, Cluster, DeviceClass
+from gpumix.schema.errors import InputError
+from gpumix.schema.plan.stage import ComputeDtype
+
+Precision = (
+    Literal["auto", "fp32", "bf16", "fp16"]
+    | dict[Annotated[str, Field(pattern=CLASS_NAME)], ComputeDtype]
+)
+
+
+@dataclass(frozen=True)
+class Support:
+    """Compute dtypes supported by a type of device.
+
+    Attributes:
+        usual: the default compute dtype; `why` is the reason.
+        slow: dtypes supported at low speed, with reasons.
+        unable: unsupported dtypes, with reasons.
+    """
+
+    usual: ComputeDtype
+    why: str
+    slow: Mapping[ComputeDtype, str] = field(default_factory=dict)
+    unable: Mapping[ComputeDtype, str] = field(default_factory=dict)
+
+
+_IN_SOFTWARE = "bf16 is computed in software there, which is slow"
+_NO_BF16: Mapping[ComputeDtype, str] = {"bf16": "its libraries multiply no matrices in bf16"}
+_PLAIN_FP16 = "without tensor cores fp16 is multiplied at the rate of fp32"
+
+# The first row with a compute capability not above the GPU's applies.
+NVIDIA: tuple[tuple[tuple[int, int], Support], ...] = (
+    ((8, 0), Support("bf16", "its tensor cores take bf16, which has the range of fp32")),
+    (
+        (7, 0),
+        Support(
+            "fp16",
+            "it computes fast in fp16 and has no bf16",
+            slow={"bf16": _IN_SOFTWARE},
+        ),
+    ),
+    (
+        (6, 1),
+        Support(
+            "fp32",
+            "it has no tensor cores, and its own fp16 arithmetic runs at 1/64 of the rate of fp32",
+            slow={"fp16": _PLAIN_FP16},
+            unable=_NO_BF16,
+        ),
+    ),
+    (
+        (6, 0),
+        Support(
+            "fp32",
+            "it has no tensor cores, and its fp16 is faster only where sums are in fp16 too, which "
+            "is too coarse to train with",
+            slow={"fp16": _PLAIN_FP16},
+            unable=_NO_BF16,
+        ),
+    ),
+    (
+        (0, 0),
+        Support("fp32", "it has no tensor cores", slow={"fp16": _PLAIN_FP16}, unable=_NO_BF16),
+    ),
+)
+AMD: Mapping[str, Support] = {
+    "gfx906": Support("fp32", "it has no matrix cores", slow={"fp16": _PLAIN_FP16}),
+    "gfx908": Support(
+        "fp16",
+        "its matrix cores take bf16 at half the rate of fp16",
+        slow={"bf16": "bf16 runs at half the rate of fp16 there"},
+    ),
+    "gfx90a": Support("bf16", "its matrix cores take bf16, which has the range of fp32"),
+    "gfx942": Support("bf16", "its matrix cores take bf16, which has the range of fp32"),
+    "gfx950": Support("bf16", "its matrix cores take bf16, which has the range of fp32"),
+}
+CPU = Support(
+    "fp32",
+    "every CPU computes well in fp32, few in anything narrower",
+    slow={
+        "bf16": "bf16 is faster on CPUs with instructions for it, and slower on others",
+        "fp16": "a CPU computes far slower in fp16",
+    },
+)
+UNKNOWN = Support(
+    "fp32",
+    "its compute capability is not known, and fp32 runs everywhere",
+)
+
+
+def support_of(device_class: DeviceClass) -> Support:
+    """Return the compute dtypes supported by a device class."""
+    if device_class.accelerator == "cpu":
+        return CPU
+    if device_class.gfx_target:
+        return AMD.get(device_class.gfx_target, UNKNOWN)
+    return support_of_capability(device_class.compute_capability)
+
+
+def support_of_capability(capability: str) -> Support:
+    """Return the compute dtypes of an NVIDIA GPU with a compute capability such as "8.6"."""
+    try:
+        major, minor = map(int, capability.split("."))
+    except ValueError:
+        return UNKNOWN
+    return next(support for least, support in NVIDIA if (major, minor) >= least)
+
+
+def compute_dtypes(wanted: Precision, cluster: Cluster) -> dict[str, ComputeDtype]:
+    """Return the compute dtype of each class of the cluster, by class name.
+
+    Args:
+        wanted: `auto` (the table), a dtype for all classes, or by class with the table as default.
+
+    Raises:
+        InputError: a named class does not exist, or does not support the dtype.
+    """
+    known = {c.name: support_of(c) for c in cluster.classes}
+    if isinstance(wanted, dict):
+        cluster.refuse_unknown("precision", wanted)
+    asked = wanted if isinstance(wanted, dict) else {} if wanted == "auto" else wanted
+    found: dict[str, ComputeDtype] = {}
+    for name, support in known.items():
+        dtype = asked.get(name, support.usual) if isinstance(asked, dict) else asked
+        if dtype in support.unable:
+            raise InputError(
+                f"device class '{name}' does not compute in {dtype}",
+                why=support.unable[dtype],
+                fix=f"let it compute in {support.usual}: `precision: auto`, or "
+                f"`precision: {{{name}: {support.usual}}}`",
+            )
+        found[name] = dtype
+    return found
+
+
+def communication_dtype(computed: Iterable[ComputeDtype]) -> ComputeDtype:
+    """Return the dtype of parameter all-gathers: all ranks compute with equal values. Mixed compute
+    dtypes gather in a 16-bit dtype; bf16, with a wider range, is preferred to fp16."""
+    different = set(computed)
+    if len(different) == 1:
+        return different.pop()
+    return "bf16" if "bf16" in different else "fp16"
+
+
+def reason(device_class: DeviceClass, dtype: ComputeDtype) -> str:
+    """Return the reason for a class computing in `dtype`: the table's, or the user's request with
+    the arguments against it."""
+    support = support_of(device_class)
+    if dtype == support.usual:
+        return support.why
+    against = support.slow.get(dtype, f"by itself it would be {support.usual}: {support.why}")
+    return f"as asked; {against}"

@@ -1,0 +1,324 @@
+"""Stages of a plan: a range of units, and each worker's compute and state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Literal, NamedTuple, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from gpumix.schema.cluster.kernels import PLAIN_EFFICIENCY, Efficiency
+from gpumix.schema.plan.splitting import split_micro_batches
+from gpumix.schema.value import Value, refuse_twins
+
+ComputeDtype = Literal["fp32", "bf16", "fp16"]
+DTYPE_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+Place = Literal["device", "host"]
+Head = Literal["whole", "chunked"]
+
+
+class Mode(Value):
+    """Execution mode of a worker's micro-batches, and data kept for the backward.
+
+    With `recompute` (activation checkpointing) a unit is recomputed in the backward from its saved
+    inputs, on the device or the host (`boundary`); without it the graph is kept. `sequential` runs
+    forward and backward of one micro-batch after the other, the smaller one first; `layered` runs
+    each unit for all micro-batches. A `chunked` head computes some rows of a micro-batch's logits
+    at a time, provided the model uses the logits only for its loss.
+    """
+
+    recompute: bool = True
+    boundary: Place = "device"
+    order: Literal["layered", "sequential"] = "layered"
+    head: Head = "whole"
+
+    @model_validator(mode="after")
+    def _only_boundaries_go_to_the_host(self) -> Self:
+        if self.boundary == "host" and not self.recompute:
+            raise ValueError("the host keeps inputs to recompute from, no graphs")
+        return self
+
+    def describe(self) -> str:
+        """Return a short description for tables."""
+        kept = "recompute" if self.recompute else "keep graphs"
+        where = " from host" if self.boundary == "host" else ""
+        order = ", sequential" if self.order == "sequential" else ""
+        return f"{kept}{where}{order}{', head in chunks' if self.head == 'chunked' else ''}"
+
+
+PLAIN = Mode()
+
+
+class Worker(Value):
+    """A device's samples of each global batch, and its share of the state.
+
+    `samples` may be zero (storage only), and `state_share` may be zero (compute only).
+    """
+
+    device: str
+    device_class: str
+    host: str = "localhost"
+    samples: int = Field(ge=0)
+    micro_batch: int = Field(ge=0, description="the most samples that run at once; 0 for none")
+    state_share: float = Field(
+        ge=0, le=1, description="of what is sharded; with ZeRO stage 0 of nothing"
+    )
+    mode: Mode = PLAIN
+    kept_graphs: int = Field(
+        default=0,
+        ge=0,
+        description="of its (unit call, micro-batch) pairs, how many keep their graph though the "
+        "mode recomputes: the last ones of the forward pass",
+    )
+    state_on: Place = Field(
+        default="device",
+        description="where its share of fp32 parameters, of their gradients and of the optimizer's "
+        "state lies, and is updated",
+    )
+    parts: int = Field(
+        default=1,
+        ge=1,
+        description="of the parts into which its stage divides units, those that it computes; its "
+        "team computes the others",
+    )
+    compile: bool = Field(default=False, description="whether its units run in compiled code")
+    compute_dtype: ComputeDtype = "fp32"
+    efficiency: Efficiency = PLAIN_EFFICIENCY
+
+    @model_validator(mode="after")
+    def _micro_batch_fits(self) -> Self:
+        if (self.samples == 0) != (self.micro_batch == 0) or self.micro_batch > self.samples:
+            raise ValueError(
+                f"worker '{self.device}' has {self.samples} samples in micro-batches of "
+                f"{self.micro_batch}"
+            )
+        return self
+
+    @property
+    def micro_batches(self) -> tuple[int, ...]:
+        """Samples in each micro-batch; only the last may be smaller."""
+        return split_micro_batches(self.samples, self.micro_batch)
+
+
+class Taken(Value):
+    """An input of a stage from an earlier stage: a tensor returned by a unit call."""
+
+    call: int = Field(ge=0, description="number of the call, counted over all stages")
+    output: int = Field(ge=0, description="number of the tensor's place in what the call returns")
+    differentiable: bool = Field(default=True, description="whether its gradient goes back")
+
+
+class Turn(NamedTuple):
+    """A tensor-parallel group's part of a wave: its seats (worker indices), and the start of its
+    micro-batches of the wave, as a micro-batch number of the stage and a row of the global
+    batch."""
+
+    seats: range
+    wave: int
+    first: int
+    row: int
+
+
+@dataclass(frozen=True)
+class MicroBatchOf:
+    """A micro-batch of a stage: indices of the computing workers, the wave, and the rows of the
+    global batch."""
+
+    seats: range
+    wave: int
+    rows: range
+
+    @property
+    def worker(self) -> int:
+        """Index of the first worker."""
+        return self.seats.start
+
+
+class Stage(Value):
+    """A contiguous range of units, and their workers in rank order.
+
+    With tensor parallelism units are divided into `tensor` parts. Consecutive workers with all
+    parts are a *team* (tensor-parallel group): they compute the same micro-batches together, and
+    share the state of each part with the workers of other teams having that part. A worker with all
+    parts is a team of its own, so workers of a stage may differ in tensor parallel degree.
+
+    `units` are the module names of the unit calls in forward order, without the root unit; a unit
+    called twice is listed twice. With several stages, `takes` and `root` are all that a stage needs
+    from outside its units.
+    """
+
+    units: tuple[str, ...]
+    workers: tuple[Worker, ...]
+    tensor: int = Field(
+        default=1,
+        ge=1,
+        description="parts into which units are divided: the largest tensor parallel degree",
+    )
+    sequence: bool = Field(
+        default=False,
+        description="whether each worker of a team has a part of the positions of a sample where "
+        "units are not divided: sequence parallelism",
+    )
+    joined: int = Field(
+        default=1, ge=1, description="units in a row that are gathered and reduced as one"
+    )
+    before: tuple[str, ...] = Field(
+        default=(),
+        description="parameters of the root that only the code before the units looks up",
+    )
+    after: tuple[str, ...] = Field(
+        default=(), description="parameters of the root that only head and loss use"
+    )
+    takes: tuple[Taken, ...] = ()
+    root: tuple[str, ...] | None = Field(
+        default=None, description="parameters of the root that the stage uses; null: all"
+    )
+
+    @field_validator("takes")
+    @classmethod
+    def _in_the_order_of_calls(cls, takes: tuple[Taken, ...]) -> tuple[Taken, ...]:
+        """Sort by call and output."""
+        return tuple(sorted(takes, key=lambda taken: (taken.call, taken.output)))
+
+    @model_validator(mode="after")
+    def _not_empty(self) -> Self:
+        if not self.workers:
+            raise ValueError("a stage without devices: nobody computes its units")
+        if not self.units:
+            raise ValueError("a stage without units: there are more stages than units to compute")
+        return self
+
+    @model_validator(mode="after")
+    def _nothing_twice(self) -> Self:
+        refuse_twins("parameter of 'root'", self.root or ())
+        refuse_twins("entry of 'takes'", (f"call {t.call}, output {t.output}" for t in self.takes))
+        return self
+
+    @model_validator(mode="after")
+    def _whole_teams(self) -> Self:
+        if self.sequence and self.tensor == 1:
+            raise ValueError("only workers that are a team divide the positions of a sample")
+        for team in self.teams:
+            names = ", ".join(w.device for w in team)
+            if len({w.parts for w in team}) > 1 or len(team) * team[0].parts != self.tensor:
+                raise ValueError(
+                    f"{'workers' if len(team) > 1 else 'worker'} {names} cannot form a team: their "
+                    f"parts ({', '.join(str(w.parts) for w in team)}) are to be alike and to add "
+                    f"up to {self.tensor}, the stage's tensor parallel degree"
+                )
+            alike = {
+                (w.samples, w.micro_batch, w.state_share, w.mode, w.kept_graphs, w.compute_dtype)
+                for w in team
+            }
+            if len(alike) > 1:
+                raise ValueError(
+                    f"the workers of a team ({names}) must have the same samples, micro-batch, "
+                    "state share, mode, kept graphs and dtype"
+                )
+            if len(team) > 1 and any(w.compile for w in team):
+                raise ValueError("units that several workers compute together are not compiled")
+        if self.tensor > 1 and len({w.mode.head for w in self.workers}) > 1:
+            raise ValueError(
+                "either all workers of a stage with teams make the head in chunks, or none: it is "
+                "not divided where it is made so"
+            )
+        if min(w.parts for w in self.workers) > 1:
+            raise ValueError(
+                f"a tensor parallel degree of {self.tensor} is more than any team has workers: "
+                f"make it {max(len(team) for team in self.teams)}"
+            )
+        return self
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        return tuple(w.state_share for w in self.workers)
+
+    @cached_property
+    def teams(self) -> tuple[tuple[Worker, ...], ...]:
+        """Workers of each tensor-parallel group; single workers without tensor parallelism."""
+        return tuple(self.workers[seats.start : seats.stop] for seats in self.seats)
+
+    @cached_property
+    def seats(self) -> Sequence[range]:
+        """Worker indices of each tensor-parallel group."""
+        if self.tensor == 1:
+            return [range(n, n + 1) for n in range(len(self.workers))]
+        found, first, parts = [], 0, 0
+        for number, worker in enumerate(self.workers, 1):
+            parts += worker.parts
+            if parts >= self.tensor or number == len(self.workers):
+                found.append(range(first, number))
+                first, parts = number, 0
+        return found
+
+    @property
+    def unlike_teams(self) -> bool:
+        """True if tensor-parallel groups differ in size."""
+        return len({worker.parts for worker in self.workers}) > 1
+
+    def team_size(self, worker: Worker) -> int:
+        """Return the size of a worker's tensor-parallel group."""
+        return self.tensor // worker.parts
+
+    def stored_by(self, worker: Worker) -> float:
+        """Return the part of the stage's state stored by a worker."""
+        return worker.state_share * worker.parts / self.tensor
+
+    @property
+    def leaders(self) -> tuple[Worker, ...]:
+        """First worker of each tensor-parallel group, acting for the group."""
+        if self.tensor == 1:
+            return self.workers
+        return tuple(self.workers[seats.start] for seats in self.seats)
+
+    def micro_batches(self, waves: int) -> tuple[MicroBatchOf, ...]:
+        """Return the micro-batches of the global batch in sample order: wave after wave, and worker
+        after worker within a wave."""
+        return tuple(
+            MicroBatchOf(turn.seats, turn.wave, rows)
+            for turn in self.turns(waves)
+            for rows in self.rows_in(turn, waves)
+        )
+
+    def turns(self, waves: int) -> Iterator[Turn]:
+        """Yield the tensor-parallel groups computing the micro-batches, in micro-batch order."""
+        first = row = 0
+        for wave in range(waves):
+            for seats in self.seats:
+                sizes = self._sizes_in(wave, waves, seats)
+                yield Turn(seats, wave, first, row)
+                first += len(sizes)
+                row += sum(sizes)
+
+    def rows_in(self, turn: Turn, waves: int) -> list[range]:
+        """Return the rows of each micro-batch of a turn."""
+        sizes = self._sizes_in(turn.wave, waves, turn.seats)
+        ends = list(accumulate(sizes, initial=turn.row))
+        return [range(begin, end) for begin, end in pairwise(ends)]
+
+    def _sizes_in(self, wave: int, waves: int, seats: range) -> tuple[int, ...]:
+        """Return the samples in each micro-batch of a tensor-parallel group in a wave."""
+        sizes = self.workers[seats.start].micro_batches
+        return sizes[len(sizes) * wave // waves : len(sizes) * (wave + 1) // waves]
+
+
+def between_teams(givers: Sequence[int], takers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield (giver, taker) pairs for transfers between tensor-parallel groups with replicated data,
+    each taker once."""
+    return ((givers[number % len(givers)], taker) for number, taker in enumerate(takers))
+
+
+def of_several(roots: Sequence[Sequence[str]]) -> dict[tuple[int, ...], list[str]]:
+    """Return the root names used by several stages, grouped by these stages."""
+    users: dict[str, list[int]] = {}
+    for stage, names in enumerate(roots):
+        for name in names:
+            users.setdefault(name, []).append(stage)
+    found: dict[tuple[int, ...], list[str]] = {}
+    for name, stages in users.items():
+        if len(stages) > 1:
+            found.setdefault(tuple(stages), []).append(name)
+    return found

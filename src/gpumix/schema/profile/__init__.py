@@ -1,0 +1,1 @@
+"""Profiles: measurements of a model on each device class. Values only."""

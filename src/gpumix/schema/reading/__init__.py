@@ -1,0 +1,4 @@
+"""Reading of users' files: YAML with positions, overrides, and errors with place and fix.
+
+May use the values of `schema`.
+"""

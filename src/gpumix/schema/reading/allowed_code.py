@@ -1,0 +1,38 @@
+"""Check of the code that a job may call. A job file may come from anywhere, so a factory named in
+the job runs only if the user starting the command allows the factory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from gpumix.schema.errors import InputError
+from gpumix.schema.job.job import Job
+from gpumix.schema.reading.overrides import key_of
+
+
+def check_allowed(job: Job, path: Path, allowed: Sequence[str], overrides: Sequence[str]) -> None:
+    """Raise an InputError if a job calls code that is not allowed.
+
+    Args:
+        path: path of the job file.
+        allowed: modules, with everything inside, or functions as `module:function`.
+        overrides: `key=value`, also from the command line. A factory named here is allowed.
+    """
+    said = set(map(key_of, overrides))
+    for part, factory in (("model", job.model.factory), ("data", job.data.factory)):
+        key = f"{part}.factory"
+        if factory is None or said & {part, key} or any(_covers(name, factory) for name in allowed):
+            continue
+        raise InputError(
+            f"'{key}' is code that would be run, '{factory}'; this command does not allow it",
+            where=str(path),
+            why="a job from elsewhere could name any function",
+            fix=f"look at it, then add --allow {factory.partition(':')[0]}, or export "
+            f"GPUMIX_ALLOW={factory.partition(':')[0]}",
+        )
+
+
+def _covers(name: str, factory: str) -> bool:
+    module = factory.partition(":")[0]
+    return name in (factory, module) or module.startswith(f"{name}.")

@@ -1,0 +1,64 @@
+"""Replacement of single values of a job from the command line with `--set key=value`.
+
+The key is dotted, the value is YAML. The job's own validation checks that the key exists and
+reports the argument as the location. Used by `spec.read`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gpumix.schema.errors import InputError
+from gpumix.schema.reading.yaml_places import (
+    UNFIT,
+    Keys,
+    Place,
+    Source,
+    Tree,
+    parse_yaml,
+    show_keys,
+    show_value,
+)
+
+
+def key_of(argument: str) -> str:
+    """Return the dotted key of an argument, without spaces around its parts."""
+    return ".".join(part.strip() for part in argument.partition("=")[0].split("."))
+
+
+def overridden(tree: Tree, argument: str) -> Tree:
+    """Return `tree` with one value set, creating missing mappings on the path.
+
+    Raises:
+        InputError: the argument is not key=value, its value is not YAML, or its key leads through a
+            value that is not a mapping.
+    """
+    source = Source(f"--set {argument}", Path.cwd())
+    key, equals, text = argument.partition("=")
+    keys: Keys = tuple(key_of(argument).split("."))
+    if not equals or not all(keys) or UNFIT.search(key):
+        raise InputError(
+            f"'{argument}' is not of the form key=value",
+            where=source.name,
+            fix="write a dotted key, '=' and a value, such as --set optimizer.lr=1e-4",
+        )
+    new = parse_yaml(text, source, lines=False) or Tree(None, {(): Place(source)})
+    places = {k: p for k, p in tree.places.items() if k[: len(keys)] != keys}
+    for depth in range(1, len(keys)):
+        places.setdefault(keys[:depth], Place(source))
+    places |= {(*keys, *k): p for k, p in new.places.items()}
+    return Tree(_with(tree.value, keys, 0, new.value, source), places)
+
+
+def _with(holder: object, keys: Keys, depth: int, value: object, source: Source) -> object:
+    """Return `holder`, a mapping at keys[:depth], with `value` set at `keys`."""
+    if depth == len(keys):
+        return value
+    if holder is not None and not isinstance(holder, dict):
+        raise InputError(
+            f"'{show_keys(keys[:depth])}' is {show_value(holder)}, it has no keys",
+            where=source.name,
+            fix=f"set all of it: --set '{show_keys(keys[:depth])}=...'",
+        )
+    old: dict[str | int, object] = holder or {}
+    return {**old, keys[depth]: _with(old.get(keys[depth]), keys, depth + 1, value, source)}

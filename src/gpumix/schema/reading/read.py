@@ -1,0 +1,168 @@
+"""Reading of user files: a job file with `--set` arguments, and a cluster file.
+
+This is the only way from YAML to a `Job` or a `Cluster`. Every error is an `InputError` naming the
+key, the file and the line, or the argument. All errors of a file are reported together.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from gpumix.schema.cluster.cluster import Cluster
+from gpumix.schema.errors import InputError
+from gpumix.schema.files import read_text
+from gpumix.schema.job.job import Job
+from gpumix.schema.reading.cluster_file import assemble
+from gpumix.schema.reading.error_text import did_you_mean, input_error, nearest, validated
+from gpumix.schema.reading.overrides import overridden
+from gpumix.schema.reading.yaml_places import Keys, Place, Tree, load_yaml, show_value
+from gpumix.schema.value import Value
+
+AUTO: Literal["auto"] = "auto"
+CLUSTER: Keys = ("cluster",)
+KEYS_FIX = "write a key and a value on each line, such as `steps: 100`"
+CONFIG_FIX = "give the config.json of a transformers model, or its content with a model_type"
+
+
+def read_job(path: Path, overrides: Sequence[str] = ()) -> Job:
+    """Read the job from the YAML file at `path`, applying `overrides` of the form key=value.
+
+    Relative paths start at the file's folder, paths in overrides at the current directory; the
+    returned job has absolute paths. A cluster file named in the job is read too.
+
+    Raises:
+        InputError: a file or an override is wrong.
+    """
+    if path.suffix == ".py" and path.is_file():
+        raise InputError(
+            "this is a program, and a job is wanted",
+            where=str(path),
+            fix=f"run it on all devices: gpumix launch {path}",
+        )
+    tree = load_yaml(path, "job")
+    if not isinstance(tree.value, dict):
+        what = f"a job must be a mapping of keys to values, it is {show_value(tree.value)}"
+        rows = isinstance(tree.value, list) and all(isinstance(row, dict) for row in tree.value)
+        fix = f"of a cluster file: `cluster: {path}` in a job, or gpumix devices --cluster {path}"
+        raise InputError(what, where=str(tree.place(())), fix=fix if rows else KEYS_FIX)
+    if "schema_version" in tree.value and isinstance(kind := tree.value.get("kind"), str):
+        beside = f", and this with --{kind}" if kind in ("plan", "profile") else ""
+        raise InputError(
+            f"this is a {kind}, and a job is wanted", where=str(path), fix=f"give the job{beside}"
+        )
+    for override in overrides:
+        tree = overridden(tree, override)
+    checked, written = _checked(tree)
+    job: Job = _with_paths(checked, tree, ())
+    if job.model.config is not None:
+        _check_model_config(job.model.config, tree.place(("model", "config")))
+    cluster = _named_cluster(written, tree) if isinstance(written, str) else written
+    return job.model_copy(update={"cluster": cluster})
+
+
+def read_cluster(path: Path) -> Cluster:
+    """Read the cluster from the YAML file at `path`, in the long or short form.
+
+    Raises:
+        InputError: the file is wrong.
+    """
+    tree = load_yaml(path, "cluster")
+    if isinstance(tree.value, dict) and not {"classes", "devices"} & tree.value.keys():
+        kind = tree.value.get("kind") if "schema_version" in tree.value else None
+        kind = "job" if {"model", "data"} <= tree.value.keys() else kind
+        if isinstance(kind, str):
+            raise InputError(
+                f"this is a {kind}, and a cluster is wanted",
+                where=str(path),
+                fix="give a file with classes and devices, or with a list of devices: "
+                "[{class: rtx3090, memory: 24 GiB}]",
+            )
+    cluster, problems = assemble(tree.value)
+    if cluster is None:
+        raise input_error(problems, tree)
+    return cluster
+
+
+def _checked(tree: Tree) -> tuple[Job, Cluster | str]:
+    """Validate the job without its cluster; return both. The cluster is a value, a path or
+    'auto'."""
+    assert isinstance(tree.value, dict)
+    written = tree.value.get("cluster", AUTO)
+    cluster: Cluster | str | None
+    cluster, problems = (written, []) if isinstance(written, str) else assemble(written, CLUSTER)
+    job, found = validated(Job, {**tree.value, "cluster": AUTO})
+    if job is None or cluster is None:
+        raise input_error([*found, *problems], tree)
+    return job, cluster
+
+
+def _named_cluster(name: str, tree: Tree) -> Cluster | Literal["auto"]:
+    """Return the cluster named by `name`, a path or 'auto'."""
+    if name == AUTO:
+        return AUTO
+    place = tree.place(CLUSTER)
+    path = _absolute(Path(name), place)
+    with suppress(OSError):  # a name may be too long for a file
+        if name and path.exists():
+            return read_cluster(path)
+    meant = did_you_mean(nearest(name, [AUTO]))
+    raise InputError(
+        f"'cluster': there is no cluster file {path}" if name else "'cluster' is empty",
+        where=str(place),
+        fix=f"{meant} give '{AUTO}', the path of a cluster file, or the cluster itself".lstrip(),
+    )
+
+
+def _with_paths(value: Any, tree: Tree, keys: Keys) -> Any:
+    """Return `value`, found at `keys`, with absolute paths."""
+    if isinstance(value, Path):
+        return _absolute(value, tree.place(keys))
+    if isinstance(value, tuple):
+        return tuple(_with_paths(item, tree, (*keys, i)) for i, item in enumerate(value))
+    if isinstance(value, Value):
+        names = type(value).model_fields
+        found = {n: _with_paths(getattr(value, n), tree, (*keys, n)) for n in names}
+        changed = {n: item for n, item in found.items() if item != getattr(value, n)}
+        return value.model_copy(update=changed)  # unset fields stay unset
+    return value
+
+
+def _absolute(path: Path, place: Place) -> Path:
+    try:
+        found = place.source.folder / path.expanduser()
+        str(found).encode()
+    except RuntimeError as error:
+        raise InputError(f"'{path}' names no user's home", where=str(place)) from error
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"the name of '{found}' is no UTF-8",
+            where=str(place),
+            why="plans and records of runs name it, and are UTF-8",
+            fix="rename it, or the folder that it is in",
+        ) from error
+    return found
+
+
+def _check_model_config(config: Path | dict[str, Any], place: Place) -> None:
+    """Check that a model configuration, in a file or inline, has a `model_type` for
+    `transformers`."""
+    found = _read_json(config, place) if isinstance(config, Path) else config
+    if not isinstance(found, dict) or not isinstance(found.get("model_type"), str):
+        holder = f" in {config}" if isinstance(config, Path) else ""
+        what = f"'model.config': there is no 'model_type'{holder}"
+        raise InputError(what, where=str(place), fix=CONFIG_FIX)
+
+
+def _read_json(path: Path, place: Place) -> object:
+    try:
+        return json.loads(read_text(path))
+    except OSError as error:
+        what, why = f"'model.config': cannot read {path}", error.strerror or str(error)
+        raise InputError(what, where=str(place), why=why, fix=CONFIG_FIX) from error
+    except (ValueError, RecursionError) as error:
+        what = f"'model.config': {path} is not JSON"
+        raise InputError(what, where=str(place), why=str(error), fix=CONFIG_FIX) from error

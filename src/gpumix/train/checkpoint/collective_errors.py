@@ -1,0 +1,161 @@
+"""Joint actions of ranks for a checkpoint: a failure on any rank fails all ranks with one error.
+
+A rank leaving with an error would keep the others waiting until their timeout. So the outcome of
+each action is exchanged before any rank continues.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from pydantic import TypeAdapter
+
+from gpumix.engine.comm.collective_progress import begins
+from gpumix.engine.comm.communicator import CommunicationError, reported
+from gpumix.schema.errors import GpumixError, MachineError, TrainingError, error_from, in_a_line
+from gpumix.schema.files import FULL, how_to_write
+from gpumix.train.checkpoint.background import Overdue
+
+T = TypeVar("T")
+NOTHING = TypeAdapter(None)
+
+_OTHERWISE = dict.fromkeys(FULL, "if need be by removing this run's older checkpoints") | (
+    dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "or choose another `output` in the job")
+)
+
+
+class Together:
+    """The ranks of `group`, a group of CPU tensors; None for a single process."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.world = 1 if group is None else dist.get_world_size(group)
+
+    def each(
+        self, action: Callable[[], T], kind: TypeAdapter[T], doing: str, folder: Path
+    ) -> list[T]:
+        """Run `action` on every rank; return all results in rank order. Collective.
+
+        Args:
+            kind: type of the result, sent to the other ranks as JSON: nothing received over the
+                network is code.
+
+        Raises:
+            GpumixError: the error of the lowest failing rank, the same on all ranks.
+        """
+        return self._run(action, kind, doing, folder)
+
+    def first(self, action: Callable[[], T], kind: TypeAdapter[T], doing: str, folder: Path) -> T:
+        """Run `action` on rank 0; return its result on all ranks. Collective; raises like
+        `each`."""
+        return self._run(action if self.rank == 0 else None, kind, doing, folder)[0]
+
+    def collect(self, text: str, doing: str) -> list[str]:
+        """Return the texts of all ranks on rank 0, and an empty list elsewhere. Collective."""
+        if self.group is None or self.world == 1:
+            return [text]
+        with reported(f"exchange of who could {doing}", begins(self.group.group_name)):
+            mine, sizes = self._padded(text)
+            every = [torch.empty_like(mine) for _ in sizes] if self.rank == 0 else None
+            dist.gather(mine, every, group=self.group, group_dst=0)
+        return _texts(every or [], sizes)
+
+    def _run(
+        self, action: Callable[[], T] | None, kind: TypeAdapter[T], doing: str, folder: Path
+    ) -> list[T]:
+        """Run like `each`; a rank without an action has no result."""
+        told: dict[str, Any] = {}
+        results: list[Any] = [None] * self.world
+        failed: GpumixError | None = None
+        try:
+            if action is not None:
+                results[self.rank] = action()
+                told["result"] = kind.dump_json(results[self.rank]).decode()
+        except Exception as error:  # the other ranks must know
+            failed = explained(error, f"rank {self.rank} could not {doing}", folder)
+            told["error"] = failed.as_dict()
+            if failed is not error:
+                failed.__cause__ = error
+        for rank, text in enumerate(self._all(json.dumps(told), doing)):
+            one = json.loads(text)
+            if "error" in one:
+                own = failed if rank == self.rank else None  # it has its traceback
+                raise own or error_from(one["error"])
+            if "result" in one and rank != self.rank:
+                results[rank] = kind.validate_json(one["result"])
+        return results
+
+    def _all(self, text: str, doing: str) -> list[str]:
+        """Return the texts of all ranks. Collective."""
+        if self.group is None or self.world == 1:
+            return [text]
+        with reported(f"exchange of who could {doing}", begins(self.group.group_name)):
+            mine, sizes = self._padded(text)
+            every = [torch.empty_like(mine) for _ in sizes]
+            dist.all_gather(every, mine, group=self.group)
+        return _texts(every, sizes)
+
+    def _padded(self, text: str) -> tuple[torch.Tensor, list[int]]:
+        """Return the bytes of `text`, padded to the longest text of all ranks, and the length on
+        each rank."""
+        coded = text.encode()
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
+        dist.all_gather(sizes, torch.tensor([len(coded)]), group=self.group)
+        counts = [int(size) for size in sizes]
+        padded = bytearray(coded.ljust(max(counts)))
+        return torch.frombuffer(padded, dtype=torch.uint8), counts
+
+
+def _texts(every: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[str]:
+    return [one[:size].numpy().tobytes().decode() for one, size in zip(every, sizes)]
+
+
+def explained(error: BaseException, what: str, folder: Path) -> GpumixError:
+    """Return the error to raise on all ranks for a failed action on a single rank."""
+    if isinstance(error, GpumixError):
+        return error
+    where = f"{socket.gethostname()}: {folder}"
+    system = _system_error(error)
+    if system is None:
+        return TrainingError(what, where=where, why=in_a_line(error))
+    code = system.errno or 0
+    file = f" ({system.filename})" if system.filename else ""
+    return MachineError(
+        what,
+        where=where,
+        why=f"{os.strerror(code) if code else system}{file}",
+        fix=", ".join(filter(None, [how_to_write(system), _OTHERWISE.get(code)])),
+    )
+
+
+def not_in_time(error: Overdue, what: str, rank: int, folder: Path) -> GpumixError:
+    """Return the error for a timeout on this rank, caused by its peers or the disk."""
+    late = f"rank {rank} could not {what} within {error.patience_s:.0f} s"
+    where = f"{socket.gethostname()}: {folder}"
+    if error.wait is not None:
+        return CommunicationError(late, where=where, wait=error.wait)
+    return MachineError(
+        late,
+        where=where,
+        why="a call of the system has not come back: the disk, or the server behind it, hangs",
+        fix="look at that disk and at `dmesg | tail`, then run the same command with --resume; a "
+        "longer `timeout` in the job waits longer",
+    )
+
+
+def _system_error(error: BaseException | None) -> OSError | None:
+    """Return the operating system's error in a chain of errors; torch.save hides it in another."""
+    while error is not None:
+        if isinstance(error, OSError):
+            return error
+        error = error.__cause__ or error.__context__
+    return None

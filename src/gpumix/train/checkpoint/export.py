@@ -1,0 +1,313 @@
+"""Export of a checkpoint as a folder for `transformers`: safetensors, configuration, tokenizer.
+
+Tensors are read one by one from the checkpoint's files: no model is built, no other process takes
+part, and memory is needed for one file of the result. A tied parameter is written only under its
+name in the checkpoint; `transformers` ties the others to it.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+import gpumix
+from gpumix.data.core.tokenizer import FileTokenizer, bytes_as_file
+from gpumix.schema import files
+from gpumix.schema.errors import GpumixError, InputError, MachineError, first_line
+from gpumix.train.checkpoint.checkpoint_folder import choices, first_whole
+from gpumix.train.checkpoint.checkpointer import opened
+from gpumix.train.checkpoint.collective_errors import Together
+from gpumix.train.checkpoint.content import MODEL
+from gpumix.train.checkpoint.dcp_storage import Boxed, Index, StoredTensor, read
+from gpumix.train.checkpoint.manifest import MANIFEST, Manifest, damaged, verify
+
+# Size of weight files accepted by any file system and download.
+FILE_BYTES = 5 * 10**9
+AT_ONCE = 100  # exports into one folder
+# Marks a folder as an export, and lists its files.
+RECORD = "gpumix.json"
+
+TOKENIZER = "tokenizer.json"
+END = "eos_token_id"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+# Files possibly next to the tokenizer, in a folder named by a job.
+BESIDE_IT = (TOKENIZER_CONFIG, "special_tokens_map.json", "chat_template.jinja")
+# Without a config, transformers would take the model's own tokenizer class, which reads the file
+# differently.
+AS_IT_IS = {"tokenizer_class": "PreTrainedTokenizerFast"}
+
+# Not fp16: values beyond its range would become infinite.
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def export(
+    source: Path,
+    to: Path,
+    *,
+    model_config: Mapping[str, Any] | None = None,
+    dtype: str = "fp32",
+    file_bytes: int = FILE_BYTES,
+    tell: Callable[[str], None] = lambda line: None,
+) -> Path:
+    """Write the model of a checkpoint to the folder `to`.
+
+    Args:
+        source: a checkpoint, or a run's folder, of which the newest intact checkpoint is taken.
+        to: is made; a former export there is replaced.
+        model_config: of `transformers`; default: the configuration stored by the run. Without any
+            (a model from a factory) there is no `config.json`.
+        dtype: of all floating-point tensors: fp32 or bf16.
+        file_bytes: maximum size of a file of weights, except with a single tensor.
+        tell: receives lines for people: damaged newer checkpoints, and the origin of the tokenizer,
+            or why there is none.
+
+    Raises:
+        InputError: no checkpoint, a damaged checkpoint, another dtype, or foreign files in `to`.
+        MachineError: the files cannot be written; the former content of `to` remains.
+    """
+    if dtype not in _DTYPES:
+        raise InputError(f"cannot export as '{dtype}'", fix=f"give one of {', '.join(_DTYPES)}")
+    to = to.absolute()
+    _check_replaceable(to)
+    (path, manifest, index), passed = first_whole(choices(source), _checked)
+    for error in passed:
+        tell(f"{error.where} is damaged: {error.why}")
+    if passed:
+        tell(f"the newest that is whole is written, {path}")
+    config = model_config if model_config is not None else _stored_config(path, manifest)
+    part = to.with_name(secrets.token_hex(8).join((".gpumix-", ".part")))
+    try:
+        files.forget_parts(to.parent)
+        part.mkdir(parents=True)
+        _write_weights(part, path, index, _DTYPES[dtype], file_bytes)
+        _copy_tokenizer(part, manifest, tell)
+        ends = _end_of_text(part)
+        if config is not None:
+            own = _configuration(config, _DTYPES[dtype])
+            _write_json(part / "config.json", own | (ends if END in own else {}))
+        generation = manifest.extra.get("generation_config")
+        if isinstance(generation, dict):
+            _write_json(part / "generation_config.json", generation | ends)
+        _write_json(part / RECORD, _record(part, path, manifest))
+        _replace(to, part)
+    except (OSError, SafetensorError) as error:
+        system = error if isinstance(error, OSError) else OSError()
+        raise MachineError(
+            "cannot write the exported model",
+            where=str(to),
+            why=first_line(error),
+            fix=f"{files.how_to_write(system)}, or choose another folder",
+        ) from error
+    finally:
+        files.remove_quietly(part)
+    return to
+
+
+def _checked(path: Path) -> tuple[Path, Manifest, Index]:
+    manifest, index = opened(path)
+    verify(path, manifest.files.items())
+    return path, manifest, index
+
+
+def _stored_config(path: Path, manifest: Manifest) -> Mapping[str, Any] | None:
+    stored = manifest.extra.get("model_config")
+    if stored is None or isinstance(stored, dict):
+        return stored
+    raise damaged(path / MANIFEST, "its model_config is none")
+
+
+def _copy_tokenizer(part: Path, manifest: Manifest, tell: Callable[[str], None]) -> None:
+    """Copy the tokenizer files named by a checkpoint's job, once verified to be a tokenizer: the
+    checkpoint's author may have named any file of this machine. Write files for a tokenizer of
+    bytes."""
+    job = manifest.extra.get("job")
+    told, data = (job.get("tokenizer"), job.get("data")) if isinstance(job, dict) else (None, None)
+    if told == "bytes" and isinstance(data, dict):
+        if data.get("text") or data.get("tokenize") == "on-the-fly":
+            content, config = bytes_as_file()
+            _write_json(part / TOKENIZER, content)
+            _write_json(part / TOKENIZER_CONFIG, AS_IT_IS | config)
+        else:
+            tell("no tokenizer is written: its data may be tokens already, not bytes of texts")
+    if not isinstance(told, str) or told == "bytes":
+        return
+    place = Path(told)
+    named = {TOKENIZER: place}
+    if place.is_dir():
+        named = {name: place / name for name in (TOKENIZER, *BESIDE_IT)}
+    present = {name: file for name, file in named.items() if file.is_file()}
+    if TOKENIZER not in present:
+        tell(f"its tokenizer is not at {place} any more: copy it into the folder by hand")
+        return
+    try:
+        FileTokenizer(present[TOKENIZER])
+        for name in present.keys() & {*BESIDE_IT}:
+            _check_beside(present[name])
+    except GpumixError as error:
+        why = first_line(error)
+        tell(f"its tokenizer at {place} is not copied, for it cannot be seen to be one: {why}")
+        return
+    tell(f"its tokenizer is copied from {place}")
+    for name, file in present.items():
+        files.write_bytes(part / name, files.read_bytes(file))
+    if TOKENIZER_CONFIG not in present:
+        _write_json(part / TOKENIZER_CONFIG, AS_IT_IS)
+
+
+def _end_of_text(part: Path) -> dict[str, int]:
+    """Return the end-of-text token, as transformers aligns a model's configuration with the
+    tokenizer before training: a configuration's default belongs to another vocabulary."""
+    tokenizer = part / TOKENIZER
+    return {END: FileTokenizer(tokenizer).end_of_text} if tokenizer.is_file() else {}
+
+
+def _check_beside(file: Path) -> None:
+    """Raise InputError unless a file has the content of its name: a JSON object, or a template."""
+    try:
+        text = files.read_text(file)
+        if file.suffix == ".json" and not isinstance(json.loads(text), dict):
+            raise InputError("it is no JSON object", where=str(file))
+    except (OSError, ValueError) as error:
+        raise InputError(files.why_unreadable(error), where=str(file)) from error
+
+
+def _check_replaceable(to: Path) -> None:
+    """Raise InputError unless `to` is absent, empty or only a former export."""
+    if to.is_dir():
+        present = {file.name for file in to.iterdir()}
+        foreign = present - _recorded(to)
+        if not foreign:
+            return
+        why = f"it holds {', '.join(sorted(foreign)[:4])}"
+    elif to.exists():
+        why = "it is a file"
+    else:
+        return
+    raise InputError(
+        "this folder is no former export and is not overwritten",
+        where=str(to),
+        why=why,
+        fix="choose another folder, or empty this one",
+    )
+
+
+def _recorded(folder: Path) -> set[str]:
+    """Return the files written into `folder` by a former export."""
+    try:
+        recorded = json.loads(files.read_text(folder / RECORD))["files"]
+        return {RECORD, *map(str, recorded)}
+    except (OSError, ValueError, KeyError, TypeError):
+        return set()
+
+
+def _write_weights(
+    part: Path, checkpoint: Path, index: Index, dtype: torch.dtype, file_bytes: int
+) -> None:
+    prefix = f"{MODEL}."
+    model = {n: t for n, t in index.tensors.items() if n.startswith(prefix)}
+    names_of_files = list(_cut(model, dtype, file_bytes))
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(names_of_files, 1):
+        of = f"-{number:05d}-of-{len(names_of_files):05d}" if len(names_of_files) > 1 else ""
+        tensors = _read(checkpoint, index, names, dtype)
+        tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+        file = part / f"model{of}.safetensors"
+        save_file(tensors, file, metadata={"format": "pt"})
+        file.chmod(0o666 & ~_umask())  # safetensors makes it private
+        weight_map |= dict.fromkeys(tensors, f"model{of}.safetensors")
+    if len(names_of_files) > 1:
+        total = sum(_bytes(tensor, dtype) for tensor in model.values())
+        _write_json(
+            part / "model.safetensors.index.json",
+            {"metadata": {"total_size": total}, "weight_map": weight_map},
+        )
+
+
+def _umask() -> int:
+    """Return the process's umask, which can only be read by setting it."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _cut(
+    model: Mapping[str, StoredTensor], dtype: torch.dtype, file_bytes: int
+) -> Iterator[list[str]]:
+    """Yield the names of the tensors of each file, in order."""
+    names: list[str] = []
+    size = 0
+    for name, tensor in model.items():
+        if names and size + _bytes(tensor, dtype) > file_bytes:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += _bytes(tensor, dtype)
+    yield names
+
+
+def _bytes(tensor: StoredTensor, dtype: torch.dtype) -> int:
+    return torch.Size(tensor.shape).numel() * _saved_dtype(tensor, dtype).itemsize
+
+
+def _saved_dtype(tensor: StoredTensor, dtype: torch.dtype) -> torch.dtype:
+    stored = tensor.torch_dtype
+    return dtype if stored.is_floating_point else stored
+
+
+def _read(
+    checkpoint: Path, index: Index, names: list[str], dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Return the tensors called `names`, cast by the reader while copying."""
+    tensors = {}
+    for name in names:
+        tensor = index.tensors[name]
+        tensors[name] = torch.empty(tensor.shape, dtype=_saved_dtype(tensor, dtype))
+    boxed = {name: Boxed.whole(tensor) for name, tensor in tensors.items()}
+    read(checkpoint, index, boxed, Together(None))
+    return tensors
+
+
+def _configuration(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Return the configuration with the dtype of the exported weights."""
+    kept = {key: value for key, value in config.items() if key != "torch_dtype"}
+    return kept | {"dtype": str(dtype).removeprefix("torch.")}
+
+
+def _record(part: Path, checkpoint: Path, manifest: Manifest) -> dict[str, Any]:
+    return {
+        "gpumix": gpumix.__version__,
+        "checkpoint": str(checkpoint.resolve()),
+        "step": manifest.step,
+        "model": manifest.model,
+        "files": sorted(file.name for file in part.iterdir()),
+    }
+
+
+def _write_json(file: Path, content: Mapping[str, Any]) -> None:
+    files.write_at_once(file, json.dumps(content, indent=2) + "\n")
+
+
+def _replace(to: Path, part: Path) -> None:
+    """Replace `to` by `part`; of concurrent exports the last remains."""
+    former = part.with_suffix(".former.part")
+    for last in (*[False] * AT_ONCE, True):
+        with suppress(FileNotFoundError):
+            files.move(to, former.name)
+        try:
+            files.move(part, to.name)
+            return
+        except OSError as error:  # a concurrent export moved its own here
+            if last or error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        finally:
+            files.remove_quietly(former)

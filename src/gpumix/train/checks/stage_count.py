@@ -1,0 +1,40 @@
+"""Check of the number of stages wanted by a job.
+
+Done before ranks start if the job has the model's configuration. Models of factories are built by
+ranks only, and checked there before measuring.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from gpumix.engine.sharding.unit_discovery import dissect
+from gpumix.planner.common.stage_preconditions import refuse_number, refuse_one_unit, wants_stages
+from gpumix.planner.pipeline_parallel.candidate import rounds_of
+from gpumix.schema.cluster.cluster import Cluster
+from gpumix.schema.job.job import Job
+
+
+def check_number(model: nn.Module, job: Job, cluster: Cluster) -> None:
+    """Refuse a job wanting more stages than the model's units or the devices allow.
+
+    Measuring may leave fewer, if calls of units cannot be separated.
+
+    Raises:
+        InputError: too many stages are wanted.
+    """
+    space = job.techniques
+    if not wants_stages(job.strategy, space):
+        return
+    units = len(dissect(model, job.model.units).units)
+    refuse_one_unit(units)
+    if job.strategy == "model":
+        return
+    degree = min(space.tensor)
+    refuse_number(
+        space,
+        most_groups=len(cluster.devices) // degree,
+        units=units,
+        rounds=max(map(rounds_of, space.schedules)),
+        degree=degree,
+    )

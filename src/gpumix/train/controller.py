@@ -1,0 +1,570 @@
+"""Pipeline of `gpumix train`: job and cluster, profile, plan, run.
+
+Decisions are made here, in the started process; ranks measure and train.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shlex
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpumix.hardware.discovery.discover import runs_on_cpu
+from gpumix.hardware.discovery.foreign_memory import leave_taken, occupied
+from gpumix.hardware.host.environment import shared_memory_folder
+from gpumix.planner.common.stage_preconditions import refuse_wanted, wants_stages
+from gpumix.planner.plan import plan as make_plan
+from gpumix.profiler.cache.measurement_cache import MeasurementCache, reading_as
+from gpumix.schema.cluster.cluster import Cluster
+from gpumix.schema.errors import (
+    DeviceFailure,
+    DeviceMissing,
+    GpumixError,
+    InputError,
+    MachineError,
+    OutOfMemory,
+    PlanOutdated,
+    RankInterrupted,
+    RankLost,
+    TrainingError,
+    first_line,
+)
+from gpumix.schema.files import opened_lock
+from gpumix.schema.job.job import Job
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.profile.profile import Profile
+from gpumix.schema.reading.allowed_code import check_allowed
+from gpumix.schema.reading.error_location import placed, together
+from gpumix.schema.reading.read import read_job
+from gpumix.schema.units import show_seconds
+from gpumix.train.checkpoint.checkpoint_folder import latest
+from gpumix.train.checkpoint.manifest import step_of
+from gpumix.train.checks.output_folder import check_folder
+from gpumix.train.checks.resume_check import check_keys
+from gpumix.train.checks.user_plan import (
+    check_job,
+    check_memory,
+    check_model,
+    foretold_again,
+    other_speeds,
+    overruled,
+    within_memory,
+)
+from gpumix.train.elastic.plan_change import plan_in_force
+from gpumix.train.elastic.recovery import Again, Lessons, Recovery, Restart, taken_up
+from gpumix.train.memory_checkpoint.memory_folder import Home, newest
+from gpumix.train.processes.runner import Runner, runner
+from gpumix.train.rank_task_names import work_of
+from gpumix.train.run_log import run_files
+from gpumix.train.run_log.progress import mark_failed, mark_restarting, mark_stopped
+from gpumix.train.run_log.run_id import give_id, id_of
+from gpumix.train.run_log.tables import devices_table, efficiency_table, plan_table, profile_table
+from gpumix.train.run_log.terminal import stderr
+from gpumix.train.run_log.tracker_processes import check_installed, tracked
+
+if TYPE_CHECKING:
+    from gpumix.train.monitor.trial_hook import Watcher
+    from gpumix.train.run_log.summary import Summary, Trial
+
+# Imported by every model of transformers.
+TRANSFORMERS = ("transformers.models.auto.modeling_auto", "transformers.modeling_utils")
+
+
+class Pipeline:
+    """Pipeline of a job from file to run.
+
+    Args:
+        folder: base of relative names in the job.
+    """
+
+    def __init__(self, job: Job, folder: Path, runs: Runner, *, debug: bool = False) -> None:
+        self.job = job
+        self.folder = folder
+        self._runs = runs
+        self._debug = debug
+        self._console = stderr()
+        self.cluster: Cluster = runs.cluster(None if job.cluster == "auto" else job.cluster)
+        self._devices = self.cluster  # including devices left out for a while
+        if job.cluster == "auto" and not self.cluster.classes[0].is_gpu:
+            self.show(runs_on_cpu())
+
+    @classmethod
+    def of_file(
+        cls,
+        path: Path,
+        overrides: Sequence[str],
+        *,
+        debug: bool,
+        allowed: Sequence[str] | None = None,
+    ) -> Pipeline:
+        """Read the job in a file.
+
+        Args:
+            allowed: code that the job may call, by default any; see `check_allowed`.
+        """
+        job = read_job(path, overrides)
+        if allowed is not None:
+            check_allowed(job, path, allowed, overrides)
+        imports = TRANSFORMERS if job.model.config is not None else ()
+        restarts = job.restarts > 0
+        runs = runner(debug=debug, imports=imports, silence_s=job.timeout, restarts=restarts)
+        return cls(job, path.absolute().parent, runs, debug=debug)
+
+    @property
+    def speaks(self) -> bool:
+        """True if this process prints for people."""
+        return self._runs.speaks
+
+    def show(self, thing: Any) -> None:
+        """Print for people, if this process `speaks`."""
+        if self.speaks:
+            self._console.print(thing)
+
+    def profile(
+        self, *, fresh: bool = False, resume: bool = False, failed: bool = False
+    ) -> Profile:
+        """Return the profile, cached or measured. Under torchrun all ranks use the first host's
+        cache.
+
+        Args:
+            fresh: ignore the cache.
+            resume: for a resumed run, which is refused first if it cannot resume.
+            failed: after a failure, which showed how much memory other processes leave.
+        """
+        taken = occupied(self.cluster) if self._runs.decides_alone and not failed else ()
+        for one in taken:
+            self.show(f"{one}: so much less is planned for {one.device.device_class}")
+        if self._runs.decides_alone and not fresh:
+            cached = MeasurementCache(self.job, self.cluster, self.folder).load()
+            if cached is not None:
+                return leave_taken(cached, taken)
+        self._refuse_at_once()
+        self._runs.warm_up()
+        devices = self._runs.devices(self.cluster)
+        found: Profile = self._runs.run(
+            work_of("profile"), self.cluster, self._task(), devices, fresh, resume
+        )
+        return found
+
+    def plan(self, profile: Profile, strategy: str | None = None) -> Plan:
+        return plan_of(self.job, profile, strategy, leaving_out=self._runs.decides_alone)
+
+    def train(
+        self,
+        plan: Plan | None,
+        *,
+        resume: bool,
+        made_from: Profile | None = None,
+        plan_file: str = "",
+        made_from_file: str = "",
+    ) -> Summary:
+        """Train by `plan`, or by a plan made first.
+
+        Args:
+            made_from: the profile behind the plan, if known.
+            plan_file, made_from_file: the files of plan and profile.
+        """
+        if self.speaks:
+            check_installed(self.job.trackers)
+        lessons = self._runs.started_again(self.job.output, self._newest)
+        if not self._takes_part(lessons):
+            summary = self._runs.outcome()
+            for home in self._homes():  # copies of an earlier start with this process
+                home.remove()
+            return summary
+        if lessons is None:
+            self._check_output(resume)
+        elif plan is not None and not self._has_all(plan):
+            self.show("other devices are here than those of the plan: planning again")
+            plan = None
+        elif lessons.memory or lessons.slower:
+            plan = None
+        profile = None
+        if plan is not None:
+            with placed(plan_file):
+                both = together(plan_file, made_from_file)
+                plan, profile = self._checked(plan, made_from, both)
+            for line in overruled(plan, self.job):
+                self.show(line)
+        else:
+            self._refuse_at_once()
+        with ExitStack() as stack:
+            stack.enter_context(self._output_for_one(fresh=not resume and lessons is None))
+            self._runs.warm_up()
+            if self.speaks:
+                self._runs.begins(self.job.output, lessons)
+                stack.enter_context(tracked(self.job, fresh=not resume and lessons is None))
+            try:
+                summary = self._train(plan, profile, resume, lessons)
+                self._runs.tell_outcome(summary)
+                return summary
+            except KeyboardInterrupt:
+                if self.speaks:
+                    mark_stopped(self.job.output)
+                raise
+            except BaseException as error:
+                if self.speaks:  # a killed rank could not report it
+                    mark_failed(self.job.output, first_line(error))
+                raise
+
+    def _takes_part(self, lessons: Lessons | None) -> bool:
+        """Leave out devices, and return True if this process takes part; other processes' devices
+        may be left out too."""
+        there = {device.id for device in self._devices.devices}
+        without = there & set(lessons.without if lessons is not None else ())
+        if without == there:
+            without = set()
+        if without:
+            self.show(f"left out: {', '.join(sorted(without))}; their ranks wait for the end")
+            self.cluster = self._devices.only(there - without)
+        return self._runs.take_part(self._devices, without)
+
+    def _has_all(self, plan: Plan) -> bool:
+        return {w.device for w in plan.workers} == {d.id for d in self.cluster.devices}
+
+    def _train(
+        self, plan: Plan | None, profile: Profile | None, resume: bool, lessons: Lessons | None
+    ) -> Summary:
+        recovery = Recovery(self.job.restarts, lessons)
+        restart = lessons.restart if lessons is not None else None
+        self.show(devices_table(self.cluster))
+        if plan is None:
+            try:
+                profile = self.profile(resume=resume)
+            except (DeviceFailure, DeviceMissing) as found:
+                self._learn(self._as_lost(found, restart), recovery, None)
+                raise
+            self.show(profile_table(profile))
+            self.show(efficiency_table(profile))
+            plan = self.plan(recovery.again.known(profile))
+        self.show(plan_table(plan))
+        if restart is not None and self.speaks:
+            before = plan_in_force(self.job.output, fresh=not resume)
+            restart = taken_up(restart, before, plan, self._devices, self.cluster)
+            self.show(f"started again: {restart.why}; {restart.decided}")
+        while True:
+            known = recovery.again.known(profile) if profile is not None else None
+            try:
+                return self._run(plan, known, resume, restart)
+            except (DeviceFailure, DeviceMissing, RankInterrupted, PlanOutdated) as found:
+                error = self._as_lost(found, restart)
+                if not self._runs.restarts_after(error):
+                    self._learn(error, recovery, plan)
+                    raise
+                failed_at = time.time()
+                again = recovery.after(error, self._newest(), plan)
+                step_s = error.step_s if isinstance(error, PlanOutdated) else None
+                restart = Restart(error.what, failed_at, again.told, step_s)
+                self.show(f"{error}\n{again.told}")
+                if self.speaks:
+                    mark_restarting(self.job.output, error.what)
+                self._runs.starts_again(self.job.output, recovery.lessons(restart))
+                plan, profile = self._plan_again(again, plan, profile)
+
+    def _as_lost(
+        self,
+        error: DeviceFailure | DeviceMissing | RankInterrupted | PlanOutdated,
+        restart: Restart | None,
+    ) -> DeviceFailure | RankInterrupted | PlanOutdated:
+        """Turn a missing GPU into a lost rank, if the run trained on it before this restart."""
+        if not isinstance(error, DeviceMissing):
+            return error
+        if restart is None or not self._newest():
+            raise error
+        return RankLost(
+            error.what, where=error.where, why=error.why, fix=error.fix, device=error.device
+        )
+
+    def _learn(
+        self, error: TrainingError | RankInterrupted, recovery: Recovery, plan: Plan | None
+    ) -> None:
+        """Record the failed device for the process restarting the run."""
+        if not isinstance(error, DeviceFailure) or isinstance(error, OutOfMemory):
+            return
+        if not error.device:
+            return
+        failed_at = time.time()
+        with suppress(GpumixError):  # too many failures in a row
+            again = recovery.after(error, self._newest(), plan)
+            lessons = recovery.lessons(Restart(error.what, failed_at, again.told))
+            self._runs.learns(self.job.output, lessons)
+
+    def _run(
+        self, plan: Plan, profile: Profile | None, resume: bool, restart: Restart | None
+    ) -> Summary:
+        used = self._used(plan)
+        devices = self._runs.devices(used)
+        try:
+            summary: Summary = self._runs.run(
+                work_of("train"),
+                used,
+                self._task(),
+                plan,
+                profile,
+                devices,
+                resume,
+                restart,
+                saves=True,
+            )
+        except BaseException:
+            self._tell_of_collectives()
+            raise
+        return summary
+
+    def _tell_of_collectives(self) -> None:
+        folder = self.job.output / run_files.COLLECTIVES
+        if folder.is_dir() and any(folder.iterdir()):
+            self.show(f"what ranks did last on NCCL is in {folder}: torchfrtrace -p rank_ {folder}")
+
+    def _newest(self) -> int:
+        """Return the last step with a state to resume from; 0 without a state."""
+        found = newest([home.held() for home in self._homes()])
+        saved = latest(self.job.output / run_files.CHECKPOINTS)
+        return max(found.step if found else 0, step_of(saved) if saved else 0)
+
+    def _homes(self) -> list[Home]:
+        """Return the folders of copies in memory, for each of the run's hosts on this machine."""
+        root = shared_memory_folder()
+        hosts = sorted({device.host for device in self._devices.devices})
+        output = self.job.output
+        run = id_of(output)
+        return [] if root is None else [Home(root, output, host, run) for host in hosts]
+
+    def _plan_again(
+        self, again: Again, plan: Plan, profile: Profile | None
+    ) -> tuple[Plan, Profile | None]:
+        """Return a plan for the devices taking part, and a profile of all devices. Equal devices
+        without new lessons keep the plan."""
+        left = {device.id for device in self._devices.devices} - again.without
+        before = {device.id for device in self.cluster.devices}
+        if left == before and not again.memory and not again.slower:
+            return plan, profile
+        self.cluster = self._devices.only(left)
+        if profile is None or not left <= {device.id for device in profile.cluster.devices}:
+            profile = self.profile(failed=True)  # the plan was given without a profile
+        plan = self.plan(again.known(profile))
+        if back := left - before:
+            self.show(f"tried once more: {', '.join(sorted(back))}")
+        self.show(plan_table(plan))
+        return plan, profile
+
+    def _used(self, plan: Plan) -> Cluster:
+        """Return the devices of a plan; under torchrun all devices, each with its process."""
+        if not self._runs.decides_alone:
+            return self.cluster
+        return self.cluster.only(worker.device for worker in plan.workers)
+
+    def try_out(
+        self, plan: Plan, steps: int, *, beside: bool = False, watcher: Watcher | None = None
+    ) -> Trial:
+        """Train a few steps by `plan` to measure its speed; see `Trainer.try_out`."""
+        used = self._used(plan)
+        devices = self._runs.devices(used)
+        trial: Trial = self._runs.run(
+            work_of("try_out"), used, self._task(), plan, devices, steps, beside, watcher
+        )
+        return trial
+
+    def show_summary(self, summary: Summary) -> None:
+        """Show the classes' table and a line with speed, loss and prediction error."""
+        if summary.loss is None:
+            more = f", and the job wants {self.job.steps}" if self.job.steps < summary.steps else ""
+            self.show(f"nothing was left to do: the run has {summary.steps} steps{more}")
+            return
+        from gpumix.train.run_log.display import classes_table
+
+        self.show(classes_table(summary.classes))
+        line = (
+            f"{summary.tokens_per_s:.0f} tokens/s, {show_seconds(summary.step_s)} a step, loss "
+            f"{summary.loss:.4f} after {summary.steps} steps"
+        )
+        if summary.prediction_error is not None:
+            line += f"; predicted step time off by {summary.prediction_error:+.1%}"
+        self.show(line)
+        if summary.overruns:
+            self.show(too_busy(summary.overruns))
+        self.show(f"more of it: gpumix report {_shortest(self.job.output)}")
+
+    def _task(self) -> Any:
+        from gpumix.train.worker.context import Task
+
+        return Task(self.job, self.cluster, self.folder, self._debug)
+
+    @contextmanager
+    def _output_for_one(self, *, fresh: bool) -> Iterator[None]:
+        """Lock the run's folder: two runs would overwrite each other's files. The end of this
+        process releases the lock. A `fresh` run gets a new id.
+
+        Raises:
+            InputError: another run has the lock.
+            MachineError: the folder is not writable.
+        """
+        if not self.speaks:
+            yield
+            return
+        output = self.job.output
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+            lock = os.fdopen(opened_lock(output / run_files.LOCK), "r+b")
+        except OSError as error:
+            raise _not_writable(output, error) from error
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise _held(output) from None
+            try:
+                give_id(output, fresh=fresh)
+            except OSError as error:
+                raise _not_writable(output, error) from error
+            yield
+
+    def _check_output(self, resume: bool) -> None:
+        output = self.job.output
+        if output.exists() and not output.is_dir():
+            raise InputError(
+                "the output is a file, it must be a folder",
+                where=str(output),
+                fix="write elsewhere: --set output=runs/another",
+            )
+        check_folder(output, traces=self.job.trace_step is not None)
+        if self.speaks:
+            _check_free(output)
+        saved = latest(output / run_files.CHECKPOINTS)
+        if resume and saved is None and not self._newest():
+            raise InputError(
+                "there is no checkpoint to go on from",
+                where=str(output),
+                fix="start the run without --resume",
+            )
+        if resume:
+            check_keys(self.job)
+        if not resume and saved is not None:
+            raise InputError(
+                "the output folder holds the checkpoints of an earlier run",
+                where=str(output),
+                fix="go on with --resume, or write elsewhere: --set output=runs/another",
+            )
+
+    def _checked(
+        self, plan: Plan, profile: Profile | None, both: str = ""
+    ) -> tuple[Plan, Profile | None]:
+        """Check a given plan and predict it again; return the plan and the profile used: given or
+        cached. `both` names the files of plan and profile."""
+        plan.for_devices([device.id for device in self._runs.devices(self._used(plan))])
+        check_job(plan, self.job, self.cluster)
+        others = other_speeds(plan, self.cluster)
+        if others and profile is not None:
+            with placed(both):
+                check_model(plan, profile)
+            profile = None
+        if self._runs.decides_alone:  # hosts may have different files
+            profile = self._known() if profile is None else reading_as(self.job, profile)
+            if profile is not None:
+                profile = within_memory(profile, self.cluster)
+                with placed(both):
+                    plan = foretold_again(plan, profile, self.show)
+        check_memory(plan, self.cluster)
+        if others:
+            self.show(
+                f"the plan was made for other devices of these names: {'; '.join(others)}. Another "
+                "one may be faster here: gpumix plan JOB.yaml"
+            )
+            if profile is None:
+                plan = plan.model_copy(update={"prediction": None, "reasons": None})
+        if plan.in_teams:
+            from gpumix.train.checks import attention_heads
+
+            attention_heads.check_plan(plan, self.job)
+        return plan, profile
+
+    def _known(self) -> Profile | None:
+        """Return the cached profile for a given plan, without measuring."""
+        cache = MeasurementCache(self.job, self.cluster, self.folder)
+        profile = cache.load()
+        if profile is None and (profile := cache.without_inputs()) is not None:
+            self.show(
+                "what reading this data takes was not measured: nothing that is predicted minds it "
+                "(gpumix profile measures it)"
+            )
+        return profile
+
+    def _refuse_at_once(self) -> None:
+        """Refuse text files, stages and tensor-parallel groups that the job cannot have."""
+        space, spec, strategy = self.job.techniques, self.job.model, self.job.strategy
+        if self.job.data.text and self._runs.decides_alone:
+            from gpumix.data.text.files import find_files
+
+            find_files(self.job.data)
+        refuse_wanted(strategy, space, self.cluster.devices)
+        if 1 not in space.tensor:
+            from gpumix.train.checks import attention_heads
+
+            attention_heads.check_job(self.job, self.cluster)
+        if wants_stages(strategy, space) and spec.config is not None:
+            from gpumix.train.checks.stage_count import check_number
+            from gpumix.train.worker.model import model_of
+
+            model = model_of(spec, folder=self.folder, seed=self.job.seed)
+            check_number(model, self.job, self.cluster)
+
+
+def plan_of(job: Job, profile: Profile, strategy: str | None = None, *, leaving_out: bool) -> Plan:
+    """Plan a job.
+
+    Args:
+        leaving_out: whether devices may be left out; processes started by hand are all meant to
+            work.
+    """
+    techniques = job.techniques
+    space = techniques.leaving_out() if leaving_out else techniques.with_all_devices()
+    return make_plan(profile, job.global_batch, strategy=strategy or job.strategy, space=space)
+
+
+def _check_free(output: Path) -> None:
+    """Raise InputError if a run has the lock: its checkpoints are unfinished."""
+    try:
+        lock = os.fdopen(opened_lock(output / run_files.LOCK, make=False), "r+b")
+    except OSError:  # no run yet, or not writable: reported when locking
+        return
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _held(output) from None
+
+
+def _not_writable(output: Path, error: OSError) -> MachineError:
+    return MachineError(
+        "cannot write into the output folder",
+        where=str(output),
+        why=error.strerror or str(error),
+        fix="write elsewhere: --set output=runs/another",
+    )
+
+
+def _held(output: Path) -> InputError:
+    return InputError(
+        "another run writes into the output folder",
+        where=str(output),
+        fix="wait for its end, or write elsewhere: --set output=runs/another",
+    )
+
+
+def _shortest(path: Path) -> str:
+    """Quote a path for a shell, relative to the working directory if shorter."""
+    return shlex.quote(min(os.path.relpath(path), str(path), key=len))
+
+
+def too_busy(overruns: int) -> str:
+    """Return the warning about overruns in a measurement on emulated devices."""
+    times = "once" if overruns == 1 else f"{overruns} times"
+    return (
+        f"emulated devices fell behind their speed {times}: this machine was busy, and may have "
+        "made times longer"
+    )

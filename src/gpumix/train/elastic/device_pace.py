@@ -1,0 +1,119 @@
+"""Compute times of devices and the resulting splits of samples. Pure."""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from math import inf
+from typing import NamedTuple
+
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.plan.stage import Stage, Worker
+
+
+class Pace(NamedTuple):
+    """Compute time of a tensor-parallel group: `fixed_s` per step plus `sample_s` per sample."""
+
+    fixed_s: float
+    sample_s: float
+
+    def seconds(self, samples: int) -> float:
+        return self.fixed_s + samples * self.sample_s
+
+    def times(self, factor: float) -> Pace:
+        return Pace(self.fixed_s * factor, self.sample_s * factor)
+
+    def for_each(self, samples: int) -> Pace:
+        """Return the pace counted in units of `samples` samples."""
+        return Pace(self.fixed_s, self.sample_s * samples)
+
+
+def planned_pace(plan: Plan, worker: Worker) -> Pace:
+    """Return a worker's pace by the plan's prediction. Without a prediction all time is per sample,
+    equal for all workers."""
+    told = plan.prediction.workers if plan.prediction is not None else ()
+    expected = next((one for one in told if one.device == worker.device), None)
+    if expected is None or not worker.samples or expected.busy_s <= expected.optimizer_s:
+        return Pace(0.0, 1.0)
+    sample_s = (expected.busy_s - expected.optimizer_s) / worker.samples
+    return Pace(expected.optimizer_s, sample_s)
+
+
+def with_data(
+    paces: Sequence[Pace], hosts: Sequence[str], read_per_s: Mapping[str, float]
+) -> list[Pace]:
+    """Slow down groups that, together on a host, compute faster than the host reads samples. Groups
+    of no host (`""`) have read no samples so far."""
+    together: dict[str, float] = defaultdict(float)
+    for pace, host in zip(paces, hosts):
+        together[host] += 1.0 / pace.sample_s
+    slower = {host: max(1.0, rate / read_per_s.get(host, inf)) for host, rate in together.items()}
+    if all(times == 1.0 for times in slower.values()):
+        return list(paces)
+    return [Pace(pace.fixed_s, pace.sample_s * slower[host]) for pace, host in zip(paces, hosts)]
+
+
+def slowest_s(paces: Sequence[Pace], samples: Sequence[int]) -> float:
+    return max(pace.seconds(n) for pace, n in zip(paces, samples))
+
+
+def bound_s(paces: Sequence[Pace], total: int) -> float:
+    """Return the lower bound of any split: all groups end at once, with divisible samples."""
+    rate = sum(1.0 / pace.sample_s for pace in paces)
+    return (total + sum(p.fixed_s / p.sample_s for p in paces)) / rate
+
+
+def split(
+    total: int, paces: Sequence[Pace], most: Sequence[int], least: Sequence[int] | None = None
+) -> tuple[int, ...] | None:
+    """Split samples over groups to minimize the slowest group's time; None if `most` or `least`
+    rule out `total`.
+
+    Args:
+        most: the most samples of each group.
+        least: the fewest samples of each group, up to `most`; by default one, so that each pace
+            stays known.
+    """
+    if least is None:
+        least = [1] * len(most)
+    samples = [min(few, limit) for few, limit in zip(least, most)]
+    if sum(most) < total or sum(samples) > total:
+        return None
+    ends = [
+        (pace.seconds(samples[n] + 1), n) for n, pace in enumerate(paces) if most[n] > samples[n]
+    ]
+    heapq.heapify(ends)
+    for _ in range(total - sum(samples)):
+        _, team = heapq.heappop(ends)
+        samples[team] += 1
+        if samples[team] < most[team]:
+            heapq.heappush(ends, (paces[team].seconds(samples[team] + 1), team))
+    return tuple(samples)
+
+
+def with_samples(plan: Plan, samples: Sequence[int]) -> Plan:
+    """Return a plan of one stage with new samples per group; see `with_samples_in`."""
+    return with_samples_in(plan, [samples])
+
+
+def with_samples_in(plan: Plan, samples: Sequence[Sequence[int]]) -> Plan:
+    """Return the plan with new samples per stage and group, without a prediction. Micro-batches
+    keep their size, up to the samples; workers without samples before get the stage's largest size.
+    """
+    stages = tuple(
+        _with_samples(stage, counts) for stage, counts in zip(plan.stages, samples, strict=True)
+    )
+    return plan.model_copy(update={"stages": stages, "prediction": None, "reasons": None})
+
+
+def _with_samples(stage: Stage, samples: Sequence[int]) -> Stage:
+    largest = max(worker.micro_batch for worker in stage.workers)
+    workers = tuple(
+        worker.model_copy(
+            update={"samples": count, "micro_batch": min(worker.micro_batch or largest, count)}
+        )
+        for count, team in zip(samples, stage.teams, strict=True)
+        for worker in team
+    )
+    return stage.model_copy(update={"workers": workers})

@@ -1,0 +1,182 @@
+"""Memory limits of devices for rebalancing. Pure.
+
+The state stored on a device bounds its samples. State can move to devices with room, and samples to
+where they are computed soonest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from gpumix.cost.input_time import rates_of
+from gpumix.cost.network.link_times import on_hosts, wire_for
+from gpumix.cost.predict import predict
+from gpumix.schema.plan.plan import Plan, Prediction
+from gpumix.schema.profile.profile import Profile
+from gpumix.train.elastic.device_pace import Pace, planned_pace, split, with_samples
+from gpumix.train.elastic.rebalancer import WINDOW_STEPS, Fixed, Moved, Rebalancer
+
+# Part used of the predicted room for state: cuts are rounded.
+USED = 0.98
+# Parts to try of the samples gained by moves: all, then less.
+PARTS = (1.0, 0.75, 0.5, 0.25)
+
+
+def most_by_memory(profile: Profile, plan: Plan) -> tuple[int, ...]:
+    """Return the most samples fitting each group's memory by the cost model, at least the plan's.
+    Groups without samples may get some."""
+    (stage,) = plan.stages
+
+    def fits(samples: Sequence[int]) -> list[bool]:
+        expected = predict(profile, with_samples(plan, samples)).workers
+        fits = [worker.peak_bytes <= worker.memory_limit_bytes for worker in expected]
+        return [all(fits[rank] for rank in ranks) for ranks in plan.teams_of(0)]
+
+    return _most([team[0].samples for team in stage.teams], plan.global_batch, fits)
+
+
+def _most(
+    least: Sequence[int], batch: int, fits: Callable[[Sequence[int]], list[bool]]
+) -> tuple[int, ...]:
+    """Return the most samples fitting each group, by bisection."""
+    low = list(least)
+    high = [batch for _ in least]
+    while any(a < b for a, b in zip(low, high)):
+        tried = [(a + b + 1) // 2 for a, b in zip(low, high)]
+        for number, fitting in enumerate(fits(tried)):
+            if fitting:
+                low[number] = tried[number]
+            else:
+                high[number] = max(low[number], tried[number] - 1)
+    return tuple(low)
+
+
+def idle_paces(profile: Profile, plan: Plan) -> dict[int, Pace]:
+    """Return the predicted paces, by number, of groups without samples in the plan."""
+    (stage,) = plan.stages
+    counts = [team[0].samples for team in stage.teams]
+    if all(counts):
+        return {}
+    busy = with_samples(plan, [count or 1 for count in counts])
+    busy = busy.model_copy(update={"prediction": predict(profile, busy)})
+    leaders = [team[0] for team in busy.stages[0].teams]
+    return {n: planned_pace(busy, leaders[n]) for n, count in enumerate(counts) if not count}
+
+
+class Movable:
+    """Room of the devices of a one-stage plan without tensor parallelism, with movable state."""
+
+    def __init__(self, profile: Profile, plan: Plan) -> None:
+        self._profile = profile
+        self._plan = plan
+        self._shares = plan.stages[0].shares
+        self._least = [int(worker.samples > 0) for worker in plan.workers]
+        self._slopes = self._bytes_per_share()
+        self.most = most_by_memory(profile, plan)
+        self._most_without = _most(
+            self.most,
+            plan.global_batch,
+            lambda samples: [room >= 0 for room in self._room(samples)],
+        )
+
+    def moved(self, paces: Sequence[Pace]) -> Moved | None:
+        """Return a split with state moved to make room for samples; None if impossible.
+
+        Args:
+            paces: of the devices, in the order of the plan.
+        """
+        for part in PARTS:
+            every = zip(self.most, self._most_without)
+            most = [here + int(part * (without - here)) for here, without in every]
+            samples = split(self._plan.global_batch, paces, most, self._least)
+            shares = None if samples is None else self._shares_beside(samples)
+            if samples is not None and shares is not None:
+                return Moved(samples, shares, self._seconds(shares))
+        return None
+
+    def _shares_beside(self, samples: Sequence[int]) -> tuple[float, ...] | None:
+        """Return state shares with as little moved as possible; None without room for all state."""
+        most = [USED * min(room, self._largest) for room in self._room(samples)]
+        if min(most) < 0 or sum(most) < 1.0:
+            return None
+        kept = [min(share, limit) for share, limit in zip(self._shares, most)]
+        free = [limit - share for limit, share in zip(most, kept)]
+        left = 1.0 - sum(kept)
+        shares = tuple(k + left * f / sum(free) if left > 0 else k for k, f in zip(kept, free))
+        expected = self._expected(samples, shares)
+        fits = all(w.peak_bytes <= w.memory_limit_bytes for w in expected.workers)
+        return shares if fits else None
+
+    @property
+    def _largest(self) -> float:
+        """Largest share that the plan's collectives support."""
+        forms = self._plan.collectives
+        padded = "padded" in (forms.gather, forms.reduce)
+        return forms.padding / len(self._shares) if padded else 1.0
+
+    def _room(self, samples: Sequence[int]) -> list[float]:
+        """Return the share of the state fitting each device next to samples; negative if the
+        samples alone do not fit."""
+        found = []
+        expected = self._expected(samples, self._shares).workers
+        for worker, share, slope in zip(expected, self._shares, self._slopes):
+            free = worker.memory_limit_bytes - (worker.peak_bytes - slope * share)
+            found.append(free / slope if slope else (1.0 if free >= 0 else -1.0))
+        return found
+
+    def _bytes_per_share(self) -> list[float]:
+        """Return each device's peak with all of the state, less the peak with none."""
+        ranks = len(self._shares)
+        equal, half = (1.0 / ranks,) * ranks, (ranks + 1) // 2
+        other = (1.0 / half,) * half + (0.0,) * (ranks - half)
+        samples = [worker.samples for worker in self._plan.workers]
+        one, two = (self._expected(samples, shares).workers for shares in (equal, other))
+        return [
+            max(0.0, (b.peak_bytes - a.peak_bytes) / (after - before))
+            for a, b, before, after in zip(one, two, equal, other)
+        ]
+
+    def _expected(self, samples: Sequence[int], shares: Sequence[float]) -> Prediction:
+        return predict(self._profile, with_shares(with_samples(self._plan, samples), shares))
+
+    def _seconds(self, shares: Sequence[float]) -> float:
+        """Estimate the time of a move as a reduction with equal messages between ranks."""
+        every = zip(shares, self._shares, self._slopes)
+        most = max(abs(after - before) * slope for after, before, slope in every)
+        ranks = len(shares)
+        workers = self._plan.workers
+        wire = wire_for(self._profile, on_hosts((w.host, w.device_class) for w in workers))
+        form = self._plan.collectives.reduce
+        size = most * ranks / (ranks - 1)
+        return wire.seconds("reduce", "native" if form == "padded" else form, "all", size)
+
+
+def settled(profile: Profile, plan: Plan) -> Plan:
+    """Return the plan after a run's first steps, if devices are as fast as profiled."""
+    if len(plan.stages) > 1 or len(plan.workers) == 1 or plan.prediction is None:
+        return plan
+    rebalancer = Rebalancer(
+        plan,
+        Fixed(most_by_memory(profile, plan)),
+        steps=WINDOW_STEPS,
+        read_per_s=rates_of(profile),
+        idle=idle_paces(profile, plan),
+    )
+    times = {worker.device: worker.busy_s for worker in plan.prediction.workers}
+    for _ in range(WINDOW_STEPS):
+        change = rebalancer.observe([times[worker.device] for worker in plan.workers])
+        if change is not None:
+            resplit = with_samples(plan, change.samples)
+            return resplit.model_copy(update={"prediction": predict(profile, resplit)})
+    return plan
+
+
+def with_shares(plan: Plan, shares: Sequence[float]) -> Plan:
+    """Return a one-stage plan with new state shares and no prediction."""
+    (stage,) = plan.stages
+    workers = tuple(
+        worker.model_copy(update={"state_share": share})
+        for worker, share in zip(stage.workers, shares, strict=True)
+    )
+    changed = stage.model_copy(update={"workers": workers})
+    return plan.model_copy(update={"stages": (changed,), "prediction": None, "reasons": None})

@@ -1,0 +1,4 @@
+"""Checkpoints in host memory, with a copy on a buddy: recovery without a disk.
+
+May use `train.checkpoint`.
+"""

@@ -1,0 +1,238 @@
+"""Copies of a run's state in host memory, surviving the loss of a rank.
+
+After a step each rank copies its state, during the next step, into one of two slots. The copy must
+be complete before the ranks agree on the next step's gradient norm: so when any rank changes its
+state again, every rank has a complete copy of the previous step, and there is always a step common
+to all. See `memory_folder` for the files.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from gpumix.engine.engine import Engine
+from gpumix.hardware.host.pinned import pinned_memory
+from gpumix.hardware.runtime import Stream
+from gpumix.schema.errors import GpumixError, MachineError, RankLost, first_line
+from gpumix.schema.files import remove, write_at_once
+from gpumix.train.checkpoint import content as content
+from gpumix.train.checkpoint.background import Background, Overdue
+from gpumix.train.checkpoint.collective_errors import not_in_time
+from gpumix.train.checkpoint.host_copy import (
+    HostCopy,
+    Tensors,
+    index_of,
+    no_room,
+    room_for,
+    size_of,
+)
+from gpumix.train.memory_checkpoint import memory_folder as folder
+from gpumix.train.memory_checkpoint.memory_folder import Home
+from gpumix.train.memory_checkpoint.mmap_file import made
+from gpumix.train.memory_checkpoint.replication import Buddies
+
+
+class MemoryCheckpointer:
+    """Copies of a rank's state in host memory.
+
+    Args:
+        home: folder of the copies; `generation` is the number of this start of the run.
+        ranks_here: number of ranks sharing this host's memory.
+        tidies: whether this rank removes the copies of earlier starts.
+        buddies: exchange of second copies, if there are several hosts.
+        patience_s: time limit of a copy.
+        extra: content next to the state, constant in this start.
+    """
+
+    def __init__(
+        self,
+        home: Home,
+        generation: int,
+        *,
+        rank: int,
+        world: int,
+        ranks_here: int,
+        tidies: bool,
+        extra: Mapping[str, Any],
+        buddies: Buddies | None = None,
+        patience_s: float = math.inf,
+    ) -> None:
+        self._folder = home.make(generation)
+        self._buddies = buddies
+        self._patience_s = patience_s
+        self._settled = threading.Event()
+        self._settled.set()
+        self._home, self._generation = home, generation
+        self._rank, self._world, self._ranks_here = rank, world, ranks_here
+        self._tidies = tidies
+        self._extra = content.as_json(extra, "extra")
+        self._copies: dict[int, HostCopy] = {}
+        self._whole: dict[int, content.Content] = {}  # complete copies by slot
+        self._turn, self._held = threading.Condition(), False
+        self._begun = 0
+        self._copying: Background[None] | None = None
+        self.refused = ""
+        """Reason why copying has stopped; empty otherwise."""
+
+    def begin(
+        self, step: int, engine: Engine, optimizer: Optimizer, cursor: Mapping[str, Any]
+    ) -> None:
+        """Begin to copy the state after `step`, which may not change until `settle` returns. All
+        ranks copy the same steps, after all have called `finish` before the last of them."""
+        self.finish()
+        engine.agree_on_buffers()
+        if self.refused and self._buddies is None:
+            return
+        now = content.Content.of(step, engine, optimizer, cursor=cursor, extra={})
+        stream = content.copying_stream(engine.device)
+        slot = self._begun % folder.SLOTS
+        self._begun += 1
+        with self._turn:
+            self._wait_for_turn()
+            self._settled.clear()
+            self._copying = Background(
+                lambda: self._copy(slot, now, stream),
+                name="gpumix-memory",
+                patience_s=self._patience_s,
+            )
+
+    def hold(self, limit_s: float) -> dict[int, content.Content]:
+        """Return the complete copies by step, waiting at most `limit_s` for a copy in progress.
+        Copying pauses until `go_on`: the main thread waits before it would copy or change the
+        state. For another thread."""
+        with self._turn:
+            self._held = True
+        settled = self._settled.wait(min(limit_s, self._limit_s))
+        if self.refused or not settled:
+            return {}
+        return {one.manifest.step: one for one in self._whole.values()}
+
+    def go_on(self) -> None:
+        """Resume copying after `hold`."""
+        with self._turn:
+            self._held = False
+            self._turn.notify_all()
+
+    def settle(self) -> None:
+        """Wait until the state may change. Not collective.
+
+        Raises:
+            RankLost: a copy does not end.
+        """
+        with self._turn:
+            self._wait_for_turn()
+        if self._copying is not None:
+            try:
+                self._copying.wait(self._settled)
+            except Overdue as error:
+                raise self._stuck(error) from error
+
+    def _wait_for_turn(self) -> None:
+        """Wait until no thread holds the copies; called with `_turn`."""
+        if not self._turn.wait_for(lambda: not self._held, self._limit_s):
+            raise self._not_in_time(Overdue(self._patience_s, None))
+
+    @property
+    def _limit_s(self) -> float:
+        return min(self._patience_s, threading.TIMEOUT_MAX)
+
+    def _not_in_time(self, error: Overdue) -> GpumixError:
+        return not_in_time(error, "copy its state into memory", self._rank, self._folder)
+
+    def _stuck(self, error: Overdue) -> GpumixError:
+        """Return the error for a copy that does not end. No disk is involved: unless it waits for
+        another rank, this rank hangs, and restarting all ranks may help."""
+        found = self._not_in_time(error)
+        if error.wait is not None:
+            return found
+        return RankLost(
+            found.what,
+            where=found.where,
+            why="a copy from its device, or into the memory of its host, has not come back",
+            fix="look at `dmesg | tail` there, then run the same command with --resume; a longer "
+            "`timeout` in the job waits longer",
+        )
+
+    def finish(self) -> None:
+        """Wait until the copy begun last is complete, here and with the buddy. Not collective: a
+        rank unable to copy continues without.
+
+        Raises:
+            RankLost: a copy does not end.
+        """
+        with self._turn:
+            self._wait_for_turn()
+        if self._copying is None:
+            return
+        copying, self._copying = self._copying, None
+        try:
+            copying.result()
+        except Overdue as error:
+            raise self._stuck(error) from error
+        except (OSError, MachineError, RuntimeError) as error:
+            self.refused = first_line(error)
+            return
+        if self._begun == folder.SLOTS and self._tidies:
+            self._home.forget_before(self._generation)
+
+    def _copy(self, slot: int, now: content.Content, stream: Stream | None) -> None:
+        """Copy in the background thread."""
+        whole = False
+        try:
+            self._copy_here(slot, now, stream)
+            whole = True
+        finally:
+            self._settled.set()
+            if self._buddies is not None:
+                self._buddies.exchange(slot, whole=whole)
+
+    def _copy_here(self, slot: int, now: content.Content, stream: Stream | None) -> None:
+        seal = self._folder / folder.seal_file(self._rank, slot)
+        self._whole.pop(slot, None)
+        remove(seal)
+        copy = self._copies.get(slot)
+        if copy is None or not copy.fits(now.tensors):
+            copy = self._room(slot, now.tensors, pinned=stream is not None)
+        copy.fill(now.tensors, stream)
+        told = {"world": self._world, "manifest": now.manifest.model_dump(mode="json")}
+        write_at_once(seal, json.dumps(told))
+        manifest = now.manifest.model_copy(update={"extra": self._extra})
+        self._whole[slot] = replace(now, tensors=copy.boxed, manifest=manifest)
+
+    def _room(self, slot: int, tensors: Tensors, *, pinned: bool) -> HostCopy:
+        """Allocate memory for a copy in a slot.
+
+        Raises:
+            MachineError: the host has none.
+        """
+        size = size_of(tensors)
+        copies = folder.copies(hosts=1 if self._buddies is None else 2)
+        if not self._copies and not room_for(copies * size, self._ranks_here):
+            raise MachineError(no_room(copies, size, self._ranks_here))
+        self._copies.pop(slot, None)
+        file = self._folder / folder.data_file(self._rank, slot)
+        memory = _memory_in(file, size, pinned=pinned)
+        index = index_of(tensors, file.name).model_dump(mode="json")
+        told = json.dumps({"extra": self._extra, "index": index})
+        write_at_once(self._folder / folder.index_file(self._rank, slot), told)
+        self._copies[slot] = HostCopy(tensors, pinned=False, memory=memory)
+        return self._copies[slot]
+
+
+def _memory_in(file: Path, size: int, *, pinned: bool) -> torch.Tensor:
+    """Map a new file of `size` bytes as memory, pinned for faster copies of a GPU's tensors.
+
+    Raises:
+        OSError: there is no memory for it.
+    """
+    memory = made(file, size)
+    return pinned_memory(size, file) if pinned else memory

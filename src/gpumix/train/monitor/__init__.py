@@ -1,0 +1,4 @@
+"""Monitors of a training rank: step times, gradient spikes, corruption, clocks, host waits.
+
+May use `engine` and `train.run_log`.
+"""

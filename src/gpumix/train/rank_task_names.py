@@ -1,0 +1,19 @@
+"""Work of ranks by name. The starting process needs none of the imports: the training code, and
+torch's tensors of several devices, half a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from typing import Any, Literal
+
+
+def work_of(name: Literal["profile", "train", "try_out"]) -> Callable[..., Any]:
+    """Return the function `name` of `work`, imported when called."""
+    return partial(_call, name)
+
+
+def _call(name: str, *args: Any) -> Any:
+    return getattr(import_module("gpumix.train.rank_tasks"), name)(*args)

@@ -1,0 +1,213 @@
+"""Rebalancing of a run's samples among ranks during training; `rebalance` decides on the split."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from statistics import fmean, median
+
+from gpumix.cost.input_time import rates_of
+from gpumix.cost.predict import predict
+from gpumix.hardware.host.environment import torchrun_place
+from gpumix.schema.errors import PlanOutdated
+from gpumix.schema.job.job import Job
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.profile.profile import Profile
+from gpumix.schema.units import show_seconds
+from gpumix.train.controller import plan_of
+from gpumix.train.elastic.device_pace import with_samples
+from gpumix.train.elastic.plan_change import dealt_anew
+from gpumix.train.elastic.rebalance_memory import Movable, idle_paces, most_by_memory, with_shares
+from gpumix.train.elastic.rebalancer import WINDOW_STEPS, Change, Fixed, Rebalancer, Room
+from gpumix.train.elastic.replan_stages import Redealt, Restaging
+from gpumix.train.run_log.metrics import Told
+from gpumix.train.worker.context import Context
+
+# Observation starts at this step: the first steps take longer.
+FIRST_STEPS = 3
+# Steps measured after a change to report its effect.
+MEASURED_STEPS = 5
+# Without a profile the samples' part of the peak is unknown: the full peak is attributed to them.
+ROOM = 0.9
+
+
+class Balancing:
+    """A rank's part in rebalancing; all ranks change plans identically, at a common step.
+
+    Attributes:
+        plan: the plan of the next step.
+        changes: number of times the samples were split again.
+        outdated: the error to raise once the state is saved: the run should restart by another
+            plan.
+
+    Args:
+        state_moves: whether the engine can move the state stored by a rank.
+        step_before_s: step time by the previous plan, if the run started by this plan because
+            devices took different times.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        profile: Profile | None,
+        context: Context,
+        *,
+        state_moves: bool,
+        step_before_s: float | None = None,
+    ) -> None:
+        self.plan = self._planned = plan
+        self._alone = len(plan.workers) == 1
+        self._profile = profile
+        self._context = context
+        self._state_moves = state_moves and profile is not None
+        self._rebalancer: Rebalancer | None = None
+        self.changes = 0
+        self._steps = 0
+        # Number of steps before the last change and step time before it, until its effect is
+        # reported.
+        self._changed: tuple[int, float] | None = None
+        if step_before_s is not None:
+            self._changed = (FIRST_STEPS, step_before_s)
+        self.outdated: PlanOutdated | None = None
+        self._restaging: Restaging | None = None
+        if len(plan.stages) > 1 and profile is not None:
+            job = context.job
+            self._restaging = Restaging(
+                plan,
+                profile,
+                replan=partial(_plan_of, job) if job.restarts else None,
+                steps=job.steps,
+            )
+
+    def after_step(self, times: Sequence[float], compute_s: Sequence[float]) -> list[Told]:
+        """Decide on a new split. Collective once.
+
+        Args:
+            times: step times so far, in s.
+            compute_s: computing time of each rank in the step before the last.
+        """
+        self._steps += 1
+        if self._alone or self._steps < FIRST_STEPS:
+            return []
+        if len(self.plan.stages) > 1:
+            return self._after_stages(times, compute_s)
+        if self._rebalancer is None:
+            self._rebalancer = self._watching()
+        change = self._rebalancer.observe(compute_s)
+        if change is None:
+            return self._settled(times)
+        told = self._goes_on_by(
+            self._with(change),
+            change,
+            times,
+            what="a step's computing",
+            moving_s=None if change.shares is None else change.moving_s,
+        )
+        if change.shares is not None:
+            self._planned = self.plan
+            self._rebalancer.go_on(self.plan, self._room())
+        return told
+
+    def _after_stages(self, times: Sequence[float], compute_s: Sequence[float]) -> list[Told]:
+        found = self._restaging.observe(compute_s) if self._restaging is not None else None
+        if isinstance(found, PlanOutdated):
+            found.step_s = _of_late(times)
+            self.outdated = found
+            return self.effect(times)
+        if found is None:
+            return self._settled(times)
+        return self._goes_on_by(found.plan, found, times, what="a step")
+
+    def _goes_on_by(
+        self,
+        plan: Plan,
+        found: Change | Redealt,
+        times: Sequence[float],
+        *,
+        what: str,
+        moving_s: float | None = None,
+    ) -> list[Told]:
+        """Adopt a plan splitting the samples again from the next step on; see `dealt_anew`."""
+        before, self.plan = self.plan, plan
+        self.changes += 1
+        effect = self.effect(times)
+        self._changed = (len(times), _of_late(times))
+        told = dealt_anew(
+            before,
+            plan,
+            found.why,
+            what=what,
+            before_s=found.before_s,
+            after_s=found.after_s,
+            moving_s=moving_s,
+        )
+        return [*effect, told]
+
+    def _watching(self) -> Rebalancer:
+        """Return the rebalancer. Collective without a profile."""
+        plan, profile, steps = self._planned, self._profile, self._context.job.steps
+        if profile is None or plan.prediction is None:
+            return Rebalancer(plan, self._room(), steps=steps)
+        return Rebalancer(
+            plan,
+            self._room(),
+            steps=steps,
+            read_per_s=rates_of(profile),
+            idle=idle_paces(profile, plan),
+        )
+
+    def _room(self) -> Room:
+        """Return the room for samples. Collective without a profile."""
+        if self._profile is None:
+            return Fixed(self._most_by_peak())
+        if self._state_moves:
+            return Movable(self._profile, self._planned)
+        return Fixed(most_by_memory(self._profile, self._planned))
+
+    def _most_by_peak(self) -> Sequence[int]:
+        """Return the most samples for which each team has memory, by peak memory so far.
+        Collective."""
+        (stage,) = self._planned.stages
+        peak = self._context.runtime.peak_bytes()
+        part = ROOM * self._context.runtime.memory_limit_bytes / peak if peak else 1.0
+        parts = [float(text) for text in self._context.ranks.gather("room", str(part))]
+        if not peak:
+            return [self._planned.global_batch] * len(stage.teams)
+        of_teams = [min(parts[rank] for rank in ranks) for ranks in self._planned.teams_of(0)]
+        now = [team[0].samples for team in stage.teams]
+        return [max(n, int(n * of_team)) for n, of_team in zip(now, of_teams)]
+
+    def _with(self, change: Change) -> Plan:
+        plan = with_samples(self._planned, change.samples)
+        if change.shares is not None:
+            plan = with_shares(plan, change.shares)
+        if self._profile is None:
+            return plan
+        return plan.model_copy(update={"prediction": predict(self._profile, plan)})
+
+    def _settled(self, times: Sequence[float]) -> list[Told]:
+        """Report the effect of the last change once enough steps are measured."""
+        if self._changed is None or len(times) < self._changed[0] + MEASURED_STEPS:
+            return []
+        return self.effect(times)
+
+    def effect(self, times: Sequence[float]) -> list[Told]:
+        """Report the effect of the last change, once, by however few steps: another change follows,
+        or the run ends."""
+        if self._changed is None or len(times) <= self._changed[0]:
+            return []
+        (since, before_s), self._changed = self._changed, None
+        # The first step may take longer.
+        measured = times[since + 1 :] or times[since:]
+        after_s = median(measured)
+        fields = {"step_s": after_s, "step_before_s": before_s, "steps": len(measured)}
+        text = f"a step takes {show_seconds(after_s)} now, {show_seconds(before_s)} before"
+        return [Told("rebalanced", fields, text)]
+
+
+def _of_late(times: Sequence[float]) -> float:
+    return fmean(times[-WINDOW_STEPS:])
+
+
+def _plan_of(job: Job, profile: Profile) -> Plan:
+    return plan_of(job, profile, leaving_out=torchrun_place() is None)

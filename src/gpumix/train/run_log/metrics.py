@@ -1,0 +1,515 @@
+"""Metrics of a run: `metrics.jsonl`, `progress.json` and the numbers in both.
+
+Tokens per second always mean the tokens of samples, without padding if its amount is known, over
+the time of a typical step (the median). The steps and samples counted differ by place;
+docs/design/efficiency.md lists them.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from io import BufferedReader
+from pathlib import Path
+from statistics import fmean
+from types import TracebackType
+from typing import Any, BinaryIO, NamedTuple, TextIO
+
+from gpumix.cost.layout.causes import PARTS
+from gpumix.schema.errors import Interrupted, MachineError, first_line
+from gpumix.schema.files import (
+    copy_bytes,
+    how_to_write,
+    lines_from_end,
+    lines_in,
+    opened,
+    opened_log,
+    replacing,
+    write_at_once,
+)
+from gpumix.schema.peak_flops import Peak
+from gpumix.schema.plan.plan import Plan, WorkerPrediction
+from gpumix.train.run_log import run_files
+from gpumix.train.run_log.time_breakdown import Shares
+
+# Steps counted in the displayed speed.
+WINDOW = 20
+# Largest relative uncertainty of FLOPs at which utilization is reported.
+APART = 0.05
+_OF_STEP = b'"step"'  # in the line of a step event
+WARM_UP_STEPS = 2  # not counted in a run's speed: allocators and caches fill
+
+
+def typical_s(times: Iterable[float]) -> float:
+    """Return the median, always an element (the upper of two); 0 without times."""
+    ordered = sorted(times)
+    return ordered[len(ordered) // 2] if ordered else 0.0
+
+
+@dataclass(frozen=True)
+class Told:
+    """Event of `metrics.jsonl` with fields, and a line of text for people, if any."""
+
+    event: str
+    fields: dict[str, Any]
+    text: str
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """Line of a step in `metrics.jsonl`."""
+
+    step: int
+    loss: float
+    learning_rate: float
+    gradient_norm: float
+    step_s: float
+    tokens_per_s: float
+    tokens: int
+    shares: Shares | None = None  # of the rank writing the record
+    samples: int = 0  # of the plan's batch
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """Measurements of a rank since the last record.
+
+    `sent_bytes` are per step. `laid_out_bytes` lie on the device between steps; the rest of
+    `peak_bytes` is for samples. `reserved_bytes` is the most that the allocator reserved, and
+    `retries` counts how often it had to return memory to the driver to get more; both since the run
+    began. `sm_mhz` is the clock of the device's multiprocessors. `shares` split the time of the
+    steps by cause. `starved_share` is set once the device was found idle for lack of data;
+    `input_limit` is the loader's bottleneck. `skipped` counts unreadable samples so far, in
+    training each time and in evaluations once; `lost_workers` counts data workers that died or
+    hung. `not_copied` says why the state is no longer copied into memory, `saved_in_place` why the
+    rank waits for its checkpoints to be written. MFU and HFU are None if FLOPs or peak are unknown,
+    also if samples are much shorter than planned: the FLOPs of a full sample do not say which part
+    is attention.
+    """
+
+    device: str
+    device_class: str
+    busy_share: float
+    peak_bytes: int | None
+    overruns: int
+    laid_out_bytes: int | None = None
+    reserved_bytes: int | None = None
+    retries: int = 0
+    sm_mhz: float | None = None
+    sent_bytes: float = 0.0
+    shares: Shares | None = None
+    starved_share: float | None = None
+    input_limit: str = ""
+    skipped: int = 0
+    lost_workers: int = 0
+    not_copied: str = ""
+    saved_in_place: str = ""
+    tokens_per_s: float = 0.0
+    mfu: float | None = None
+    hfu: float | None = None
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> RankRecord:
+        told = json.loads(text)
+        shares = told.pop("shares")
+        return cls(**told, shares=None if shares is None else Shares(**shares))
+
+
+class Speed(NamedTuple):
+    """Speed of a rank; see `RankRecord`. Ranks of a tensor-parallel group divide the tokens; each
+    pipeline stage counts all tokens passing through."""
+
+    tokens_per_s: float = 0.0
+    mfu: float | None = None
+    hfu: float | None = None
+
+
+class Part(NamedTuple):
+    """Computed fraction of the plan's full-length samples: with cost linear in tokens, and with
+    quadratic cost like attention scores. The truth lies between both."""
+
+    by_tokens: float = 1.0
+    by_squares: float = 1.0
+
+    @classmethod
+    def of(cls, computed: Iterable[tuple[int, int | None]], samples: int, length: int) -> Part:
+        """Compare computed samples with the rank's planned samples.
+
+        Args:
+            computed: samples and the tokens of each, padded; see `Engine`.
+            samples: of the rank in the plan, of `length` tokens each.
+        """
+        if not samples:
+            return cls()
+        widths = [(count, 1.0 if n is None else n / length) for count, n in computed]
+        return cls(
+            sum(count * width for count, width in widths) / samples,
+            sum(count * width**2 for count, width in widths) / samples,
+        )
+
+    @classmethod
+    def mean(cls, parts: Sequence[Part]) -> Part:
+        return cls(*map(fmean, zip(*parts)))
+
+    @property
+    def known(self) -> float | None:
+        """The mean of both fractions; None if they are too far apart."""
+        low, high = sorted(self)
+        return (low + high) / 2 if high - low <= APART * high else None
+
+
+ALL_PLANNED = Part()
+
+
+def speed_of(
+    plan: Plan, rank: int, step_s: float, tokens: float, part: Part = ALL_PLANNED
+) -> Speed:
+    """Return a rank's speed from its typical step and the tokens of its samples per step. `part` is
+    the computed fraction of the planned work."""
+    if step_s <= 0:
+        return Speed()
+    worker = plan.workers[rank]
+    team = len(plan.team_of(rank, plan.stages_of(rank)[0]))
+    tokens_per_s = tokens / team / step_s
+    expected, peak = plan.expected_of(rank), _peak_of(plan, worker.device_class)
+    if (done := part.known) is None:
+        return Speed(tokens_per_s)
+    used = utilisation(expected, peak, step_s)
+    return Speed(tokens_per_s, *(None if one is None else one * done for one in used))
+
+
+def utilisation(
+    expected: WorkerPrediction | None, peak: Peak | None, step_s: float
+) -> tuple[float | None, float | None]:
+    """Return MFU and HFU of a device doing the expected work in `step_s`; None if FLOPs or peak are
+    unknown."""
+    if expected is None or peak is None or step_s <= 0:
+        return None, None
+    most = step_s * peak.flops_per_s
+    model, hardware = expected.model_flops, expected.hardware_flops
+    return None if model is None else model / most, None if hardware is None else hardware / most
+
+
+def _peak_of(plan: Plan, name: str) -> Peak | None:
+    """Return the peak of a device class; None if unknown."""
+    return None if plan.prediction is None else plan.prediction.peaks.get(name)
+
+
+@dataclass(frozen=True)
+class ClassRecord:
+    """Measurements of the devices of one class: means, and the highest peak against the plan.
+
+    `planned_memory` is the prediction for the fullest device, by cause; `measured_memory` is the
+    measurement on the fullest device, by `cost.parts.PARTS`. Both cover the run since its start:
+    after a rebalance the fullest split counts. `reserved_bytes` is the most of a device, `retries`
+    the sum; see `RankRecord`. `peak_source` is the source of the peak used for MFU and HFU.
+    """
+
+    device_class: str
+    devices: int
+    samples: int
+    busy_share: float
+    peak_bytes: int | None
+    planned_peak_bytes: int | None
+    overruns: int
+    planned_memory: dict[str, int] = field(default_factory=dict)
+    measured_memory: dict[str, int] = field(default_factory=dict)
+    reserved_bytes: int | None = None
+    retries: int = 0
+    shares: Shares | None = None
+    tokens_per_s: float = 0.0  # of one device
+    mfu: float | None = None
+    hfu: float | None = None
+    peak_source: str = ""
+
+
+def by_class(
+    plan: Plan, records: list[RankRecord], fullest: Mapping[str, WorkerPrediction] | None = None
+) -> list[ClassRecord]:
+    """Combine the ranks' records by device class, in the plan's order.
+
+    `fullest` are the predictions of the fullest devices; by default those of `plan`, otherwise of
+    all plans since the run started.
+    """
+    members: dict[str, list[int]] = {}
+    for rank, worker in enumerate(plan.workers):
+        members.setdefault(worker.device_class, []).append(rank)
+    planned = fullest_by_class(plan) if fullest is None else fullest
+    return [
+        _class_record(plan, name, ranks, records, planned.get(name))
+        for name, ranks in members.items()
+    ]
+
+
+def fullest_by_class(
+    plan: Plan, before: Mapping[str, WorkerPrediction] | None = None
+) -> dict[str, WorkerPrediction]:
+    """Return the prediction for the fullest device of each class, by this plan or `before`. Classes
+    without predictions are left out."""
+    fullest = dict(before or {})
+    for rank, worker in enumerate(plan.workers):
+        expected, most = plan.expected_of(rank), fullest.get(worker.device_class)
+        if expected is not None and (most is None or expected.peak_bytes > most.peak_bytes):
+            fullest[worker.device_class] = expected
+    return fullest
+
+
+def _class_record(
+    plan: Plan,
+    name: str,
+    ranks: list[int],
+    records: list[RankRecord],
+    fullest: WorkerPrediction | None,
+) -> ClassRecord:
+    told = [records[rank] for rank in ranks]
+    peak = _peak_of(plan, name)
+    return ClassRecord(
+        device_class=name,
+        devices=len(ranks),
+        samples=sum(plan.workers[rank].samples for rank in ranks),
+        busy_share=fmean(one.busy_share for one in told),
+        peak_bytes=_most([one.peak_bytes for one in told]),
+        planned_peak_bytes=None if fullest is None else fullest.peak_bytes,
+        overruns=sum(one.overruns for one in told),
+        planned_memory={} if fullest is None else fullest.memory_bytes,
+        measured_memory=_measured_memory(told),
+        reserved_bytes=_most([one.reserved_bytes for one in told]),
+        retries=sum(one.retries for one in told),
+        shares=_mean_shares([one.shares for one in told]),
+        tokens_per_s=fmean(one.tokens_per_s for one in told),
+        mfu=_mean([one.mfu for one in told]),
+        hfu=_mean([one.hfu for one in told]),
+        peak_source="" if peak is None else peak.source,
+    )
+
+
+def _measured_memory(told: Sequence[RankRecord]) -> dict[str, int]:
+    """Return the memory of the device with the highest peak; empty if unknown."""
+    known = [
+        (one.peak_bytes, one.laid_out_bytes)
+        for one in told
+        if one.peak_bytes is not None and one.laid_out_bytes is not None
+    ]
+    if not known:
+        return {}
+    peak, laid_out = max(known)
+    return dict(zip(PARTS, (laid_out, peak - laid_out)))
+
+
+def _most(values: Sequence[int | None]) -> int | None:
+    """Return the largest known value."""
+    return max((value for value in values if value is not None), default=None)
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """Return the mean; None if a value is unknown."""
+    known = [value for value in values if value is not None]
+    return fmean(known) if len(known) == len(values) else None
+
+
+def _mean_shares(every: Sequence[Shares | None]) -> Shares | None:
+    known = [asdict(shares) for shares in every if shares is not None]
+    if len(known) < len(every):
+        return None
+    return Shares(**{name: fmean(one[name] for one in known) for name in known[0]})
+
+
+@dataclass
+class RunLog:
+    """Writer of a run's files during its `with` block; only on the first rank.
+
+    `steps` is the number of steps; None if unknown, and progress has no end. `done` is the last
+    step, initially the step to resume from. Records of later steps, written by a run that died
+    without saving, are dropped: no step appears twice.
+    """
+
+    folder: Path
+    plan: Plan
+    steps: int | None
+    done: int = 0
+    loss: float | None = None
+    recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    recent_tokens: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    _file: TextIO | None = None
+    _told_of_starvation: bool = False
+    _rule: str = ""
+
+    def __enter__(self) -> RunLog:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / run_files.METRICS
+        with replacing(path) as file:
+            if self.done:
+                _copy_until(path, self.done, file)
+        self._file = opened_log(path)
+        self.progress("training")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        assert self._file is not None
+        if error is None:
+            self.progress("finished")
+        else:
+            with suppress(MachineError):  # a full disk must not hide the error
+                if isinstance(error, Interrupted):
+                    self.progress("interrupted", error.what)
+                else:
+                    self.progress("failed", first_line(error))
+        with suppress(OSError):  # retries what failed before
+            self._file.close()
+
+    def step(self, record: StepRecord) -> None:
+        self.done, self.loss = record.step, record.loss
+        self.recent_s.append(record.step_s)
+        self.recent_tokens.append(record.tokens_per_s * record.step_s)
+        self._write("step", asdict(record))
+        self.progress("training")
+
+    def classes(self, step: int, records: list[ClassRecord]) -> None:
+        self._write("classes", {"step": step, "classes": [asdict(r) for r in records]})
+
+    def ranks(self, step: int, records: list[RankRecord]) -> None:
+        self._write("ranks", {"step": step, "ranks": [asdict(r) for r in records]})
+
+    def starved(self, step: int, records: list[RankRecord]) -> bool:
+        """Report devices idle for lack of data, once per run; return True if reported now."""
+        told = [
+            {"device": r.device, "share": r.starved_share, "limit": r.input_limit}
+            for r in records
+            if r.starved_share is not None
+        ]
+        if not told or self._told_of_starvation:
+            return False
+        self._told_of_starvation = True
+        self._write("input-bound", {"step": step, "ranks": told})
+        return True
+
+    def evaluation(self, step: int, loss: float) -> None:
+        self._write("evaluation", {"step": step, "loss": loss})
+
+    def checkpoint(self, step: int, path: Path, *, seconds: float, stalled_s: float) -> None:
+        """Record the checkpoint of a step; training stopped for `stalled_s`."""
+        fields = {"path": str(path), "seconds": seconds, "stalled_s": stalled_s}
+        self._write("checkpoint", {"step": step, **fields})
+
+    def restart(
+        self, step: int, *, resumed_from: int, kept_in: str, why: str, decided: str, seconds: float
+    ) -> None:
+        """Record a restart, with the seconds until the first step after it was done.
+
+        Args:
+            kept_in: where the resumed state was: memory or disk; empty for none.
+        """
+        told = {"why": why, "decided": decided, "seconds": seconds}
+        self._write(
+            "restart", {"step": step, "resumed_from": resumed_from, "kept_in": kept_in} | told
+        )
+
+    def reduction(self, step: int, rule: str) -> None:
+        """Record the rule adding up the losses of micro-batches, if it changed."""
+        if rule and rule != self._rule:
+            self._rule = rule
+            self._write("losses", {"step": step, "rule": rule})
+
+    def tell(self, step: int, told: Told) -> None:
+        """Record a finding or an action after a step."""
+        self._write(told.event, {"step": step, **told.fields})
+
+    def progress(self, state: str, why: str = "") -> None:
+        """Replace `progress.json` for watchers of the run; `why` is the reason of an early end."""
+        value = {
+            "state": state,
+            "why": why,
+            "step": self.done,
+            "steps": self.steps,
+            "loss": self.loss,
+            "tokens_per_s": self.tokens_per_s(),
+            "step_s": self.step_s(),
+            "predicted_step_s": self.predicted_step_s,
+            "remaining_s": 0.0 if state == "finished" else self.remaining_s(),
+            "time": time.time(),
+        }
+        path = self.folder / run_files.PROGRESS
+        with _in_words(path):
+            write_at_once(path, json.dumps(value) + "\n")
+
+    @property
+    def predicted_step_s(self) -> float | None:
+        return self.plan.prediction.step_s if self.plan.prediction is not None else None
+
+    def step_s(self) -> float:
+        """Return the typical time of recent steps; 0 before the first."""
+        return typical_s(self.recent_s)
+
+    def remaining_s(self) -> float | None:
+        """Return the time of the remaining steps; None if their number is unknown."""
+        return None if self.steps is None else (self.steps - self.done) * self.step_s()
+
+    def tokens_per_s(self) -> float:
+        step_s = self.step_s()
+        return fmean(self.recent_tokens) / step_s if step_s else 0.0
+
+    def _write(self, event: str, fields: dict[str, Any]) -> None:
+        assert self._file is not None
+        with _in_words(self.folder / run_files.METRICS):
+            self._file.write(json.dumps({"event": event, "time": time.time(), **fields}) + "\n")
+            self._file.flush()
+
+
+@contextmanager
+def _in_words(file: Path) -> Iterator[None]:
+    """Raise MachineError if `file` cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise MachineError(
+            "cannot write what the run tells of itself",
+            where=str(file),
+            why=error.strerror or str(error),
+            fix=f"{how_to_write(error)}; then run the same command again, with --resume if a "
+            "checkpoint was saved",
+        ) from error
+
+
+def tell_afterwards(folder: Path, step: int, told: Told) -> None:
+    """Append a later finding to the `metrics.jsonl` of an ended run."""
+    line = json.dumps({"event": told.event, "time": time.time(), "step": step, **told.fields})
+    with opened_log(folder / run_files.METRICS) as file:
+        file.write(line + "\n")
+
+
+def _copy_until(path: Path, step: int, into: BinaryIO) -> None:
+    """Copy the lines of a former run up to a step; the last line may be cut short.
+
+    Steps are in order, so only the end of a long file is searched. Records of concurrent work, such
+    as a slow checkpoint, may follow later.
+    """
+    with suppress(FileNotFoundError), opened(path) as file:
+        begin = _end_of_step(file, step)
+        file.seek(0)
+        copy_bytes(file, into, begin)
+        for line in lines_in(file):
+            with suppress(ValueError, KeyError, TypeError, RecursionError):
+                if line.endswith(b"\n") and json.loads(line)["step"] <= step:
+                    into.write(line)
+
+
+def _end_of_step(file: BufferedReader, step: int) -> int:
+    """Return the end of the line of the last step up to `step`; 0 without such a line."""
+    for begin, line in lines_from_end(file):
+        with suppress(ValueError, KeyError, TypeError, RecursionError):
+            told = json.loads(line) if _OF_STEP in line else {}
+            if told.get("event") == "step" and told["step"] <= step:
+                return begin + len(line)
+    return 0

@@ -1,0 +1,49 @@
+"""Terminals for people. Only printable text reaches a terminal, whoever wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.text import Text
+
+from gpumix.schema.untrusted_text import printable
+
+NO_WRAP = 10_000  # columns; wider than any table
+
+
+def stderr() -> Console:
+    """Return the console for people; stdout is for data. A run continues when nobody reads any
+    more."""
+    console = _Console(stderr=True)
+    # Files and pipes have no width to fit into.
+    return console if console.is_terminal else _Console(stderr=True, width=NO_WRAP)
+
+
+def stdout() -> Console:
+    """Return the console for redrawn views of a run."""
+    return _Console(stderr=False)
+
+
+class _Console(Console):
+    """Console printing strings literally: no markup in brackets, control characters escaped."""
+
+    def __init__(self, *, stderr: bool, width: int | None = None) -> None:
+        super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False, width=width)
+
+    def render_str(self, text: str, **how: Any) -> Text:
+        """Escape text before measuring, for tables."""
+        return super().render_str(printable(text), **how)
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            # Control segments are rich's own: to clear a line, to move the cursor.
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
+
+    def on_broken_pipe(self) -> None:
+        """Become quiet; by default the process ends."""
+        self.quiet = True

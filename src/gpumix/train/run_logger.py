@@ -1,0 +1,242 @@
+"""Reports of a run under way: in the run's folder, and on the terminal.
+
+Only the first rank writes and shows; the other ranks send their measurements to it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+from gpumix.data.core.read_policy import Skipped
+from gpumix.data.loader import Loader
+from gpumix.engine.comm.step_recorder import Recording
+from gpumix.engine.engine import Engine
+from gpumix.schema.units import show_seconds
+from gpumix.train.checkpoint.checkpointer import Saved
+from gpumix.train.elastic.plan_change import Parts, started
+from gpumix.train.elastic.recovery import Restart
+from gpumix.train.memory_checkpoint.memory_folder import WITHOUT_COPIES
+from gpumix.train.monitor.step_history import StepsTaken
+from gpumix.train.monitor.step_timer import Watch
+from gpumix.train.monitor.step_trace import trace_of
+from gpumix.train.run_log import run_files
+from gpumix.train.run_log.display import Display, first_of, input_bound, unread
+from gpumix.train.run_log.metrics import (
+    ClassRecord,
+    RankRecord,
+    RunLog,
+    StepRecord,
+    Told,
+    by_class,
+    fullest_by_class,
+)
+from gpumix.train.run_log.time_breakdown import Account
+from gpumix.train.state_keeper import Keeping
+from gpumix.train.worker.context import Context
+
+LATE = (
+    "a checkpoint is due before the last one is written, and put off until then: the disk is "
+    "slower than `checkpoint.every_steps` asks for"
+)
+
+
+class Telling:
+    """Reports by one rank.
+
+    Attributes:
+        records: measurements by rank since the exchange before; `classes` by device class.
+        held_out_skipped: this rank's samples unreadable in evaluations.
+
+    Args:
+        begun_at: the step to resume from.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        engine: Engine,
+        loader: Loader,
+        keeping: Keeping,
+        watch: Watch,
+        taken: StepsTaken,
+        *,
+        begun_at: int,
+    ) -> None:
+        self._context, self._engine, self._loader = context, engine, loader
+        self._keeping, self._watch, self._taken = keeping, watch, taken
+        self.records: list[RankRecord] = []
+        self.classes: list[ClassRecord] = []
+        self.held_out_skipped: list[Skipped] = []
+        self._log = RunLog(context.job.output, engine.plan, context.job.steps, done=begun_at)
+        self._display: Display | None = None
+        self._told_of_copies = self._told_of_disk = self._told_of_waiting = False
+        self._spent = Account.of(0, 0.0, 0.0, 0.0, 0.0, 0.0)
+        self._waited_s, self._since = 0.0, time.perf_counter()
+        self._begun_at = self._steps_before = begun_at
+        self._sent_before = float(engine.comm.sent.total())
+        self._fullest = fullest_by_class(engine.plan)  # of all plans so far, like measured peaks
+
+    # -- of the run, by the first rank -------------------------------------------------------------
+
+    def open(self, stack: ExitStack) -> None:
+        """Write the run's files from here until the end of `stack`."""
+        if self._context.first:
+            stack.enter_context(self._log)
+            self._display = stack.enter_context(
+                Display(self._log, self._context.job.log_every_steps)
+            )
+
+    def say(self, line: str) -> None:
+        if self._display is not None:
+            self._display.say(line)
+
+    def tell(self, step: int, told: Sequence[Told]) -> None:
+        """Report findings or actions after a step."""
+        if self._display is not None:
+            for one in told:
+                self._log.tell(step, one)
+                if one.text:
+                    self._display.say(one.text)
+
+    def step(self, record: StepRecord) -> None:
+        if self._display is not None:
+            self._log.reduction(record.step, self._engine.reduction)
+            self._log.step(record)
+            self._display.step(record)
+
+    def start(self, before: Parts | None, restart: Restart | None) -> None:
+        """Report a plan unlike the plan of the run `before`."""
+        why = restart.decided if restart is not None else "the run was resumed"
+        now = Parts.of(self._engine.plan, self._context.task.cluster)
+        told = started(before, now, why) if before is not None else None
+        self.tell(self._begun_at, [told] if told is not None else [])
+
+    def restart(self, step: int, restart: Restart, kept_in: str) -> None:
+        """Report a restart when training continues, from state kept in memory or on disk."""
+        if self._display is not None:
+            seconds = time.time() - restart.failed_at
+            self._log.restart(
+                step,
+                resumed_from=self._begun_at,
+                kept_in=kept_in,
+                why=restart.why,
+                decided=restart.decided,
+                seconds=seconds,
+            )
+            self._display.say(f"training again after {show_seconds(seconds)}")
+
+    def checkpoint(self, saved: Saved) -> None:
+        if self._display is not None:
+            self._log.checkpoint(
+                saved.step, saved.path, seconds=saved.seconds, stalled_s=self._keeping.stalled_s
+            )
+
+    def put_off(self, step: int) -> None:
+        """Report a checkpoint waiting for the previous checkpoint."""
+        text = "" if self._told_of_disk else LATE
+        self._told_of_disk = True
+        self.tell(step, [Told("checkpoint-late", {}, text)])
+
+    def evaluation(self, step: int, losses: Sequence[float]) -> None:
+        """Report the mean loss of batches."""
+        if self._display is not None:
+            loss = sum(losses) / len(losses)
+            self._log.evaluation(step, loss)
+            self._display.evaluation(step, loss)
+
+    def trace(self, step: int, told: Sequence[str]) -> None:
+        """Save the trace of a step from the recordings of all ranks."""
+        if self._display is not None:
+            path = self._context.job.output / run_files.TRACE
+            recordings = [Recording.from_json(text) for text in told]
+            trace_of(self._engine.plan, recordings).save(path)
+            self._display.say(f"trace of step {step}: {path}, open it in ui.perfetto.dev")
+
+    def copies(self, refused: str) -> None:
+        """Report, once in a run, why memory has no copies of the state."""
+        if refused and self._display is not None and not self._told_of_copies:
+            self._told_of_copies = True
+            self._display.say(f"no copies of the state in memory: {refused}; {WITHOUT_COPIES}")
+
+    def _saves_in_place(self, why: str) -> None:
+        """Report, once in a run, why training waits for checkpoints."""
+        if why and not self._told_of_waiting:
+            self._told_of_waiting = True
+            self.say(f"training stands still while a checkpoint is written: {why}")
+
+    # -- of each rank, by all ----------------------------------------------------------------------
+
+    def exchange(self, step: int, *, waited_s: float, sent_bytes: float) -> None:
+        """Exchange all ranks' measurements since the last call. Collective. Up to `step`, this rank
+        has waited `waited_s` for other ranks and sent `sent_bytes` since it began."""
+        now = time.perf_counter()
+        busy = 1.0 - (waited_s - self._waited_s) / (now - self._since)
+        sent_each = (sent_bytes - self._sent_before) / max(1, step - self._steps_before)
+        self._waited_s, self._since = waited_s, now
+        self._sent_before, self._steps_before = sent_bytes, step
+        watched = self._watch.take()
+        self._spent = self._spent.and_then(watched)
+        device, runtime = self._context.device, self._context.runtime
+        clocks = runtime.clocks()
+        mine = RankRecord(
+            device=device.id,
+            device_class=device.device_class,
+            busy_share=max(0.0, busy),
+            peak_bytes=runtime.peak_bytes(),
+            overruns=self._taken.overruns,
+            laid_out_bytes=runtime.current_bytes(),
+            reserved_bytes=runtime.peak_reserved_bytes(),
+            retries=runtime.allocator_retries,
+            sm_mhz=None if clocks is None else clocks.sm_mhz,
+            sent_bytes=sent_each,
+            shares=watched.shares(),
+            starved_share=self._watch.starvation.share,
+            input_limit=self._loader.limit,
+            skipped=self._skipped,
+            lost_workers=self._loader.lost_workers,
+            not_copied=self._keeping.not_copied,
+            saved_in_place=self._keeping.saved_in_place,
+            **self._speed(watched.steps),
+        )
+        self._gather(mine)
+        if self._display is not None:
+            names = self._context.ranks.names
+            self._log.classes(step, self.classes)
+            self._log.ranks(step, self.records)
+            self._display.classes(self.classes)
+            if self._log.starved(step, self.records):
+                self.say(input_bound(names, self.records))
+            self.copies(first_of(names, (one.not_copied for one in self.records)))
+            self._saves_in_place(first_of(names, (one.saved_in_place for one in self.records)))
+
+    def of_all_steps(self) -> None:
+        """Extend the records, if any, to the entire run. Collective."""
+        if self.records:
+            mine = self.records[self._context.ranks.rank]
+            speed = self._speed(self._taken.counting)
+            spent, skipped = self._spent.shares(), self._skipped
+            self._gather(replace(mine, shares=spent, skipped=skipped, **speed))
+        missed = unread(self._context.ranks.names, self.records)
+        if missed and self._display is not None:
+            self._display.say(missed)
+
+    def not_of_steps(self, sent_bytes: int) -> None:
+        """Exclude bytes sent outside of steps."""
+        self._sent_before += sent_bytes
+
+    @property
+    def _skipped(self) -> int:
+        return len(self._loader.skipped) + len(self.held_out_skipped)
+
+    def _speed(self, last: int) -> dict[str, Any]:
+        return self._taken.speed(self._engine.plan, self._context.ranks.rank, last)._asdict()
+
+    def _gather(self, mine: RankRecord) -> None:
+        told = self._context.ranks.gather("records", mine.to_json())
+        self.records = [RankRecord.from_json(text) for text in told]
+        self._fullest = fullest_by_class(self._engine.plan, self._fullest)
+        self.classes = by_class(self._engine.plan, self.records, self._fullest)

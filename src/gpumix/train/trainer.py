@@ -1,0 +1,565 @@
+"""Training loop of a rank. `Trainer.run` reads top to bottom."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NoReturn
+
+from torch import nn
+
+from gpumix.data.loader import Loader, evaluation_batches
+from gpumix.data.order.sampler import ByLength
+from gpumix.engine.comm.step_exchange import Exchanged
+from gpumix.engine.comm.step_recorder import SILENT, Recorder
+from gpumix.engine.optimizers.overlapped_step import updates_elements
+from gpumix.engine.prepare import prepare
+from gpumix.engine.reshard import may_move
+from gpumix.engine.sharding.initial_weights import unused
+from gpumix.engine.sharding.state_dict import some_of
+from gpumix.schema.errors import Interrupted
+from gpumix.schema.plan.plan import Plan
+from gpumix.schema.profile.profile import Profile
+from gpumix.train.checkpoint.checkpointer import Saved
+from gpumix.train.checkpoint.manifest import number_of_job
+from gpumix.train.checks.non_finite import overflowed, spoilt, without_labels
+from gpumix.train.checks.packed_documents import check_documents
+from gpumix.train.checks.resume_check import check_goes_on
+from gpumix.train.elastic.plan_change import in_force
+from gpumix.train.elastic.recovery import Restart
+from gpumix.train.issued_steps import BadStep, ReadStep, Steps
+from gpumix.train.monitor.clock_warnings import ClockWatch
+from gpumix.train.monitor.corruption_monitor import Soundness
+from gpumix.train.monitor.host_syncs import syncs_of
+from gpumix.train.monitor.trial_hook import Watcher
+from gpumix.train.preemption_save import LastMinute
+from gpumix.train.processes.stop_signals import StopRequest
+from gpumix.train.rebalance_controller import Balancing
+from gpumix.train.run_log.interruption_cost import Interlude, seconds_of
+from gpumix.train.run_log.metrics import WARM_UP_STEPS, StepRecord, Told, typical_s
+from gpumix.train.run_log.summary import Summary, Trial
+from gpumix.train.run_log.terminal import stderr
+from gpumix.train.run_logger import Telling
+from gpumix.train.state_keeper import MEASURED_STEPS, Keeping
+from gpumix.train.worker.context import Context
+from gpumix.train.worker.model import attention_cost, model_of
+from gpumix.train.worker.optimizer import optimizer_for
+
+# Notices sent through the engine; the largest counts.
+WRITING = 0.5  # a checkpoint is being written
+STOP = 1.0  # this rank was asked to stop
+UNSAVED = 2.0  # a checkpoint could not be written
+# Maximum time steps wait for a checkpoint in progress when the next is due.
+MOST_STALL_S = 5.0
+MOST_STEPS_BESIDE = 8  # measured during a checkpoint
+
+
+class Trainer:
+    """Training of a job by a plan, on a single rank.
+
+    Args:
+        context: this rank's device, peers and data.
+        plan: the workers in the order of the ranks; `profile` is the plan's source, if known.
+        resume: continue from the newest state.
+        restart: reason for a restart of the run; it continues from the newest state, if there is
+            any.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        plan: Plan,
+        profile: Profile | None = None,
+        *,
+        resume: bool = False,
+        restart: Restart | None = None,
+    ) -> None:
+        self.context = context
+        self.plan = plan
+        job, ranks = context.job, context.ranks
+        self.job = job
+        self.engine = prepare(
+            self._built(resume),
+            plan,
+            comm=ranks.communicator(plan),
+            weights=job.model.weights,
+            units=job.model.units,
+            tensor=job.model.tensor_plan,
+            seed=job.seed,
+            couples=job.model.couples or "",
+        )
+        self.optimizer = optimizer_for(
+            job.optimizer,
+            self.engine.pieces(),
+            self.engine.layout,
+            names=self.engine.trained_names(),
+            fused=plan.workers[ranks.rank].efficiency.fused_optimizer,
+        )
+        self.loader = self._opened_loader()
+        if job.data.packing == "documents":
+            warning = check_documents(self.engine)
+            if warning and context.first:
+                stderr().print(warning)
+        self.keeping = Keeping(context, plan, self.engine, self.optimizer, self.loader)
+        self._last_minute = LastMinute(context, self.keeping, lambda: self.step)
+        self.step = 0  # the last step read
+        self._at_once_until = 0
+        self._stopping = False
+        self._found: list[Told] = []  # on a coming change of the plan
+        self._nothing_left: Path | None = None  # the checkpoint of the last step
+        self._put_off = False  # a checkpoint is due and was put off
+        self._restart = restart
+        again = context.first and (resume or restart is not None)
+        self._plan_before = in_force(job.output, fresh=not resume) if again else None
+        self._kept_in = ""  # where the resumed state was
+        if resume or restart is not None:
+            self._take_up(needed=restart is None)
+        self._begun_at = self.step
+        context.runtime.reset_peak()
+        self.steps = Steps(
+            context,
+            self.engine,
+            self.optimizer,
+            self.loader,
+            self.keeping,
+            done=self.step,
+            not_finite=self._not_finite,
+        )
+        self.taken, self.watch = self.steps.taken, self.steps.watch
+        self._telling = Telling(
+            context,
+            self.engine,
+            self.loader,
+            self.keeping,
+            self.watch,
+            self.taken,
+            begun_at=self.step,
+        )
+        moves = may_move(plan) and updates_elements(self.optimizer)
+        step_s = restart.step_s if restart is not None else None
+        balancing = Balancing(plan, profile, context, state_moves=moves, step_before_s=step_s)
+        self._balancing = balancing if job.rebalance else None
+        self._clocks = ClockWatch(profile)
+        self._soundness = Soundness(context, plan, self.engine)
+
+    def _opened_loader(self) -> Loader:
+        """Return the loader of this rank's part of each batch."""
+        context, job = self.context, self.job
+        return Loader(
+            context.train_data,
+            self.plan,
+            context.ranks.rank,
+            seed=job.seed,
+            device=context.runtime.torch_device,
+            workers=job.data.workers,
+            prefetch=job.data.prefetch,
+            bad_samples=job.data.bad_samples,
+            timeout_s=job.timeout,
+            by_length=ByLength(job.data.bucketing, attention_cost(self.engine.model)),
+        )
+
+    def _built(self, resume: bool) -> nn.Module:
+        """Build the job's model, checked against the saved run on resume."""
+        context, spec = self.context, self.job.model
+        model = model_of(spec, folder=context.task.folder, seed=self.job.seed)
+        if resume:
+            check_goes_on(context, model, self.plan.model)
+        if context.first and spec.weights is not None:
+            _tell_of_unused(unused(model, spec.weights))
+        return model
+
+    def run(self) -> Summary:
+        """Train to the end.
+
+        Raises:
+            Interrupted: asked to stop; the state is saved.
+            TrainingError: the loss is not finite; the state before that step is saved.
+        """
+        if self._nothing_left is not None:
+            return self._summary(self._nothing_left)
+        with ExitStack() as stack:
+            stack.enter_context(self.loader)
+            stop = stack.enter_context(StopRequest())
+            self._telling.open(stack)
+            stack.push(self._tell_of_what_is_there)
+            self._telling.start(self._plan_before, self._restart)
+            self._telling.copies(self.keeping.open_memory())
+            stack.enter_context(self._last_minute.beside(stop))
+            if self._soundness.why_not:
+                self._telling.say(f"no batch is replayed: {self._soundness.why_not}")
+            while self.steps.given < self.job.steps:
+                traced = self.steps.given + 1 == self.job.trace_step
+                step = self._traced_step if traced else self.give_step
+                step(stop)
+                while self.steps.unread > self._most_pending():
+                    done = self._read()
+                    self._tell(done)
+                    self._after(done.exchanged)
+            self._tell_of_last_split()
+            self.engine.look_back()
+            path = self.save()
+            self.keeping.forget()
+            return self._summary(path)
+
+    def _after(self, exchanged: Exchanged) -> None:
+        """Act on a step just read, given the ranks' reports."""
+        if self._due(self.job.evaluation.every_steps):
+            sent_bytes = self.engine.comm.sent.total()
+            self._evaluate()
+            self._telling.not_of_steps(self.engine.comm.sent.total() - sent_bytes)
+        if self.step == self.job.steps:
+            return
+        # An error is raised in one step on all ranks, once all know of it.
+        if self.keeping.checkpointer.written or UNSAVED in exchanged.notices:
+            self._finish_save()
+        self._stopping |= STOP in exchanged.notices
+        if self._stopping:
+            if not self.steps.unread:
+                self._stop()
+            return
+        self._save_if_due(writing=WRITING in exchanged.notices)
+        self._remember()
+        self._rebalance(exchanged.reports)
+        self._look_for_wrong_results(exchanged)
+
+    def try_out(self, steps: int, *, beside: bool = False, watcher: Watcher | None = None) -> Trial:
+        """Train `steps` steps after the warm-up; nothing is written.
+
+        Args:
+            beside: then evaluate once and save a few times, if the job does so; and detect host
+                synchronizations in one more step.
+            watcher: entered before; may want another step.
+        """
+        evaluation = save = Interlude()
+        with self.loader, StopRequest() as stop:
+            for _ in range(WARM_UP_STEPS):
+                self.train_step(stop)
+            self._telling.exchange(self.step, **self._so_far())
+            waited_s = self.engine.comm.clock.total_s()
+            records, tokens, padded = [], 0, 0
+            if watcher is not None:
+                watcher.begins()
+            for _ in range(steps):
+                self.give_step(stop)
+                while self.steps.unread > int(self.steps.late):
+                    records.append(self._read().record)
+                for lengths in self.steps.lengths():
+                    tokens, padded = tokens + sum(lengths), padded + len(lengths) * max(lengths)
+            records += [self._read().record for _ in range(self.steps.unread)]
+            if watcher is not None:
+                watcher.ends()
+            tokens_a_step = fmean(self.taken.tokens[-steps:])
+            waited_s = self.engine.comm.clock.total_s() - waited_s
+            shares = self.watch.take().shares()
+            if beside and self.job.evaluation.every_steps:
+                evaluation = Interlude(still_s=seconds_of(self._evaluate))
+            if beside and self.job.checkpoint.every_steps:
+                usual_s = fmean(r.step_s for r in records)
+                save = self._save_beside(stop, 1, usual_s)
+                lasts = self._steps_beside(save, usual_s)
+                # The first checkpoints take longer.
+                for _ in range(3 if lasts < MOST_STEPS_BESIDE else 1):
+                    save = self._save_beside(stop, lasts, usual_s)
+            with syncs_of(self.engine.device if beside else None) as syncs:
+                classes = self.context.task.cluster.classes  # all ranks step, or none
+                if beside and any(one.is_gpu for one in classes):
+                    self.train_step(stop)
+            if watcher is not None and watcher.looks:
+                with watcher.looking():
+                    self.train_step(stop)
+        times = [r.step_s for r in records]
+        gather, step_s = self.context.ranks.gather, typical_s(times)
+        busy = gather("busy", str(1.0 - waited_s / sum(times)))
+        starved = gather("starved", str(shares.input))
+        peaks = gather("peaks", json.dumps(self.context.runtime.peak_bytes()))
+        overruns = gather("overruns", str(self.taken.overruns))
+        limits = gather("limits", self.loader.limit.value)
+        retries = gather("retries", str(self.context.runtime.allocator_retries))
+        # All ranks return the first rank's findings.
+        seen = json.loads(gather("syncs", json.dumps(syncs()))[0])
+        told = gather("told", json.dumps(watcher.told() if watcher is not None else None))[0]
+        counted = [json.loads(text) for text in gather("tokens", json.dumps([tokens, padded]))]
+        all_tokens, all_padded = map(sum, zip(*counted))
+        return Trial(
+            step_s=step_s,
+            mean_s=sum(times) / len(times),
+            tokens_per_s=tokens_a_step / step_s,
+            losses=self.taken.losses[:],
+            peak_bytes=[json.loads(text) for text in peaks],
+            busy_shares=[float(text) for text in busy],
+            input_shares=[float(text) for text in starved],
+            padding_share=1.0 - all_tokens / all_padded if all_padded else None,
+            save=save,
+            evaluation=evaluation,
+            overruns=sum(map(int, overruns)),
+            limits=limits,
+            retries=[int(text) for text in retries],
+            syncs=[(place, times) for place, times in seen],
+            told=json.loads(told),
+        )
+
+    def _so_far(self) -> dict[str, float]:
+        """Return the arguments of `Telling.exchange` for all steps given so far."""
+        comm = self.engine.comm
+        return {"waited_s": comm.clock.total_s(), "sent_bytes": comm.sent.total()}
+
+    def _save_beside(self, stop: StopRequest, steps: int, usual_s: float) -> Interlude:
+        """Save once during some steps, usually taking `usual_s` each."""
+        still_s = seconds_of(self._begin_save)
+        took_s = sum(self.train_step(stop).step_s for _ in range(steps))
+        beside_s = self._finish_save().seconds
+        return Interlude.of_steps(still_s, beside_s, usual_s=steps * usual_s, took_s=took_s)
+
+    def _steps_beside(self, first: Interlude, usual_s: float) -> int:
+        """Return the steps a checkpoint lasts, equal on all ranks, at most `MOST_STEPS_BESIDE`."""
+        mine = min(MOST_STEPS_BESIDE, math.ceil(first.beside_s / usual_s))
+        return max(map(int, self.context.ranks.gather("steps beside", str(mine))))
+
+    def train_step(self, stop: StopRequest | None = None) -> StepRecord:
+        """Run one step and read it at once."""
+        self.give_step(stop)
+        return [self._read() for _ in range(self.steps.unread)][-1].record
+
+    def give_step(self, stop: StopRequest | None = None) -> None:
+        """Give the device a step, without reading the result; see `_read`."""
+        self.steps.give(partial(self._begins, stop))
+
+    def _read(self) -> ReadStep:
+        """Read the oldest unread step."""
+        read = self.steps.read()
+        self.step = read.record.step
+        return read
+
+    def _most_pending(self) -> int:
+        """Return the number of steps that may stay unread before the next is given."""
+        changes = self._balancing is not None and self._balancing.plan is not self.plan
+        outdated = self._balancing is not None and self._balancing.outdated is not None
+        at_once = self._stopping or changes or outdated or self._looks_at(self.steps.given)
+        return int(self.steps.late and not at_once)
+
+    def _looks_at(self, step: int) -> bool:
+        """Return whether `step` may have consequences beyond its report, to be awaited by the
+        next."""
+        job = self.job
+        return (
+            step == job.steps
+            or step <= self._at_once_until
+            or self._put_off
+            or step - self._begun_at == MEASURED_STEPS
+            or self.keeping.remembers(step)
+            or job.trace_step in (step, step + 1)
+            or any(_is_due(step, of.every_steps) for of in (job.evaluation, job.checkpoint))
+        )
+
+    def _tell_of_what_is_there(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Log the completed steps after an error, without waiting for a device that may hang."""
+        with suppress(Exception):
+            while kind is not None and self.steps.next_is_there:
+                self._telling.step(self._read().record)
+
+    def _begins(self, stop: StopRequest | None) -> float:
+        """Return the notice to send to all ranks with a step whose batch is ready."""
+        asked, behind = stop is not None and stop.requested, int(self.steps.late)
+        self._last_minute.step_begins(self.taken.times_s, tells=asked, behind=behind)
+        saving = self.keeping.checkpointer
+        if saving.failed:
+            return UNSAVED
+        if asked:
+            return STOP
+        return 0.0 if saving.writing_since is None else WRITING
+
+    def _traced_step(self, stop: StopRequest | None = None) -> None:
+        """Give a traced step, like `give_step`; write all ranks' recordings to the run's folder."""
+        comm = self.engine.comm
+        comm.record = recorder = Recorder(comm, self.plan.workers[comm.rank])
+        self.give_step(stop)
+        comm.record = SILENT
+        told = self.context.ranks.collect("recordings", recorder.recording().to_json())
+        self._telling.trace(self.steps.given, told)
+
+    def _tell(self, step: ReadStep) -> None:
+        if self._due(self.job.log_every_steps) or self.step == self.job.steps:
+            waited_s = self.engine.comm.clock.at_s(step.given.ticks.communicated[1])
+            sent_bytes = step.given.sent_bytes
+            self._telling.exchange(self.step, waited_s=waited_s, sent_bytes=sent_bytes)
+            self._telling.tell(self.step, self._clocks.differ(self.plan, self._telling.records))
+        self._telling.step(step.record)
+        restart, self._restart = self._restart, None
+        if restart is not None:
+            self._telling.restart(self.step, restart, self._kept_in)
+
+    def _evaluate(self) -> None:
+        losses = [
+            self.engine.evaluate(batch, samples).item()
+            for batch, samples in evaluation_batches(
+                self.context.held_out,
+                self.plan,
+                self.context.ranks.rank,
+                batches=self.job.evaluation.batches,
+                device=self.context.runtime.torch_device,
+                reading=self.context.reading,
+                skipped=self._telling.held_out_skipped,
+            )
+        ]
+        self._telling.evaluation(self.step, losses)
+
+    def _due(self, every_steps: int) -> bool:
+        return _is_due(self.step, every_steps)
+
+    # -- state -------------------------------------------------------------------------------------
+
+    def save(self, cursor: dict[str, Any] | None = None) -> Path:
+        """Write the last checkpoint and wait for it; the data resumes at `cursor`, by default
+        behind the last batch."""
+        self._last_minute.leave_to_me()
+        self._begin_save(cursor)
+        return self._finish_save().path
+
+    def _save_if_due(self, *, writing: bool) -> None:
+        """Begin a checkpoint if due. If some rank was still writing the previous checkpoint during
+        this step, wait briefly; if still writing, delay the new one until no rank is writing."""
+        if not self._due(self.job.checkpoint.every_steps) and not self._put_off:
+            return
+        if writing and (self._put_off or not self.keeping.is_free_within(MOST_STALL_S)):
+            if not self._put_off:
+                self._put_off = True
+                self._telling.put_off(self.step)
+            return
+        self._put_off = False
+        self._begin_save()
+
+    def _begin_save(self, cursor: dict[str, Any] | None = None) -> None:
+        """Begin a checkpoint written during the next steps."""
+        if self.keeping.checkpointer.under_way:
+            self._finish_save()
+        self.keeping.begin_save(self.step, cursor)
+
+    def _finish_save(self) -> Saved:
+        saved = self.keeping.finish_save()
+        self._telling.checkpoint(saved)
+        return saved
+
+    def _remember(self) -> None:
+        """Copy this step's state into memory, if due."""
+        done = self.step - self._begun_at
+        if done == MEASURED_STEPS:
+            told = self.keeping.choose_interval(typical_s(self.taken.times_s[1:]))
+            self._telling.tell(self.step, told)
+        self.keeping.remember(self.step)
+
+    def _rebalance(self, reports: Sequence[float]) -> None:
+        """Split the samples again if worthwhile by the ranks' `reports` of the last steps."""
+        if self._balancing is None or self.step == self.job.trace_step:
+            return
+        if not self._found:
+            self._found = self._balancing.after_step(self.taken.times_s, reports)
+        changes, outdated = self._balancing.plan is not self.plan, self._balancing.outdated
+        if self.steps.unread and (changes or outdated is not None):
+            return  # first read the step given by the old plan
+        if changes:
+            self.plan = self.steps.plan = self._balancing.plan
+            self.keeping.settle(self.step)  # state being copied may move
+            self.engine.replan(self.plan, self.optimizer)
+            self.loader.replan(self.plan)
+            # The report of the step after the next is by the new plan already.
+            self._at_once_until = self.step + 1
+        found, self._found = self._found, []
+        self._telling.tell(self.step, found)
+        if outdated is not None:
+            if not self.keeping.keep(self.step):
+                self.save()
+            raise outdated
+
+    def _tell_of_last_split(self) -> None:
+        if self._balancing is not None:
+            self._telling.tell(self.step, self._balancing.effect(self.taken.times_s))
+
+    def _look_for_wrong_results(self, exchanged: Exchanged) -> None:
+        self._telling.tell(self.step, self._soundness.after_step(self.step, exchanged))
+
+    def _take_up(self, *, needed: bool) -> None:
+        state = self.keeping.take_up(needed=needed)
+        if state is None:
+            return
+        self.step = state.step
+        self._kept_in = "memory" if state.path is None else "disk"
+        if state.path is not None and self.step >= self.job.steps:
+            self._nothing_left = state.path  # or to write
+        if not self.context.first:
+            return
+        for damage in state.passed_over:
+            stderr().print(f"passed over: {damage.where} is damaged: {damage.why}")
+        stderr().print(f"going on from {state.where}")
+        if self.job.trace_step is not None and self.job.trace_step <= self.step:
+            stderr().print(f"step {self.job.trace_step} is done, and is not traced")
+        batch = number_of_job(state.extra, "global_batch")
+        if batch not in (None, self.job.global_batch):
+            stderr().print(f"steps now take {self.job.global_batch} samples, they took {batch}")
+        before, goes_on = state.of_steps, self.step < self.job.steps
+        varies = self.job.schedule.kind != "constant"
+        if before not in (None, self.job.steps) and varies and goes_on:
+            stderr().print(
+                f"the schedule of the learning rate now ends at step {self.job.steps}, it "
+                f"ended at step {before}: the rate may jump here"
+            )
+
+    def _stop(self) -> None:
+        self._tell_of_last_split()
+        path = self.save()
+        self.keeping.forget()
+        raise Interrupted(
+            f"stopped after step {self.step} of {self.job.steps}",
+            where=str(path),
+            fix="go on with the same command and --resume",
+        )
+
+    def _not_finite(self, bad: BadStep) -> NoReturn:
+        """Save the state from before a step that is not finite, and raise; without saving if the
+        weights are corrupt already."""
+        ranks = self.context.ranks
+        who = " and ".join(ranks.names[r] for r in bad.exchanged.bad_losses)
+        wrong = f"the {bad.what} of step {self.step + 1} is {bad.value}"
+        if not self.engine.finite():
+            raise spoilt(wrong, who)
+        path = self.save(bad.cursor)
+        self.keeping.forget()
+        # All losses are finite: 0 of 0 tokens.
+        if math.isnan(bad.value) and bad.what == "loss" and not who:
+            raise without_labels(self.step + 1, ranks.names[ranks.rank], bad.samples, path)
+        raise overflowed(wrong, who, path)
+
+    def _summary(self, path: Path) -> Summary:
+        """Return the summary of the run. Collective."""
+        self._telling.of_all_steps()
+        counting = self.taken.counting
+        step_s, losses = self.taken.step_s(counting), self.taken.losses[:]
+        predicted = self.plan.prediction.step_s if self.plan.prediction else None
+        return Summary(
+            steps=self.step,
+            loss=losses[-1] if losses else None,
+            tokens_per_s=self.taken.tokens_per_s(counting),
+            step_s=step_s,
+            predicted_step_s=predicted,
+            prediction_error=predicted / step_s - 1 if predicted and step_s else None,
+            overruns=sum(c.overruns for c in self._telling.classes),
+            classes=[asdict(c) for c in self._telling.classes],
+            devices=[asdict(r) for r in self._telling.records],
+            losses=losses,
+            checkpoint=str(path),
+        )
+
+
+def _is_due(step: int, every_steps: int) -> bool:
+    return every_steps > 0 and step % every_steps == 0
+
+
+def _tell_of_unused(names: list[str]) -> None:
+    """Warn of unused weights: a wrong prefix is a mistake, though another task's head is not."""
+    if names:
+        stderr().print(f"the weights hold tensors without a place: {some_of(names)}")

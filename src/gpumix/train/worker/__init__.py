@@ -1,0 +1,1 @@
+"""A training process: its context (rank, device, data), its model and its optimizer."""
