@@ -38,8 +38,8 @@ from gpumix.schema.errors import InputError
 from gpumix.schema.job.job import CheckpointSpec, DataSpec, Job, ModelSpec
 from gpumix.schema.job.search_space import Space
 from gpumix.schema.plan.plan import Plan
-from gpumix.train.controller import Pipeline
-from gpumix.train.processes.local_launcher import Seat, launch
+from gpumix.train.controller import JobController
+from gpumix.train.processes.local_launcher import RankAddress, launch
 from gpumix.train.processes.runner import LocalRunner
 from gpumix.train.trainer import Trainer
 from gpumix.train.worker.context import Task, joined
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def saving(
-    seat: Seat, task: Task, plan: Plan, devices: tuple[Device, ...], saves: int
+    seat: RankAddress, task: Task, plan: Plan, devices: tuple[Device, ...], saves: int
 ) -> list[dict[str, Any]]:
     """In one rank: what each save took, beside steps."""
     with joined(seat, task) as context:
@@ -98,7 +98,9 @@ def saving(
         return [one | {"step_s": median(alone)} for one in found]
 
 
-def loading(seat: Seat, task: Task, plan: Plan, devices: tuple[Device, ...], source: str) -> float:
+def loading(
+    seat: RankAddress, task: Task, plan: Plan, devices: tuple[Device, ...], source: str
+) -> float:
     """Seconds, in one rank."""
     with joined(seat, task) as context:
         trainer = Trainer(context, plan.for_devices([d.id for d in devices]))
@@ -163,7 +165,7 @@ def _plain_s(folder: Path, sizes: Sequence[int]) -> float:
 
 
 def _planned(job: Job, cluster: Cluster, folder: Path) -> Plan:
-    pipeline = Pipeline(job.model_copy(update={"cluster": cluster}), folder, LocalRunner())
+    pipeline = JobController(job.model_copy(update={"cluster": cluster}), folder, LocalRunner())
     return pipeline.plan(pipeline.profile())
 
 

@@ -42,7 +42,7 @@ import common
 from doctored import patients
 from gpumix.doctor.verdict import PAIRS
 from gpumix.hardware.host.cpu import cpu_has_bf16
-from gpumix.train.controller import Pipeline
+from gpumix.train.controller import JobController
 
 FOLDER = Path(patients.__file__).parent
 LONGEST_S = 900
@@ -250,7 +250,7 @@ def _timed(name: str, arguments: dict[str, Any], pipe: Any) -> None:
 def _job_s(path: Path) -> float:
     """Of a step of a whole run, with all that comes between steps."""
     output = path.with_suffix(f".{time.monotonic_ns()}")
-    Pipeline.of_file(path, [f"output={output}"], debug=False).train(None, resume=False)
+    JobController.of_file(path, [f"output={output}"], debug=False).train(None, resume=False)
     lines = (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]
     times = [one["time"] for one in records if one["event"] == "step"][WARM_UP_STEPS:]

@@ -35,7 +35,7 @@ from compared.setting import Model, Setting
 from compared.where import where_time_goes
 from emulated.results import aligned, plan_line
 from emulated.rounds import joined
-from gpumix.engine.comm.step_recorder import Recording
+from gpumix.engine.comm.step_recorder import RecordedStep
 from gpumix.engine.sharding.unit_discovery import dissect
 from gpumix.planner.baselines.even import even
 from gpumix.planner.common.strategy import PlanRequest
@@ -47,7 +47,7 @@ from gpumix.schema.plan.plan import Plan, ZeroStage
 from gpumix.schema.plan.stage import Mode, Stage, Worker
 from gpumix.schema.profile.profile import Profile
 from gpumix.schema.units import show_bytes
-from gpumix.train.processes.local_launcher import Seat, launch
+from gpumix.train.processes.local_launcher import RankAddress, launch
 
 STAGES: tuple[ZeroStage, ...] = (3, 2, 1, 0)
 ROOMY = "2 GiB"
@@ -106,7 +106,7 @@ def against_minimum(layers: int) -> Figures:
     sizes = Sizes.of(model)
     ours: list[float] = []
     theirs: list[float] = []
-    recorded: dict[str, list[Recording]] = {}
+    recorded: dict[str, list[RecordedStep]] = {}
     rows: list[Sequence[str]] = [("plan", "rank", "least", "ours", "", "FSDP2", "")]
     for compared in _plans(model):
         plan, cluster = compared.plan, cluster_of(("roomy", len(compared.plan.workers), ROOMY))
@@ -230,7 +230,7 @@ def largest(is_possible: Callable[[int], bool], guess: int, most: int = MOST_LAY
     return low
 
 
-def _profiled(seat: Seat) -> Profile:
+def _profiled(seat: RankAddress) -> Profile:
     model = _deep(PROFILED_LAYERS)
     with joined(seat):
         return gpumix.profile(

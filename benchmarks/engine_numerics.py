@@ -29,7 +29,7 @@ from compared.curves import Case, Optimizers, Share, engine_curve, single_curves
 from compared.setting import Model
 from compared.where import where_time_goes
 from emulated.results import aligned
-from gpumix.engine.comm.step_recorder import Recording
+from gpumix.engine.comm.step_recorder import RecordedStep
 from gpumix.engine.engine import Engine
 from gpumix.engine.sharding.unit_discovery import dissect
 
@@ -99,7 +99,7 @@ def main() -> None:
     rows: list[Sequence[str]] = [
         ("case", "error", "spread", f"first {EARLY} steps", "truth", "ours ends at")
     ]
-    recorded: dict[str, list[Recording]] = {}
+    recorded: dict[str, list[RecordedStep]] = {}
     for case in CASES:
         if case.name not in arguments.only:
             continue

@@ -24,8 +24,8 @@ from gpumix.schema.cluster.cluster import Cluster, Device
 from gpumix.schema.job.job import CheckpointSpec, DataSpec, Job, ModelSpec, OptimizerSpec
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Stage, Worker
-from gpumix.train.controller import Pipeline
-from gpumix.train.processes.local_launcher import Seat, launch
+from gpumix.train.controller import JobController
+from gpumix.train.processes.local_launcher import RankAddress, launch
 from gpumix.train.processes.runner import LocalRunner
 from gpumix.train.trainer import Trainer
 from gpumix.train.worker.context import Task, joined
@@ -49,7 +49,7 @@ def main() -> None:
         )
         two = emulated_cluster({"other": (1, 30e9), "old": (1, 15e9)}, memory_bytes=MEMORY_BYTES)
         job = _job(folder / "whole")
-        pipeline = Pipeline(job.model_copy(update={"cluster": four}), folder, LocalRunner())
+        pipeline = JobController(job.model_copy(update={"cluster": four}), folder, LocalRunner())
         like = pipeline.plan(pipeline.profile())
         first = _plan(like, four, samples=(9, 4, 2, 1), micro=(4, 4, 2, 1), shares=(1, 0, 5, 2))
         second = _plan(like, two, samples=(5, 11), micro=(2, 11), shares=(7, 3))
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def traced(
-    seat: Seat, task: Task, plan: Plan, devices: tuple[Device, ...], steps: int, resume: bool
+    seat: RankAddress, task: Task, plan: Plan, devices: tuple[Device, ...], steps: int, resume: bool
 ) -> dict[str, Any]:
     """Some steps and a checkpoint, in one rank: losses, and this rank's samples of each step."""
     with joined(seat, task) as context:

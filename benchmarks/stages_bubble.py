@@ -43,7 +43,7 @@ from gpumix.planner.common.strategy import predicted
 from gpumix.schema.plan.plan import Plan, Schedule
 from gpumix.schema.plan.stage import Mode
 from gpumix.schema.profile.profile import Profile
-from gpumix.train.controller import Pipeline
+from gpumix.train.controller import JobController
 
 WIDTH, LENGTH = 128, 64
 LAYERS, BATCH, DEVICES = 8, 8, 4
@@ -113,7 +113,7 @@ def equal_stages(steps: int) -> Iterator[Found]:
     """Every schedule in each of `SHAPES`."""
     config = llama(width=WIDTH, layers=LAYERS)
     with job_file(config, LENGTH, cluster=EQUAL, global_batch=BATCH) as path:
-        pipeline = Pipeline.of_file(path, [], debug=True)
+        pipeline = JobController.of_file(path, [], debug=True)
         profile = pipeline.profile()
         for stages, count in SHAPES:
             for schedule in SCHEDULES:
@@ -156,7 +156,7 @@ def all_splits(
     config, batch = llama(width=WIDTH, layers=layers), {"global_batch": BATCH}
     space = SPACE | {"least_stages": least}
     with job_file(config, LENGTH, cluster=cluster, techniques=space, **batch) as path:
-        pipeline = Pipeline.of_file(path, [], debug=True)
+        pipeline = JobController.of_file(path, [], debug=True)
         profile = pipeline.profile()
         chosen = pipeline.plan(profile, "staged")
         plans = {split_of(chosen): chosen}

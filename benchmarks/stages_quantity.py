@@ -55,7 +55,7 @@ from gpumix.schema.job.search_space import EVERYTHING
 from gpumix.schema.plan.plan import Plan, Schedule, ZeroStage
 from gpumix.schema.plan.stage import Mode
 from gpumix.schema.profile.profile import Profile
-from gpumix.train.controller import Pipeline
+from gpumix.train.controller import JobController
 from published import NotHereError, cephalo
 
 MIXTURES = ((1, 3), (3, 5), (7, 1))
@@ -278,7 +278,7 @@ def run(job: Job, steps: int, rounds: int) -> tuple[Case, dict[str, Turns]]:
         cluster=job.cluster,
         global_batch=job.batch,
     ) as path:
-        pipeline = Pipeline.of_file(path, [], debug=True)
+        pipeline = JobController.of_file(path, [], debug=True)
         case = Case(str(job), pipeline.profile(), job.batch)
         print(case, flush=True)
         assert case.optimal is not None

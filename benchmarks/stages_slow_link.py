@@ -34,7 +34,7 @@ from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import Profile
 from gpumix.schema.reading.read import read_job
 from gpumix.schema.units import show_seconds
-from gpumix.train.controller import Pipeline
+from gpumix.train.controller import JobController
 
 RATE = "1gbit"
 CLUSTER = {
@@ -138,7 +138,7 @@ def outcome(case: Case, hosts: Mapping[str, Host], steps: int, rounds: int) -> O
     keys: dict[str, Any] = {"cluster": CLUSTER, "techniques": techniques}
     with job_file(config, case.tokens, global_batch=case.samples, **keys) as path:
         runs = TwoHosts(debug=True, hosts=hosts)
-        pipeline = Pipeline(read_job(path, []), path.parent, runs, debug=True)
+        pipeline = JobController(read_job(path, []), path.parent, runs, debug=True)
         plans = plans_of(pipeline.profile(), case.samples)
         # `optimal` may be one of the others: then both have the same measurements.
         turns: dict[str, Turns] = {}

@@ -30,8 +30,8 @@ from gpumix.schema.job.job import CheckpointSpec, DataSpec, Job, ModelSpec
 from gpumix.schema.job.search_space import Space
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import Profile
-from gpumix.train.controller import Pipeline
-from gpumix.train.processes.local_launcher import Seat, launch
+from gpumix.train.controller import JobController
+from gpumix.train.processes.local_launcher import RankAddress, launch
 from gpumix.train.processes.runner import LocalRunner
 from gpumix.train.trainer import Trainer
 from gpumix.train.worker.context import Task, joined
@@ -128,7 +128,7 @@ def _run(
         cluster=cluster,
         output=folder / "run",
     )
-    pipeline = Pipeline(job, folder, LocalRunner())
+    pipeline = JobController(job, folder, LocalRunner())
     profile = pipeline.profile()
     plan = pipeline.plan(profile)
     task = Task(job, cluster, folder)
@@ -137,7 +137,7 @@ def _run(
 
 
 def _training(
-    seat: Seat,
+    seat: RankAddress,
     task: Task,
     plan: Plan,
     profile: Profile,

@@ -36,7 +36,7 @@ from gpumix.engine.sharding.gradient_fingerprint import OwnNorm
 from gpumix.hardware.timestamps import stamps_of
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Stage, Worker
-from gpumix.train.monitor.step_timer import Watch
+from gpumix.train.monitor.step_timer import StepTimer
 from gpumix.train.rebalance_controller import Balancing
 
 STEP_S = 0.010
@@ -50,7 +50,7 @@ def main() -> int:
     torch.set_num_threads(1)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     clocks = WaitClock(device), WaitClock(device)
-    watch = Watch(stamps_of(device), *clocks)
+    watch = StepTimer(stamps_of(device), *clocks)
     batches = repeat(0)
     work = _work(device)
     others_s, _ = _watching_s(watch, work, device, tells=False)
@@ -81,7 +81,7 @@ def main() -> int:
 
 
 def _watching_s(
-    watch: Watch, work: Callable[[], None], device: torch.device, *, tells: bool
+    watch: StepTimer, work: Callable[[], None], device: torch.device, *, tells: bool
 ) -> tuple[float, float]:
     """Seconds of the calls of one step, and of the step; medians."""
     calls, steps, batches = [], [], repeat(0)
@@ -166,7 +166,7 @@ def _no_others() -> Any:
 
 
 def _pair(
-    watch: Watch, batches: Iterator[int], work: Callable[[], None], device: torch.device
+    watch: StepTimer, batches: Iterator[int], work: Callable[[], None], device: torch.device
 ) -> float:
     """Seconds with the watch over those without, of some steps in turns; either comes first as
     often."""

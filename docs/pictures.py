@@ -18,7 +18,7 @@ from pathlib import Path
 from parts import browser
 from rich.console import Console
 
-from gpumix.report.facts import Facts
+from gpumix.report.facts import RunFacts
 from gpumix.report.live import frame
 from gpumix.report.page import page
 from gpumix.report.run import Run, read_run
@@ -63,7 +63,7 @@ def _parts(report: str, style: str) -> str:
 
 def _top(run: Run) -> str:
     console = Console(record=True, width=COLUMNS, file=StringIO(), force_terminal=True)
-    console.print(frame(Facts(run), width=COLUMNS))
+    console.print(frame(RunFacts(run), width=COLUMNS))
     return TERMINAL_ALONE + console.export_svg(title=f"gpumix top {run.folder}")
 
 

@@ -12,8 +12,8 @@ from unittest.mock import patch
 import torch
 
 from gpumix.engine.comm.communicator import Communicator, Pending
-from gpumix.engine.sharding.parameter_slice import Window
-from gpumix.engine.sharding.shard import Member, Shard
+from gpumix.engine.sharding.parameter_slice import ParameterSlice
+from gpumix.engine.sharding.shard import Shard, ShardMember
 from gpumix.engine.sharding.shard_layout import Division
 from gpumix.schema.plan.batch_shares import rows_of, share_of, workers_of
 from gpumix.schema.plan.plan import Plan
@@ -98,7 +98,7 @@ def shard_of(world: int, device: str, *, equal: bool) -> Shard:
     parameter = torch.nn.Parameter(torch.zeros(NUMEL, device=device))
     return Shard(
         "block",
-        [Member("weight", parameter, Window(parameter.shape))],
+        [ShardMember("weight", parameter, ParameterSlice(parameter.shape))],
         Division(3, tuple(shares), comm, tuple(range(world))),
         dtypes=(torch.float32, torch.float32),
         device=torch.device(device),

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gpumix.engine.engine import Engine
-from gpumix.engine.sharding.state_dict import Whole
+from gpumix.engine.sharding.state_dict import WholeTensor
 from gpumix.train.checkpoint.checkpointer import Checkpointer
 from reference import Share, engine_for, own_rows
 
@@ -141,7 +141,7 @@ def optimizer_values(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[s
         if isinstance(value, tuple):
             (part,) = value
             return part.start, part.local.cpu().numpy().copy()
-        tensor = value.tensor if isinstance(value, Whole) else value
+        tensor = value.tensor if isinstance(value, WholeTensor) else value
         return tensor.cpu().numpy().copy() if isinstance(tensor, torch.Tensor) else tensor
 
     return {

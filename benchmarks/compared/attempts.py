@@ -15,11 +15,11 @@ import gpumix
 from compared.setting import Batch, Model, Setting
 from compared.systems import Fsdp, OnEngine, System, optimizer_of
 from emulated.rounds import joined
-from gpumix.engine.comm.step_recorder import Recording
+from gpumix.engine.comm.step_recorder import RecordedStep
 from gpumix.hardware.device import open_device
 from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
 from gpumix.schema.plan.plan import Plan
-from gpumix.train.processes.local_launcher import Seat, launch
+from gpumix.train.processes.local_launcher import RankAddress, launch
 
 STEPS = 2  # the second has the optimizer's state beside all else
 
@@ -30,7 +30,7 @@ class Attempt:
 
     peak_bytes: int | None
     error: str = ""
-    recording: Recording | None = None
+    recording: RecordedStep | None = None
 
 
 def cluster_of(*groups: tuple[str, int, str]) -> Cluster:
@@ -62,7 +62,7 @@ def fits(attempts: list[Attempt]) -> bool:
     return not any(attempt.error for attempt in attempts)
 
 
-def _by_engine(seat: Seat, cluster: Cluster, model: Model, plan: Plan) -> Attempt:
+def _by_engine(seat: RankAddress, cluster: Cluster, model: Model, plan: Plan) -> Attempt:
     deferred = gpumix.build(model.build, 0)
     own = plan.workers[seat.rank].samples
     begin = sum(worker.samples for worker in plan.workers[: seat.rank])
@@ -77,7 +77,7 @@ def _by_engine(seat: Seat, cluster: Cluster, model: Model, plan: Plan) -> Attemp
     return _attempt(seat, cluster, system, batch)
 
 
-def _by_fsdp(seat: Seat, cluster: Cluster, setting: Setting) -> Attempt:
+def _by_fsdp(seat: RankAddress, cluster: Cluster, setting: Setting) -> Attempt:
     """Its whole model is made before the device is opened: not in its memory."""
     entrant = Fsdp(reshard=True, ahead=False)
     whole = setting.model.build()
@@ -89,7 +89,10 @@ def _by_fsdp(seat: Seat, cluster: Cluster, setting: Setting) -> Attempt:
 
 
 def _attempt(
-    seat: Seat, cluster: Cluster, system_of: Callable[[], System], batch: Callable[[int], Batch]
+    seat: RankAddress,
+    cluster: Cluster,
+    system_of: Callable[[], System],
+    batch: Callable[[int], Batch],
 ) -> Attempt:
     """A few steps, or until this rank or a peer dies."""
     torch.set_num_threads(1)

@@ -21,7 +21,7 @@ import gpumix
 from compared.setting import Batch, Model
 from compared.systems import OnEngine
 from emulated.rounds import joined
-from gpumix.engine.comm.step_recorder import Recording
+from gpumix.engine.comm.step_recorder import RecordedStep
 from gpumix.engine.engine import Engine
 from gpumix.engine.sharding.mixed_precision import TORCH_DTYPE, LossScaler
 from gpumix.engine.sharding.unit_discovery import dissect
@@ -29,7 +29,7 @@ from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.splitting import split_micro_batches
 from gpumix.schema.plan.stage import ComputeDtype, Stage, Worker
-from gpumix.train.processes.local_launcher import Seat, launch
+from gpumix.train.processes.local_launcher import RankAddress, launch
 
 Optimizers = list[torch.optim.Optimizer]
 WARM_UP_STEPS = 20
@@ -90,7 +90,7 @@ def single_curves(case: Case, steps: int, micro_batches: Sequence[int]) -> list[
     return launch(_single, devices, case, steps, tuple(micro_batches))
 
 
-def engine_curve(case: Case, steps: int) -> tuple[list[float], list[Recording]]:
+def engine_curve(case: Case, steps: int) -> tuple[list[float], list[RecordedStep]]:
     """The engine's losses, and its last step in detail, by rank."""
     devices = [Device(id=f"rank-{r}", device_class="cpu") for r in range(len(case.shares))]
     told = launch(_ranks, devices, case, steps)
@@ -110,7 +110,9 @@ def warm_up(optimizers: Optimizers, step: int) -> None:
         group["lr"] = full * min(1.0, (step + 1) / WARM_UP_STEPS)
 
 
-def _single(seat: Seat, case: Case, steps: int, micro_batches: tuple[int, ...]) -> list[float]:
+def _single(
+    seat: RankAddress, case: Case, steps: int, micro_batches: tuple[int, ...]
+) -> list[float]:
     """A seat is a process by itself, in a group of one."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -160,7 +162,7 @@ def _accumulated(
     return total
 
 
-def _ranks(seat: Seat, case: Case, steps: int) -> tuple[list[float], Recording]:
+def _ranks(seat: RankAddress, case: Case, steps: int) -> tuple[list[float], RecordedStep]:
     torch.set_num_threads(1)
     with joined(seat):
         model = case.model.build()

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from compared.setting import Setting
 from compared.systems import Entrant, Fsdp, OnEngine, System
 from emulated.rounds import joined
-from gpumix.engine.comm.step_recorder import Recording
-from gpumix.train.processes.local_launcher import Seat, launch
+from gpumix.engine.comm.step_recorder import RecordedStep
+from gpumix.train.processes.local_launcher import RankAddress, launch
 
 Clock = Literal["wall", "cpu"]
 WARM_UP_STEPS = 1
@@ -56,11 +56,11 @@ class Outcome:
 
     turn_s: dict[tuple[str, Clock], tuple[float, ...]]
     losses: dict[str, tuple[float, ...]]
-    recordings: dict[str, Recording]
+    recordings: dict[str, RecordedStep]
     peak_bytes: dict[str, int]
 
 
-def work(seat: Seat, study: Study) -> Outcome:
+def work(seat: RankAddress, study: Study) -> Outcome:
     """One rank's part."""
     device = _device(seat, study)
     alone = seat.world == 1 and not any(isinstance(e, Fsdp) for e in study.entrants)
@@ -68,7 +68,7 @@ def work(seat: Seat, study: Study) -> Outcome:
         return _Bench(seat.rank, study, device).run()
 
 
-def _device(seat: Seat, study: Study) -> torch.device:
+def _device(seat: RankAddress, study: Study) -> torch.device:
     torch.set_num_threads(1)
     if study.device == "cpu":
         return torch.device("cpu")
@@ -214,6 +214,6 @@ class Results:
             (o.peak_bytes[name] for o in self.outcomes if name in o.peak_bytes), default=None
         )
 
-    def recordings(self, name: str) -> list[Recording]:
+    def recordings(self, name: str) -> list[RecordedStep]:
         """One step of the engine, by rank."""
         return [outcome.recordings[name] for outcome in self.outcomes]

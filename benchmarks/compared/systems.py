@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import gpumix
 from compared.setting import USUAL_RATES, Batch, Order, Rates, Setting
 from gpumix.engine.comm.process_groups import all_ranks
-from gpumix.engine.comm.step_recorder import SILENT, Recorder, Recording
+from gpumix.engine.comm.step_recorder import SILENT, RecordedStep, Recorder
 from gpumix.engine.engine import Engine
 from gpumix.engine.sharding.mixed_precision import TORCH_DTYPE
 from gpumix.engine.sharding.unit_discovery import dissect
@@ -229,7 +229,7 @@ class OnEngine:
         self._optimizer.zero_grad()
         return loss
 
-    def recorded_step(self, batch: Batch) -> Recording:
+    def recorded_step(self, batch: Batch) -> RecordedStep:
         """A step that tells what its time went into."""
         comm = self.engine.comm
         comm.record = recorder = Recorder(comm, self.engine.plan.workers[comm.rank])

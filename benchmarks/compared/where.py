@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from emulated.results import aligned
-from gpumix.engine.comm.step_recorder import Recording
+from gpumix.engine.comm.step_recorder import RecordedStep
 
 COMPUTE = ("forward", "head", "backward")
 COPIES = ("copy to host", "copy from host")
 HEADINGS = ("compute", "exposed communication", "copies", "optimizer", "Python and rest")
 
 
-def seconds_by_use(recordings: Sequence[Recording]) -> tuple[float, ...]:
+def seconds_by_use(recordings: Sequence[RecordedStep]) -> tuple[float, ...]:
     """Mean over ranks, in the order of `HEADINGS`.
 
     Python's time between operations is part of what it prepares; what stands alone is the rest.
@@ -33,7 +33,7 @@ def seconds_by_use(recordings: Sequence[Recording]) -> tuple[float, ...]:
     return tuple(uses.values())
 
 
-def where_time_goes(recorded: Mapping[str, Sequence[Recording]]) -> str:
+def where_time_goes(recorded: Mapping[str, Sequence[RecordedStep]]) -> str:
     """One row per name: milliseconds and shares of one step, mean over ranks."""
     rows = [("one step", *HEADINGS, "step")]
     for name, recordings in recorded.items():

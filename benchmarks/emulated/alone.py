@@ -14,7 +14,7 @@ from emulated.rounds import TRIES
 from emulated.setting import Setting
 from emulated.ways import Way
 from gpumix.hardware.device import DeviceRuntime, open_device
-from gpumix.train.processes.local_launcher import Seat, launch
+from gpumix.train.processes.local_launcher import RankAddress, launch
 
 ENDLESS_BYTES = 16 << 30
 STEPS = 1  # timed ones; the first one, which allocates, is not
@@ -47,7 +47,7 @@ class _Speed:
     overruns: int
 
 
-def _by_itself(seat: Seat, setting: Setting, recomputing: bool) -> Alone:
+def _by_itself(seat: RankAddress, setting: Setting, recomputing: bool) -> Alone:
     samples = setting.proportional()[seat.rank]
     keeping = [_speed(seat.rank, setting, Way(micro_batches=count)) for count in {1, samples}]
     best, again = max(keeping, key=lambda speed: speed.tokens_per_s), _Speed(0.0, 0)

@@ -15,7 +15,7 @@ from emulated.rounds import joined, one_step
 from emulated.setting import Setting
 from emulated.ways import Way, thriftiest, ways_of
 from gpumix.hardware.device import DeviceRuntime, open_device
-from gpumix.train.processes.local_launcher import Seat, launch
+from gpumix.train.processes.local_launcher import RankAddress, launch
 
 STEPS = 2  # the first one allocates the optimizer's state; the last one is timed
 TRIES = 2
@@ -78,7 +78,7 @@ def _try_out(setting: Setting, samples: tuple[int, ...], way: Way) -> Tried[Way]
     return best
 
 
-def _attempt(seat: Seat, setting: Setting, contestant: Contestant, steps: int) -> Attempt:
+def _attempt(seat: RankAddress, setting: Setting, contestant: Contestant, steps: int) -> Attempt:
     """Train until the end, or until this rank or a peer dies."""
     start = contestant.start(setting)
     losses: list[float] = []

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from gpumix.schema.cluster.cluster import Cluster
-from gpumix.train.processes.local_launcher import Seat
+from gpumix.train.processes.local_launcher import RankAddress
 from gpumix.train.processes.runner import LocalRunner
 
 HOSTS = ("host-0", "host-1")
@@ -96,7 +96,7 @@ class TwoHosts(LocalRunner):
 
 
 def at_its_host(
-    seat: Seat, work: Callable[..., Any], hosts: Mapping[str, Host], port: int, *args: Any
+    seat: RankAddress, work: Callable[..., Any], hosts: Mapping[str, Host], port: int, *args: Any
 ) -> Any:
     """The work of a rank; the first one holds the store."""
     hosts[seat.device.host].enter()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from emulated.rounds import Outcome, Run, Study, work
-from gpumix.engine.comm.step_recorder import Recording
+from gpumix.engine.comm.step_recorder import RecordedStep
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.units import show_bytes
 from gpumix.train.processes.local_launcher import launch
@@ -58,7 +58,7 @@ class Results:
         found = [run.losses for run in self.outcomes[0].runs]
         return max(abs(a / b - 1) for losses in found for a, b in zip(losses, wanted))
 
-    def recordings(self, name: str) -> list[Recording]:
+    def recordings(self, name: str) -> list[RecordedStep]:
         """One step in detail, by rank."""
         return [outcome.recordings[name] for outcome in self.outcomes]
 

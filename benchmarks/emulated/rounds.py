@@ -23,10 +23,10 @@ import gpumix
 from emulated.contestants import ByPlan, Contestant
 from emulated.setting import Setting
 from emulated.systems import Gpumix, System
-from gpumix.engine.comm.step_recorder import Recording
+from gpumix.engine.comm.step_recorder import RecordedStep
 from gpumix.hardware.device import DeviceRuntime, open_device
 from gpumix.schema.profile.profile import Profile
-from gpumix.train.processes.local_launcher import Seat
+from gpumix.train.processes.local_launcher import RankAddress
 
 WARM_UP_STEPS = 1
 TRIES = 3
@@ -73,10 +73,10 @@ class Outcome:
     """What one rank brings home; `recordings` by contestant."""
 
     runs: tuple[Run, ...]
-    recordings: dict[str, Recording]
+    recordings: dict[str, RecordedStep]
 
 
-def work(seat: Seat, study: Study) -> Outcome:
+def work(seat: RankAddress, study: Study) -> Outcome:
     """One rank's part: all contestants in every round."""
     with joined(seat):
         bench = Bench(seat.rank, study.setting, study.steps)
@@ -89,14 +89,14 @@ def work(seat: Seat, study: Study) -> Outcome:
         return Outcome(tuple(runs), {c.name: bench.recording(c) for c in planned})
 
 
-def profiled(seat: Seat, setting: Setting) -> Profile:
+def profiled(seat: RankAddress, setting: Setting) -> Profile:
     """One rank's part of measuring the model on these devices."""
     with joined(seat):
         return profile_of(setting)
 
 
 @contextmanager
-def joined(seat: Seat, backend: str = "gloo") -> Iterator[None]:
+def joined(seat: RankAddress, backend: str = "gloo") -> Iterator[None]:
     """The default process group of all ranks."""
     limit = timedelta(seconds=TIMEOUT_S)
     store = dist.TCPStore(
@@ -143,7 +143,7 @@ class Bench:
         best = min(tried, key=lambda run: run.overruns)
         return replace(best, spoiled=len(tried) - 1)
 
-    def recording(self, contestant: ByPlan) -> Recording:
+    def recording(self, contestant: ByPlan) -> RecordedStep:
         """One step in detail."""
         start = contestant.start(self.setting)
         with open_device(self.setting.class_of(self.rank), 0) as runtime:

@@ -17,7 +17,7 @@ from torch import nn
 import gpumix
 from compared.systems import Exchanging, OnEngine, optimizer_of
 from emulated.setting import Setting
-from gpumix.engine.comm.step_recorder import Recording
+from gpumix.engine.comm.step_recorder import RecordedStep
 from gpumix.schema.plan.plan import Plan
 
 Batch = dict[str, torch.Tensor]
@@ -87,7 +87,7 @@ class Gpumix:
     def step(self, batch: Batch) -> torch.Tensor:
         return self._on_engine.step(batch) / self._ranks
 
-    def recorded_step(self, batch: Batch) -> Recording:
+    def recorded_step(self, batch: Batch) -> RecordedStep:
         """A step that tells what its time went into."""
         return self._on_engine.recorded_step(batch)
 

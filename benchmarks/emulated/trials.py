@@ -18,7 +18,7 @@ from gpumix.planner.common.strategy import predicted
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Stage, Worker
 from gpumix.schema.profile.profile import Profile
-from gpumix.train.controller import Pipeline
+from gpumix.train.controller import JobController
 
 TRIES = 3
 SHARE_STEPS = 20
@@ -71,11 +71,11 @@ class Outcome:
 @contextmanager
 def profiled(
     model: str, *, global_batch: int = 16, sequence_length: int = 64
-) -> Iterator[tuple[Pipeline, Profile]]:
+) -> Iterator[tuple[JobController, Profile]]:
     """A job with this model, and its fresh profile."""
     with tempfile.TemporaryDirectory() as folder:
         path = _job(Path(folder), MODELS[model], global_batch, sequence_length)
-        pipeline = Pipeline.of_file(path, [], debug=True)
+        pipeline = JobController.of_file(path, [], debug=True)
         yield pipeline, pipeline.profile(fresh=True)
 
 
@@ -94,7 +94,7 @@ def random_plans(
             yield plan.model_copy(update={"prediction": prediction})
 
 
-def measured(label: str, pipeline: Pipeline, plan: Plan, steps: int) -> Outcome:
+def measured(label: str, pipeline: JobController, plan: Plan, steps: int) -> Outcome:
     """Measure a plan; once more where an emulated device fell behind its speed."""
     for _ in range(TRIES):
         trial = pipeline.try_out(plan, steps)

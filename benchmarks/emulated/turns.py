@@ -15,8 +15,8 @@ import yaml
 
 from emulated.trials import TRIES
 from gpumix.schema.plan.plan import Plan
-from gpumix.train.controller import Pipeline
-from gpumix.train.run_log.summary import Trial
+from gpumix.train.controller import JobController
+from gpumix.train.run_log.summary import TrialResult
 
 VOCABULARY = 32  # so few that a stage with the head takes hardly longer than another
 
@@ -25,10 +25,10 @@ VOCABULARY = 32  # so few that a stage with the head takes hardly longer than an
 class Turns:
     """What one plan took each time."""
 
-    trials: list[Trial] = field(default_factory=list)
+    trials: list[TrialResult] = field(default_factory=list)
 
     @property
-    def counted(self) -> list[Trial]:
+    def counted(self) -> list[TrialResult]:
         """Those in which no emulated device fell behind its speed, if there are any."""
         return [trial for trial in self.trials if trial.overruns == 0] or self.trials
 
@@ -75,7 +75,7 @@ def job_file(config: dict[str, Any], length: int, **keys: Any) -> Iterator[Path]
 
 
 def take_turns(
-    pipeline: Pipeline, plans: Mapping[str, Plan], found: dict[str, Turns], steps: int
+    pipeline: JobController, plans: Mapping[str, Plan], found: dict[str, Turns], steps: int
 ) -> None:
     """Measure each plan once; again while an emulated device has always fallen behind its speed."""
     for name, plan in plans.items():

@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Literal
 
-from gpumix.cost.pipeline.staged_step import Reductions, StagedStep
+from gpumix.cost.pipeline.staged_step import StagedStep, StageReductions
 from gpumix.cost.schedule import Action, Times, Transfer, replay
 
 
@@ -57,14 +57,16 @@ class DeepSpeedStep(StagedStep):
         return replay(orders, _needs, self.action_s, self._transfer)
 
     @cached_property
-    def reductions(self) -> tuple[Reductions, ...]:
+    def reductions(self) -> tuple[StageReductions, ...]:
         """After all that a stage computes, and beside nothing; no two share parameters here."""
         ended = [
             max(end for action, end in self.times.end_s.items() if action.stage == number)
             for number in range(len(self.stages))
         ]
         after = [cost.after_s(beside=False) for cost in self.stages]
-        return (Reductions({n: (end, end + s) for n, (end, s) in enumerate(zip(ended, after))}),)
+        return (
+            StageReductions({n: (end, end + s) for n, (end, s) in enumerate(zip(ended, after))}),
+        )
 
     def action_s(self, action: Action) -> float:
         return 0.0 if isinstance(action, Send | Receive) else super().action_s(action)

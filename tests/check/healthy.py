@@ -7,14 +7,14 @@ from typing import Any
 from gpumix.check.facts.cluster import (
     ClockFacts,
     FolderFacts,
+    GpuSpeed,
     HostFacts,
     JobFacts,
     JobOnHost,
-    Limits,
     PairFacts,
+    ProcessLimits,
     RankFacts,
     Software,
-    Speed,
     Survey,
 )
 from gpumix.check.finding import Finding, Severity
@@ -41,7 +41,7 @@ HOST = HostFacts(
     cores=16,
     shm_bytes=64 * GIB,
     shm_free_bytes=60 * GIB,
-    limits=Limits(open_files=65536, most_open_files=65536, processes=100_000),
+    limits=ProcessLimits(open_files=65536, most_open_files=65536, processes=100_000),
     rdma=(),
     interfaces=("lo", "eth0", "ib0"),
     address="10.0.0.1",
@@ -61,7 +61,7 @@ HEALTH = GpuHealth(
     persistent=True,
     power_watts=(350.0, 350.0),
 )
-SPEED = Speed(
+SPEED = GpuSpeed(
     dtype="bfloat16",
     flops_per_s=60e12,
     memory_bytes_per_s=830e9,

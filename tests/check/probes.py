@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import time
 
-from gpumix.check.probes.probe import Probe, Told
+from gpumix.check.probes.probe import RankProbe, Told
 
 FOREVER_S = 60
 
 
-class Sleepy(Probe):
+class Sleepy(RankProbe):
     """Rank 1 sleeps once it is to form a group with another."""
 
     def connect(self, **given: object) -> Told:
@@ -19,7 +19,7 @@ class Sleepy(Probe):
         return super().connect(**given)
 
 
-class Apart(Probe):
+class Apart(RankProbe):
     """Ranks 0 and 1 do not reach each other, as behind a firewall: each waits in a place of its
     own."""
 
@@ -29,7 +29,7 @@ class Apart(Probe):
         return super().connect(key=key, place=place, timeout_s=timeout_s)
 
 
-class Dying(Probe):
+class Dying(RankProbe):
     """Rank 2 ends as soon as it looks at anything."""
 
     def facts(self, *, of_host: bool) -> Told:
@@ -39,14 +39,14 @@ class Dying(Probe):
         return super().facts(of_host=of_host)
 
 
-class NotShared(Probe):
+class NotShared(RankProbe):
     """Each host has an output folder of its own."""
 
     def seen(self, *, name: str) -> Told:
         return super().seen(name=f"{name}-elsewhere")
 
 
-class Stuck(Probe):
+class Stuck(RankProbe):
     """Nobody ever answers, as on a file system that is gone."""
 
     def facts(self, *, of_host: bool) -> Told:

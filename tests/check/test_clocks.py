@@ -12,8 +12,8 @@ from healthy import rank_of
 
 import gpumix
 from gpumix.check.probes import worker
-from gpumix.check.probes.probe import Probe
-from gpumix.check.probes.requests import Crew
+from gpumix.check.probes.probe import RankProbe
+from gpumix.check.probes.requests import AskedRanks
 from gpumix.check.survey import Surveyor
 
 LIMIT_S = 20.0
@@ -46,7 +46,7 @@ def test_the_clock_of_another_host_is_read(skews, ahead_s):
             None,
             store,
             hello=rank_of(rank, host=host, gpumix=gpumix.__version__),
-            make=Probe,
+            make=RankProbe,
         )
         for rank, host in enumerate(hosts)
     ]
@@ -56,7 +56,7 @@ def test_the_clock_of_another_host_is_read(skews, ahead_s):
     ]
     for thread in threads:
         thread.start()
-    crew = Crew(store, len(ranks), until)
+    crew = AskedRanks(store, len(ranks), until)
     surveyor = Surveyor(crew, None, lambda _: None)
     surveyor._meet()
     (clock,) = surveyor._clocks()

@@ -7,16 +7,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpumix.check.facts.cluster import Speed
+from gpumix.check.facts.cluster import GpuSpeed
 from gpumix.check.probes import probe
-from gpumix.check.probes.probe import Probe, Setting
+from gpumix.check.probes.probe import ProbeSettings, RankProbe
 from gpumix.profiler.compute import peak_flops
 from gpumix.schema.cluster.cluster import Device, DeviceClass
 from gpumix.schema.errors import MachineError
-from gpumix.train.processes.local_launcher import Seat
+from gpumix.train.processes.local_launcher import RankAddress
 
 GPU = DeviceClass(name="big", accelerator="cuda", memory_bytes=2**30)
-SEAT = Seat(0, 1, Device(id="big-0", device_class="big"), port=0)
+SEAT = RankAddress(0, 1, Device(id="big-0", device_class="big"), port=0)
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def stand_in(monkeypatch):
     monkeypatch.setattr(probe, "LOADED_ROWS", 128)
     monkeypatch.setattr(probe, "COPIED_BYTES", 2**20)
     monkeypatch.setitem(peak_flops.LARGEST, "cpu", 128)
-    found = Probe(SEAT, Setting(GPU))
+    found = RankProbe(SEAT, ProbeSettings(GPU))
     found._runtime = SimpleNamespace(
         torch_device=torch.device("cpu"), memory_limit_bytes=2**30, synchronize=lambda: None
     )
@@ -34,7 +34,7 @@ def stand_in(monkeypatch):
 
 
 def test_the_speed_of_a_device(stand_in):
-    found = Speed.model_validate(stand_in.answer("speed", {}))
+    found = GpuSpeed.model_validate(stand_in.answer("speed", {}))
     assert found.dtype == "float32"  # before Volta there is nothing faster
     assert found.flops_per_s > 0 and found.memory_bytes_per_s > 0
     assert found.link == (0, 0) and found.reasons == 0  # no driver says anything

@@ -26,7 +26,7 @@ from healthy import (
     wrong,
 )
 
-from gpumix.check.facts.cluster import ClockFacts, FolderFacts, Limits, PairFacts, RankFacts
+from gpumix.check.facts.cluster import ClockFacts, FolderFacts, PairFacts, ProcessLimits, RankFacts
 from gpumix.check.finding import Finding, Severity
 from gpumix.check.judge import CHECKS, judge
 from gpumix.check.rules.links import links
@@ -105,12 +105,13 @@ def test_judging_does_not_import_torch():
          "GLOO_SOCKET_IFNAME=eth7 names no interface", "lo, eth0, ib0"),
         (with_host(settings={"NCCL_ALGO": "Ring"}), "settings", WARNING,
          "NCCL_ALGO is Ring, on host-a not set", "alike on all hosts"),
-        (with_host(limits=Limits(open_files=1024, most_open_files=65536)), "limits", WARNING,
+        (with_host(limits=ProcessLimits(open_files=1024, most_open_files=65536)), "limits", WARNING,
          "1024 files", "ulimit -n 65536"),
-        (with_host(limits=Limits(open_files=1024, most_open_files=1024)), "limits", WARNING,
+        (with_host(limits=ProcessLimits(open_files=1024, most_open_files=1024)), "limits", WARNING,
          "1024 files", "limits.conf"),
-        (with_host(limits=Limits(processes=500)), "limits", WARNING, "500 processes", "ulimit -u"),
-        (with_host(limits=Limits(locked_bytes=65536), rdma=("mlx5_0",)), "limits", WARNING,
+        (with_host(limits=ProcessLimits(processes=500)), "limits", WARNING,
+         "500 processes", "ulimit -u"),
+        (with_host(limits=ProcessLimits(locked_bytes=65536), rdma=("mlx5_0",)), "limits", WARNING,
          "mlx5_0", "memlock=-1"),
         (with_host(cores=1), "cores", WARNING, "1 cores for 2 processes", "--cpus"),
         (with_host(available_bytes=GIB), "memory", WARNING, "1.0 GiB of its memory", "--memory"),

@@ -14,7 +14,7 @@ from gpumix.check import run, survey
 from gpumix.check.facts.cluster import Survey
 from gpumix.check.finding import Severity
 from gpumix.check.judge import judge
-from gpumix.check.probes.probe import Probe
+from gpumix.check.probes.probe import RankProbe
 from gpumix.schema.reading.read import read_job
 
 ON_TWO_HOSTS = [{**EMULATED[0], "host": "a"}, {**EMULATED[1], "host": "b"}]
@@ -36,7 +36,7 @@ def job(tmp_path):
     return write_job(tmp_path, cluster=ON_TWO_HOSTS)
 
 
-def survey_of(job, make=Probe) -> Survey:
+def survey_of(job, make=RankProbe) -> Survey:
     given = run._Given(read_job(job), job.parent, time.monotonic() + run.LIMIT_S, make, debug=False)
     return run._alone(given, say=lambda _: None)
 

@@ -10,7 +10,7 @@ import pytest
 from jobs import write_job
 from verbs import here, measured
 
-from gpumix.train.controller import Pipeline
+from gpumix.train.controller import JobController
 
 
 @pytest.fixture(autouse=True)
@@ -39,8 +39,8 @@ def test_it_is_one_line_and_one_document(tmp_path, monkeypatch, verb, at, number
 
     write_job(tmp_path)
     if at == "plan":
-        monkeypatch.setattr(Pipeline, "profile", lambda self, **asked: measured())
-    monkeypatch.setattr(Pipeline, at, ended)
+        monkeypatch.setattr(JobController, "profile", lambda self, **asked: measured())
+    monkeypatch.setattr(JobController, at, ended)
     done = here(verb, "job.yaml", "--json", folder=tmp_path)
     assert done.code == 130
     assert [one for one in done.err.splitlines() if one.startswith("gpumix: ")] == [

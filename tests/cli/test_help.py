@@ -10,7 +10,7 @@ from verbs import heavy_imports
 
 import gpumix
 from gpumix.cli import app
-from gpumix.train.controller import Pipeline
+from gpumix.train.controller import JobController
 
 VERBS = sorted(command.callback.__name__ for command in app.registered_commands)
 
@@ -53,7 +53,7 @@ def test_help_and_devices_do_not_import_torch(tmp_path):
 
 
 def test_deciding_from_the_cache_and_showing_do_not_import_torch(run, tmp_path):
-    Pipeline.of_file(write_job(tmp_path, cluster=PAIR), [], debug=False).profile()
+    JobController.of_file(write_job(tmp_path, cluster=PAIR), [], debug=False).profile()
     cached = [("plan", "job.yaml"), ("profile", "job.yaml")]
     found = heavy_imports(tmp_path, *cached, ("report", "first"), ("top", "first", "--once"))
     assert set(map(tuple, found.values())) == {(0,)}, found

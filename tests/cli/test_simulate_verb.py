@@ -13,7 +13,7 @@ from verbs import gpumix, refused
 
 from gpumix.planner.plan import plan as make_plan
 from gpumix.schema.plan.step_trace import Trace
-from gpumix.train.controller import Pipeline
+from gpumix.train.controller import JobController
 
 CLUSTER = "2x rtx3090, 2x p40"
 ESTIMATE = ("--cluster", CLUSTER, "--model", "3B")
@@ -39,7 +39,7 @@ def estimated(tmp_path_factory):
 def measured(tmp_path_factory):
     """A folder with a job that was measured, its profile and its plan."""
     folder = tmp_path_factory.mktemp("measured")
-    profile = Pipeline.of_file(write_job(folder, cluster=PAIR), (), debug=False).profile()
+    profile = JobController.of_file(write_job(folder, cluster=PAIR), (), debug=False).profile()
     profile.save(folder / "profile.json")
     make_plan(profile, 8).save(folder / "plan.json")
     return folder

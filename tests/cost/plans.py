@@ -8,10 +8,15 @@ from collections.abc import Sequence
 from brute import linked, networks, small_profiles
 from hypothesis import strategies as st
 
-from gpumix.cost.network.collective_times import Cuts, Layout, Links, links_for
-from gpumix.cost.network.link_times import Free, Measured
+from gpumix.cost.network.collective_times import (
+    BufferCuts,
+    CollectiveSeconds,
+    ShardedLayout,
+    links_for,
+)
+from gpumix.cost.network.link_times import Free, TimedCollectives
 from gpumix.planner.common.sharding_setting import setting_of
-from gpumix.planner.common.strategy import Part, PlanRequest, assemble, ranked_devices
+from gpumix.planner.common.strategy import DevicePart, PlanRequest, assemble, ranked_devices
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.job.search_space import EVERYTHING
 from gpumix.schema.plan.dtypes import communication_dtype
@@ -20,11 +25,15 @@ from gpumix.schema.plan.stage import Mode, Stage, Worker
 from gpumix.schema.profile.profile import Profile
 
 
-def links_of(profile: Profile, collectives: Collectives, shares: tuple[float, ...]) -> Links:
+def links_of(
+    profile: Profile, collectives: Collectives, shares: tuple[float, ...]
+) -> CollectiveSeconds:
     """The collectives of ZeRO-3 over all ranks."""
-    wire = Measured(profile.network) if profile.network else Free()
+    wire = TimedCollectives(profile.network) if profile.network else Free()
     dtype = communication_dtype(c.compute_dtype for c in profile.classes)
-    return links_for(profile, wire, Layout(3, "all", collectives, Cuts.at(shares), dtype))
+    return links_for(
+        profile, wire, ShardedLayout(3, "all", collectives, BufferCuts.at(shares), dtype)
+    )
 
 
 @st.composite
@@ -35,7 +44,7 @@ def plans_of(draw: st.DrawFn, profile: Profile) -> Plan:
     samples = draw(st.lists(st.integers(0, 9), min_size=count, max_size=count).filter(any))
     weights = draw(st.lists(st.integers(0, 5), min_size=count, max_size=count).filter(any))
     parts = {
-        device.id: Part(
+        device.id: DevicePart(
             samples=n,
             micro_batch=draw(st.integers(1, n)) if n else 0,
             share=weight / sum(weights),

@@ -15,7 +15,7 @@ from gpumix.cost.layout.curves import MicroBatches
 from gpumix.cost.network.buckets import Joining, buckets_of
 from gpumix.cost.peak_memory import Activations, MemoryModel, free_bytes, usable_bytes
 from gpumix.planner.common.sharding_setting import setting_of
-from gpumix.planner.common.strategy import Part, PlanRequest, assemble, ranked_devices
+from gpumix.planner.common.strategy import DevicePart, PlanRequest, assemble, ranked_devices
 from gpumix.schema.cluster.cluster import DeviceClass
 from gpumix.schema.plan.plan import Collectives
 from gpumix.schema.plan.stage import PLAIN
@@ -36,7 +36,7 @@ def one_worker(samples=4, micro_batch=2, **changes):
         **changes,
     )
     devices = ranked_devices(setting, PlanRequest(global_batch=1))
-    part = Part(samples, micro_batch, 0.5)
+    part = DevicePart(samples, micro_batch, 0.5)
     plan = assemble(
         setting_of(setting, devices, cap=1.0),
         strategy="by hand",

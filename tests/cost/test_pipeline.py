@@ -8,35 +8,35 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpumix.cost.schedule import NOTHING_SENT, Action, Pipeline, Seat, replay
+from gpumix.cost.schedule import NOTHING_SENT, Action, MicroBatchSchedule, StageSeat, replay
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Stage, Taken, Worker
 
 SCHEDULES = ["gpipe", "1f1b", "eager-1f1b", "zero-bubble"]
 
 
-def pipeline(schedule: str, counts: list[list[int]]) -> Pipeline:
+def pipeline(schedule: str, counts: list[list[int]]) -> MicroBatchSchedule:
     """Of stages by the number of micro-batches of each of their workers, all on ranks of their
     own."""
     stages, rank = [], 0
     for number, of_stage in enumerate(counts):
         ends = list(accumulate(of_stage))
         seats = [
-            Seat(number, rank + n, range(end - count, end))
+            StageSeat(number, rank + n, range(end - count, end))
             for n, (count, end) in enumerate(zip(of_stage, ends))
         ]
         rank += len(of_stage)
         stages.append(tuple(seats))
-    return Pipeline(schedule, tuple(stages))
+    return MicroBatchSchedule(schedule, tuple(stages))
 
 
-def round_robin(ranks: int, rounds: int, batches: int) -> Pipeline:
+def round_robin(ranks: int, rounds: int, batches: int) -> MicroBatchSchedule:
     """Stages that go round the same ranks."""
-    seats = [(Seat(n, n % ranks, range(batches)),) for n in range(ranks * rounds)]
-    return Pipeline("interleaved", tuple(seats))
+    seats = [(StageSeat(n, n % ranks, range(batches)),) for n in range(ranks * rounds)]
+    return MicroBatchSchedule("interleaved", tuple(seats))
 
 
-def step_s(found: Pipeline, *, forward_s=1.0, backward_s=2.0) -> float:
+def step_s(found: MicroBatchSchedule, *, forward_s=1.0, backward_s=2.0) -> float:
     """Of equal stages on a network that takes no time."""
     splits = found.schedule == "zero-bubble"
     seconds = {"forward": forward_s, "backward": backward_s / (1 + splits), "weights": 1.0}
@@ -80,7 +80,7 @@ def test_no_more_waits_than_there_are_stages_to_come(stages):
     assert [most_in_flight(found, rank) for rank in range(stages)] == list(range(stages, 0, -1))
 
 
-def most_in_flight(found: Pipeline, rank: int) -> int:
+def most_in_flight(found: MicroBatchSchedule, rank: int) -> int:
     kinds = {"forward": 1, "backward": -1, "weights": 0}
     return max(accumulate((kinds[a.kind] for a in found.orders[rank]), initial=0))
 
@@ -130,7 +130,7 @@ def test_everything_is_done_once_and_nobody_waits_for_ever(schedule, counts):
     sends_in_order(found)
 
 
-def sends_in_order(found: Pipeline) -> None:
+def sends_in_order(found: MicroBatchSchedule) -> None:
     """What two ranks send each other comes in the order in which it is taken."""
     for stage in range(1, len(found.seats)):
         for kind, giver_stage, taker_stage in (
@@ -163,10 +163,10 @@ def test_unequal_workers_go_round_without_waiting_for_each_other():
     """Two of a group's workers have micro-batches, unlike many; the other group has one worker."""
     ranks = {0: [(0, range(0)), (1, range(2)), (2, range(2, 3))], 1: [(3, range(3))]}
     seats = tuple(
-        tuple(Seat(stage, rank, batches) for rank, batches in ranks[stage % 2])
+        tuple(StageSeat(stage, rank, batches) for rank, batches in ranks[stage % 2])
         for stage in range(4)
     )
-    found = Pipeline("interleaved", seats)
+    found = MicroBatchSchedule("interleaved", seats)
     done = [action for order in found.orders.values() for action in order]
     assert len(done) == len(set(done)) == 2 * 4 * 3
     assert step_s(found) > 0
@@ -214,7 +214,7 @@ def plans_in_waves(draw: st.DrawFn, schedule: str) -> Plan:
 def test_each_micro_batch_of_a_wave_comes_through_all_stages(schedule, data):
     """Also where it is in another wave of one stage than of the next one."""
     plan = data.draw(plans_in_waves(schedule))
-    found = Pipeline.of(plan)
+    found = MicroBatchSchedule.of(plan)
     waves = [[one.wave for one in stage.micro_batches(plan.waves)] for stage in plan.stages]
     left = {rank: list(order) for rank, order in found.orders.items()}
     done: set[tuple[str, int, int]] = set()

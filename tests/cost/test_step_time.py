@@ -8,7 +8,7 @@ from profiles import Card, Network, block, curve, line, profile, root
 
 from gpumix.cost.layout.curves import MicroBatches
 from gpumix.cost.network.buckets import SINGLE, buckets_of
-from gpumix.cost.network.collective_times import Links
+from gpumix.cost.network.collective_times import CollectiveSeconds
 from gpumix.cost.predict import predict
 from gpumix.cost.step_time import pass_seconds
 from gpumix.planner.baselines.even import even
@@ -114,7 +114,7 @@ def test_a_unit_called_in_succession_is_gathered_and_reduced_once():
 
 def test_one_after_the_other_the_smaller_micro_batch_goes_first():
     """3 samples by 2: gathers hide behind the forward of 1, reductions behind the backward of 2."""
-    links = Links(
+    links = CollectiveSeconds(
         buckets_of(two_cards().model, SINGLE),
         gather_s={"block": 4.0},
         regather_s={"block": 0.0},

@@ -13,7 +13,7 @@ from data_helpers import Numbers
 from gpumix.data.loader import Loader
 from gpumix.data.order.global_order import GlobalOrder
 from gpumix.data.workers.batch_layout import Batch
-from gpumix.data.workers.device_copy import Copies, CopyStream
+from gpumix.data.workers.device_copy import BatchCopies, CopyStream
 from gpumix.data.workers.padding import PER_TOKEN
 from gpumix.engine.batch import batch_split
 
@@ -59,7 +59,7 @@ class Pinned:
 
 def test_what_is_copied_from_is_held_until_its_event():
     way, pinned = FakeWay(), Pinned()
-    copies = Copies(way)
+    copies = BatchCopies(way)
     for k in (1, 2, 3):
         there = copies.take(k, pinned.batch(k))
         assert there["k"].tolist() == [k, k]
@@ -73,7 +73,7 @@ def test_what_is_copied_from_is_held_until_its_event():
 
 def test_what_was_forgotten_is_held_as_long():
     way, pinned = FakeWay(), Pinned()
-    copies = Copies(way)
+    copies = BatchCopies(way)
     copies.begin(1, pinned.batch(1))
     copies.forget()
     gc.collect()
@@ -86,7 +86,7 @@ def test_what_was_forgotten_is_held_as_long():
 
 def test_a_batch_is_copied_once_and_received_before_it_is_used():
     way = FakeWay()
-    copies = Copies(way)
+    copies = BatchCopies(way)
     batch = {"k": torch.ones(2)}
     copies.begin(8, batch)
     copies.begin(8, batch)
@@ -99,7 +99,7 @@ def test_a_batch_is_copied_once_and_received_before_it_is_used():
 def test_without_room_a_batch_waits_for_its_turn():
     way = FakeWay()
     way.room = 0
-    copies = Copies(way)
+    copies = BatchCopies(way)
     batch = {"k": torch.ones(2)}
     copies.begin(8, batch)
     assert way.told == []
@@ -111,7 +111,7 @@ def test_without_room_a_batch_waits_for_its_turn():
 
 def test_masks_stay_where_the_engine_looks_at_them():
     way = FakeWay()
-    copies = Copies(way)
+    copies = BatchCopies(way)
     masked = {key: torch.ones(2, 3) for key in ("input_ids", "labels", "attention_mask")}
     copies.begin(8, masked)
     assert copies.take(8, masked) is masked and way.told == []
@@ -125,7 +125,7 @@ def test_masks_stay_where_the_engine_looks_at_them():
 
 def copying(source: Numbers, way: FakeWay) -> Loader:
     loader = Loader(source, [4], 0, prefetch=2)
-    loader._copies = Copies(way)
+    loader._copies = BatchCopies(way)
     return loader
 
 

@@ -11,7 +11,7 @@ import torch
 
 from gpumix.data.loader import Loader
 from gpumix.data.workers.autotune import FIRST, Limit
-from gpumix.data.workers.step_timing import Pace, Step
+from gpumix.data.workers.step_timing import StepClock, TimedStep
 from gpumix.hardware.timestamps import HostStamps, StreamStamps
 
 STEP_S, LAUNCH_S, AHEAD = 0.04, 0.001, 3
@@ -39,7 +39,9 @@ class Device:
         return other - one
 
 
-def paced(device: Device, pace: Pace[float], steps: int, waits_s: float = 0.0) -> list[Step]:
+def paced(
+    device: Device, pace: StepClock[float], steps: int, waits_s: float = 0.0
+) -> list[TimedStep]:
     found = []
     for _ in range(steps):
         pace.asked()
@@ -52,20 +54,20 @@ def paced(device: Device, pace: Pace[float], steps: int, waits_s: float = 0.0) -
 
 def test_the_devices_time_is_told_and_not_that_of_giving_it_work():
     device = Device()
-    found = paced(device, Pace(device), 20)
+    found = paced(device, StepClock(device), 20)
     assert len(found) >= 20 - 1 - AHEAD - 1
     assert {round(step.device_s, 9) for step in found[1:]} == {STEP_S}
     assert {round(step.waited_s, 9) for step in found} == {0.0}
     device = Device()  # the host's clock says something else
-    alone = paced(device, Pace(HostStamps(lambda: device.host_s)), AHEAD)
+    alone = paced(device, StepClock(HostStamps(lambda: device.host_s)), AHEAD)
     assert all(step.device_s == pytest.approx(LAUNCH_S) for step in alone)
 
 
 def test_a_wait_of_the_host_counts_as_far_as_the_device_stands_idle():
     device = Device()
-    hidden = paced(device, Pace(device), 20, waits_s=STEP_S / 2)
+    hidden = paced(device, StepClock(device), 20, waits_s=STEP_S / 2)
     assert sum(step.waited_s for step in hidden[AHEAD:]) == pytest.approx(0.0)
-    late = paced(device, pace := Pace(device), 20, waits_s=STEP_S * 2)
+    late = paced(device, pace := StepClock(device), 20, waits_s=STEP_S * 2)
     assert late[-1].waited_s == pytest.approx(STEP_S)
     assert late[-1].device_s == pytest.approx(STEP_S + LAUNCH_S)
     pace.forget()
@@ -87,7 +89,7 @@ def test_a_loader_has_as_many_workers_as_the_device_needs():
     """40 ms of waiting a batch, for a device that takes 40 ms: not for 1 ms of giving it work."""
     device = Device()
     with Loader(Remote(), [8], 0) as loader:
-        loader._pace = Pace(device)
+        loader._pace = StepClock(device)
         for _ in range(FIRST + AHEAD + 2):
             next(loader)
             device.launch()
@@ -112,7 +114,7 @@ def test_a_loader_tunes_by_itself():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_events_of_a_gpu_tell_its_time():
     device = torch.device("cuda:0")
-    pace = Pace(StreamStamps(device))
+    pace = StepClock(StreamStamps(device))
     for _ in range(3):
         pace.asked()
         pace.taken(ready=True)

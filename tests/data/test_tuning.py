@@ -13,26 +13,28 @@ from gpumix.data.workers.autotune import (
     FIRST,
     PAUSE,
     WINDOW,
+    BatchMeasurements,
     Bounds,
     Limit,
-    Measured,
     Tuner,
     choose,
 )
 from gpumix.data.workers.fetch import Cost
-from gpumix.data.workers.prefetcher import MOST_AHEAD, WHOLE, Setting
-from gpumix.data.workers.step_timing import Step
+from gpumix.data.workers.prefetcher import MOST_AHEAD, WHOLE, PrefetchSettings
+from gpumix.data.workers.step_timing import TimedStep
 
 BOUNDS = Bounds(cores=8, processes=True, threads=False, memory_bytes=2**30)
 SAMPLES = 32
 STEP_S = 0.04
 
 
-def measured(wall_s: float, cpu_s: float | None = None, **given) -> Measured:
+def measured(wall_s: float, cpu_s: float | None = None, **given) -> BatchMeasurements:
     """Of a batch; by default all of it computes."""
     cpu_s = wall_s if cpu_s is None else cpu_s
     tail_s = given.pop("tail_s", wall_s)
-    return Measured(SAMPLES, 2**20, wall_s, cpu_s, tail_s, given.pop("step_s", STEP_S), **given)
+    return BatchMeasurements(
+        SAMPLES, 2**20, wall_s, cpu_s, tail_s, given.pop("step_s", STEP_S), **given
+    )
 
 
 @pytest.mark.parametrize(
@@ -134,7 +136,7 @@ class World:
                 self.cpu_s / self.bounds.cores,
             )
             waited_s = all_s - step_s
-            self.tuner.step(Step(waited_s, step_s, waited_s == 0), costs, 2**20)
+            self.tuner.step(TimedStep(waited_s, step_s, waited_s == 0), costs, 2**20)
 
     @property
     def moves(self) -> int:
@@ -144,7 +146,7 @@ class World:
 def test_what_is_cheap_is_left_alone():
     world = World(2e-4, 2e-4)
     world.run(500)
-    assert world.moves == 0 and world.tuner.setting == Setting()
+    assert world.moves == 0 and world.tuner.setting == PrefetchSettings()
 
 
 def test_one_jump_for_the_device_and_no_more():
@@ -192,7 +194,7 @@ def test_corrections_too_keep_to_what_is_pinned_and_to_the_memory(bounds, most, 
     found = set()
     for _ in range(FIRST + 10 * WINDOW):
         cost = Cost(SAMPLES, 0.1, 0.1)
-        found.add(tuner.step(Step(STEP_S / 2, STEP_S, ready), [cost], 2**20).ahead)
+        found.add(tuner.step(TimedStep(STEP_S / 2, STEP_S, ready), [cost], 2**20).ahead)
     assert len(tuner.reasons) > 2 or ready
     assert max(found) <= most
 
@@ -209,7 +211,9 @@ def test_where_a_few_samples_take_most_of_the_time_all_say_what_one_takes():
     quick, slow = Cost(SAMPLES, 0.03, 0.001), Cost(SAMPLES, 0.63, 0.001)
     tuner.first([quick], SAMPLES, 2**20)
     for number in range(FIRST):
-        tuner.step(Step(0.0, STEP_S, True), [quick] * 2 if number < 4 else [slow, quick], 2**20)
+        tuner.step(
+            TimedStep(0.0, STEP_S, True), [quick] * 2 if number < 4 else [slow, quick], 2**20
+        )
     mean_s = (11 * 0.03 + 2 * 0.63) / 13
     assert tuner.setting.workers == ceil(mean_s / (0.6 * STEP_S)) == 6
 
@@ -219,7 +223,7 @@ def test_two_threads_are_tried_where_they_may_be(beside, kind):
     """Beside each other they take as long as alone, or twice as long: they share Python."""
     world = World(0.1, 0.1, replace(BOUNDS, threads=True))
     world.run(1)
-    assert world.tuner.setting == Setting("threads", 2)
+    assert world.tuner.setting == PrefetchSettings("threads", 2)
     world.wall_s = 0.1 * beside
     world.run(4)
     world.wall_s = 0.1
@@ -232,5 +236,5 @@ def test_a_noisy_step_moves_nothing():
     world.run(FIRST + WINDOW)
     moves = world.moves
     for k in range(40):
-        world.tuner.step(Step(0.04 * (k % 40 == 7), STEP_S, True), [], 2**20)
+        world.tuner.step(TimedStep(0.04 * (k % 40 == 7), STEP_S, True), [], 2**20)
     assert world.moves == moves

@@ -29,7 +29,7 @@ from gpumix.data.loader import Loader
 from gpumix.data.order.global_order import GlobalOrder
 from gpumix.data.workers import prefetcher, shared_memory
 from gpumix.data.workers.fetch import DataChangedError
-from gpumix.data.workers.fork_server import Nursery, Worker
+from gpumix.data.workers.fork_server import Nursery, WorkerProcess
 from gpumix.data.workers.prefetcher import MOST_AHEAD, UNKNOWN_BYTES
 from gpumix.data.workers.worker_pool import Processes
 from gpumix.schema.errors import InputError, MachineError, TrainingError
@@ -253,7 +253,7 @@ def refusing(calls: int = 2**31) -> Callable[..., Any]:
     left = iter(range(calls))
     real = Nursery.fork
 
-    def fork(nursery: Nursery) -> Worker:
+    def fork(nursery: Nursery) -> WorkerProcess:
         if next(left, None) is None:
             return real(nursery)
         raise MachineError("a worker process cannot be started", why=os.strerror(errno.EAGAIN))
@@ -334,10 +334,10 @@ def test_files_that_were_opened_for_workers_are_closed_where_none_can_be_had(mon
 def test_as_many_workers_as_a_job_may_ask_for_can_be_had(monkeypatch):
     kept = []
 
-    def fork(nursery: Nursery) -> Worker:
+    def fork(nursery: Nursery) -> WorkerProcess:
         ours, theirs = socket.socketpair()
         kept.append(theirs)
-        return Worker(0, Connection(ours.detach()), os.eventfd(0))
+        return WorkerProcess(0, Connection(ours.detach()), os.eventfd(0))
 
     monkeypatch.setattr(Nursery, "fork", fork)
     with processes(Squares(), workers=300) as loader:

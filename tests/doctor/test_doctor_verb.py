@@ -13,7 +13,7 @@ from jobs import gpumix, write_job
 
 from gpumix.cli.verbs.doctor import doctor
 from gpumix.doctor.examine import Patient
-from gpumix.doctor.report import Finding, Report, Suspect
+from gpumix.doctor.report import Report, Slowdown, Suspect
 from gpumix.doctor.verdict import Gain
 from gpumix.schema.reading.read import read_job
 
@@ -44,7 +44,7 @@ def test_what_is_left_to_the_user_is_told_and_not_written(tmp_path, monkeypatch,
     gain = Gain(1.5, 1.4, 1.6, pairs=5)
     order = Suspect("padding", "", "", {"data.bucketing": True}, "", "another order", True)
     rarer = Suspect("checkpoints", "", "", {"checkpoint.every_steps": 50}, "", "older ones")
-    findings = (Finding(order, gain), Finding(rarer, gain))
+    findings = (Slowdown(order, gain), Slowdown(rarer, gain))
     report = Report(
         findings, (), (), (), (), step_s=1.0, input_share=0.125, seconds=1.0, trained_s=1.0
     )
@@ -61,7 +61,7 @@ def test_what_is_left_to_the_user_is_told_and_not_written(tmp_path, monkeypatch,
 
 def test_a_tuned_file_says_what_it_was_measured_with(tmp_path, monkeypatch, capsys):
     rarer = Suspect("checkpoints", "", "", {"checkpoint.every_steps": 50}, "", "older ones")
-    findings = (Finding(rarer, Gain(1.5, 1.4, 1.6, pairs=5)),)
+    findings = (Slowdown(rarer, Gain(1.5, 1.4, 1.6, pairs=5)),)
     report = Report(
         findings, (), (), (), (), step_s=1.0, input_share=0.0, seconds=1.0, trained_s=1.0
     )

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from gpumix.doctor.examine import Window, examine
-from gpumix.doctor.report import Finding, Report, Suspect
+from gpumix.doctor.examine import TimedWindow, examine
+from gpumix.doctor.report import Report, Slowdown, Suspect
 from gpumix.doctor.verdict import Gain
 from gpumix.schema.errors import GpumixError, TrainingError
 
@@ -25,14 +25,14 @@ class Known:
     log: list[tuple[str, ...]] = field(default_factory=list)
     noise: tuple[float, ...] = (1.0,)
 
-    def window(self) -> Window:
+    def window(self) -> TimedWindow:
         if "broken" in self.changes:
             raise TrainingError("it is broken")
         step_s = self.noise[len(self.log) % len(self.noise)]
         self.log.append(tuple(self.changes))
         for name in self.changes:
             step_s *= FACTORS[name]
-        return Window(step_s, 10 * step_s, input_share=0.25 if self.changes else 0.5)
+        return TimedWindow(step_s, 10 * step_s, input_share=0.25 if self.changes else 0.5)
 
     def with_changes(self, changes):
         return replace(self, changes={**self.changes, **changes})
@@ -143,7 +143,7 @@ def test_what_is_of_code_is_no_setting():
         Suspect("c", "", "", {"data.bucketing": True}, changes_training=True),
         Suspect("d", "", "", {"checkpoint.every_steps": 9}, note="older"),
     ]
-    findings = tuple(Finding(one, gain) for one in made)
+    findings = tuple(Slowdown(one, gain) for one in made)
     report = Report(
         findings, (), (), (), (), step_s=1.0, input_share=0.0, seconds=1.0, trained_s=1.0
     )

@@ -11,7 +11,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gpumix.doctor.function import steps as module
-from gpumix.doctor.function.steps import Enough, Steps
+from gpumix.doctor.function.steps import Enough, OptimizerSteps
 
 ENDS = ("ends", "leaves")
 
@@ -21,7 +21,7 @@ class Events:
 
     def __init__(self, warm_up: int, steps: int, profiled: int = 0, **more: Any) -> None:
         self.seen: list[tuple[str, int]] = []
-        self.steps = Steps(
+        self.steps = OptimizerSteps(
             warm_up,
             steps,
             profiled,

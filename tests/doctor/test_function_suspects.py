@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gpumix.data.workers.autotune import Limit
-from gpumix.doctor.function.seen import LoaderSeen, ModelSeen, OptimizerSeen, Seen, Site
+from gpumix.doctor.function.seen import LoaderSeen, ModelSeen, Observations, OptimizerSeen, Site
 from gpumix.doctor.function.suspects import NAMES, between, suspects
 
 # Ten steps of a tenth of a second, of 16 samples each; the optimizer takes 1 %.
@@ -26,7 +26,7 @@ LOADER = LoaderSeen(
 )
 OPTIMIZER = OptimizerSeen(place="train.py:8", name="AdamW", fused=False, fusible=True, seconds=0.01)
 MODEL = ModelSeen(place="train.py:9", name="GPT", fp32=True, eager_attention=False, compiled=False)
-SEEN = Seen(
+SEEN = Observations(
     steps=10,
     seconds=1.0,
     losses=(1.0,),
@@ -44,13 +44,13 @@ def site(what: str, calls: int, seconds: float) -> tuple[Site, ...]:
     return (Site("train.py:12", what, calls, seconds),)
 
 
-def names(seen: Seen, kernels_share: float | None = None) -> list[str]:
+def names(seen: Observations, kernels_share: float | None = None) -> list[str]:
     found = [one.name for one in suspects(seen, kernels_share)]
     assert set(found) <= set(NAMES)
     return found
 
 
-def starved(**changes: Any) -> Seen:
+def starved(**changes: Any) -> Observations:
     """It waits half of its time."""
     waiting = {"waited_s": 0.5, "cpu_s": 0.5} | changes
     return replace(SEEN, loaders=(replace(LOADER, **waiting),))

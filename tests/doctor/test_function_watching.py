@@ -20,12 +20,12 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from gpumix.data.loader import Loader
 from gpumix.data.workers.autotune import FIRST, Limit
-from gpumix.doctor.function.lines import Lines
+from gpumix.doctor.function.lines import WaitingLines
 from gpumix.doctor.function.patches import Patches
 from gpumix.doctor.function.roots import Roots
-from gpumix.doctor.function.seen import Seen
-from gpumix.doctor.function.steps import Enough, Steps
-from gpumix.doctor.function.watching import Watch, rows_of
+from gpumix.doctor.function.seen import Observations
+from gpumix.doctor.function.steps import Enough, OptimizerSteps
+from gpumix.doctor.function.watching import FunctionWatch, rows_of
 
 WARM_UP, STEPS = 2, 4
 FETCHING_S = 0.01
@@ -53,13 +53,15 @@ def pickled(model: nn.Module) -> nn.Module:
     return pickle.loads(pickle.dumps(model))
 
 
-def seen_of(train: Callable[[], None], foreign=lambda tensor: tensor.is_cuda, gpu=False) -> Seen:
+def seen_of(
+    train: Callable[[], None], foreign=lambda tensor: tensor.is_cuda, gpu=False
+) -> Observations:
     """As a window's process sees it."""
-    found: list[Seen] = []
+    found: list[Observations] = []
     with Patches() as patches:
-        watch = Watch(roots := Roots([]), Lines(foreign))
+        watch = FunctionWatch(roots := Roots([]), WaitingLines(foreign))
         watch.install(patches, gpu=gpu)
-        steps = Steps(
+        steps = OptimizerSteps(
             WARM_UP,
             STEPS,
             0,

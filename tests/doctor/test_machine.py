@@ -18,21 +18,21 @@ from gpumix.doctor.machine import (
     too_few_cores,
     watched,
 )
-from gpumix.hardware.discovery.gpu_health import Look
+from gpumix.hardware.discovery.gpu_health import GpuReading
 
 FULL = (5, 16)
 
 
 def remarks(
-    *looks: Look, most=FULL, stalled=None, rate=0.0, input_share=0.0, retries=0
+    *looks: GpuReading, most=FULL, stalled=None, rate=0.0, input_share=0.0, retries=0
 ) -> list[str]:
     gpus = (GpuWatched("GPU 0", most, looks),)
     seen = Watched(gpus, stalled, rate)
     return list(remarks_on(seen, input_share=input_share, retries=retries))
 
 
-def look(used=True, reasons=0, link=FULL) -> Look:
-    return Look(used, reasons, link)
+def look(used=True, reasons=0, link=FULL) -> GpuReading:
+    return GpuReading(used, reasons, link)
 
 
 def test_nothing_is_said_of_a_machine_that_does_what_it_can():
@@ -109,8 +109,8 @@ def test_how_gpus_are_looked_at():
     )
     answers = iter([False, False, True])
     busy, idle = look_at(nvml, lambda: next(answers))
-    assert busy == GpuWatched("GPU 0", (5, 16), (Look(True, 4, (4, 16)),) * 2)
-    assert idle.looks == (Look(False, 1, (1, 16)),) * 2
+    assert busy == GpuWatched("GPU 0", (5, 16), (GpuReading(True, 4, (4, 16)),) * 2)
+    assert idle.looks == (GpuReading(False, 1, (1, 16)),) * 2
 
 
 def test_the_kernels_accounts():

@@ -96,7 +96,7 @@ def _step_until(plan_json: str, dead: int, folder: Path) -> str | None:
 
     engine.step(own)
     if engine.comm.rank == dead:
-        done, do = itertools.count(), pipeline_parallel.Step._do
+        done, do = itertools.count(), pipeline_parallel.PipelineStep._do
 
         def until(*args: object) -> None:
             if next(done) == 3:
@@ -104,7 +104,7 @@ def _step_until(plan_json: str, dead: int, folder: Path) -> str | None:
                 os._exit(1)
             do(*args)
 
-        pipeline_parallel.Step._do = until
+        pipeline_parallel.PipelineStep._do = until
     try:
         engine.step(own)
     except CommunicationError as error:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpumix.engine.comm.async_read import Reading
+from gpumix.engine.comm.async_read import AsyncRead
 from gpumix.engine.comm.wait_clock import WaitClock
 from gpumix.engine.update_guard import Guard, makes_momentum, takes_guard
 
@@ -67,14 +67,14 @@ def test_momentum_is_made_by_a_step_that_is_looked_at():
 
 def test_a_reading_is_of_the_moment_at_which_it_was_made():
     table, loss = torch.arange(6, dtype=torch.float64).view(2, 3), torch.tensor(0.1)
-    reading = Reading([table, loss])
+    reading = AsyncRead([table, loss])
     table.zero_()
     loss.zero_()
     assert reading.is_there
     read, number = reading.tensors()
     assert read.tolist() == [[0, 1, 2], [3, 4, 5]]
     assert number.item() == torch.tensor(0.1).item()
-    assert Reading([torch.tensor(2), torch.tensor(0.5)]).numbers() == [2, 0.5]
+    assert AsyncRead([torch.tensor(2), torch.tensor(0.5)]).numbers() == [2, 0.5]
 
 
 def test_a_clock_tells_of_waits_before_a_mark():

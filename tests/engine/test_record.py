@@ -6,7 +6,7 @@ from itertools import groupby, pairwise
 
 import pytest
 
-from gpumix.cost.schedule import Pipeline
+from gpumix.cost.schedule import MicroBatchSchedule
 from gpumix.engine.comm.step_recorder import SILENT, Recorder
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Mode
@@ -156,7 +156,7 @@ def test_in_stages_it_is_noted_by_pass_and_micro_batch_as_scheduled(in_stages, n
         noted = [(s.kind, s.unit, s.batch) for s in recording.activities if s.batch is not None]
         wanted = [
             (action.kind, f"stage {action.stage + 1}", action.batch)
-            for action in Pipeline.of(plan).actions_of(plan, rank)
+            for action in MicroBatchSchedule.of(plan).actions_of(plan, rank)
         ]
         assert [one for one, _ in groupby(noted)] == wanted
 

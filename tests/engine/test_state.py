@@ -18,7 +18,7 @@ from checkpoints import (
 )
 from gpumix.engine.model.deferred_init import build
 from gpumix.engine.sharding.initial_weights import source_of
-from gpumix.engine.sharding.state_dict import Part
+from gpumix.engine.sharding.state_dict import TensorPart
 from gpumix.schema.errors import InputError
 from harness import run_ranks
 from models import ARCHITECTURES
@@ -202,7 +202,7 @@ def test_state_cut_by_another_plan_is_refused():
     engine, optimizer = trained(ALONE)
     state = engine.optimizer_state(optimizer)
     (part,) = state["embedding.weight"]["exp_avg"]
-    state["embedding.weight"]["exp_avg"] = (Part(part.window, 0, 5, part.local[:5]),)
+    state["embedding.weight"]["exp_avg"] = (TensorPart(part.window, 0, 5, part.local[:5]),)
     with pytest.raises(InputError, match="cut by another plan"):
         engine.load_optimizer_state(optimizer, state)
 

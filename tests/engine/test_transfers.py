@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpumix.engine.offload.copy_lanes import Lane
+from gpumix.engine.offload.copy_lanes import CopyLane
 from gpumix.engine.offload.state_transfers import HostMasters, Transfers
 from models import ARCHITECTURES
 from reference import batches, engine_alone
@@ -37,7 +37,7 @@ def test_masters_that_nothing_rounds_are_given_as_they_are():
 
 
 def test_a_lane_of_a_cpu_is_no_stream():
-    lane, done = Lane(CPU), []
+    lane, done = CopyLane(CPU), []
     with lane.active():
         done.append(lane.uses(torch.ones(1)))
     lane.mark().hold_back()

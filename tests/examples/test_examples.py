@@ -11,7 +11,7 @@ from importlib.util import find_spec
 import pytest
 from example_runs import EXAMPLES, TORCHRUN, python
 
-from gpumix.report.step_picture import Bar, Panel
+from gpumix.report.step_picture import ActivityBar, Panel
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.step_trace import Trace
 from gpumix.schema.reading.read import read_job
@@ -134,7 +134,9 @@ def test_peaks_stand_in_the_order_of_the_stages():
     peaks = {"d1": 6, "d2": 7, "d0": 5}
     devices = [{"device": d, "peak_bytes": n << 20, "sent_bytes": 0} for d, n in peaks.items()]
     told = {"tokens_per_s": 1.0, "prediction_error": None, "devices": devices, "loss": 1.0}
-    cells = row(STRATEGIES[0], plan, told, Panel("a step", {"d0": [Bar("forward", 0.0, 1.0)]}))
+    cells = row(
+        STRATEGIES[0], plan, told, Panel("a step", {"d0": [ActivityBar("forward", 0.0, 1.0)]})
+    )
     assert (cells[1], cells[4]) == ("d0 | d1 d2", "5 | 6 7")
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 
 from gpumix.hardware.discovery import discover
-from gpumix.hardware.discovery.pci_gpus import Card
+from gpumix.hardware.discovery.pci_gpus import PciGpu
 from gpumix.hardware.discovery.torch_build import TorchBuild
 from gpumix.schema.cluster.cluster import DeviceClass
 
@@ -101,5 +101,5 @@ def built_for(monkeypatch, toolkit: str, version: str) -> TorchBuild:
 
 def plugged_in(monkeypatch, *makers: str) -> None:
     """What is on the bus of this host."""
-    cards = tuple(Card(maker, f"0000:{n + 1:02}:00.0") for n, maker in enumerate(makers))
+    cards = tuple(PciGpu(maker, f"0000:{n + 1:02}:00.0") for n, maker in enumerate(makers))
     monkeypatch.setattr(discover, "cards_on_bus", lambda: cards)

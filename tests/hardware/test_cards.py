@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpumix.hardware.discovery import pci_gpus as module
-from gpumix.hardware.discovery.pci_gpus import Card, cards_on_bus, count
+from gpumix.hardware.discovery.pci_gpus import PciGpu, cards_on_bus, count
 
 
 @pytest.fixture
@@ -58,4 +58,4 @@ def test_a_system_without_a_bus(monkeypatch, tmp_path):
 def test_a_card_that_vanishes_meanwhile(bus, tmp_path):
     bus("0000:65:00.0", "0x10de", "0x030200")
     (tmp_path / "devices" / "0000:66:00.0").mkdir()
-    assert cards_on_bus() == (Card("NVIDIA", "0000:65:00.0"),)
+    assert cards_on_bus() == (PciGpu("NVIDIA", "0000:65:00.0"),)

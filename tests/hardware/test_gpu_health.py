@@ -10,7 +10,7 @@ import pytest
 
 from gpumix.hardware.discovery.gpu_health import (
     GpuHealth,
-    Look,
+    GpuReading,
     driver,
     driver_versions,
     handle_of,
@@ -100,7 +100,7 @@ def test_a_compute_mode_that_lets_nobody_in():
 
 
 def test_a_look():
-    assert look(fake(), 0, 0.05) == Look(True, 0x24, (3, 8))
+    assert look(fake(), 0, 0.05) == GpuReading(True, 0x24, (3, 8))
 
 
 def test_a_gpu_is_found_by_its_uuid_before_its_number():

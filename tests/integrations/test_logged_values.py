@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("lightning")
 
-from gpumix.integrations.lightning.combining import TRIES, Part, Ways, fitting_ways
+from gpumix.integrations.lightning.combining import TRIES, LoggedPart, Ways, fitting_ways
 
 SAMPLES = [1.0, 5.0, 3.0]
 LABELS = [2.0, 4.0, 1.0]
@@ -27,9 +27,11 @@ LOGGED = {
 }
 
 
-def part(rows: slice, log) -> Part:
+def part(rows: slice, log) -> LoggedPart:
     values, weights = SAMPLES[rows], LABELS[rows]
-    return Part({"value": (log(values, weights), sum(weights), sum(WEIGHTS[rows]))}, len(values))
+    return LoggedPart(
+        {"value": (log(values, weights), sum(weights), sum(WEIGHTS[rows]))}, len(values)
+    )
 
 
 def ways_of(log, reduced="mean") -> list[str]:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
-from gpumix.integrations.accelerate.outputs import Outputs
+from gpumix.integrations.accelerate.outputs import LoopOutputs
 from gpumix.schema.errors import InputError
 from harness import run_ranks
 from programs import GLOBAL_BATCH, Texts, as_launched, model
@@ -210,7 +210,7 @@ def test_losses_that_are_not_sums_over_ranks_are_refused(tmp_path):
 
 @pytest.mark.parametrize("key", ["logits", 1, slice(2)])
 def test_what_is_not_kept_of_training_says_so(key):
-    outputs = Outputs(torch.ones(()))
+    outputs = LoopOutputs(torch.ones(()))
     with pytest.raises(KeyError, match="is not kept while training"):
         outputs[key]
 

@@ -13,7 +13,7 @@ import pytest
 from gpumix.hardware.host.environment import place_settings
 from gpumix.integrations.ray.placement import (
     Arrived,
-    Place,
+    RankPlace,
     Workers,
     no_place,
     places,
@@ -78,7 +78,7 @@ def test_a_worker_has_one_gpu():
 
 
 def test_ranks_find_what_torchrun_would_tell_them():
-    place = Place(3, 5, 1, 2, "10.0.0.1", 29500, ("4", "7"))
+    place = RankPlace(3, 5, 1, 2, "10.0.0.1", 29500, ("4", "7"))
     assert place_settings(**vars(place)) == {
         "RANK": "3",
         "WORLD_SIZE": "5",
@@ -88,7 +88,7 @@ def test_ranks_find_what_torchrun_would_tell_them():
         "MASTER_PORT": "29500",
         "CUDA_VISIBLE_DEVICES": "4,7",
     }
-    assert "CUDA_VISIBLE_DEVICES" not in place_settings(**vars(Place(0, 1, 0, 1, "h", 1)))
+    assert "CUDA_VISIBLE_DEVICES" not in place_settings(**vars(RankPlace(0, 1, 0, 1, "h", 1)))
 
 
 def test_what_is_missing_in_the_cluster_is_named():
@@ -122,7 +122,7 @@ def test_numbers_of_a_step():
 def test_a_job_rank_runs_gpumix_and_reads_what_it_printed(tmp_path, own_environment):
     rank, found = JobRank(), []
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    place, arguments = Place(0, 1, 0, 1, "127.0.0.1", 1), ["train", "no.yaml", "--json"]
+    place, arguments = RankPlace(0, 1, 0, 1, "127.0.0.1", 1), ["train", "no.yaml", "--json"]
     rank.begin(place, arguments, str(tmp_path), "metrics.jsonl")
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st')
     while (look := rank.look()).code is None:
@@ -138,7 +138,7 @@ def test_a_job_rank_runs_gpumix_and_reads_what_it_printed(tmp_path, own_environm
 
 def test_a_folder_that_a_host_does_not_have(tmp_path, own_environment):
     with pytest.raises(InputError, match="is not there"):
-        JobRank().begin(Place(0, 1, 0, 1, "h", 1), [], str(tmp_path / "none"), None)
+        JobRank().begin(RankPlace(0, 1, 0, 1, "h", 1), [], str(tmp_path / "none"), None)
 
 
 def test_without_ray_the_line_that_installs_it_is_told(monkeypatch):

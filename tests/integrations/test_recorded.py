@@ -13,10 +13,10 @@ from gpumix.engine.comm.process_groups import all_ranks
 from gpumix.engine.comm.wait_clock import WaitClock
 from gpumix.hardware.timestamps import HostStamps
 from gpumix.integrations.common import run_recorder
-from gpumix.integrations.common.run_recorder import CLASSES_STEPS, Record, Recorded
+from gpumix.integrations.common.run_recorder import CLASSES_STEPS, Recorded, TrainingRecord
 from gpumix.report.page import page
 from gpumix.report.run import read_run
-from gpumix.train.monitor.step_timer import WINDOW_STEPS, Watch
+from gpumix.train.monitor.step_timer import WINDOW_STEPS, StepTimer
 from gpumix.train.run_log import run_files
 from gpumix.train.run_log.time_breakdown import Shares
 from staging import rows, staged_plan
@@ -30,7 +30,7 @@ class Loop:
     def __init__(self, folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         clock = lambda: self.now  # noqa: E731
-        monkeypatch.setattr(run_recorder, "Watch", partial(Watch, clock=clock))
+        monkeypatch.setattr(run_recorder, "Watch", partial(StepTimer, clock=clock))
         monkeypatch.setattr(run_recorder, "stamps_of", lambda device: HostStamps(clock))
         engine: Any = SimpleNamespace(
             comm=all_ranks(HOST),
@@ -145,8 +145,8 @@ def test_a_run_says_once_that_it_waits_for_its_data(loop):
 
 def test_the_last_batch_is_followed_by_none(loop):
     assert loop.record.next_of(iter([])) is None
-    assert Record().next_of(iter([])) is None
-    assert Record().next_of(iter([7])) == 7
+    assert TrainingRecord().next_of(iter([])) is None
+    assert TrainingRecord().next_of(iter([7])) == 7
 
 
 def test_a_run_that_ended_early_does_not_promise_more(loop):

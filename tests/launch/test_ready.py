@@ -12,10 +12,10 @@ from jobs import gpumix
 from sshd import CLOSED, LOCKED, SILENT, STRANGE
 
 from gpumix.launch.probes import probe, survey
-from gpumix.launch.probes.readiness import Facts, meeting_at, refuse_unready
+from gpumix.launch.probes.readiness import ProbeFacts, meeting_at, refuse_unready
 from gpumix.schema.errors import InputError, MachineError
 
-HERE = Facts(
+HERE = ProbeFacts(
     host="here",
     python="3.11.7",
     gpumix="0.1.0",
@@ -29,7 +29,7 @@ HERE = Facts(
 THERE = replace(HERE, host="there", torch="2.13.0+cu130", devices=2)
 
 
-def refused(counted=(), **hosts: Facts) -> MachineError | InputError:
+def refused(counted=(), **hosts: ProbeFacts) -> MachineError | InputError:
     with pytest.raises((MachineError, InputError)) as caught:
         refuse_unready(hosts, HERE, counted=counted)
     return caught.value

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumix.launch.commands import Meeting, Ssh, Surroundings, on_host
+from gpumix.launch.commands import RendezvousAddress, Ssh, Surroundings, on_host
 from gpumix.launch.hosts import Host, hosts_of, in_rank_order, placed, read_hosts, uncounted
 from gpumix.launch.options import pythons_of, settings_of
 from gpumix.launch.program import Program
@@ -152,7 +152,7 @@ def test_shells_read_words_as_they_were_given(tmp_path):
         Program("script", "train.py", tuple(odd)),
         around,
         world=1,
-        meeting=Meeting("a", 1),
+        meeting=RendezvousAddress("a", 1),
         led=False,
     )
     ssh = tmp_path / "ssh"  # gives the last of its words to a shell, as sshd does

@@ -20,7 +20,7 @@ from gpumix.cost.layout.curves import MicroBatches
 from gpumix.cost.peak_memory import Activations, free_bytes
 from gpumix.cost.step_time import can, exposed_seconds, pass_seconds
 from gpumix.planner.common.device_pool import Fleet
-from gpumix.planner.common.sharding_setting import Setting, settings
+from gpumix.planner.common.sharding_setting import ShardingSetting, settings
 from gpumix.planner.common.strategy import PlanRequest, predicted, ranked_devices
 from gpumix.planner.data_parallel.search import optimal
 from gpumix.schema.cluster.network import Link, LinkOf
@@ -75,14 +75,14 @@ def best_step(
     return min(steps, default=None)
 
 
-def _with_all_modes(setting: Setting, space: Space) -> Setting:
+def _with_all_modes(setting: ShardingSetting, space: Space) -> ShardingSetting:
     """The setting with all that was measured, also what the planner finds not worth a look."""
     every = tuple(space.modes(setting.zero_stage))
     modes = {n: tuple(m for m in every if can(setting.profile, n, m)) for n in setting.classes}
     return replace(setting, modes=modes)
 
 
-def best_of(setting: Setting, batch: int, cut: Cut) -> float:
+def best_of(setting: ShardingSetting, batch: int, cut: Cut) -> float:
     """The least sum of the three maxima over all ways to give every device one option."""
     best = inf
     hosts = sorted({d.host for d in setting.devices}) if setting.sharding == "host" else [""]
@@ -110,7 +110,7 @@ def best_of(setting: Setting, batch: int, cut: Cut) -> float:
     return best
 
 
-def _options(setting: Setting, name: str, batch: int, ranks: int, cut: Cut) -> list[Option]:
+def _options(setting: ShardingSetting, name: str, batch: int, ranks: int, cut: Cut) -> list[Option]:
     """Every way in which a device of the class can run 0 to `batch` samples and still fit, but for
     those that another one with as many samples beats."""
     model, free = setting.profile.model_of(name), free_bytes(setting.profile, name)
@@ -151,7 +151,7 @@ def _beats(one: Option, other: Option, *, earlier: bool) -> bool:
     return one[1] <= other[1] and one[2] <= other[2] and one[3] >= other[3]
 
 
-def _update(setting: Setting, chosen: list[Option]) -> float:
+def _update(setting: ShardingSetting, chosen: list[Option]) -> float:
     """The least time in which all of the state can be updated, by bisection."""
     if setting.zero_stage == 0:
         return max(o[4] for o in chosen)

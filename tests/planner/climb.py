@@ -9,7 +9,7 @@ from random import Random
 
 from gpumix.planner.common.strategy import PlanRequest, ranked_devices
 from gpumix.planner.pipeline_parallel.call_times import PaceOf
-from gpumix.planner.pipeline_parallel.candidate import Way
+from gpumix.planner.pipeline_parallel.candidate import PlanCandidate
 from gpumix.planner.pipeline_parallel.micro_batch_counts import Candidate, Counting
 from gpumix.planner.pipeline_parallel.stage_modes import ALONE, Manner, Manners, kind_of
 from gpumix.schema.cluster.cluster import Device
@@ -101,7 +101,7 @@ class Climb:
             if not alone:
                 return None
             manners.append(self._random.choice(alone))
-        way = Way(groups, tuple(manners), schedule, size)
+        way = PlanCandidate(groups, tuple(manners), schedule, size)
         return Candidate(way, zero_stage, tuple(cut), waves=waves)
 
     def _neighbours(self, one: Candidate) -> Iterator[Candidate | None]:

@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from gpumix.cost.layout.curves import MicroBatches
-from gpumix.cost.network.collective_times import Links, free_links
+from gpumix.cost.network.collective_times import CollectiveSeconds, free_links
 from gpumix.cost.peak_memory import Activations, free_bytes
 from gpumix.cost.step_time import pass_seconds
 from gpumix.planner.common.score import even_settings
-from gpumix.planner.common.sharding_setting import Setting
+from gpumix.planner.common.sharding_setting import ShardingSetting
 from gpumix.planner.common.strategy import (
-    Part,
+    DevicePart,
     PlanRequest,
     Strategy,
     assemble,
@@ -52,12 +52,12 @@ def parts_of(plan: Plan) -> list[tuple[str, int, int]]:
     return [(w.device_class, w.samples, w.micro_batch) for w in plan.workers]
 
 
-def ways(profile: Profile, batch: int, space: Space) -> Iterator[tuple[Setting, Mode]]:
+def ways(profile: Profile, batch: int, space: Space) -> Iterator[tuple[ShardingSetting, Mode]]:
     devices = ranked_devices(profile, PlanRequest(global_batch=batch))
     yield from even_settings(profile, devices, space)
 
 
-def room(setting: Setting, name: str, mode: Mode, samples: int, micro_batch: int) -> float:
+def room(setting: ShardingSetting, name: str, mode: Mode, samples: int, micro_batch: int) -> float:
     """The largest share that a device has room for; -1 if none."""
     micro = MicroBatches.of([samples], [micro_batch])
     host = setting.profile.of_class(name).host_bytes
@@ -68,17 +68,19 @@ def room(setting: Setting, name: str, mode: Mode, samples: int, micro_batch: int
     return float(capacity[0])
 
 
-def fits_evenly(setting: Setting, name: str, mode: Mode, samples: int, micro_batch: int) -> bool:
+def fits_evenly(
+    setting: ShardingSetting, name: str, mode: Mode, samples: int, micro_batch: int
+) -> bool:
     return room(setting, name, mode, samples, micro_batch) >= 1 / len(setting.devices)
 
 
 def seconds(
-    setting: Setting,
+    setting: ShardingSetting,
     name: str,
     mode: Mode,
     samples: int,
     micro_batch: int,
-    links: Links | None = None,
+    links: CollectiveSeconds | None = None,
 ) -> float:
     """Of both passes, by default without collectives."""
     links = links or free_links(setting.links.buckets)
@@ -88,11 +90,11 @@ def seconds(
 
 
 def even_step(
-    setting: Setting, mode: Mode, given: Sequence[tuple[str, int, int]], batch: int
+    setting: ShardingSetting, mode: Mode, given: Sequence[tuple[str, int, int]], batch: int
 ) -> float:
     """Seconds of the step in which each device, as (id, samples, micro-batch), stores as much."""
     share = 1 / len(given)
-    parts = {id_: Part(n, min(m, n), share, mode) for id_, n, m in given}
+    parts = {id_: DevicePart(n, min(m, n), share, mode) for id_, n, m in given}
     plan = assemble(setting, strategy="test", global_batch=batch, parts=parts)
     return predicted(plan).step_s
 

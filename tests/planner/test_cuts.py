@@ -8,7 +8,7 @@ from profiles import GIB, Card, block, in_a_row, line, profile
 
 from extended import every_second
 from gpumix.planner.pipeline_parallel.call_times import PaceOf
-from gpumix.planner.pipeline_parallel.candidate import Way, rounds_of
+from gpumix.planner.pipeline_parallel.candidate import PlanCandidate, rounds_of
 from gpumix.planner.pipeline_parallel.device_order import rows
 from gpumix.planner.pipeline_parallel.micro_batch_counts import Candidate, Counting
 from gpumix.planner.pipeline_parallel.stage_cuts import Cutter
@@ -110,7 +110,7 @@ def _is_least(found: Profile, schedule: Schedule, zero_stage: ZeroStage, size: i
         stages = len(row) * rounds_of(schedule)
         if stages > len(found.model.calls):
             continue
-        way = Way(row, (manner,) * stages, schedule, size)
+        way = PlanCandidate(row, (manner,) * stages, schedule, size)
         [least_of_way] = cutter.least_of_ways(row, way.manners, [size])
         cuts = cutter.cuts(way)
         least = cutter.least_s(way, cuts, zero_stage)

@@ -14,7 +14,7 @@ from gpumix.planner.compare import compare
 from gpumix.planner.data_parallel.search import optimal
 from gpumix.planner.optimal import fastest
 from gpumix.planner.pipeline_parallel.call_times import PaceOf
-from gpumix.planner.pipeline_parallel.candidate import Way
+from gpumix.planner.pipeline_parallel.candidate import PlanCandidate
 from gpumix.planner.pipeline_parallel.micro_batch_counts import Candidate, Counting
 from gpumix.planner.pipeline_parallel.search import staged
 from gpumix.planner.pipeline_parallel.stage_modes import ALONE, Manner
@@ -175,7 +175,7 @@ def test_state_that_is_moved_to_where_there_is_room_is_updated_there():
     )
     found = in_a_row(found, message=line(1e4))
     row = (found.cluster.in_rank_order()[:1], found.cluster.in_rank_order()[1:])
-    way = Way(row, (Manner(ALONE, Mode()),) * 2, "1f1b", 1)
+    way = PlanCandidate(row, (Manner(ALONE, Mode()),) * 2, "1f1b", 1)
     counting = Counting(PaceOf(found), 8)
     counted = counting.best(Candidate(way, 3, (1, 2)), float("inf"))
     assert counted is not None

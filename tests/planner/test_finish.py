@@ -11,7 +11,7 @@ from profiles import GIB, Card, Network, block, curve, line, profile, root
 from draws import examples
 from gpumix.cost.predict import predict
 from gpumix.planner.common.sharding_setting import setting_of
-from gpumix.planner.common.strategy import Part, PlanRequest, assemble
+from gpumix.planner.common.strategy import DevicePart, PlanRequest, assemble
 from gpumix.planner.data_parallel.class_options import Paces
 from gpumix.planner.data_parallel.search import optimal
 from gpumix.planner.refine import _most_graphs, finished
@@ -62,7 +62,7 @@ def test_as_many_graphs_are_kept_as_fit(room, kept):
     kinds = [block(trainable=0, saved=line(1000), backward=line(1000))]
     measured = profile([Card("c", 1, GIB, TIMES)], calls=("block",) * 4, kinds=kinds)
     setting = setting_of(measured, measured.cluster.in_rank_order())
-    parts = {measured.cluster.devices[0].id: Part(2, 1, 1.0)}
+    parts = {measured.cluster.devices[0].id: DevicePart(2, 1, 1.0)}
     plan = assemble(setting, strategy="by hand", global_batch=2, parts=parts)
     assert _most_graphs(measured, plan, plan.workers[0], room) == kept
 

@@ -12,7 +12,7 @@ from gpumix.cost.predict import plan_seconds, predict
 from gpumix.cost.teams import told_in
 from gpumix.planner.common.strategy import PlanRequest, predicted
 from gpumix.planner.optimal import fastest
-from gpumix.planner.pipeline_parallel.candidate import Way, assemble_stages
+from gpumix.planner.pipeline_parallel.candidate import PlanCandidate, assemble_stages
 from gpumix.planner.pipeline_parallel.stage_modes import Manner, Team
 from gpumix.planner.plan import STRATEGIES
 from gpumix.planner.plan import plan as make_plan
@@ -204,7 +204,7 @@ def test_each_stage_waits_for_what_its_teams_gather(cut):
     found = _with_gathers(cards(divided=1.9), enters=(0, 2), leaves=(1,), seconds=1.0)
     devices = [d for d in found.cluster.in_rank_order() if d.device_class == "new"]
     row = (tuple(devices[:2]), tuple(devices[2:]))
-    way = Way(row, (Manner(Team(2, True), Mode()),) * 2, "1f1b", 1)
+    way = PlanCandidate(row, (Manner(Team(2, True), Mode()),) * 2, "1f1b", 1)
     plan = assemble_stages(found, 1, way, (cut, 4), ((1,), (1,)), strategy="staged")
     step = StagedStep(found, plan)
     for action in step.times.end_s:

@@ -13,7 +13,7 @@ from profiles import fleet
 
 from draws import examples
 from gpumix.cost.peak_memory import free_bytes
-from gpumix.planner.common.strategy import Part, PlanRequest, assemble
+from gpumix.planner.common.strategy import DevicePart, PlanRequest, assemble
 from gpumix.planner.data_parallel.branch_and_bound import level as fill
 from gpumix.planner.optimal import fastest
 from gpumix.planner.undivided import strategy_of, undivided
@@ -50,7 +50,7 @@ def test_one_device_computes_and_no_plan_of_equal_shares_is_faster(space, profil
             if setting.largest_micro_batch(computes.device_class, batch) < batch:
                 continue
             parts = {
-                device.id: Part(
+                device.id: DevicePart(
                     n := batch * (device == computes), n, 1 / len(setting.devices), mode
                 )
                 for device in setting.devices

@@ -16,7 +16,7 @@ from gpumix.profiler.cache.measurement_cache import MeasurementCache
 from gpumix.profiler.cluster import ClusterProfiler
 from gpumix.schema.profile.measurements import ClassMeasurement, InputMeasurement
 from gpumix.schema.profile.profile import HostInput, Profile
-from gpumix.train.controller import Pipeline
+from gpumix.train.controller import JobController
 
 ALONE = [{"class": "one", "accelerator": "cpu", "memory": "64 MiB"}]
 NEW = {"class": "new", "accelerator": "cpu", "memory": "48 MiB"}
@@ -28,7 +28,7 @@ def measured_once(tmp_path_factory):
     folder = tmp_path_factory.mktemp("measured")
     write_job(folder)
     assert missing(folder) == ["big", "small"]
-    return folder, Pipeline.of_file(folder / "job.yaml", [], debug=False).profile()
+    return folder, JobController.of_file(folder / "job.yaml", [], debug=False).profile()
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def measured(measured_once, tmp_path):
 
 
 def cache(folder, *overrides: str) -> MeasurementCache:
-    pipeline = Pipeline.of_file(folder / "job.yaml", overrides, debug=False)
+    pipeline = JobController.of_file(folder / "job.yaml", overrides, debug=False)
     return MeasurementCache(pipeline.job, pipeline.cluster, pipeline.folder)
 
 
@@ -69,7 +69,7 @@ def plant_input(measured: Profile, folder) -> tuple[HostInput, ...]:
 
 def test_fresh_measures_again(measured, tmp_path):
     plant_input(measured, tmp_path)
-    again = Pipeline.of_file(tmp_path / "job.yaml", [], debug=False).profile(fresh=True)
+    again = JobController.of_file(tmp_path / "job.yaml", [], debug=False).profile(fresh=True)
     assert times(again) != times(measured)
     (found,) = again.inputs
     assert found.cpu_s_per_sample < 1.0
@@ -88,7 +88,7 @@ def test_a_new_class_is_measured_alone(measured, tmp_path):
     planted = plant_input(measured, tmp_path)
     write_job(tmp_path, cluster=[*CLUSTER, NEW])
     assert missing(tmp_path) == ["new"]
-    again = Pipeline.of_file(tmp_path / "job.yaml", [], debug=False).profile()
+    again = JobController.of_file(tmp_path / "job.yaml", [], debug=False).profile()
     assert times(again).keys() == {"big", "small", "new"}
     assert times(again).items() >= times(measured).items()
     assert again.inputs == planted
@@ -98,7 +98,7 @@ def test_more_devices_are_measured_on_their_links_only(measured, tmp_path):
     write_job(tmp_path, cluster=[CLUSTER[0], {**CLUSTER[1], "count": 3}])
     assert missing(tmp_path) == []
     assert cache(tmp_path).load() is None
-    again = Pipeline.of_file(tmp_path / "job.yaml", [], debug=False).profile()
+    again = JobController.of_file(tmp_path / "job.yaml", [], debug=False).profile()
     assert times(again) == times(measured)
     assert again.network != measured.network
 
@@ -130,14 +130,14 @@ def test_without_what_reading_takes_that_alone_is_measured(measured, tmp_path):
     """A plan that was made without it would not know."""
     cache(tmp_path).input_file().unlink()
     assert missing(tmp_path) == [] and cache(tmp_path).load() is None
-    again = Pipeline.of_file(tmp_path / "job.yaml", [], debug=False).profile()
+    again = JobController.of_file(tmp_path / "job.yaml", [], debug=False).profile()
     assert times(again) == times(measured) and again.links == measured.links
     assert [one.host for one in again.inputs] == [one.host for one in measured.inputs] != []
     assert cache(tmp_path).load() == again
 
 
 def test_a_given_plan_waits_for_no_measurement_and_its_reader_is_told(measured, tmp_path, capfd):
-    pipeline = Pipeline.of_file(tmp_path / "job.yaml", ["steps=1"], debug=False)
+    pipeline = JobController.of_file(tmp_path / "job.yaml", ["steps=1"], debug=False)
     plan = pipeline.plan(measured)
     cache(tmp_path).input_file().unlink()
     pipeline.train(plan, resume=False)
@@ -152,7 +152,7 @@ def test_how_samples_are_asked_for_changes_nothing_of_what_reading_takes(
     measured, tmp_path, change
 ):
     planted = plant_input(measured, tmp_path)
-    found = Pipeline.of_file(tmp_path / "job.yaml", [change], debug=False).profile()
+    found = JobController.of_file(tmp_path / "job.yaml", [change], debug=False).profile()
     assert found == measured.model_copy(update={"inputs": planted})
 
 
@@ -238,7 +238,7 @@ def test_a_changed_factory_is_measured_again(tmp_path):
         model={"factory": "own_model:model"},
         data={"factory": "own_data:tokens"},
     )
-    Pipeline.of_file(job, [], debug=False).profile()
+    JobController.of_file(job, [], debug=False).profile()
     (tmp_path / "unused.py").write_text("x = 1\n")
     assert missing(tmp_path) == []
     for name in ("own_model.py", "own_data.py", "parts/inner.py", "parts/__init__.py"):
@@ -251,7 +251,7 @@ def test_a_changed_factory_is_measured_again(tmp_path):
 
 def test_a_larger_budget_measures_what_a_smaller_one_left(tmp_path):
     write_job(tmp_path, cluster=ALONE)
-    Pipeline.of_file(tmp_path / "job.yaml", ["profile.budget=0.001"], debug=False).profile()
+    JobController.of_file(tmp_path / "job.yaml", ["profile.budget=0.001"], debug=False).profile()
     assert missing(tmp_path, "profile.budget=0.001") == []
     assert missing(tmp_path, "profile.budget=0.0005") == []
     assert missing(tmp_path) == ["one"]
@@ -273,7 +273,7 @@ def test_times_of_a_machine_that_was_too_busy_are_not_kept(tmp_path, stall_s):
     emulated = {"class": "one", "emulate": "1 MFLOP/s", "memory": "64 MiB"}
     write_job(tmp_path, cluster=[emulated])
     kept, told = cache(tmp_path), []
-    cluster = Pipeline.of_file(tmp_path / "job.yaml", [], debug=False).cluster
+    cluster = JobController.of_file(tmp_path / "job.yaml", [], debug=False).cluster
     with virtual_time() as clock, open_device(cluster.classes[0], 0) as runtime:
         ClusterProfiler(
             subject(lambda: costly_model(lambda x: clock.spend(stall_s)), largest=1),

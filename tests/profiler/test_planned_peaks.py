@@ -16,7 +16,7 @@ import gpumix
 from extended import every_second, left_out
 from gpumix.cost.layout.curves import bytes_at
 from gpumix.cost.predict import predict
-from gpumix.cost.schedule import Pipeline
+from gpumix.cost.schedule import MicroBatchSchedule
 from gpumix.hardware.device import open_device
 from gpumix.planner.plan import plan as make_plan
 from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
@@ -339,7 +339,7 @@ def test_what_a_split_backward_leaves_is_planned_for_where_gradients_end_early()
         pytest.skip("memory is not counted here: no C++ compiler")
     (one,), saved = plan.stages[0].workers, profile.model.kinds[0].saved
     assert saved is not None
-    waiting = Pipeline.of(plan).in_flight[0]
+    waiting = MicroBatchSchedule.of(plan).in_flight[0]
     above = [waiting * float(bytes_at(saved, one.micro_batch)), 0.0]
     expected = predict(profile, plan).workers
     for worker, measured, of_first in zip(expected, peaks, above, strict=True):

@@ -8,11 +8,11 @@ import pytest
 from folders import event_line, planned, read, run_of, step_line
 from rich.console import Console
 
-from gpumix.report.facts import Facts
+from gpumix.report.facts import RunFacts
 from gpumix.report.live import frame
 
 
-def shown(facts: Facts) -> str:
+def shown(facts: RunFacts) -> str:
     """The page, and what a terminal shows."""
     terminal = Console(width=120, file=io.StringIO())
     terminal.print(frame(facts, width=120))
@@ -52,7 +52,7 @@ def test_what_happened_is_told_with_step_and_reason(tmp_path):
         event_line("copies", 4, every_steps=3),
         event_line("later than this version", 12, what="ever"),
     ]  # fmt: skip
-    facts = Facts(run_of(tmp_path, lines, state="failed", step=12, why="the disk is full"))
+    facts = RunFacts(run_of(tmp_path, lines, state="failed", step=12, why="the disk is full"))
     told = {one.event: (one.step, f"{one.what}; {one.why}") for one in facts.events}
     assert told["restart"] == (
         7, "Started again from step 6, training again after 4.00 s; rank 1 died; starting again",
@@ -71,7 +71,7 @@ def test_what_happened_is_told_with_step_and_reason(tmp_path):
 
 def test_a_run_that_its_script_ends_early_is_told_as_that(tmp_path):
     """On the page and in a terminal."""
-    facts = Facts(run_of(tmp_path, state="finished", step=9, steps=20))
+    facts = RunFacts(run_of(tmp_path, state="finished", step=9, steps=20))
     (end,) = facts.events
     assert (end.step, end.what, end.why) == (9, "Ended by the script", "after step 9 of 20")
     text = shown(facts)
@@ -80,7 +80,7 @@ def test_a_run_that_its_script_ends_early_is_told_as_that(tmp_path):
 
 @pytest.mark.parametrize("steps", [9, None])
 def test_a_run_that_has_no_more_steps_to_do_is_finished(tmp_path, steps):
-    facts = Facts(run_of(tmp_path, state="finished", step=9, steps=steps))
+    facts = RunFacts(run_of(tmp_path, state="finished", step=9, steps=steps))
     (end,) = facts.events
     assert end.what == "All steps are done"
     assert "finished" in shown(facts)
@@ -93,7 +93,7 @@ def test_what_is_told_after_the_end_of_a_run_stands_behind_it(tmp_path):
         event_line("checkpoint", 3, time=None, path="/x/second"),
         event_line("compared", 3, time=1.7e9 + 20, strategy="even", step_s=2.0, steps=3),
     ]
-    facts = Facts(run_of(tmp_path, lines, state="finished", step=3, steps=3, time=1.7e9 + 10))
+    facts = RunFacts(run_of(tmp_path, lines, state="finished", step=3, steps=3, time=1.7e9 + 10))
     order = [
         "Checkpoint first",
         "Checkpoint second",
@@ -115,12 +115,12 @@ def test_parts_are_those_since_the_last_split(tmp_path):
     now = {first: plan.global_batch - len(others)} | dict.fromkeys(others, 1)
     shares = {worker.device: worker.state_share for worker in plan.workers}
     told = {"samples": now, "samples_before": before, "shares": shares, "shares_before": shares}
-    facts = Facts(run_of(tmp_path, [event_line("plan", 3, live=True, why="", **told)]))
+    facts = RunFacts(run_of(tmp_path, [event_line("plan", 3, live=True, why="", **told)]))
     assert {m.device: m.samples.most for m in facts.cluster.all_members} == now
     assert sum(group.samples for group in facts.groups) == plan.global_batch
     assert "Split anew after step 3" in read(facts.run).text
     again = [event_line("plan", step, live=live, **told) for step, live in ((3, True), (5, False))]
-    facts = Facts(run_of(tmp_path / "again", again))  # since then it goes by its plan
+    facts = RunFacts(run_of(tmp_path / "again", again))  # since then it goes by its plan
     assert {m.device: m.samples.most for m in facts.cluster.all_members} == before
 
 
@@ -128,7 +128,7 @@ def test_peaks_are_compared_with_the_splits_that_they_are_of(tmp_path):
     """Another split was fuller than that of the plan on disk."""
     device_class = planned().workers[0].device_class
     told = {"device_class": device_class, "peak_bytes": 7, "planned_memory": {"state": 6, "all": 3}}
-    facts = Facts(run_of(tmp_path, [event_line("classes", 3, classes=[told])]))
+    facts = RunFacts(run_of(tmp_path, [event_line("classes", 3, classes=[told])]))
     seen, *others = facts.classes
     assert (seen.planned_peak_bytes, seen.peak_bytes) == (9, 7)
     assert all(one.planned_peak_bytes and one.peak_bytes is None for one in others)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from folders import planned, read, run_of
 
-from gpumix.report.facts import Facts
+from gpumix.report.facts import RunFacts
 from gpumix.report.parts.reproduce import _started
 from gpumix.report.run import read_run
 from gpumix.train.run_manifest import RunRecord, Script
@@ -26,7 +26,7 @@ def shown_of(folder: Path, recorded: Script) -> str:
 
 
 def started(folder: Path, **fields: object) -> str:
-    return shlex.join(_started(Facts(run_of(folder)), script("a.py", **fields)))
+    return shlex.join(_started(RunFacts(run_of(folder)), script("a.py", **fields)))
 
 
 def test_who_started_it_starts_it_again(tmp_path):
@@ -46,7 +46,7 @@ def test_several_hosts_are_named(tmp_path):
         for number, one in enumerate(stage.workers)
     ]
     stages = [stage.model_copy(update={"workers": tuple(workers)})]
-    facts = Facts(run_of(tmp_path, plan=plan.model_copy(update={"stages": tuple(stages)})))
+    facts = RunFacts(run_of(tmp_path, plan=plan.model_copy(update={"stages": tuple(stages)})))
     assert _started(facts, script("a.py")) == ["gpumix", "launch", "--hosts", "h0:2,h1:1"]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumix.report.step_picture import Bar, Panel, draw, panel_of, passes, read
+from gpumix.report.step_picture import ActivityBar, Panel, draw, panel_of, passes, read
 from gpumix.schema.errors import InputError, MachineError
 from gpumix.schema.plan.step_trace import Span, Trace, event, wait
 
@@ -45,7 +45,8 @@ def test_devices_are_read_with_their_stages_in_order(trace):
     assert panel.title == "some"
     assert list(panel.devices) == ["stage 1: a (fast)", "stage 2: b (slow)"]
     assert panel.devices["stage 1: a (fast)"] == [
-        Bar("forward", 0, 2, stage=1, micro_batch=1), Bar("idle", 2, 6), Bar("update", 6, 8)
+        ActivityBar("forward", 0, 2, stage=1, micro_batch=1),
+        ActivityBar("idle", 2, 6), ActivityBar("update", 6, 8),
     ]  # fmt: skip
 
 
@@ -56,13 +57,16 @@ def test_idle_is_what_is_not_computed(trace):
 
 def test_a_pass_that_communication_cuts_is_one(trace):
     assert list(passes(read(trace).devices["stage 2: b (slow)"])) == [
-        Bar("forward", 2, 5, stage=2, micro_batch=1), Bar("backward", 5, 8, stage=2, micro_batch=1)
+        ActivityBar("forward", 2, 5, stage=2, micro_batch=1),
+        ActivityBar("backward", 5, 8, stage=2, micro_batch=1),
     ]  # fmt: skip
 
 
 def test_of_a_pass_that_waits_the_longest_part_counts():
-    begun, rest = (Bar("forward", a, b, stage=1, micro_batch=3) for a, b in ((0, 1), (4, 6)))
-    assert list(passes([begun, Bar("idle", 1, 4), rest])) == [rest]
+    begun, rest = (
+        ActivityBar("forward", a, b, stage=1, micro_batch=3) for a, b in ((0, 1), (4, 6))
+    )
+    assert list(passes([begun, ActivityBar("idle", 1, 4), rest])) == [rest]
 
 
 def test_steps_are_drawn_below_each_other_on_one_scale(trace, tmp_path):
@@ -70,7 +74,7 @@ def test_steps_are_drawn_below_each_other_on_one_scale(trace, tmp_path):
     from matplotlib.image import imread
 
     one, both = read(trace), tmp_path / "pictures" / "both.png"
-    half = Panel("half as long", {"c": [Bar("forward", 0, 4)]})
+    half = Panel("half as long", {"c": [ActivityBar("forward", 0, 4)]})
     draw([one, half], both)
     picture = imread(both)
     assert picture.shape[1] == 1200

@@ -11,7 +11,7 @@ from folders import PARTS, check_alone, read
 from jobs import EMULATED, train, write_job
 
 from gpumix.report import words
-from gpumix.report.facts import Facts
+from gpumix.report.facts import RunFacts
 from gpumix.report.page import page
 from gpumix.report.run import read_run
 from gpumix.report.speed import answer_of
@@ -137,7 +137,7 @@ def test_held_out_losses_are_those_of_the_metrics(trained, shown):
 
 
 def test_who_computes_and_stores_adds_up(trained):
-    facts = Facts(read_run(trained[0]))
+    facts = RunFacts(read_run(trained[0]))
     assert sum(group.samples for group in facts.groups) == facts.run.plan.global_batch
     assert sum(group.computed for group in facts.groups) == pytest.approx(1)
     stored = [group.stored for group in facts.groups]

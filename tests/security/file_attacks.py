@@ -70,7 +70,7 @@ def resume(place: Place) -> str:
     """What a run does with its folder when it goes on, as the first rank does it."""
     from gpumix.schema.plan.plan import Plan
     from gpumix.train.checks.output_folder import check_folder
-    from gpumix.train.run_log.metrics import RunLog, StepRecord, Told, tell_afterwards
+    from gpumix.train.run_log.metrics import RunEvent, RunLog, StepRecord, tell_afterwards
     from gpumix.train.run_log.progress import mark_failed, mark_restarting
     from gpumix.train.run_log.run_id import give_id
 
@@ -90,7 +90,7 @@ def resume(place: Place) -> str:
         write,
         lambda: mark_failed(place.run, "why"),
         lambda: mark_restarting(place.run, "why"),
-        lambda: tell_afterwards(place.run, 2, Told("note", {}, "")),
+        lambda: tell_afterwards(place.run, 2, RunEvent("note", {}, "")),
     ):
         try:
             use()

@@ -9,13 +9,13 @@ from profiles import FREE, Card, Network, block, curve, line, profile, root
 
 from gpumix.cost.step_time import can
 from gpumix.planner.common.sharding_setting import setting_of
-from gpumix.planner.common.strategy import Part, PlanRequest, assemble, ranked_devices
+from gpumix.planner.common.strategy import DevicePart, PlanRequest, assemble, ranked_devices
 from gpumix.schema.job.search_space import EVERYTHING
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import PLAIN, Mode
 from gpumix.schema.profile.profile import ROOT, Profile, UnitTimes
 from gpumix.simulate.events import Played
-from gpumix.simulate.program import Task
+from gpumix.simulate.program import RankTask
 from gpumix.simulate.replay import BACK, FRONT, OUTSIDE, Event
 
 
@@ -67,7 +67,7 @@ def plan_by_hand(
     shares = shares or [1 / len(devices)] * len(devices)
     modes = modes or [PLAIN] * len(devices)
     parts = {
-        device.id: Part(n, min(n, micro_batch), share, mode)
+        device.id: DevicePart(n, min(n, micro_batch), share, mode)
         for device, n, share, mode in zip(devices, samples, shares, modes, strict=True)
     }
     setting = setting_of(measured, devices, zero_stage=zero_stage)
@@ -89,7 +89,7 @@ def any_plans(draw: st.DrawFn, measured: Profile, stages: Sequence[int] = (0, 1,
     for device, n, weight in zip(devices, samples, weights):
         modes = [m for m in EVERYTHING.modes(zero_stage) if can(measured, device.device_class, m)]
         micro = draw(st.integers(1, n)) if n else 0
-        parts[device.id] = Part(n, micro, weight / sum(weights), draw(st.sampled_from(modes)))
+        parts[device.id] = DevicePart(n, micro, weight / sum(weights), draw(st.sampled_from(modes)))
     setting = setting_of(measured, devices, zero_stage=zero_stage)
     return assemble(setting, strategy="random", global_batch=sum(samples), parts=parts)
 
@@ -126,7 +126,7 @@ def _beside(kind: str, call: int, last: int) -> list[tuple[str, int]]:
 def head_s(replay: Played) -> float:
     """What a rank may do before it waits for others that are not through their forward: the
     longest of the heads with the last call's backward, and what moves beside that."""
-    tasks: list[Task] = [task for lane in replay.program.lanes for task in lane.tasks]
+    tasks: list[RankTask] = [task for lane in replay.program.lanes for task in lane.tasks]
     last = len(replay.program.calls) - 1
     heads = [task.seconds for task in tasks if task.kind == "head"]
     of_last = [t.seconds for t in tasks if (t.kind, t.call) == ("backward", last)]

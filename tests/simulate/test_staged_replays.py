@@ -9,7 +9,7 @@ import pytest
 from profiles import Card, block, in_a_row, line, profile, steady, with_teams
 
 from gpumix.cost.predict import predict
-from gpumix.planner.pipeline_parallel.candidate import Way, assemble_stages, rounds_of
+from gpumix.planner.pipeline_parallel.candidate import PlanCandidate, assemble_stages, rounds_of
 from gpumix.planner.pipeline_parallel.stage_modes import ALONE, Manner, Team
 from gpumix.schema.cluster.network import Link
 from gpumix.schema.cluster.network import Network as StatedNetwork
@@ -79,7 +79,7 @@ def staged(
     stages = len(groups) * rounds_of(schedule)
     cut = tuple(calls * (n + 1) // stages for n in range(stages))
     manners = tuple(Manner(team, mode) for mode in modes or (PLAIN,) * stages)
-    way = Way(tuple(row), manners, schedule, 1)
+    way = PlanCandidate(tuple(row), manners, schedule, 1)
     workers = [size // team.degree for size in groups]
     counts = settings.pop("counts", tuple((batches // n,) * n for n in workers))
     return assemble_stages(found, batches, way, cut, counts, strategy="test", **settings)

@@ -10,14 +10,14 @@ import pytest
 from gpumix.schema.errors import InputError
 from gpumix.schema.reading.yaml_places import (
     MAX_DEPTH,
-    Source,
+    YamlSource,
     load_yaml,
     parse_yaml,
     show_keys,
     show_value,
 )
 
-SOURCE = Source("f.yaml", Path("/"))
+SOURCE = YamlSource("f.yaml", Path("/"))
 
 
 def value_of(text):

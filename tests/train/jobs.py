@@ -25,7 +25,7 @@ from gpumix.schema.cluster.cluster import Cluster
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import PLAIN, Mode, Stage, Worker
 from gpumix.schema.reading.read import read_job
-from gpumix.train.controller import Pipeline
+from gpumix.train.controller import JobController
 from gpumix.train.run_log.summary import Summary
 from gpumix.train.worker.model import model_of
 
@@ -128,7 +128,7 @@ def staged_plan_for(
     """A plan by hand of several stages, by the samples of each team of each stage, devices in rank
     order, and again from the first one; of equally many unit calls, by what the profile says of the
     model. `tensor` has the degree of each stage, by default 1."""
-    pipeline = Pipeline.of_file(job_file, [], debug=True)
+    pipeline = JobController.of_file(job_file, [], debug=True)
     profile = pipeline.profile()
     model, devices = profile.model, cycle(pipeline.cluster.in_rank_order())
     stages = []
@@ -188,7 +188,7 @@ def train(
     job_file: Path, *overrides: str, plan: Plan | None = None, resume: bool = False
 ) -> Summary:
     """`gpumix train` by `plan`, or by one that is made."""
-    return Pipeline.of_file(job_file, overrides, debug=False).train(plan, resume=resume)
+    return JobController.of_file(job_file, overrides, debug=False).train(plan, resume=resume)
 
 
 # -- as a user -------------------------------------------------------------------------------------

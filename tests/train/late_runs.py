@@ -15,13 +15,13 @@ from gpumix.engine.update_guard import Guard
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.plan.plan import Plan
 from gpumix.train import issued_steps, rank_tasks
-from gpumix.train.issued_steps import Steps
-from gpumix.train.processes.local_launcher import Seat
+from gpumix.train.issued_steps import IssuedSteps
+from gpumix.train.processes.local_launcher import RankAddress
 from gpumix.train.worker.context import Task
 
 
 def train(
-    seat: Seat,
+    seat: RankAddress,
     task: Task,
     plan: Plan,
     devices: tuple[Device, ...],
@@ -36,22 +36,22 @@ def train(
 
 
 def waits(
-    seat: Seat, task: Task, plan: Plan, devices: tuple[Device, ...]
+    seat: RankAddress, task: Task, plan: Plan, devices: tuple[Device, ...]
 ) -> tuple[list[float], list[Counter[str]]]:
     """The losses of a run on the device for tests, in one rank, and by step where its main thread
     waited for the device between the batch's coming and the next one's."""
-    give, found = Steps.give, []
+    give, found = IssuedSteps.give, []
 
-    def counted(self: Steps, begins: Callable[[], float]) -> None:
+    def counted(self: IssuedSteps, begins: Callable[[], float]) -> None:
         cuda_device.reset_host_waits()
         give(self, begins)
         found.append(cuda_device.host_waits())
 
-    Steps.give = counted  # type: ignore[method-assign]
+    IssuedSteps.give = counted  # type: ignore[method-assign]
     return rank_tasks.train(seat, task, plan, None, devices, False).losses, found
 
 
-def forked(seat: Seat) -> tuple[bool, bool, str]:
+def forked(seat: RankAddress) -> tuple[bool, bool, str]:
     """Of a rank that has not opened its device: whether CUDA was used before it was forked, or is
     used now, and by what torch asks whether there are GPUs."""
     asked = os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK", "")

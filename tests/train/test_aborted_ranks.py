@@ -15,7 +15,7 @@ from gpumix.engine.comm.hang_attribution import Stand, Wait
 from gpumix.engine.comm.heartbeat import beat_with
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.errors import RankLost
-from gpumix.train.processes.local_launcher import Seat, _Child, _Lookout
+from gpumix.train.processes.local_launcher import RankAddress, _Child, _Lookout
 
 ALL = "all"
 
@@ -37,7 +37,7 @@ def found(note: Path, stands: list[Stand]) -> RankLost:
         store.set(f"beat/{rank}", beat_with(7, stand))
         store.set(f"stands/{rank}", f"driver.py:{rank} in wait")
         device = Device(id=f"gpu-{rank}", device_class=f"class-{rank}")
-        children.append(_Child(Seat(rank, len(stands), device, 0), Process(), None, note))
+        children.append(_Child(RankAddress(rank, len(stands), device, 0), Process(), None, note))
     child = children[0]
     child.ended = True
     child.process.exitcode = -SIGABRT

@@ -11,7 +11,7 @@ from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Stage, Worker
 from gpumix.train.elastic.rebalancer import WINDOW_STEPS
 from gpumix.train.rebalance_controller import FIRST_STEPS, MEASURED_STEPS, Balancing
-from gpumix.train.run_log.metrics import Told
+from gpumix.train.run_log.metrics import RunEvent
 
 
 class Run:
@@ -39,7 +39,7 @@ class Run:
         self.times: list[float] = []
         self._before = [0.0, 0.0]
 
-    def steps(self, most: int) -> list[Told]:
+    def steps(self, most: int) -> list[RunEvent]:
         """What is told first, within so many steps."""
         for _ in range(most):
             samples = [worker.samples for worker in self.balancing.plan.workers]

@@ -10,7 +10,7 @@ from gpumix.hardware.device import open_device
 from gpumix.hardware.memory_limit import limit_memory
 from gpumix.schema.cluster.cluster import DeviceClass
 from gpumix.train.checkpoint.checkpointer import Checkpointer
-from gpumix.train.checkpoint.collective_errors import Together
+from gpumix.train.checkpoint.collective_errors import CollectiveErrors
 from gpumix.train.checkpoint.dcp_storage import Boxed, read, write
 from harness import run_ranks
 from models import ARCHITECTURES
@@ -27,7 +27,7 @@ def risen(folder: Path) -> tuple[int, int]:
         buffer = torch.arange(2.0 * NUMEL)
         halves = {"a": buffer[:NUMEL].view(64, -1), "b": buffer[NUMEL:].view(64, -1)}
         boxed = {name: Boxed.whole(half) for name, half in halves.items()}
-        together, index = Together(None), None
+        together, index = CollectiveErrors(None), None
         for _ in range(2):
             runtime.reset_peak()
             before = runtime.current_bytes()

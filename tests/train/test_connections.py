@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from gpumix.train.processes.store import store_on
 from gpumix.train.processes.tcp_liveness import (
-    Line,
+    WatchedConnection,
     give_up_after,
     is_visited,
     listen_at,
@@ -129,17 +129,17 @@ def test_a_process_is_there_until_it_is_gone():
     command = [sys.executable, "-c", WATCHED]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as watched:
         port = int(watched.stdout.readline())
-        line = Line("127.0.0.1", port)
+        line = WatchedConnection("127.0.0.1", port)
         assert line.look(within_s=5) == "there"
         os.kill(watched.pid, signal.SIGSTOP)
         assert line.look(within_s=5) == "there"
-        late = Line("127.0.0.1", port)
+        late = WatchedConnection("127.0.0.1", port)
         assert late.look(within_s=5) == "there"
         late.close()
         watched.kill()
         watched.wait()
         assert line.look(within_s=5) == "gone"
-        assert Line("127.0.0.1", port).look(within_s=5) == "gone"
+        assert WatchedConnection("127.0.0.1", port).look(within_s=5) == "gone"
         line.close()
 
 

@@ -12,7 +12,7 @@ from gpumix.hardware.host.cpu import cores_here
 from gpumix.planner.common.strategy import predicted
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import Profile
-from gpumix.train.controller import Pipeline
+from gpumix.train.controller import JobController
 
 # Compute of a sample: 0.6 ms on the fast device, 2.5 ms on the slow one.
 TWO_HOSTS = [
@@ -40,7 +40,7 @@ def test_a_plan_gives_a_host_no_more_than_it_can_read(tmp_path):
     cpu_s = 5e-3 * cores_here()  # 10 ms of a host, which has half of the cores
     data = {"factory": "toys:costly_tokens", "arguments": {"cpu_s": cpu_s}, "held_out": 0.1}
     job = write_job(tmp_path, data=data, cluster=TWO_HOSTS)
-    pipeline = Pipeline.of_file(job, ["profile.budget=1"], debug=False)
+    pipeline = JobController.of_file(job, ["profile.budget=1"], debug=False)
     profile = pipeline.profile()
     assert [one.host for one in profile.inputs] == ["one", "two"]
     assert {one.cores for one in profile.inputs} == {cores_here() / 2}

@@ -12,7 +12,7 @@ from jobs import CLUSTER, metrics, plan_for, progress, train, write_job
 from extended import every_second
 from gpumix.doctor.inside import Inside
 from gpumix.schema.errors import InputError
-from gpumix.train.controller import Pipeline
+from gpumix.train.controller import JobController
 
 LENGTH = 24
 UNLIKE = [one | {"count": 1} for one in CLUSTER]
@@ -104,7 +104,7 @@ def test_tokens_a_second_leave_out_padding_wherever_they_are_told(tmp_path, text
     median_s = max(step["step_s"] for step in steps[2:])  # of two, the upper one
     assert recent * median_s == pytest.approx(sum(tokens[2:]) / 2)
     looks = Inside({}, tmp_path / "printed", gpu=False, looks=True)  # at a step more
-    trial = Pipeline.of_file(job, [], debug=True).try_out(plan, 2, watcher=looks)
+    trial = JobController.of_file(job, [], debug=True).try_out(plan, 2, watcher=looks)
     assert trial.tokens_per_s * trial.step_s == pytest.approx(sum(tokens[2:]) / 2)
 
 
@@ -117,7 +117,7 @@ def test_utilisation_is_told_of_samples_as_long_as_planned(tmp_path, line, told)
     emulated = [{"class": "device", "emulate": "50 MFLOP/s", "memory": "64 MiB"}]
     data = {**LINE_BY_LINE, "packing": "none"}
     job = write(tmp_path, data, cluster=emulated, profile={"cache": "profiles", "budget": 1})
-    pipeline = Pipeline.of_file(job, [], debug=True)
+    pipeline = JobController.of_file(job, [], debug=True)
     train(job, plan=pipeline.plan(pipeline.profile()))
     for record in metrics(tmp_path / "run", "ranks"):
         (rank,) = record["ranks"]

@@ -12,7 +12,7 @@ from gpumix.schema.peak_flops import Peak
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import Profile
 from gpumix.train.checks.user_plan import other_speeds
-from gpumix.train.controller import Pipeline
+from gpumix.train.controller import JobController
 
 TWO = {"techniques": {"least_stages": 2, "most_stages": 2, "leave_out": False}}
 
@@ -24,7 +24,7 @@ def job(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def made(job) -> tuple[Plan, Profile]:
-    pipeline = Pipeline.of_file(job, [], debug=True)
+    pipeline = JobController.of_file(job, [], debug=True)
     profile = pipeline.profile()
     return pipeline.plan(profile), profile
 
@@ -72,7 +72,7 @@ def test_a_plan_that_would_train_another_model_is_refused(job, made):
 
 
 def test_a_plan_as_it_was_made_keeps_what_it_says(job, made):
-    pipeline = Pipeline.of_file(job, [], debug=True)
+    pipeline = JobController.of_file(job, [], debug=True)
     assert pipeline._checked(made[0], made[1]) == made
 
 
@@ -82,7 +82,7 @@ def test_an_edited_plan_is_predicted_again(job, made):
     flipped = {"recompute": not of_last[0]["mode"]["recompute"]}
     workers = [w | {"mode": w["mode"] | flipped, "kept_graphs": 0} for w in of_last]
     changed = edited(plan, 1, workers=workers)
-    found, _ = Pipeline.of_file(job, [], debug=True)._checked(changed, profile)
+    found, _ = JobController.of_file(job, [], debug=True)._checked(changed, profile)
     assert found.prediction is not None
     assert found.prediction != plan.prediction
     assert found.reasons is None
@@ -93,7 +93,7 @@ def test_a_profile_of_more_memory_is_held_to_what_there_is(tmp_path, made):
     plan, profile = made
     smaller = [CLUSTER[0] | {"memory": "48 MiB"}, CLUSTER[1]]
     job = write_job(tmp_path, model=toy(blocks=4), cluster=smaller, profile=OWN_PROFILES, **TWO)
-    found, known = Pipeline.of_file(job, [], debug=True)._checked(plan, profile)
+    found, known = JobController.of_file(job, [], debug=True)._checked(plan, profile)
     assert known is not None and found.prediction is not None
     assert known.cluster.class_named("big").memory_bytes == 48 * 2**20
     assert known.cluster.class_named("small") == profile.cluster.class_named("small")
@@ -113,7 +113,7 @@ def test_a_plan_for_faster_devices_of_the_same_names_is_told_of(tmp_path, made, 
     job = write_job(
         tmp_path, steps=1, model=toy(blocks=4), cluster=slower, profile=OWN_PROFILES, **TWO
     )
-    pipeline = Pipeline.of_file(job, [], debug=False)
+    pipeline = JobController.of_file(job, [], debug=False)
     pipeline.train(plan, resume=False, made_from=profile)
     told = " ".join(capsys.readouterr().err.split())
     assert "class 'big' computed 50 GFLOP/s, here it computes 25 GFLOP/s. Another one may" in told

@@ -12,7 +12,7 @@ from jobs import metrics, toy, train, write_job
 from gpumix.engine.comm.wait_clock import WaitClock
 from gpumix.hardware.timestamps import stamps_of
 from gpumix.schema.plan.step_trace import Trace
-from gpumix.train.monitor.step_timer import Watch
+from gpumix.train.monitor.step_timer import StepTimer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,7 +41,7 @@ def test_a_job_trains_as_on_the_cpu(tmp_path):
 def test_a_gap_on_the_gpu_is_told_by_its_own_clock():
     """The host waits for data while the device computes: nothing of that is lost."""
     device = torch.device("cuda")
-    watch = Watch(stamps_of(device), WaitClock(device), WaitClock(device))
+    watch = StepTimer(stamps_of(device), WaitClock(device), WaitClock(device))
 
     def slow(seconds: float) -> Iterator[int]:
         time.sleep(seconds)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from gpumix.engine.sharding.parameter_slice import Window
+from gpumix.engine.sharding.parameter_slice import ParameterSlice
 from gpumix.engine.sharding.shard import Piece
 from gpumix.schema.job.job import DataSpec, Job, ModelSpec, OptimizerSpec, ScheduleSpec
 from gpumix.train.worker.optimizer import learning_rate, optimizer_for
@@ -87,7 +87,7 @@ def test_every_schedule_rises_to_the_peak_and_never_falls_below_its_end(
 def piece(name: str, shape: tuple[int, ...], *, numel: int, trained: bool = True) -> Piece:
     """`numel` elements of a parameter of this shape, which is all that a rank has of it."""
     local = nn.Parameter(torch.ones(numel), requires_grad=trained)
-    return Piece(name, Window(torch.Size(shape)), 0, numel, local)
+    return Piece(name, ParameterSlice(torch.Size(shape)), 0, numel, local)
 
 
 def test_matrices_decay_whatever_the_shape_of_their_piece():

@@ -11,9 +11,9 @@ import pytest
 from gpumix.engine.comm.heartbeat import STOPPED_S, Pulse
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.errors import GpumixError, RankLost
-from gpumix.train.processes.local_launcher import Seat
+from gpumix.train.processes.local_launcher import RankAddress
 from gpumix.train.processes.peer_watchdog import Lookout
-from gpumix.train.processes.tcp_liveness import Line, Presence
+from gpumix.train.processes.tcp_liveness import Presence, WatchedConnection
 from gpumix.train.processes.torchrun_runner import Arrival
 
 DEVICES = [Device(id=f"gpu-{host}", device_class="gpu", host=host) for host in "ab"]
@@ -32,8 +32,8 @@ def said(monkeypatch) -> list[GpumixError]:
 
 def of_rank_1(monkeypatch, found: Presence) -> Lookout:
     """That of a rank that finds the other one's process so."""
-    monkeypatch.setattr(Line, "look", lambda self, *, within_s: found)
-    return Lookout(Seat(1, 2, DEVICES[1], 29500), ARRIVALS, DEVICES, print)
+    monkeypatch.setattr(WatchedConnection, "look", lambda self, *, within_s: found)
+    return Lookout(RankAddress(1, 2, DEVICES[1], 29500), ARRIVALS, DEVICES, print)
 
 
 def test_a_host_that_does_not_answer_either_is_named(monkeypatch, said):
@@ -98,12 +98,12 @@ def test_hosts_are_asked_at_once(monkeypatch, said):
     ]
     together = threading.Barrier(3)
 
-    def look(line: Line, *, within_s: float) -> Presence:
+    def look(line: WatchedConnection, *, within_s: float) -> Presence:
         together.wait(within_s)
         return "there" if line.address == ("10.0.0.1", 2) else "without answer"
 
-    monkeypatch.setattr(Line, "look", look)
-    Lookout(Seat(3, 4, devices[3], 29500), arrivals, devices, print)._without_store(WHY)
+    monkeypatch.setattr(WatchedConnection, "look", look)
+    Lookout(RankAddress(3, 4, devices[3], 29500), arrivals, devices, print)._without_store(WHY)
     (error,) = said
     assert error.what == (
         "rank 0 (device 'gpu-0' on host-0) and rank 2 (device 'gpu-2' on host-2) stopped answering"

@@ -13,9 +13,9 @@ import pytest
 from gpumix.schema.errors import MachineError
 from gpumix.train.memory_checkpoint import memory_folder as folder
 from gpumix.train.memory_checkpoint.memory_folder import (
-    Found,
-    Held,
+    HeldState,
     Home,
+    NewestState,
     from_text,
     newest,
     to_text,
@@ -25,11 +25,11 @@ from gpumix.train.run_log.run_id import give_id
 RUN = "1a2b"
 
 
-def held(rank: int, step: int, slot: int = 0, generation: int = 1, world: int = 2) -> Held:
-    return Held(generation, world, rank, slot, step)
+def held(rank: int, step: int, slot: int = 0, generation: int = 1, world: int = 2) -> HeldState:
+    return HeldState(generation, world, rank, slot, step)
 
 
-def seal(home: Home, one: Held) -> None:
+def seal(home: Home, one: HeldState) -> None:
     place = home.make(one.generation)
     (place / folder.data_file(one.rank, one.slot)).touch()
     told = {"world": one.world, "manifest": {"step": one.step}}
@@ -40,15 +40,15 @@ def seal(home: Home, one: Held) -> None:
 def test_the_newest_step_that_all_ranks_have():
     ahead = [held(0, 7, 0), held(0, 8, 1)]
     behind = [held(1, 7, 1), held(1, 6, 0)]
-    assert newest([ahead, behind]) == Found(1, 7, slots=(0, 1), givers=(0, 1))
+    assert newest([ahead, behind]) == NewestState(1, 7, slots=(0, 1), givers=(0, 1))
 
 
 def test_copies_of_an_earlier_start_count_until_the_next_one_has_them():
     first = [held(0, 7), held(1, 7)]
     second = [held(0, 5, generation=2)]
-    assert newest([first + second]) == Found(1, 7, slots=(0, 0), givers=(0, 0))
+    assert newest([first + second]) == NewestState(1, 7, slots=(0, 0), givers=(0, 0))
     second += [held(1, 5, generation=2)]
-    assert newest([first + second]) == Found(2, 5, slots=(0, 0), givers=(0, 0))
+    assert newest([first + second]) == NewestState(2, 5, slots=(0, 0), givers=(0, 0))
 
 
 def test_a_start_with_another_number_of_ranks_is_another_state():
@@ -100,7 +100,7 @@ def test_a_host_that_comes_with_copies_of_an_earlier_run_has_none_of_this_one(tm
         seal(of["comes", "earlier"], held(rank, 9, generation=5))
         seal(of["stays", RUN], held(rank, 3, generation=2))
     told = [of[host, RUN].held() for host in ("comes", "stays")]
-    assert newest(told) == Found(2, 3, slots=(0, 0), givers=(1, 1))
+    assert newest(told) == NewestState(2, 3, slots=(0, 0), givers=(1, 1))
     assert folder.latest_generation(told) == 2
 
 

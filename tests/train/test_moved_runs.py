@@ -12,7 +12,7 @@ from gpumix.hardware.estimates.what_if import with_less_memory
 from gpumix.schema.plan.plan import Collectives, Plan
 from gpumix.schema.profile.profile import Profile
 from gpumix.train.checkpoint.checkpointer import opened
-from gpumix.train.controller import Pipeline
+from gpumix.train.controller import JobController
 
 STEPS = 20
 SAMPLES = (40, 40, 40)
@@ -33,7 +33,7 @@ USUAL = {
 def prepared(folder) -> tuple[Profile, Plan, float]:
     """Of sound devices; and the part of their memory that the plan leaves just room in."""
     job = write_job(folder, model=model(), cluster=ALIKE, **USUAL)
-    profile = Pipeline.of_file(job, (), debug=False).profile()
+    profile = JobController.of_file(job, (), debug=False).profile()
     wires = Collectives(gather="broadcast", reduce="all_to_all")
     changes = {"zero_stage": 3, "sharding": "all", "collectives": wires}
     plan = plan_for(job, SAMPLES, SHARES).model_copy(update=changes)
@@ -57,7 +57,7 @@ def trained(folder, profile: Profile, plan: Plan, part: float, **changes) -> Non
     tight = with_less_memory(profile, {"card": part})
     plan = plan.model_copy(update={"prediction": predict(tight, plan)})
     job = write_job(folder, cluster=ALIKE, **USUAL | changes)
-    Pipeline.of_file(job, (), debug=False).train(plan, resume=False, made_from=tight)
+    JobController.of_file(job, (), debug=False).train(plan, resume=False, made_from=tight)
 
 
 def on_one_device(folder) -> list[float]:

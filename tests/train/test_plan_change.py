@@ -14,7 +14,7 @@ from gpumix.schema.plan.plan import Plan
 from gpumix.schema.reading.read import read_job
 from gpumix.train.elastic.device_pace import with_samples
 from gpumix.train.elastic.plan_change import (
-    Parts,
+    PlanParts,
     change,
     dealt_anew,
     in_force,
@@ -43,10 +43,10 @@ def other(plan: Plan) -> Plan:
 
 
 def test_the_same_plan_changes_nothing(plan):
-    assert change(Parts.of(plan), Parts.of(plan)) == {}
-    assert started(Parts.of(plan), Parts.of(plan), "starting again") is None
+    assert change(PlanParts.of(plan), PlanParts.of(plan)) == {}
+    assert started(PlanParts.of(plan), PlanParts.of(plan), "starting again") is None
     predicted_anew = plan.model_copy(update={"prediction": None, "reasons": None})
-    assert started(Parts.of(plan), Parts.of(predicted_anew), "starting again") is None
+    assert started(PlanParts.of(plan), PlanParts.of(predicted_anew), "starting again") is None
 
 
 def test_other_devices_of_the_same_names_are_told(plan, tmp_path):
@@ -55,20 +55,20 @@ def test_other_devices_of_the_same_names_are_told(plan, tmp_path):
     emulated = [one | {"emulate": slowed[one["class"]]} for one in CLUSTER]
     job = read_job(write_job(tmp_path, cluster=emulated))
     assert isinstance(job.cluster, Cluster)
-    now = Parts.of(plan, job.cluster)
+    now = PlanParts.of(plan, job.cluster)
     before = replace(now, devices={"big-0": "emulated, 90 GFLOP/s", "gone": "cpu"})
     told = started(before, now, "the run was resumed")
     assert told is not None and told.fields["live"] is False
     assert in_words(told.fields) == "devices: big-0 emulated, 90 GFLOP/s to emulated, 50 GFLOP/s"
-    assert started(Parts.of(plan), now, "nobody knows") is None
+    assert started(PlanParts.of(plan), now, "nobody knows") is None
     plan.save(tmp_path / run_files.PLAN)
-    assert in_force(tmp_path) == Parts.of(plan)
+    assert in_force(tmp_path) == PlanParts.of(plan)
     RunRecord.of(Task(job, job.cluster, tmp_path)).save(tmp_path / run_files.RUN)
     assert in_force(tmp_path) == now
 
 
 def test_samples_and_shares_are_told_before_and_after(plan):
-    told = started(Parts.of(plan), Parts.of(other(plan)), "by the times of now")
+    told = started(PlanParts.of(plan), PlanParts.of(other(plan)), "by the times of now")
     assert told is not None
     assert (told.event, told.fields["why"], told.fields["live"]) == (
         "plan",
@@ -92,7 +92,7 @@ def test_what_else_differs_is_told_too(plan):
             "stages": (stage.model_copy(update={"workers": tuple(workers)}),),
         }
     )
-    fields = change(Parts.of(plan), Parts.of(smaller))
+    fields = change(PlanParts.of(plan), PlanParts.of(smaller))
     assert (fields["strategy_before"], fields["strategy"]) == (plan.strategy, "mine")
     assert set(fields["micro_batches"].values()) == {1}
     assert fields["samples"] == fields["samples_before"]
@@ -100,7 +100,7 @@ def test_what_else_differs_is_told_too(plan):
 
 
 def test_words_tell_of_those_whose_part_has_changed(plan):
-    fields = change(Parts.of(plan), Parts.of(other(plan)))
+    fields = change(PlanParts.of(plan), PlanParts.of(other(plan)))
     first, second = in_words(fields).split("; ")[:2]
     assert first == "samples: big-0 6 to 8, small-1 4 to 2"
     assert second.startswith("of the state: big-0 ")
@@ -138,7 +138,9 @@ def test_words_of_what_is_no_such_event_are_few(told):
 
 def test_an_event_makes_the_plan_that_it_tells_of(plan):
     after = other(plan)
-    assert Parts.of(split_anew(plan, change(Parts.of(plan), Parts.of(after)))) == Parts.of(after)
+    assert PlanParts.of(
+        split_anew(plan, change(PlanParts.of(plan), PlanParts.of(after)))
+    ) == PlanParts.of(after)
 
 
 @pytest.mark.parametrize(
@@ -157,21 +159,21 @@ def test_an_event_of_another_plan_makes_none(plan, told):
 def test_what_is_in_force_is_the_plan_as_it_was_split_last(plan, tmp_path):
     assert in_force(tmp_path) is None
     plan.save(tmp_path / run_files.PLAN)
-    assert in_force(tmp_path) == Parts.of(plan)
-    told = started(Parts.of(plan), Parts.of(other(plan)), "")
+    assert in_force(tmp_path) == PlanParts.of(plan)
+    told = started(PlanParts.of(plan), PlanParts.of(other(plan)), "")
     assert told is not None
     with RunLog(tmp_path, plan, 10) as log:
         log.step(STEP)
         log.tell(1, told)
     with (tmp_path / run_files.METRICS).open("a", encoding="utf-8") as file:
         file.write(json.dumps({"event": "plan", "step": 2})[:-3])  # cut short
-    assert in_force(tmp_path) == Parts.of(other(plan))
+    assert in_force(tmp_path) == PlanParts.of(other(plan))
 
 
 def test_what_an_earlier_run_left_is_not_in_force(plan, tmp_path):
     """Its plan is there until the one of a run begun anew is written, and its record still then."""
     plan.save(tmp_path / run_files.PLAN)
-    told = started(Parts.of(plan), Parts.of(other(plan)), "")
+    told = started(PlanParts.of(plan), PlanParts.of(other(plan)), "")
     assert told is not None
     with RunLog(tmp_path, plan, 10) as log:
         log.step(STEP)
@@ -182,8 +184,8 @@ def test_what_an_earlier_run_left_is_not_in_force(plan, tmp_path):
     give_id(tmp_path, fresh=True)
     assert in_force(tmp_path, fresh=True) is None
     plan.save(tmp_path / run_files.PLAN)
-    assert in_force(tmp_path, fresh=True) == Parts.of(plan)
-    assert in_force(tmp_path) == Parts.of(other(plan))  # of a run that is resumed
+    assert in_force(tmp_path, fresh=True) == PlanParts.of(plan)
+    assert in_force(tmp_path) == PlanParts.of(other(plan))  # of a run that is resumed
 
 
 def test_a_plan_of_another_version_is_none(tmp_path):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from gpumix.hardware.host import environment
 from gpumix.hardware.host.environment import talk_inside_of_host
 from gpumix.schema.errors import MachineError
-from gpumix.train.processes.local_launcher import LOOPBACK, Seat
+from gpumix.train.processes.local_launcher import LOOPBACK, RankAddress
 from gpumix.train.processes.store import store_of
 from gpumix.train.processes.torchrun_runner import NO_DEVICE
 from harness import run_ranks
@@ -23,8 +23,8 @@ SETTINGS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 ELSEWHERE = "127.0.0.2"  # loopback too, and another address than LOOPBACK
 
 
-def _seat(host: str, **changes: object) -> Seat:
-    seat = Seat(0, 1, NO_DEVICE, free_port(), host=host, holds_store=True)
+def _seat(host: str, **changes: object) -> RankAddress:
+    seat = RankAddress(0, 1, NO_DEVICE, free_port(), host=host, holds_store=True)
     return replace(seat, **changes)
 
 

@@ -13,14 +13,14 @@ from jobs import metrics, plan_for, toy, train, write_job
 
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Stage, Worker
-from gpumix.train.elastic.device_pace import Pace, split, with_samples
+from gpumix.train.elastic.device_pace import DevicePace, split, with_samples
 from gpumix.train.elastic.rebalance_memory import with_shares
 from gpumix.train.elastic.rebalancer import (
     FAILED_STEPS,
     WINDOW_STEPS,
     Change,
     Fixed,
-    Moved,
+    MovedShares,
     Rebalancer,
 )
 
@@ -59,13 +59,13 @@ class Roomy:
         self.moving_s: float | None = None
         self.asked = 0
 
-    def moved(self, paces: Sequence[Pace]) -> Moved | None:
+    def moved(self, paces: Sequence[DevicePace]) -> MovedShares | None:
         self.asked += 1
         if self.moving_s is None:
             return None
         samples = split(TOTAL, paces, [PLENTY] * len(paces))
         assert samples is not None
-        return Moved(samples, (0.1, 0.2, 0.3, 0.4), self.moving_s)
+        return MovedShares(samples, (0.1, 0.2, 0.3, 0.4), self.moving_s)
 
 
 class Run:
@@ -77,7 +77,7 @@ class Run:
         most: int = PLENTY,
         noise: float = 0.0,
         steps: int = 10**6,
-        idle: dict[int, Pace] | None = None,
+        idle: dict[int, DevicePace] | None = None,
     ) -> None:
         self.room = Roomy([most] * len(samples))
         self.rebalancer = Rebalancer(plan(*samples), self.room, steps=steps, idle=idle or {})
@@ -110,7 +110,7 @@ class Run:
     ),
 )
 def test_the_split_is_that_of_brute_force(total, teams):
-    paces, most = [Pace(a, b) for a, b, _ in teams], [limit for _, _, limit in teams]
+    paces, most = [DevicePace(a, b) for a, b, _ in teams], [limit for _, _, limit in teams]
     choices = [range(1, limit + 1) if limit else (0,) for limit in most]
     whole = [counts for counts in itertools.product(*choices) if sum(counts) == total]
     found = split(total, paces, most)
@@ -259,7 +259,7 @@ def test_who_has_no_samples_gets_none_and_who_has_some_keeps_one():
 def test_who_has_no_samples_but_a_pace_gets_some_when_another_becomes_slow():
     """A sample of its takes longer than a step of the others: when all are as before it has none
     again."""
-    run = Run(12, 12, 12, 0, idle={3: Pace(0.0, 14.0)})
+    run = Run(12, 12, 12, 0, idle={3: DevicePace(0.0, 14.0)})
     run.sample_s[3] = 14.0
     assert run.steps(50) == []
     run.sample_s[0] = 6.0
@@ -276,7 +276,7 @@ def test_who_has_no_samples_but_a_pace_gets_some_when_another_becomes_slow():
 
 def test_an_idle_device_is_taken_to_be_off_as_the_others_are():
     """The profile says of all that they are three times as fast as they are."""
-    run = Run(4, 4, 0, idle={2: Pace(0.0, 3.0)})
+    run = Run(4, 4, 0, idle={2: DevicePace(0.0, 3.0)})
     run.sample_s = [3.0, 3.0, 9.0]
     assert run.steps(50) == []
 

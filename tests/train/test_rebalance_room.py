@@ -15,7 +15,7 @@ from gpumix.cost.predict import predict
 from gpumix.schema.plan.plan import Collectives, Plan
 from gpumix.schema.plan.stage import Stage, Worker
 from gpumix.schema.profile.profile import Profile
-from gpumix.train.elastic.device_pace import Pace, split, with_samples
+from gpumix.train.elastic.device_pace import DevicePace, split, with_samples
 from gpumix.train.elastic.rebalance_memory import Movable, most_by_memory, settled, with_shares
 
 BATCH = 12
@@ -94,7 +94,7 @@ def test_of_teams_the_ranks_need_not_be_in_the_order_of_the_stage():
 )
 def test_a_move_fits_and_is_no_slower_than_staying(memories, factors):
     found, plan = made(memories)
-    paces = [Pace(0.0, factor) for factor in factors]
+    paces = [DevicePace(0.0, factor) for factor in factors]
     room = Movable(found, plan)
     moved = room.moved(paces)
     assert moved is not None
@@ -109,11 +109,11 @@ def test_a_move_fits_and_is_no_slower_than_staying(memories, factors):
     assert slowest(paces, moved.samples) <= 1.34 * best(found, plan, paces)
 
 
-def slowest(paces: list[Pace], samples: tuple[int, ...]) -> float:
+def slowest(paces: list[DevicePace], samples: tuple[int, ...]) -> float:
     return max(pace.seconds(n) for pace, n in zip(paces, samples))
 
 
-def best(found: Profile, plan: Plan, paces: list[Pace]) -> float:
+def best(found: Profile, plan: Plan, paces: list[DevicePace]) -> float:
     """Of all splits, and shares in steps of a twentieth."""
     wholes = [s for s in itertools.product(range(1, BATCH), repeat=3) if sum(s) == BATCH]
     wholes.sort(key=lambda samples: slowest(paces, samples))
@@ -149,7 +149,7 @@ def possible(found: Profile, plan: Plan, samples: tuple[int, ...]) -> bool:
 
 def test_as_little_as_possible_moves():
     found, plan = made(MEMORIES[1])
-    moved = Movable(found, plan).moved([Pace(0.0, 1.0)] * 3)
+    moved = Movable(found, plan).moved([DevicePace(0.0, 1.0)] * 3)
     assert moved is not None
     assert moved.samples == (4, 4, 4)
     assert moved.shares == pytest.approx((1 / 3,) * 3)
@@ -165,7 +165,9 @@ def test_padded_collectives_bound_what_a_device_can_store(padding):
     plan = plan.model_copy(update={"collectives": padded})
     network = Network(gather={"native": bus}, reduce={"native": bus}, chosen=padded)
     found = found.model_copy(update={"network": network.times, "collectives": padded})
-    moved = Movable(found, plan).moved([Pace(0.0, 4.0), Pace(0.0, 1.0), Pace(0.0, 1.0)])
+    moved = Movable(found, plan).moved(
+        [DevicePace(0.0, 4.0), DevicePace(0.0, 1.0), DevicePace(0.0, 1.0)]
+    )
     assert moved is not None
     assert moved.samples == (1, 6, 5)
     assert 1 / 3 < moved.shares[0] <= padding / 3

@@ -12,7 +12,7 @@ from extended import every_second
 from gpumix.hardware.host.environment import shared_memory_folder
 from gpumix.schema.errors import DeviceMissing, GpumixError, RankLost, TrainingError
 from gpumix.schema.reading.read import read_job
-from gpumix.train.controller import Pipeline
+from gpumix.train.controller import JobController
 from gpumix.train.processes.runner import LocalRunner
 
 STEPS = 12
@@ -94,11 +94,11 @@ def test_a_rank_that_hangs(tmp_path, undisturbed):
 @pytest.mark.extended
 def test_a_device_that_hangs_again_and_again_is_left_out(tmp_path, undisturbed):
     all_compute = {"strategy": "even"}
-    sound = Pipeline.of_file(write_job(tmp_path / "sound", **all_compute), (), debug=False)
+    sound = JobController.of_file(write_job(tmp_path / "sound", **all_compute), (), debug=False)
     profile = sound.profile()
     kept = {"memory_every_steps": 0}
     job = disturbed(tmp_path, "hang", 2, at=1, checkpoint=kept, timeout=5, **all_compute)
-    pipeline = Pipeline.of_file(job, (), debug=False)
+    pipeline = JobController.of_file(job, (), debug=False)
     pipeline.train(sound.plan(profile), resume=False, made_from=profile)
     check_same(tmp_path / "run", undisturbed)
     assert [d.id for d in pipeline.cluster.devices] == ["big-0", "small-0"]
@@ -152,11 +152,11 @@ def test_without_copies_in_memory_a_run_goes_on_from_its_last_checkpoint(tmp_pat
 def test_a_device_whose_rank_is_lost_again_and_again_is_left_out(tmp_path, undisturbed):
     """In the end that of rank 0 is alone."""
     all_compute = {"strategy": "even"}
-    sound = Pipeline.of_file(write_job(tmp_path / "sound", **all_compute), (), debug=False)
+    sound = JobController.of_file(write_job(tmp_path / "sound", **all_compute), (), debug=False)
     profile = sound.profile()
     kept = {"memory_every_steps": 0}
     job = disturbed(tmp_path, "kill", at=1, checkpoint=kept, **all_compute)
-    pipeline = Pipeline.of_file(job, (), debug=False)
+    pipeline = JobController.of_file(job, (), debug=False)
     pipeline.train(sound.plan(profile), resume=False, made_from=profile)
     restarts = check_same(tmp_path / "run", undisturbed)
     assert [one["resumed_from"] for one in restarts] == [0]
@@ -196,10 +196,10 @@ def test_a_device_that_was_left_out_is_tried_once_more_later(tmp_path, monkeypat
         for name in ["small-0"] * 2 + ["big-0", "small-0", "big-0"]
     ]
     newest = [5, 5, 9, 9, 12]
-    monkeypatch.setattr(Pipeline, "_newest", lambda self: newest.pop(0))
+    monkeypatch.setattr(JobController, "_newest", lambda self: newest.pop(0))
     runs = Scripted(list(lost))
     job = read_job(write_job(tmp_path, strategy="even", restarts=3))
-    pipeline = Pipeline(job, tmp_path, runs)
+    pipeline = JobController(job, tmp_path, runs)
     assert pipeline.train(None, resume=False) == "trained"
     every = ["big-0", "small-0", "small-1"]
     without = ["big-0", "small-1"]
@@ -211,10 +211,10 @@ def test_a_gpu_that_is_not_there_any_more_is_left_out(tmp_path, monkeypatch, los
     """One that never was there is told of."""
     lost = RankLost("fell off the bus", device="small-0", device_class="small")
     missing = DeviceMissing("this process does not see GPU small-0", device="small-0")
-    monkeypatch.setattr(Pipeline, "_newest", lambda self: 5)
+    monkeypatch.setattr(JobController, "_newest", lambda self: 5)
     runs = Scripted([lost, missing] if lost_before else [missing])
     job = read_job(write_job(tmp_path, strategy="even", restarts=3))
-    pipeline = Pipeline(job, tmp_path, runs)
+    pipeline = JobController(job, tmp_path, runs)
     if lost_before:
         assert pipeline.train(None, resume=True) == "trained"
         assert runs.starts[-1] == ["big-0", "small-1"]

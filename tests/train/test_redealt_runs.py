@@ -6,7 +6,7 @@ import pytest
 from jobs import metrics, plan_for, staged_plan_for, toy, train, write_job
 
 from gpumix.cost.predict import predict
-from gpumix.train.controller import Pipeline
+from gpumix.train.controller import JobController
 
 STEPS, BATCH = 26, 12
 # So slow that nothing but computing counts.
@@ -36,14 +36,14 @@ def on_one_device(folder) -> list[float]:
 @pytest.mark.slow
 def test_micro_batches_go_to_the_other_worker_and_losses_stay(tmp_path):
     sound = write_job(tmp_path / "sound", model=model(), **USUAL)
-    pipeline = Pipeline.of_file(sound, (), debug=False)
+    pipeline = JobController.of_file(sound, (), debug=False)
     profile = pipeline.profile()
     plan = staged_plan_for(sound, [(BATCH,), (6, 6)], micro_batch=1, zero_stage=3, waves=3)
     plan = plan.model_copy(update={"prediction": predict(profile, plan)})
     expected = on_one_device(tmp_path / "alone")
     slow = model(rank=2, at=20, sample_s=0.15)
     job = write_job(tmp_path / "slow", model=slow, rebalance=True, **USUAL)
-    Pipeline.of_file(job, (), debug=False).train(plan, resume=False, made_from=profile)
+    JobController.of_file(job, (), debug=False).train(plan, resume=False, made_from=profile)
     run = tmp_path / "slow" / "run"
     (change, *_) = metrics(run, "plan")
     assert change["live"]

@@ -18,7 +18,7 @@ from gpumix.schema.errors import GpumixError, InputError, NoFeasiblePlanError
 from gpumix.schema.plan.plan import Plan
 from gpumix.train import rank_tasks
 from gpumix.train.checkpoint.manifest import Damaged
-from gpumix.train.controller import Pipeline
+from gpumix.train.controller import JobController
 from gpumix.train.processes.local_launcher import launch
 from gpumix.train.run_manifest import RunRecord
 from gpumix.train.worker.context import Task
@@ -156,7 +156,7 @@ def test_a_plan_that_is_predicted_not_to_fit_is_refused(job):
 def test_teams_that_there_cannot_be_are_told_whatever_was_measured_before(
     tmp_path, techniques, told
 ):
-    Pipeline.of_file(write_job(tmp_path), [], debug=True).profile()
+    JobController.of_file(write_job(tmp_path), [], debug=True).profile()
     error = refused(InputError, write_job(tmp_path, techniques=techniques))
     assert told in error.what
     assert "profile" not in error.fix
@@ -313,7 +313,7 @@ def test_a_resume_that_one_key_forbids_is_refused_before_ranks_start(
     trained, monkeypatch, change, what
 ):
     """Where all was measured before, too."""
-    monkeypatch.setattr(Pipeline, "_train", None)
+    monkeypatch.setattr(JobController, "_train", None)
     error = refused(InputError, trained, "steps=2", change, resume=True)
     assert error.what == f"the checkpoint is of {what}"
 
@@ -451,7 +451,7 @@ def _train_own(seat, tasks, plans, devices):
 
 
 def disagreement(job, *, overrides=("", "", ""), plans=None) -> GpumixError:
-    pipelines = [Pipeline.of_file(job, [o] if o else [], debug=False) for o in overrides]
+    pipelines = [JobController.of_file(job, [o] if o else [], debug=False) for o in overrides]
     tasks = [Task(p.job, p.cluster, p.folder) for p in pipelines]
     devices = pipelines[0].cluster.in_rank_order()
     with pytest.raises(InputError) as caught:
@@ -466,7 +466,7 @@ def test_ranks_with_different_jobs_are_told_apart(job):
 
 
 def test_hosts_may_keep_their_files_in_different_places(job, tmp_path):
-    pipeline = Pipeline.of_file(job, [], debug=False)
+    pipeline = JobController.of_file(job, [], debug=False)
     tasks = [
         Task(pipeline.job.model_copy(update={"profile": profile}), pipeline.cluster, tmp_path)
         for profile in (

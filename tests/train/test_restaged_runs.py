@@ -13,7 +13,7 @@ from jobs import environment, metrics, toy, write_job
 
 from commands import begin
 from gpumix.schema.plan.plan import Plan
-from gpumix.train.controller import Pipeline
+from gpumix.train.controller import JobController
 from gpumix.train.elastic.rebalancer import WINDOW_STEPS
 from gpumix.train.rebalance_controller import MEASURED_STEPS
 
@@ -35,7 +35,7 @@ def test_a_slow_device_gets_fewer_units(tmp_path):
         "optimizer": {"lr": 1e-4},
     }
     sound = write_job(tmp_path / "sound", model=toy(blocks=6, width=64), steps=16, **usual)
-    pipeline = Pipeline.of_file(sound, ["rebalance=false"], debug=False)
+    pipeline = JobController.of_file(sound, ["rebalance=false"], debug=False)
     profile = pipeline.profile()
     plan = pipeline.plan(profile)
     pipeline.train(plan, resume=False, made_from=profile)

@@ -23,11 +23,11 @@ from gpumix.train.run_log import progress as progress_file
 from gpumix.train.run_log.display import Display, classes_table
 from gpumix.train.run_log.metrics import (
     ClassRecord,
-    Part,
+    ComputedPart,
     RankRecord,
+    RunEvent,
     RunLog,
     StepRecord,
-    Told,
     by_class,
     fullest_by_class,
     speed_of,
@@ -203,7 +203,7 @@ def test_utilisation_is_of_what_was_computed_and_unknown_where_that_cannot_be_to
     peaks = {"slow": Peak(flops_per_s=1e10, source="stated")}
     known = foretold.model_copy(update={"workers": workers, "peaks": peaks})
     found = plan().model_copy(update={"prediction": known})
-    part = Part.of([(1, width) for width in widths], found.workers[1].samples, 4)
+    part = ComputedPart.of([(1, width) for width in widths], found.workers[1].samples, 4)
     told = speed_of(found, 1, 2.0, 20, part)
     assert told.tokens_per_s == 20 / 2
     if factor is None:
@@ -213,10 +213,10 @@ def test_utilisation_is_of_what_was_computed_and_unknown_where_that_cannot_be_to
 
 
 def test_samples_a_little_shorter_than_planned_are_told_of():
-    part = Part.of([(50, 128), (50, 125)], 100, 128)
+    part = ComputedPart.of([(50, 128), (50, 125)], 100, 128)
     assert part.known == pytest.approx(1.0, abs=0.02)
     assert part.by_squares < part.known < part.by_tokens
-    assert Part.of([], 0, 128).known == 1.0  # who has no samples computes none, as planned
+    assert ComputedPart.of([], 0, 128).known == 1.0  # who has no samples computes none, as planned
 
 
 def test_what_short_samples_take_is_between_both_parts():
@@ -235,7 +235,7 @@ def test_what_short_samples_take_is_between_both_parts():
 
     whole = counted(4, length)
     for cut in ([(3, 20), (1, 90)], [(2, 48), (2, 48)], [(4, 8)]):
-        part = Part.of(cut, 4, length)
+        part = ComputedPart.of(cut, 4, length)
         assert part.by_squares < sum(counted(*one) for one in cut) / whole < part.by_tokens
 
 
@@ -310,7 +310,7 @@ def test_progress_says_that_a_run_starts_again_and_that_it_could_not(tmp_path):
 def test_what_is_found_out_afterwards_is_one_more_record(tmp_path):
     with RunLog(tmp_path, plan(), 1) as log:
         log.step(step(1))
-    tell_afterwards(tmp_path, 1, Told("compared", {"strategy": "even", "step_s": 2.0}, ""))
+    tell_afterwards(tmp_path, 1, RunEvent("compared", {"strategy": "even", "step_s": 2.0}, ""))
     assert [r["step"] for r in metrics(tmp_path)] == [1]
     (told,) = metrics(tmp_path, "compared")
     assert (told["step"], told["strategy"], told["step_s"]) == (1, "even", 2.0)

@@ -22,7 +22,7 @@ DEVICES = [Device(id=f"cpu-{number}", device_class="cpu") for number in range(2)
 STEPS = 8
 
 
-def family(seat: local_launcher.Seat) -> tuple[int, tuple[object, ...]]:
+def family(seat: local_launcher.RankAddress) -> tuple[int, tuple[object, ...]]:
     """What a rank was forked from, and how it takes signals."""
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     return os.getppid(), tuple(map(signal.getsignal, numbers))

@@ -26,7 +26,7 @@ from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.step_trace import Trace
 from gpumix.simulate.events import simulate
 from gpumix.simulate.trace import trace_of
-from gpumix.train.controller import Pipeline
+from gpumix.train.controller import JobController
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_a_run_in_stages_is_that_of_one(job, alone, zero_stage):
 
 def check_trace(job, plan: Plan, measured: Trace) -> None:
     """Passes and messages are those of the simulated step; a device computes, or it waits."""
-    profile = Pipeline.of_file(job, [], debug=False).profile()
+    profile = JobController.of_file(job, [], debug=False).profile()
     found, expected = slices(measured), slices(trace_of(simulate(profile, plan), plan))
     assert list(found) == list(expected)
     for process, threads in found.items():
@@ -87,7 +87,7 @@ def sent(threads) -> list:
 
 
 def test_a_trial_tells_how_much_of_its_time_each_rank_waited(job):
-    trial = Pipeline.of_file(job, [], debug=True).try_out(staged(job, zero_stage=0), 2)
+    trial = JobController.of_file(job, [], debug=True).try_out(staged(job, zero_stage=0), 2)
     assert len(trial.busy_shares) == 3
     # The second stage begins when the first has sent, which goes on when the second has answered.
     assert all(0.0 < share < 1.0 for share in trial.busy_shares)
@@ -140,7 +140,7 @@ def test_a_run_in_teams_of_unlike_sizes_is_that_of_one_and_goes_on_without(tmp_p
 def test_who_insists_has_a_team_of_unlike_devices(tmp_path, capsys):
     model = toy() | {"tensor_plan": TENSOR_PLAN}
     alike = write_job(tmp_path / "alike", model=model, cluster=PAIR, techniques={"tensor": 2})
-    pipeline = Pipeline.of_file(alike, [], debug=True)
+    pipeline = JobController.of_file(alike, [], debug=True)
     made = pipeline.plan(pipeline.profile()).model_dump_json()
     for own, other in (("pair-0", "big"), ("pair-1", "small")):
         made = made.replace(f'"{own}"', f'"{other}-0"')

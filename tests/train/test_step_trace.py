@@ -9,14 +9,14 @@ import pytest
 from jobs import EMULATED, gpumix, metrics, plan_for, toy, train, write_job
 from traces import slices, told
 
-from gpumix.engine.comm.step_recorder import Activity, Moved, Recording
+from gpumix.engine.comm.step_recorder import Activity, RecordedMove, RecordedStep
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Stage, Worker
 from gpumix.schema.plan.step_trace import CAUSES, Trace
 from gpumix.simulate.events import simulate
 from gpumix.simulate.trace import trace_of as simulated_trace
-from gpumix.train.controller import Pipeline
+from gpumix.train.controller import JobController
 from gpumix.train.monitor.step_trace import trace_of
 
 STEP = 3
@@ -38,7 +38,7 @@ def run(request, tmp_path_factory):
     )
     plan = plan_for(job, samples, shares).model_copy(update={"emulated": cluster is EMULATED})
     train(job, plan=plan)
-    profile = Pipeline.of_file(job, (), debug=False).profile()
+    profile = JobController.of_file(job, (), debug=False).profile()
     return folder / "run", plan, profile
 
 
@@ -135,16 +135,16 @@ def test_a_step_that_is_done_is_told_and_not_traced(tmp_path):
 
 def recording(
     issued_s: float, ended_s: float, kind: str = "gather", unit: str = "layers.1"
-) -> Recording:
+) -> RecordedStep:
     """Of a rank that waits for its collective as soon as it has issued it."""
-    return Recording(
+    return RecordedStep(
         activities=(
             Activity("overhead", "(root)", 0.0, 0.5),
             Activity("forward", "layers.0", 0.5, issued_s),
             Activity("waiting", unit, issued_s, ended_s, move=0),
             Activity("optimizer", "(root)", ended_s, 9.0),
         ),
-        moves=(Moved(kind, unit, issued_s, ended_s),),
+        moves=(RecordedMove(kind, unit, issued_s, ended_s),),
     )
 
 
@@ -193,10 +193,10 @@ def test_the_cause_of_a_wait_is_that_of_the_simulation(kind, unit, cause):
 
 
 def test_collectives_under_way_at_once_are_shown_one_after_the_other():
-    moves = (Moved("gather", "a", 1.0, 4.0), Moved("reduce", "b", 2.0, 3.0),
-             Moved("gather", "c", 3.5, 6.0))  # fmt: skip
+    moves = (RecordedMove("gather", "a", 1.0, 4.0), RecordedMove("reduce", "b", 2.0, 3.0),
+             RecordedMove("gather", "c", 3.5, 6.0))  # fmt: skip
     activities = (Activity("overhead", "(root)", 0.0, 9.0),)
-    trace = trace_of(two_ranks(), [Recording(activities, moves)] * 2)
+    trace = trace_of(two_ranks(), [RecordedStep(activities, moves)] * 2)
     for threads in slices(trace).values():
         assert times(threads["communication"]) == [
             ("gather a", 1.0, 4.0), ("reduce b", 4.0, 4.0), ("gather c", 4.0, 6.0)
@@ -214,4 +214,4 @@ def test_a_clock_that_started_earlier_makes_no_collective_end_after_its_rank():
 
 def test_a_recording_arrives_as_it_was():
     one = recording(1.0, 5.0)
-    assert Recording.from_json(one.to_json()) == one
+    assert RecordedStep.from_json(one.to_json()) == one

@@ -10,7 +10,7 @@ from jobs import BATCH, LENGTH, metrics, plan_for, train, write_job
 from extended import every_second
 from gpumix.engine.model.deferred_init import build
 from gpumix.schema.errors import InputError
-from gpumix.train.controller import Pipeline
+from gpumix.train.controller import JobController
 
 SAMPLES = 20  # of a pass; the first batch of it is held out
 LEFT = SAMPLES - BATCH
@@ -66,7 +66,7 @@ def test_other_samples_held_out_make_another_order(tmp_path):
 
 def test_a_stream_is_profiled_and_planned_without_what_it_takes(tmp_path):
     """Each rank reads all of it, whatever its share."""
-    pipeline = Pipeline.of_file(stream_job(tmp_path), ["profile.budget=1"], debug=False)
+    pipeline = JobController.of_file(stream_job(tmp_path), ["profile.budget=1"], debug=False)
     profile = pipeline.profile()
     assert profile.inputs == ()
     assert sum(worker.samples for worker in pipeline.plan(profile).workers) == BATCH

@@ -13,7 +13,7 @@ from gpumix.data.order.global_order import GlobalOrder
 from gpumix.schema.errors import InputError, MachineError, TrainingError
 from gpumix.schema.reading.read import read_job
 from gpumix.train.checkpoint.export import export
-from gpumix.train.controller import Pipeline
+from gpumix.train.controller import JobController
 from gpumix.train.worker.model import check_fits, config_of, model_of
 
 ALONE = [{"class": "device", "accelerator": "cpu", "memory": "64 MiB"}]
@@ -218,7 +218,7 @@ def test_bad_samples_are_skipped_in_all_that_a_run_does(tmp_path):
     # The first batch of the held-out samples, 52 to 59, has one in each evaluation.
     assert [device["skipped"] for device in summary.devices] == [bad + 1]
     with pytest.raises(TrainingError, match="sample 0 of toys:damaged_tokens cannot be read"):
-        Pipeline.of_file(job, ["data.bad_samples=stop"], debug=False).profile(fresh=True)
+        JobController.of_file(job, ["data.bad_samples=stop"], debug=False).profile(fresh=True)
 
 
 def test_a_sample_that_never_comes_while_devices_are_measured_is_named(tmp_path):
@@ -226,7 +226,7 @@ def test_a_sample_that_never_comes_while_devices_are_measured_is_named(tmp_path)
     own = OWN_PROFILES | {"budget": 1}
     job = write_job(tmp_path, data=data, profile=own, timeout=5)
     with pytest.raises(TrainingError, match=r"sample \d+ of toys:absent_tokens does not come"):
-        Pipeline.of_file(job, [], debug=False).profile()
+        JobController.of_file(job, [], debug=False).profile()
 
 
 @pytest.mark.parametrize("held_out", [0.02, 0.06])

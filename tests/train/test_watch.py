@@ -12,7 +12,7 @@ from gpumix.cost.input_time import STARVED_SHARE
 from gpumix.cost.layout.causes import PARTS, in_parts
 from gpumix.data.workers.autotune import Limit
 from gpumix.hardware.timestamps import HostStamps
-from gpumix.train.monitor.step_timer import WINDOW_STEPS, Starvation, Watch
+from gpumix.train.monitor.step_timer import WINDOW_STEPS, Starvation, StepTimer
 from gpumix.train.run_log.display import input_bound
 from gpumix.train.run_log.metrics import RankRecord
 from gpumix.train.run_log.time_breakdown import Shares
@@ -23,8 +23,8 @@ class Times:
 
     host = device = waited = copied = 0.0
 
-    def watch(self) -> Watch:
-        return Watch(
+    def watch(self) -> StepTimer:
+        return StepTimer(
             HostStamps(lambda: self.device),
             _Told(self, "waited"),
             _Told(self, "copied"),

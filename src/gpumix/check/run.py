@@ -18,8 +18,8 @@ import gpumix
 from gpumix.check.facts.cluster import RankFacts, Survey
 from gpumix.check.finding import Finding, has_error
 from gpumix.check.judge import judge
-from gpumix.check.probes.probe import Probe, Setting
-from gpumix.check.probes.requests import SLACK_S, Crew
+from gpumix.check.probes.probe import ProbeSettings, RankProbe
+from gpumix.check.probes.requests import SLACK_S, AskedRanks
 from gpumix.check.probes.worker import KEYS, KILLED_S, PRELOAD, Attendant, Maker, next_task
 from gpumix.check.survey import HELLO_S, Say, Surveyor
 from gpumix.engine.rank_group import STORE_ERRORS
@@ -30,7 +30,7 @@ from gpumix.schema.errors import GpumixError
 from gpumix.schema.job.job import Job
 from gpumix.schema.reading.allowed_code import check_allowed
 from gpumix.schema.reading.read import read_job
-from gpumix.train.processes.local_launcher import Seat, loopback_store, warm_up
+from gpumix.train.processes.local_launcher import RankAddress, loopback_store, warm_up
 from gpumix.train.processes.runner import LocalRunner
 from gpumix.train.processes.store import store_of
 from gpumix.train.processes.torchrun_runner import NO_DEVICE, TorchrunRunner, own_device, seat_in
@@ -55,15 +55,17 @@ class _Given:
     make: Maker
     debug: bool
 
-    def attendant(self, seat: Seat, device_class: DeviceClass, store: dist.Store) -> Attendant:
+    def attendant(
+        self, seat: RankAddress, device_class: DeviceClass, store: dist.Store
+    ) -> Attendant:
         """Return the attendant of a rank."""
-        setting = Setting(device_class, self.job, self.folder, self.debug)
+        setting = ProbeSettings(device_class, self.job, self.folder, self.debug)
         hello = _hello(seat, device_class, self.job)
         return Attendant(seat, setting, store, hello=hello, make=self.make)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CheckOutcome:
     """The outcome of a check.
 
     Attributes:
@@ -82,9 +84,9 @@ def check(
     allowed: Sequence[str],
     say: Say,
     leaving: ExitStack,
-    make: Maker = Probe,
+    make: Maker = RankProbe,
     debug: bool = False,
-) -> Outcome:
+) -> CheckOutcome:
     """Check the cluster of a job, or without a job the discovered devices.
 
     Args:
@@ -106,10 +108,10 @@ def check(
     place = torchrun_place()
     if place is None:
         found = judge(_alone(given(), say))
-        return Outcome(found, has_error(found))
+        return CheckOutcome(found, has_error(found))
     if place.rank == 0:
         return _speaker(place, given, deadline, say, leaving)
-    return Outcome(None, _attend(place, given, deadline + BEGUN_LATER_S))
+    return CheckOutcome(None, _attend(place, given, deadline + BEGUN_LATER_S))
 
 
 def _alone(given: _Given, say: Say) -> Survey:
@@ -121,21 +123,21 @@ def _alone(given: _Given, say: Say) -> Survey:
     devices = LocalRunner().devices(cluster)
     with loopback_store() as (store, port), ExitStack() as stack:
         for rank, device in enumerate(devices):
-            seat = Seat(rank, len(devices), device, port)
+            seat = RankAddress(rank, len(devices), device, port)
             device_class = cluster.class_named(device.device_class)
             _start(stack, given.attendant(seat, device_class, store.clone()), given.deadline)
-        crew = Crew(store, len(devices), given.deadline)
+        crew = AskedRanks(store, len(devices), given.deadline)
         stack.callback(crew.dismiss, range(len(devices)), failed=False)
         return Surveyor(crew, job, say).survey()
 
 
 def _speaker(
     place: TorchrunPlace, read: Callable[[], _Given], deadline: float, say: Say, leaving: ExitStack
-) -> Outcome:
+) -> CheckOutcome:
     """Run torchrun's rank 0: serve its own rank and survey all ranks. The other ranks leave with
     rank 0's result, because torchrun waits minutes if one host fails and another does not."""
     store = store_of(seat_in(place, NO_DEVICE), MEET_S)
-    crew = Crew(store, place.world, deadline)
+    crew = AskedRanks(store, place.world, deadline)
     failed = True
 
     def leave() -> None:
@@ -152,7 +154,7 @@ def _speaker(
         stack.callback(crew.dismiss, [place.rank], failed=False)
         findings = judge(Surveyor(crew, given.job, say).survey())
     failed = has_error(findings)
-    return Outcome(findings, failed)
+    return CheckOutcome(findings, failed)
 
 
 def _attend(place: TorchrunPlace, read: Callable[[], _Given], until: float) -> bool:
@@ -203,7 +205,7 @@ def _device(place: TorchrunPlace, job: Job | None) -> tuple[Device, DeviceClass]
     return device, cluster.class_named(device.device_class)
 
 
-def _hello(seat: Seat, device_class: DeviceClass, job: Job | None) -> RankFacts:
+def _hello(seat: RankAddress, device_class: DeviceClass, job: Job | None) -> RankFacts:
     """Return a rank's facts about itself and its device."""
     told = "" if job is None else json.dumps(without_paths(job.model_dump()))
     host = seat.device.host

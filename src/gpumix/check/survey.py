@@ -11,17 +11,17 @@ from pydantic import ValidationError
 import gpumix
 from gpumix.check.facts.cluster import (
     ClockFacts,
+    GpuSpeed,
     HostFacts,
     JobFacts,
     JobOnHost,
     PairFacts,
     RankFacts,
-    Speed,
     Survey,
 )
 from gpumix.check.probes.pair_rounds import Pair, rounds, turns
 from gpumix.check.probes.probe import Told
-from gpumix.check.probes.requests import Answer, Crew
+from gpumix.check.probes.requests import Answer, AskedRanks
 from gpumix.check.probes.worker import START_S
 from gpumix.hardware.discovery.gpu_health import GpuHealth
 from gpumix.schema.cluster.cluster import Cluster
@@ -47,7 +47,7 @@ class Surveyor:
         say: reports progress to the user.
     """
 
-    def __init__(self, crew: Crew, job: Job | None, say: Say) -> None:
+    def __init__(self, crew: AskedRanks, job: Job | None, say: Say) -> None:
         self._crew = crew
         self._job = job
         self._say = say
@@ -147,7 +147,7 @@ class Surveyor:
             if answer.error:
                 self._trouble(rank, answer)
             else:
-                self._set(rank, speed=Speed.model_validate(answer.value))
+                self._set(rank, speed=GpuSpeed.model_validate(answer.value))
         waiting = [rank for rank in self._well() if rank.speed is not None]
         while waiting:  # one device per host at a time: devices share the link to host memory
             now = {rank.host: rank for rank in reversed(waiting)}

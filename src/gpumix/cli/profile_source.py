@@ -61,7 +61,7 @@ _SIZE = re.compile(r"^([0-9]+(?:\.[0-9]+)?)\s*([MBT])$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class Source:
+class PlanSource:
     """Input of planning: profile, request, the files or arguments behind both, and a line on
     assumptions."""
 
@@ -73,7 +73,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlanOptions:
     """Options of a verb that plans, or looks at a plan. `measures`: measure jobs not in the cache.
     `link_option` is the verb's name for `network`."""
 
@@ -91,7 +91,7 @@ class Asked:
     measures: bool = True
     link_option: str = "--network"
 
-    def source(self, strategy: str | None = "optimal") -> Source:
+    def source(self, strategy: str | None = "optimal") -> PlanSource:
         """Return the profile to plan from.
 
         Args:
@@ -111,7 +111,7 @@ class Asked:
         profile = self._of_job(job, self.job)
         request = _request(job.global_batch, job.techniques.leaving_out())
         place = ", ".join(str(path) for path in (self.job, self.profile) if path is not None)
-        return Source(profile, request, job.strategy, place)
+        return PlanSource(profile, request, job.strategy, place)
 
     def _of_job(self, job: Job, path: Path) -> Profile:
         from gpumix.profiler.cache.measurement_cache import reading_as
@@ -144,7 +144,7 @@ class Asked:
         overrides = [*self.overrides, f"strategy={job.strategy}"]
         return measured(path, overrides, self.allowed, as_json=self.as_json)
 
-    def _estimated_without_job(self, strategy: str) -> Source:
+    def _estimated_without_job(self, strategy: str) -> PlanSource:
         from gpumix.hardware.estimates.decoder_shapes import llama_shaped
         from gpumix.schema.job.job import OptimizerSpec
 
@@ -165,7 +165,7 @@ class Asked:
             f"for a model of {profile.model.parameters / 1e9:.2f} G parameters, {length} tokens a "
             f"sample, {batch} samples a step, {computed_in(profile)}, AdamW"
         )
-        return Source(profile, _request(batch), strategy, "--cluster", note)
+        return PlanSource(profile, _request(batch), strategy, "--cluster", note)
 
     def _estimate(
         self, config: Mapping[str, Any], length: int, precision: Precision, optimizer: OptimizerSpec
@@ -252,7 +252,9 @@ def planning(command: Callable[..., None]) -> Callable[..., None]:
     def run(**given: Any) -> None:
         options = {name: given.pop(name) for name in shared}
         network = options.pop(link)
-        asked = Asked(**options, network=network, as_json=given["as_json"], link_option=f"--{link}")
+        asked = PlanOptions(
+            **options, network=network, as_json=given["as_json"], link_option=f"--{link}"
+        )
         command(asked=asked, **given)
 
     last = {name: own.pop(name) for name in ("as_json", "debug")}

@@ -13,7 +13,7 @@ from gpumix.train.run_log.tables import labelled, new_table
 
 if TYPE_CHECKING:
     from gpumix.planner.cluster_change import Outlook
-    from gpumix.planner.compare import Comparison, Row
+    from gpumix.planner.compare import Comparison, StrategyRow
 
 
 def outlook_table(found: Sequence[Outlook]) -> RenderableType:
@@ -50,7 +50,7 @@ def comparison_table(found: Comparison) -> RenderableType:
     return Group(labelled(table, found.emulated, found.estimated), *notes)
 
 
-def _figures(row: Row, fastest: float | None) -> list[str]:
+def _figures(row: StrategyRow, fastest: float | None) -> list[str]:
     if row.step_s is None or row.tokens_per_s is None:
         return ["not possible", "", "", ""]
     times = row.step_s / fastest if fastest else 1.0
@@ -62,7 +62,7 @@ def _figures(row: Row, fastest: float | None) -> list[str]:
     ]
 
 
-def _head_rooms(row: Row, classes: Sequence[str]) -> list[str]:
+def _head_rooms(row: StrategyRow, classes: Sequence[str]) -> list[str]:
     """Return the free memory by class, the least of its devices; empty for a class left out."""
     rooms = {room.device_class: room for room in row.head_room}
     return [

@@ -22,7 +22,7 @@ from gpumix.cost.layout.buffer_slots import ALIGNMENT
 from gpumix.cost.layout.curves import FloatArray, IntArray, MicroBatches, bytes_at
 from gpumix.cost.mixed_degrees import ModelOfRank, ProfileOfRanks
 from gpumix.cost.network.buckets import GRADIENT_BYTES, Buckets, UnitSize
-from gpumix.cost.network.collective_times import Links
+from gpumix.cost.network.collective_times import CollectiveSeconds
 from gpumix.schema.cluster.cluster import DeviceClass
 from gpumix.schema.curve import Curve
 from gpumix.schema.plan.plan import ZeroStage
@@ -121,7 +121,7 @@ class MemoryModel:
     share and measured dtype."""
 
     profile: Profile
-    links: Links
+    links: CollectiveSeconds
     ranks: int
     zero_stage: ZeroStage = 3
 
@@ -199,7 +199,7 @@ class StateModel:
     """
 
     profile: Profile
-    links: Links
+    links: CollectiveSeconds
     ranks: int
     zero_stage: ZeroStage
     model: ModelProfile

@@ -17,7 +17,13 @@ from gpumix.cost.input_time import input_seconds, no_faster_than_input
 from gpumix.cost.layout.curves import FloatArray, IntArray, MicroBatches
 from gpumix.cost.model_match import check_units
 from gpumix.cost.network.buckets import Joining
-from gpumix.cost.network.collective_times import Cuts, Layout, Links, free_links, links_for
+from gpumix.cost.network.collective_times import (
+    BufferCuts,
+    CollectiveSeconds,
+    ShardedLayout,
+    free_links,
+    links_for,
+)
 from gpumix.cost.network.link_times import on_hosts, wire_for
 from gpumix.cost.peak_memory import (
     Activations,
@@ -149,7 +155,7 @@ class _Step:
             return float(forward.max()) + float(backward.max())
         return float((forward + backward).max())
 
-    def _passes(self, links: Links) -> tuple[FloatArray, FloatArray]:
+    def _passes(self, links: CollectiveSeconds) -> tuple[FloatArray, FloatArray]:
         """Return the forward and backward seconds of each worker, by rank."""
         forward, backward = np.zeros(len(self._workers)), np.zeros(len(self._workers))
         for alike in self._alike():
@@ -218,18 +224,18 @@ class _Step:
             yield _Alike(name, mode, ranks, MicroBatches.of(samples, sizes), kept)
 
 
-def links_of_plan(profile: Profile, plan: Plan) -> Links:
+def links_of_plan(profile: Profile, plan: Plan) -> CollectiveSeconds:
     """Return the seconds of each collective of `plan`.
 
     Raises:
         InputError: nothing is known of a collective form of the plan, or of a link.
     """
     shares = shares_by_host(plan)
-    layout = Layout(
+    layout = ShardedLayout(
         plan.zero_stage,
         plan.sharding,
         plan.collectives,
-        Cuts.at(shares_of_group(plan)),
+        BufferCuts.at(shares_of_group(plan)),
         plan.communication_dtype,
         Joining.of(profile.model, plan),
         hosts=len(shares),

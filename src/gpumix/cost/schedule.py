@@ -42,7 +42,7 @@ class Action(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Seat:
+class StageSeat:
     """Worker of a stage, and its consecutive micro-batch numbers. A tensor-parallel group, or all
     workers running waves together, is identified by its first `rank`."""
 
@@ -52,7 +52,7 @@ class Seat:
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class MicroBatchSchedule:
     """Assignment of micro-batches to workers.
 
     Args:
@@ -61,7 +61,7 @@ class Pipeline:
     """
 
     schedule: Schedule
-    seats: tuple[tuple[Seat, ...], ...]
+    seats: tuple[tuple[StageSeat, ...], ...]
     waves: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
@@ -73,7 +73,9 @@ class Pipeline:
         return cls(
             plan.schedule,
             tuple(
-                (Seat(n, plan.ranks_of(n)[0], range(plan.waves)),) if together else _seats(plan, n)
+                (StageSeat(n, plan.ranks_of(n)[0], range(plan.waves)),)
+                if together
+                else _seats(plan, n)
                 for n in stages
             ),
             tuple(tuple(one.wave for one in s.micro_batches(plan.waves)) for s in plan.stages)
@@ -110,7 +112,7 @@ class Pipeline:
         }
 
     @cached_property
-    def seat_of(self) -> dict[tuple[int, int], Seat]:
+    def seat_of(self) -> dict[tuple[int, int], StageSeat]:
         """Worker by (stage, micro-batch)."""
         return {
             (seat.stage, batch): seat
@@ -246,11 +248,11 @@ class Pipeline:
         return self.orders[self.seats[stage][0].rank if plan.in_waves else leader]
 
 
-def _seats(plan: Plan, stage: int) -> tuple[Seat, ...]:
+def _seats(plan: Plan, stage: int) -> tuple[StageSeat, ...]:
     counts = [len(leader.micro_batches) for leader in plan.stages[stage].leaders]
     ends = list(accumulate(counts))
     return tuple(
-        Seat(stage, team[0], range(end - count, end))
+        StageSeat(stage, team[0], range(end - count, end))
         for team, count, end in zip(plan.teams_of(stage), counts, ends)
     )
 
@@ -386,8 +388,8 @@ class _Trial:
     """Simulated step, with equally busy workers per stage, to choose each rank's next action by
     readiness."""
 
-    pipeline: Pipeline
-    more: int = 0  # forward passes allowed to wait, beyond `Pipeline.in_flight`
+    pipeline: MicroBatchSchedule
+    more: int = 0  # forward passes allowed to wait, beyond `MicroBatchSchedule.in_flight`
     _done: dict[Action, float] = field(default_factory=dict)
 
     def run(self) -> dict[int, tuple[Action, ...]] | None:
@@ -434,7 +436,7 @@ class _Trial:
 class _Rank:
     """Progress of a rank: actions done, and actions left."""
 
-    def __init__(self, pipeline: Pipeline, rank: int, more: int) -> None:
+    def __init__(self, pipeline: MicroBatchSchedule, rank: int, more: int) -> None:
         self.order: list[Action] = []
         self.free = 0.0
         self._forwards = pipeline.forwards(rank)[::-1]

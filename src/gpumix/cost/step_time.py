@@ -50,7 +50,7 @@ import numpy as np
 
 from gpumix.cost.layout.curves import FloatArray, IntArray, MicroBatches, bytes_at, seconds_at
 from gpumix.cost.network.buckets import AFTER, BEFORE, Beside, Names
-from gpumix.cost.network.collective_times import Links
+from gpumix.cost.network.collective_times import CollectiveSeconds
 from gpumix.cost.peak_memory import SHARD_GRADIENT_BYTES
 from gpumix.schema.curve import Curve
 from gpumix.schema.errors import InputError
@@ -62,7 +62,7 @@ from gpumix.schema.profile.profile import ROOT, ClassProfile, ModelProfile, Prof
 def pass_seconds(
     profile: Profile,
     name: str,
-    links: Links,
+    links: CollectiveSeconds,
     micro: MicroBatches,
     mode: Mode,
     kept_graphs: IntArray | None = None,
@@ -79,7 +79,7 @@ def pass_seconds(
 
 
 def split_seconds(
-    profile: Profile, name: str, links: Links, micro: MicroBatches, mode: Mode
+    profile: Profile, name: str, links: CollectiveSeconds, micro: MicroBatches, mode: Mode
 ) -> tuple[FloatArray, FloatArray]:
     """Return the seconds of the two parts of a split backward pass: activations, and then the
     parameters' gradients with reductions.
@@ -107,14 +107,14 @@ def passes_meet(zero_stage: ZeroStage) -> bool:
     return zero_stage >= 1
 
 
-def exposed_seconds(profile: Profile, links: Links) -> float:
+def exposed_seconds(profile: Profile, links: CollectiveSeconds) -> float:
     """Return the seconds of a step that computation never hides, whatever the workers' samples."""
     ends = links.gather_s[ROOT] + links.gather_s[BEFORE]
     ends += links.reduce_s[links.buckets.kind(0)] + links.reduce_s[ROOT] + links.reduce_s[BEFORE]
     return ends + profile.step_overhead_s
 
 
-def moved_seconds(links: Links) -> tuple[float, float]:
+def moved_seconds(links: CollectiveSeconds) -> tuple[float, float]:
     """Return the seconds of both passes of a rank without samples: it waits for collectives."""
     forward = links.gather_s[links.buckets.kind(0)]
     for beside, count in links.buckets.forward_counts:
@@ -238,7 +238,7 @@ class _Work:
     """Work of devices of one class in a step, with the given links."""
 
     computing: Computing
-    links: Links
+    links: CollectiveSeconds
     kept_graphs: IntArray | None = None
 
     def forward_seconds(self) -> FloatArray:

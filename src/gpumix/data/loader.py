@@ -29,12 +29,12 @@ from gpumix.data.order.global_order import Cursor
 from gpumix.data.order.sampler import AS_THEY_COME, NO_INDICES, ByLength, Course, begin_of
 from gpumix.data.sources.iterable import Form, StreamSource, is_stream
 from gpumix.data.sources.map_style import as_source
-from gpumix.data.workers.autotune import Bounds, Limit, Setting, Tuner
+from gpumix.data.workers.autotune import Bounds, Limit, Tuner
 from gpumix.data.workers.batch_layout import Batch
-from gpumix.data.workers.device_copy import Copies, CopyStream
+from gpumix.data.workers.device_copy import BatchCopies, CopyStream
 from gpumix.data.workers.fetch import Cost, fetch_in_time
 from gpumix.data.workers.fork_server import can_fork
-from gpumix.data.workers.prefetcher import Feed
+from gpumix.data.workers.prefetcher import Feed, PrefetchSettings
 from gpumix.data.workers.step_timing import pace_of
 from gpumix.data.workers.worker_pool import Kind
 from gpumix.hardware import runtime
@@ -150,7 +150,7 @@ class Loader(Iterator[Batch]):
             pin=pin,
             timeout_s=timeout_s,
         )
-        self._copies = None if pin is None else Copies(CopyStream(pin))
+        self._copies = None if pin is None else BatchCopies(CopyStream(pin))
         weakref.finalize(self, self._feed.close)
         self._tuner = Tuner(self._bounds_by(shares), self._source.splits)
         self._feed.set(self._tuner.setting)
@@ -174,7 +174,7 @@ class Loader(Iterator[Batch]):
         return self._cursor
 
     @property
-    def setting(self) -> Setting:
+    def setting(self) -> PrefetchSettings:
         """The current prefetch settings."""
         return self._feed.setting
 

@@ -14,7 +14,7 @@ from gpumix.schema.errors import InputError
 from gpumix.schema.files import read_bytes, replace_text
 from gpumix.schema.job.job import Job
 from gpumix.schema.reading.overrides import key_of
-from gpumix.schema.reading.yaml_places import Source, parse_yaml
+from gpumix.schema.reading.yaml_places import YamlSource, parse_yaml
 from gpumix.schema.value import Value
 
 Changes = Mapping[str, Any]
@@ -86,7 +86,7 @@ def write_tuned(job: Path, tuned: Path, changes: Changes, notes: Sequence[str] =
 
 def _content(text: str) -> Any:
     """Parse a job's text into values; duplicate keys are an error."""
-    tree = parse_yaml(text, Source("the job", Path()))
+    tree = parse_yaml(text, YamlSource("the job", Path()))
     assert tree is not None, "it was read as a job"
     return tree.value
 

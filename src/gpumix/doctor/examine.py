@@ -14,7 +14,7 @@ from statistics import median
 from typing import Protocol, Self, TypeVar
 
 from gpumix.doctor.change import Changes
-from gpumix.doctor.report import Finding, Report, Suspect
+from gpumix.doctor.report import Report, Slowdown, Suspect
 from gpumix.doctor.verdict import PAIRS, Gain, enough, gain_of
 from gpumix.schema.errors import GpumixError
 from gpumix.schema.units import show_seconds
@@ -27,7 +27,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Window:
+class TimedWindow:
     """Timing of a window: `step_s` per step, including work between steps and scaled to the
     unchanged samples per step; `trained_s` measured; the fraction of a step waiting for data."""
 
@@ -39,7 +39,7 @@ class Window:
 class Patient(Protocol):
     """A system under examination, with some changes applied."""
 
-    def window(self) -> Window:
+    def window(self) -> TimedWindow:
         """Run a few steps.
 
         Raises:
@@ -75,7 +75,7 @@ class _Tally:
     trained_s: float = 0.0
     spreads: list[float] = field(default_factory=list)
 
-    def one_more(self, patient: Patient) -> Window:
+    def one_more(self, patient: Patient) -> TimedWindow:
         found = patient.window()
         self.trained_s += found.trained_s
         return found
@@ -91,7 +91,7 @@ class _Tally:
 
 @dataclass
 class _Found:
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[Slowdown] = field(default_factory=list)
     cleared: list[tuple[str, Gain]] = field(default_factory=list)
     unlike: list[tuple[str, str]] = field(default_factory=list)
 
@@ -130,7 +130,7 @@ def examine(
             say(f"  but it trains something else: {unlike}")
             found.unlike.append((suspect.name, unlike))
         else:
-            found.findings.append(Finding(suspect, gain))
+            found.findings.append(Slowdown(suspect, gain))
             patient = patient if suspect.changes_training else after
     return Report(
         findings=tuple(sorted(found.findings, key=lambda one: -one.gain.factor)),

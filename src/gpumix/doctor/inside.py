@@ -62,10 +62,10 @@ class Inside:
 
     def __enter__(self) -> Inside:
         from gpumix.doctor.function.changing import apply
-        from gpumix.doctor.function.lines import Lines
+        from gpumix.doctor.function.lines import WaitingLines
         from gpumix.doctor.function.patches import Patches
 
-        self._patches, self._lines = Patches(), Lines()
+        self._patches, self._lines = Patches(), WaitingLines()
         log = self._patches.enter_context(opened_log(self.log))
         self._patches.replace(sys, "stdout", lambda _: log)
         apply(self.changes, self._patches)

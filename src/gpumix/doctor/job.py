@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 from gpumix.doctor.change import Changes, overrides
-from gpumix.doctor.examine import Window
+from gpumix.doctor.examine import TimedWindow
 from gpumix.doctor.function.alike import unlike
 from gpumix.doctor.function.suspects import steering
 from gpumix.doctor.inside import CODE, Inside, SeenInside
@@ -26,9 +26,9 @@ from gpumix.schema.job.job import Job
 from gpumix.schema.plan.dtypes import compute_dtypes
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import Profile
-from gpumix.train.controller import Pipeline
+from gpumix.train.controller import JobController
 from gpumix.train.elastic.rebalance_memory import settled
-from gpumix.train.run_log.summary import Trial
+from gpumix.train.run_log.summary import TrialResult
 
 SETTLING = 10  # additional steps for the loader to tune itself
 COMPARED = {"late_values": "late_values", "precision": "autocast"}  # changes, and names in `alike`
@@ -44,7 +44,7 @@ class JobPatient:
         given: the user's `--set` arguments, not part of the examination.
         steps: of a window, including steps for the loader to settle.
         folder: for output of windows.
-        allowed: code callable by the job; see `Pipeline.of_file`.
+        allowed: code callable by the job; see `JobController.of_file`.
         global_batch: of the unchanged job, None without changes; `tokens`: of its steps.
         inside: observations inside ranks before any change; `kernels_share`: fraction of a step in
             which a GPU computes.
@@ -60,16 +60,16 @@ class JobPatient:
     global_batch: int | None = None
     tokens: float = 0.0
     profiles: dict[str, Profile] = field(default_factory=dict)
-    trials: list[Trial] = field(default_factory=list)
+    trials: list[TrialResult] = field(default_factory=list)
     seen: Watched | None = None
     inside: SeenInside | None = None
     kernels_share: float | None = None
 
     @cached_property
-    def pipeline(self) -> Pipeline:
+    def pipeline(self) -> JobController:
         settings = {key: value for key, value in self.changes.items() if key not in CODE}
         said = [*self.given, *overrides(settings), f"output={self.folder}", "trace_step=null"]
-        return Pipeline.of_file(self.path, said, allowed=self.allowed, debug=self.debug)
+        return JobController.of_file(self.path, said, allowed=self.allowed, debug=self.debug)
 
     @property
     def job(self) -> Job:
@@ -92,7 +92,7 @@ class JobPatient:
             self.profiles[key] = self.pipeline.profile()
         return self.profiles[key]
 
-    def window(self) -> Window:
+    def window(self) -> TimedWindow:
         plan = self.plan  # planned and profiled before the watch starts
         looks = self.inside is None
         inside = Inside(
@@ -121,7 +121,7 @@ class JobPatient:
                 took_s += took.still_s + took.beside_s
         # Scale to the unchanged tokens per step, which a new sample order or batch size alters.
         seconds *= (self.tokens or _tokens(trial)) / _tokens(trial)
-        return Window(seconds, took_s, max(trial.input_shares))
+        return TimedWindow(seconds, took_s, max(trial.input_shares))
 
     def _real(self, *, gpus: bool) -> tuple[str, ...]:
         """Return the names of GPU classes, or of CPU classes, without emulated classes."""
@@ -219,7 +219,7 @@ def _foretold_s(patient: JobPatient) -> float | None:
     return None if expected is None else expected.step_s * patient._part_of_batch
 
 
-def _tokens(trial: Trial) -> float:
+def _tokens(trial: TrialResult) -> float:
     """Return the tokens per step, without padding."""
     return trial.tokens_per_s * trial.step_s
 

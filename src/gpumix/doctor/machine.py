@@ -15,7 +15,7 @@ from typing import Any
 
 from gpumix.cost.input_time import STARVED_SHARE
 from gpumix.data.workers.autotune import Limit
-from gpumix.hardware.discovery.gpu_health import REASONS, Look, driver, look, most_link
+from gpumix.hardware.discovery.gpu_health import REASONS, GpuReading, driver, look, most_link
 from gpumix.schema.files import read_log
 
 SHARE = 0.1  # fraction of samples, or of the time, above which a problem is reported
@@ -33,7 +33,7 @@ class GpuWatched:
 
     name: str
     most: tuple[int, int]
-    looks: tuple[Look, ...]
+    looks: tuple[GpuReading, ...]
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def look_at(nvml: ModuleType | Any, ended: Callable[[], bool]) -> list[GpuWatche
     """Sample each GPU until `ended()`, which waits between samples."""
     count = nvml.nvmlDeviceGetCount()
     handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
-    looks: list[list[Look]] = [[] for _ in handles]
+    looks: list[list[GpuReading]] = [[] for _ in handles]
     while not ended():
         for handle, seen in zip(handles, looks):
             seen.append(look(nvml, handle, USED))

@@ -47,7 +47,7 @@ class Suspect:
 
 
 @dataclass(frozen=True)
-class Finding:
+class Slowdown:
     """A confirmed slowdown, with the change fixing it and the measured gain."""
 
     suspect: Suspect
@@ -86,7 +86,7 @@ class Report:
         seconds: of the examination; `trained_s` of measured steps.
     """
 
-    findings: tuple[Finding, ...]
+    findings: tuple[Slowdown, ...]
     cleared: tuple[tuple[str, Gain], ...]
     unlike: tuple[tuple[str, str], ...]
     untried: tuple[str, ...]
@@ -121,7 +121,7 @@ class Report:
         return prod(one.gain.factor for one in self._safe)
 
     @property
-    def _safe(self) -> list[Finding]:
+    def _safe(self) -> list[Slowdown]:
         return [one for one in self.findings if not one.suspect.changes_training]
 
     @property

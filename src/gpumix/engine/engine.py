@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from gpumix.cost.schedule import Pipeline
+from gpumix.cost.schedule import MicroBatchSchedule
 from gpumix.engine.batch.batch_split import (
     Samples,
     compare_samples,
@@ -38,15 +38,15 @@ from gpumix.engine.model.model_settings import in_units, layer_drop
 from gpumix.engine.model.rng import OtherGenerators, Randomness, evaluating, untouched
 from gpumix.engine.offload.host_offload import HostStore
 from gpumix.engine.optimizers import elementwise_check
-from gpumix.engine.optimizers.layout import Layout
+from gpumix.engine.optimizers.layout import OptimizerLayout
 from gpumix.engine.optimizers.overlapped_step import StepsOnHost, Updates, updates_elements
 from gpumix.engine.outside_steps import ByBlocks, OutsideSteps
 from gpumix.engine.rehearsal.settling_engine import Settling
 from gpumix.engine.reshard import move_state, moves_state
 from gpumix.engine.schedule import layered, pipeline_parallel, sequential
 from gpumix.engine.schedule.micro_batch import Loss, MicroBatch, closing, kept_by
-from gpumix.engine.schedule.pipeline_parallel import Entrance, Place, Running
-from gpumix.engine.sharding.bucket import Reductions
+from gpumix.engine.schedule.pipeline_parallel import Entrance, Running, StagePlace
+from gpumix.engine.sharding.bucket import BucketReductions
 from gpumix.engine.sharding.gradient_fingerprint import OwnNorm
 from gpumix.engine.sharding.mixed_precision import TORCH_DTYPE, LossScaler
 from gpumix.engine.sharding.parameter_index import Inventory
@@ -55,7 +55,7 @@ from gpumix.engine.sharding.unused_parameters import UnusedParameters
 from gpumix.engine.tensor_parallel.parallelize import Changes
 from gpumix.engine.undo import Undo
 from gpumix.engine.unit import own_checkpointing
-from gpumix.engine.unit.sharded_units import Parts
+from gpumix.engine.unit.sharded_units import ShardedUnits
 from gpumix.engine.update_guard import Guard
 from gpumix.schema.errors import GpumixError, InputError, TrainingError, in_a_line
 from gpumix.schema.plan.plan import Plan
@@ -79,14 +79,14 @@ class Engine(Settling, ByBlocks):
         self,
         model: nn.Module,
         plan: Plan,
-        parts: Sequence[Parts],
+        parts: Sequence[ShardedUnits],
         calls: Calls,
         *,
         comm: Communicator,
         objective: Reduces,
         seed: int,
         inventory: Inventory,
-        places: Sequence[Place] = (),
+        places: Sequence[StagePlace] = (),
         couples: str = "",
         changes: Changes,
         forwards: Mapping[str, Callable[..., Any]],
@@ -100,7 +100,7 @@ class Engine(Settling, ByBlocks):
         self.overflowed = False
         self.notice = self.report = 0.0
         self.places = places
-        self._pipeline = Pipeline.of(plan) if places else None
+        self._pipeline = MicroBatchSchedule.of(plan) if places else None
         self._parts = parts[0]  # of the first of its stages
         self._heads = [one.head for one in parts if one.head is not None]
         self._calls = calls
@@ -139,7 +139,7 @@ class Engine(Settling, ByBlocks):
         self.computed: list[tuple[int, int | None]] = []
         self.copies = WaitClock(self.device)
         self._host = HostStore(self.device, self.copies)
-        elementwise_check.Watch(self)
+        elementwise_check.FirstUpdateCheck(self)
         if self.state_on_host:
             StepsOnHost(self, self.parameters())
 
@@ -231,7 +231,7 @@ class Engine(Settling, ByBlocks):
         if self.places:
             self.places[0].wires.replan(plan)
             self.places = [replace(place, plan=plan) for place in self.places]
-            self._pipeline = Pipeline.of(plan)
+            self._pipeline = MicroBatchSchedule.of(plan)
         self.plan = plan
         self._worker = plan.workers[self.comm.rank]
         self._rows = plan.rows_of(self.comm.rank)
@@ -262,8 +262,8 @@ class Engine(Settling, ByBlocks):
 
     def _reductions(
         self, gradient_scale: Callable[[], torch.Tensor], updates: Updates | None
-    ) -> Reductions:
-        return Reductions(
+    ) -> BucketReductions:
+        return BucketReductions(
             gradient_scale,
             at_once=self._parts.division.replicated and not self._parts.division.others,
             done=None if updates is None else updates.update,
@@ -277,7 +277,7 @@ class Engine(Settling, ByBlocks):
             if self._leaves_out and self._parts.head is not None:
                 stack.enter_context(self._parts.head.whole())
             turns = layered.Turns(batches, in_order=bool(self.keepers))
-            begun = layered.Begun()
+            begun = layered.GradientProgress()
             layered.forward(self._parts, turns, keep=True, leaves_out=self._leaves_out)
             results = layered.head(self._parts, turns, scale.float(), begun)
             table, gradient_scale = self._exchange(results, scale)
@@ -296,7 +296,9 @@ class Engine(Settling, ByBlocks):
         assert self._pipeline is not None
         actions = self._pipeline.actions_of(self.plan, self.comm.rank)
         make, empty = self._maker(cut, keep=True), self._empty(rows)
-        step = pipeline_parallel.Step(self.places, actions, make, scale.float(), empty=empty)
+        step = pipeline_parallel.PipelineStep(
+            self.places, actions, make, scale.float(), empty=empty
+        )
         table, gradient_scale = self._exchange(step.run(), scale)
         self.comm.record.meets("other stage")
         gradient_scale()
@@ -310,7 +312,7 @@ class Engine(Settling, ByBlocks):
     def _maker(self, cut: list[Samples], *, keep: bool) -> pipeline_parallel.Make:
         """Return a function that begins micro-batches in stages; `keep`: for backward."""
 
-        def make(place: Place, number: int) -> Running:
+        def make(place: StagePlace, number: int) -> Running:
             own = place.batches.index(number)
             entrance = Entrance(place, number, cut[own].looks)
             batch = self._micro_batch(
@@ -329,7 +331,7 @@ class Engine(Settling, ByBlocks):
 
     def _micro_batch(
         self,
-        parts: Parts,
+        parts: ShardedUnits,
         cut: list[Samples],
         place: int,
         *,
@@ -365,7 +367,7 @@ class Engine(Settling, ByBlocks):
         ]
         tables: list[torch.Tensor] = []
 
-        def exchange(results: list[Loss]) -> Reductions:
+        def exchange(results: list[Loss]) -> BucketReductions:
             table, gradient_scale = self._exchange(results, scale)
             tables.append(table)
             return self._reductions(gradient_scale, updates)
@@ -470,7 +472,7 @@ class Engine(Settling, ByBlocks):
             for some in [[b] for b in batches] if whole else [batches]:
                 turns = layered.Turns(some)
                 layered.forward(self._parts, turns, keep=False)
-                results += layered.head(self._parts, turns, None, layered.Begun())
+                results += layered.head(self._parts, turns, None, layered.GradientProgress())
         return results
 
     def _through_stages(self, cut: list[Samples], rows: Sequence[range]) -> list[Loss]:
@@ -478,13 +480,13 @@ class Engine(Settling, ByBlocks):
         actions = self._pipeline.actions_of(self.plan, self.comm.rank)
         forwards = [action for action in actions if action.kind == "forward"]
         make, empty = self._maker(cut, keep=False), self._empty(rows)
-        return pipeline_parallel.Step(self.places, forwards, make, None, empty=empty).run()
+        return pipeline_parallel.PipelineStep(self.places, forwards, make, None, empty=empty).run()
 
     def _empty(self, rows: Sequence[range]) -> list[int]:
         """Return numbers of this rank's micro-batches in stages without samples."""
         return [n for n, own in zip(self.places[0].batches, rows) if not own]
 
-    def layout(self) -> Layout:
+    def layout(self) -> OptimizerLayout:
         """Return the ranks storing each part of every parameter, for `gpumix.Adafactor` and
         `gpumix.Muon`. Work on full matrices is divided like samples, by the speed of ranks.
         Collective.
@@ -503,7 +505,7 @@ class Engine(Settling, ByBlocks):
         root = [piece.name for bucket in ends for piece in bucket.pieces]
         speeds = [float(self.plan.workers[rank].samples) for rank in division.ranks]
         comm = division.comm if not division.replicated else self.comm.alone()
-        return Layout(self.pieces(), comm, root=root, speeds=speeds)
+        return OptimizerLayout(self.pieces(), comm, root=root, speeds=speeds)
 
     def end(self, why: str) -> None:
         """End training, and free the memory of parameters, gradients and masters."""

@@ -19,11 +19,11 @@ import torch
 from torch import nn
 
 from gpumix.engine.model.forward_coroutine import ModelError
-from gpumix.engine.schedule.pipeline_parallel import Place
+from gpumix.engine.schedule.pipeline_parallel import StagePlace
 from gpumix.engine.sharded_model import ShardedModel
 from gpumix.engine.sharding.bucket import Bucket
 from gpumix.engine.tensor_parallel.parallelize import Changes
-from gpumix.engine.unit.sharded_units import Parts
+from gpumix.engine.unit.sharded_units import ShardedUnits
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.plan import Plan
 
@@ -39,9 +39,9 @@ class ByBlocks(ShardedModel):
     """An engine whose model may be called between two steps, with one block gathered at a time."""
 
     plan: Plan
-    places: Sequence[Place]
+    places: Sequence[StagePlace]
     changes: Changes
-    _parts: Parts
+    _parts: ShardedUnits
 
     @abstractmethod
     def look_back(self) -> None:

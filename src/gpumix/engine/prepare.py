@@ -30,7 +30,7 @@ from gpumix.engine.loss.reduction import Objective, reducing
 from gpumix.engine.model.equal_weights import make_alike
 from gpumix.engine.model.forward_coroutine import Calls, intercept
 from gpumix.engine.model.kernel_selection import make_efficient
-from gpumix.engine.schedule.pipeline_parallel import Place
+from gpumix.engine.schedule.pipeline_parallel import StagePlace
 from gpumix.engine.schedule.point_to_point import Wires
 from gpumix.engine.schedule.stage_setup import divisions, own_parts, part_of, stand_ins, teams_of
 from gpumix.engine.sharding.flat_group import Dtypes
@@ -43,7 +43,7 @@ from gpumix.engine.tensor_parallel.parallelize import Changes, divide
 from gpumix.engine.tensor_parallel.plans import tensor_plan
 from gpumix.engine.unit import split_backward
 from gpumix.engine.unit.regional_compile import compile_units
-from gpumix.engine.unit.sharded_units import Parts, Storage, shard, share
+from gpumix.engine.unit.sharded_units import ShardedUnits, Storage, shard, share
 from gpumix.hardware import runtime
 from gpumix.schema.errors import InputError
 from gpumix.schema.job.couples import NO_RULE, WHOLE_BATCH
@@ -210,7 +210,7 @@ def _stages(
     comm: Communicator,
     storage: Storage,
     teams: Mapping[int, Communicator],
-) -> tuple[list[Parts], list[Place]]:
+) -> tuple[list[ShardedUnits], list[StagePlace]]:
     """Make this rank's parts of the plan's stages; a single stage has no place. Collective."""
     if len(plan.stages) == 1:
         whole = Division.of(plan, comm, teams.get(0))
@@ -230,7 +230,7 @@ def _stages(
         last = number == len(plan.stages) - 1
         own = storage if last else replace(storage, head=None)
         parts.append(shard(part_of(anatomy, stage, division), stage, alone, own, shared=used))
-        place = Place(
+        place = StagePlace(
             plan,
             number,
             comm.rank,

@@ -18,7 +18,7 @@ from gpumix.engine.model.model_settings import layer_drop
 from gpumix.engine.model.rng import evaluating
 from gpumix.engine.rehearsal.loss_watch import LossWatch
 from gpumix.engine.schedule.micro_batch import Loss
-from gpumix.engine.schedule.pipeline_parallel import Place
+from gpumix.engine.schedule.pipeline_parallel import StagePlace
 from gpumix.engine.sharded_model import ShardedModel
 from gpumix.engine.sharding.gradient_fingerprint import OwnNorm, See
 from gpumix.engine.sharding.mixed_precision import LossScaler
@@ -40,7 +40,7 @@ class Trials(ShardedModel):
     """
 
     plan: Plan
-    places: Sequence[Place]
+    places: Sequence[StagePlace]
     scaler: LossScaler
     steps: int
     overflowed: bool

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 
-from gpumix.launch.hosts import Host, Place
+from gpumix.launch.hosts import Host, HostRanks
 from gpumix.launch.program import Program
 
 HOST_MODULE = "gpumix.launch.ranks.host_launcher"
@@ -22,7 +22,7 @@ NOTICE = ("ServerAliveInterval=10", "ServerAliveCountMax=3")
 
 
 @dataclass(frozen=True)
-class Meeting:
+class RendezvousAddress:
     """Address of the ranks' rendezvous: the first host's, as reached from all hosts."""
 
     address: str
@@ -71,12 +71,12 @@ class Ssh:
 
 
 def on_host(
-    place: Place,
+    place: HostRanks,
     program: Program,
     around: Surroundings,
     *,
     world: int,
-    meeting: Meeting,
+    meeting: RendezvousAddress,
     led: bool,
 ) -> str:
     """Return the line for a host's shell to run the host's ranks.

@@ -33,7 +33,7 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Place:
+class HostRanks:
     """The ranks of a host: the number of processes and the first rank."""
 
     host: Host
@@ -135,7 +135,7 @@ def uncounted(hosts: Sequence[Host], cluster: Cluster | None) -> list[str]:
 
 def placed_unasked(
     hosts: Sequence[Host], cluster: Cluster | None, *, where: str
-) -> tuple[Place, ...]:
+) -> tuple[HostRanks, ...]:
     """Return the ranks of each host, in rank order, without asking hosts for their devices.
 
     Raises:
@@ -161,7 +161,7 @@ def _by_host(cluster: Cluster | None) -> Counter[str]:
 
 def placed(
     hosts: Sequence[Host], cluster: Cluster | None, found: Mapping[str, int]
-) -> tuple[Place, ...]:
+) -> tuple[HostRanks, ...]:
     """Return the ranks of each host: as many as given, or the devices in the cluster, or the
     devices found.
 
@@ -173,7 +173,7 @@ def placed(
         InputError: the hosts have other numbers of devices than the cluster.
     """
     counts = _by_host(cluster)
-    places: list[Place] = []
+    places: list[HostRanks] = []
     first = 0
     for host in hosts:
         known = counts[host.bare] if counts else found.get(host.name, 0)
@@ -184,7 +184,7 @@ def placed(
                 fix=f"--hosts {host.name}:{known}, or leave the number out",
             )
         number = host.processes or known
-        places.append(Place(host, first, number))
+        places.append(HostRanks(host, first, number))
         first += number
     if cluster is not None and first != len(cluster.devices):
         raise InputError(

@@ -10,14 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from gpumix.hardware.host.environment import CLUSTER, use_settings
-from gpumix.launch.commands import Meeting, Ssh, Surroundings, on_host, shell_line
-from gpumix.launch.hosts import HERE, Host, Place, in_rank_order, placed, placed_unasked, uncounted
+from gpumix.launch.commands import RendezvousAddress, Ssh, Surroundings, on_host, shell_line
+from gpumix.launch.hosts import (
+    HERE,
+    Host,
+    HostRanks,
+    in_rank_order,
+    placed,
+    placed_unasked,
+    uncounted,
+)
 from gpumix.launch.orders import Orders
 from gpumix.launch.probes.readiness import meeting_at, refuse_unready
 from gpumix.launch.probes.survey import here, real_name, survey
 from gpumix.launch.program import Program
 from gpumix.launch.ranks import host_launcher, several_hosts
-from gpumix.launch.ranks.host_ranks import Share
+from gpumix.launch.ranks.host_ranks import HostShare
 from gpumix.schema.cluster.cluster import Cluster
 from gpumix.schema.errors import InputError
 
@@ -25,7 +33,7 @@ PORT = 29500  # where no host is asked for a free port
 
 
 @dataclass(frozen=True)
-class Asked:
+class LaunchRequest:
     """Request of a launch: program, hosts and devices. `cluster_file` names the devices of a
     program; a job naming its own does not need it."""
 
@@ -57,7 +65,7 @@ class Done:
     value: dict[str, Any]
 
 
-def asked_of(asked: Asked, *, scheduled: bool) -> Asked:
+def asked_of(asked: LaunchRequest, *, scheduled: bool) -> LaunchRequest:
     """Return the request with the cluster passed to the program: to a job by its key, otherwise by
     the environment.
 
@@ -81,11 +89,11 @@ def asked_of(asked: Asked, *, scheduled: bool) -> Asked:
 # -- one host --------------------------------------------------------------------------------------
 
 
-def launch_here(asked: Asked) -> Done:
+def launch_here(asked: LaunchRequest) -> Done:
     """Run a program on all devices of this host."""
     use_settings(asked.around.settings)
     processes = processes_here(asked)
-    share = Share(0, processes, processes, host_launcher.LOOPBACK, asked.port or 0)
+    share = HostShare(0, processes, processes, host_launcher.LOOPBACK, asked.port or 0)
     orders = Orders()
     with orders.by_signals():
         code, told = host_launcher.run(
@@ -95,11 +103,11 @@ def launch_here(asked: Asked) -> Done:
             grace_s=asked.around.grace_s,
             take=_to_stderr if asked.as_json else None,
         )
-    place = Place(Host(HERE), 0, processes)
+    place = HostRanks(Host(HERE), 0, processes)
     return Done(code, f"gpumix: {told}" if told else "", _value(code, [(place, code)]))
 
 
-def processes_here(asked: Asked) -> int:
+def processes_here(asked: LaunchRequest) -> int:
     """Return the number of a program's processes on this host, equal to the devices.
 
     Raises:
@@ -126,7 +134,7 @@ def _to_stderr(to: int, line: str) -> None:
 # -- several hosts ---------------------------------------------------------------------------------
 
 
-def launch_there(asked: Asked) -> Done:
+def launch_there(asked: LaunchRequest) -> Done:
     """Run a program on several hosts, once all are ready.
 
     Raises:
@@ -139,7 +147,7 @@ def launch_there(asked: Asked) -> Done:
     remote = _remote(places, replace(asked, program=program), meeting, led=True)
     commands = {place: asked.ssh.command(place.host, words) for place, words in remote.items()}
     data: list[str] | None = [] if asked.as_json else None
-    gathered = several_hosts.Gathered([place.host.name for place in places], asked.logs, data)
+    gathered = several_hosts.GatheredOutput([place.host.name for place in places], asked.logs, data)
     meet = f"they meet at {meeting.address}:{meeting.port}"
     parts = [f"{place.ranks} on {place.host.name}" for place in places]
     host_launcher.print_line(2, f"gpumix: {', '.join(parts)}; {meet}")
@@ -160,7 +168,7 @@ def launch_there(asked: Asked) -> Done:
     return Done(outcome.code, said or ("gpumix: interrupted" if outcome.code else ""), value)
 
 
-def prepared(asked: Asked) -> tuple[tuple[Place, ...], Meeting]:
+def prepared(asked: LaunchRequest) -> tuple[tuple[HostRanks, ...], RendezvousAddress]:
     """Probe all hosts and refuse unready ones; return the ranks of each host, and the
     rendezvous."""
     hosts = in_rank_order(asked.hosts, asked.cluster)
@@ -179,8 +187,8 @@ def prepared(asked: Asked) -> tuple[tuple[Place, ...], Meeting]:
 
 
 def _remote(
-    places: Sequence[Place], asked: Asked, meeting: Meeting, *, led: bool
-) -> dict[Place, str]:
+    places: Sequence[HostRanks], asked: LaunchRequest, meeting: RendezvousAddress, *, led: bool
+) -> dict[HostRanks, str]:
     world = sum(place.processes for place in places)
     return {
         place: on_host(place, asked.program, asked.around, world=world, meeting=meeting, led=led)
@@ -188,7 +196,7 @@ def _remote(
     }
 
 
-def _value(code: int, hosts: Sequence[tuple[Place, int | None]]) -> dict[str, Any]:
+def _value(code: int, hosts: Sequence[tuple[HostRanks, int | None]]) -> dict[str, Any]:
     rows: list[Mapping[str, Any]] = [
         {
             "host": place.host.name,
@@ -204,7 +212,7 @@ def _value(code: int, hosts: Sequence[tuple[Place, int | None]]) -> dict[str, An
 # -- by hand ---------------------------------------------------------------------------------------
 
 
-def commands_of(asked: Asked) -> list[tuple[str, str]]:
+def commands_of(asked: LaunchRequest) -> list[tuple[str, str]]:
     """Return a shell line per host running its part; no host is contacted.
 
     Raises:
@@ -213,18 +221,20 @@ def commands_of(asked: Asked) -> list[tuple[str, str]]:
     if not asked.hosts:
         return [(HERE, _command_here(asked))]
     places = placed_unasked(asked.hosts, asked.cluster, where="--print-commands")
-    meeting = Meeting(asked.address or real_name(places[0].host, asked.ssh), asked.port or PORT)
+    meeting = RendezvousAddress(
+        asked.address or real_name(places[0].host, asked.ssh), asked.port or PORT
+    )
     remote = _remote(places, asked, meeting, led=False)
     return [
         (place.host.name, asked.ssh.by_hand(place.host, line)) for place, line in remote.items()
     ]
 
 
-def _command_here(asked: Asked) -> str:
+def _command_here(asked: LaunchRequest) -> str:
     if asked.program.kind == "job":
         return shell_line(asked.around, Host(HERE), asked.program.words)
-    place = Place(Host(HERE), 0, processes_here(asked))
-    meeting = Meeting(host_launcher.LOOPBACK, asked.port or PORT)
+    place = HostRanks(Host(HERE), 0, processes_here(asked))
+    meeting = RendezvousAddress(host_launcher.LOOPBACK, asked.port or PORT)
     return on_host(
         place, asked.program, asked.around, world=place.processes, meeting=meeting, led=False
     )

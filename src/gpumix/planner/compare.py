@@ -20,7 +20,7 @@ class HeadRoom(Value):
     part: float = Field(description="of what a plan may use of it")
 
 
-class Row(Value):
+class StrategyRow(Value):
     """Figures of a strategy's plan; without a plan, only `why`."""
 
     strategy: str
@@ -42,7 +42,7 @@ class Comparison(Value):
     estimated: tuple[str, ...] = Field(
         default=(), description="device classes whose times are estimates from their datasheets"
     )
-    rows: tuple[Row, ...]
+    rows: tuple[StrategyRow, ...]
 
 
 def compare(profile: Profile, request: PlanRequest) -> Comparison:
@@ -65,7 +65,7 @@ def compare(profile: Profile, request: PlanRequest) -> Comparison:
     rows = (
         _row(name, plans[name], plans[best], won=name == best)
         if name in plans
-        else Row(strategy=name, why=failures[name].what)
+        else StrategyRow(strategy=name, why=failures[name].what)
         for name in STRATEGIES
     )
     return Comparison(
@@ -77,9 +77,9 @@ def compare(profile: Profile, request: PlanRequest) -> Comparison:
     )
 
 
-def _row(name: str, plan: Plan, best: Plan, *, won: bool) -> Row:
+def _row(name: str, plan: Plan, best: Plan, *, won: bool) -> StrategyRow:
     prediction = predicted(plan)
-    return Row(
+    return StrategyRow(
         strategy=name,
         step_s=prediction.step_s,
         tokens_per_s=prediction.tokens_per_s,

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from gpumix.cost.layout.curves import MicroBatches
-from gpumix.planner.common.class_split import Division
+from gpumix.planner.common.class_split import ClassSplit
 from gpumix.planner.common.device_pool import Fleet
 from gpumix.planner.common.score import Load, capacities
-from gpumix.planner.common.sharding_setting import Setting, settings
+from gpumix.planner.common.sharding_setting import ShardingSetting, settings
 from gpumix.planner.common.strategy import PlanRequest, ranked_devices
 from gpumix.planner.data_parallel.branch_and_bound import level
 from gpumix.schema.errors import NoFeasiblePlanError
@@ -59,7 +59,7 @@ def strategy_of(couples: str) -> str:
     return "undivided" if couples == WHOLE_BATCH else "optimal"
 
 
-def _divisions(setting: Setting, name: str, batch: int) -> Iterator[Division]:
+def _divisions(setting: ShardingSetting, name: str, batch: int) -> Iterator[ClassSplit]:
     """Yield divisions with one computing device of class `name`; the rest store in a first mode."""
     if setting.largest_micro_batch(name, batch) < batch:
         return
@@ -74,7 +74,7 @@ def _divisions(setting: Setting, name: str, batch: int) -> Iterator[Division]:
 
 
 def _shares(
-    setting: Setting, name: str, busy: float, room: Mapping[str, float]
+    setting: ShardingSetting, name: str, busy: float, room: Mapping[str, float]
 ) -> dict[str, float] | None:
     """Return the shares of the computing device ("") and of storing devices by class, or None.
 
@@ -100,16 +100,16 @@ def _shares(
 
 
 def _division(
-    setting: Setting,
+    setting: ShardingSetting,
     name: str,
     batch: int,
     mode: Mode,
     idle: Mapping[str, Mode],
     shares: Mapping[str, float],
-) -> Division:
+) -> ClassSplit:
     loads = [(Load(name, batch, batch, shares[""], mode), 1)]
     for one, devices in setting.classes.items():
         count = len(devices) - (one == name)
         if count:
             loads.append((Load(one, 0, 0, shares[one], idle[one]), count))
-    return Division(setting, tuple(loads))
+    return ClassSplit(setting, tuple(loads))

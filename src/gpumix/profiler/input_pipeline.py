@@ -14,7 +14,7 @@ from gpumix.data.core.source import Source
 from gpumix.data.workers.fetch import Chunk, Cost, Fetched, fetch_in_time, seeds_by_number
 from gpumix.data.workers.fork_server import can_fork
 from gpumix.data.workers.shared_memory import Arena
-from gpumix.data.workers.worker_pool import Crew, Place, Processes, Threads
+from gpumix.data.workers.worker_pool import ChunkTarget, Processes, Threads, WorkerPool
 from gpumix.engine.rank_group import Ranks
 from gpumix.hardware.host.cpu import cores_here, short_of_cores_s
 from gpumix.schema.cluster.cluster import Cluster, Device
@@ -129,7 +129,7 @@ def read_at_once(source: Source, reading: Reading, readers: int, size: int) -> C
 
     def begin() -> None:
         indices = drawn.integers(0, len(source), size)
-        crew.begin(Chunk(next(numbers), 0, indices, seeds_by_number(indices)), Place())
+        crew.begin(Chunk(next(numbers), 0, indices, seeds_by_number(indices)), ChunkTarget())
 
     def end() -> Cost:
         found = done.get()
@@ -159,7 +159,7 @@ def read_at_once(source: Source, reading: Reading, readers: int, size: int) -> C
 
 def _crew(
     source: Source, reading: Reading, readers: int, done: SimpleQueue[Fetched | Exception]
-) -> Crew:
+) -> WorkerPool:
     """Make a crew of readers like a loader's."""
 
     def tell(_: Chunk, found: Fetched | Exception) -> None:

@@ -29,7 +29,7 @@ Source = Literal["measured", "stated"]
 
 
 @dataclass(frozen=True)
-class Part:
+class PlanPart:
     """A device's part of the plan, averaged over stages numbered from 1.
 
     `samples` counts samples of the device, or of its tensor-parallel group. `computed` is the
@@ -48,14 +48,14 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Member:
+class BoxMember:
     """A device, or `count` devices of one class in a box, represented by `device`. `part` contains
     their means, `samples` their range; a None `part` means left out of the plan."""
 
     device: str
     device_class: str
     count: int
-    part: Part | None
+    part: PlanPart | None
     samples: Range
 
 
@@ -78,11 +78,11 @@ class Box:
     name: str
     link: Rate | None
     boxes: tuple[Box, ...] = ()
-    members: tuple[Member, ...] = ()
+    members: tuple[BoxMember, ...] = ()
     alike: tuple[str, ...] = ()
 
     @property
-    def all_members(self) -> tuple[Member, ...]:
+    def all_members(self) -> tuple[BoxMember, ...]:
         """All members, including members of inner boxes."""
         return (*self.members, *(m for box in self.boxes for m in box.all_members))
 
@@ -165,7 +165,7 @@ class _Boxes:
         )
         return Box("host", name, link, boxes, self._members(alone))
 
-    def _members(self, devices: Sequence[Device]) -> tuple[Member, ...]:
+    def _members(self, devices: Sequence[Device]) -> tuple[BoxMember, ...]:
         alike: dict[object, list[Device]] = {}
         for device in devices:
             part = self._parts.get(device.id)
@@ -173,11 +173,11 @@ class _Boxes:
             alike.setdefault(kind, []).append(device)
         return tuple(self._member(own) for own in alike.values())
 
-    def _member(self, devices: Sequence[Device]) -> Member:
+    def _member(self, devices: Sequence[Device]) -> BoxMember:
         parts = [part for d in devices if (part := self._parts.get(d.id)) is not None]
         first = devices[0]
         samples = Range.of([part.samples for part in parts] or [0])
-        return Member(first.id, first.device_class, len(devices), _mean(parts), samples)
+        return BoxMember(first.id, first.device_class, len(devices), _mean(parts), samples)
 
     def _folded(self, hosts: Sequence[Box]) -> list[Box]:
         """Merge equal hosts in large clusters."""
@@ -262,9 +262,9 @@ def _inside(devices: Sequence[Device]) -> Iterator[tuple[Device, Device]]:
     return combinations([device for own in alike.values() for device in own[:2]], 2)
 
 
-def _parts(plan: Plan) -> Iterator[tuple[str, Part]]:
+def _parts(plan: Plan) -> Iterator[tuple[str, PlanPart]]:
     """Yield the part of the plan of each device."""
-    found: dict[str, list[Part]] = {}
+    found: dict[str, list[PlanPart]] = {}
     for number, stage in enumerate(plan.stages, 1):
         for worker in stage.workers:
             found.setdefault(worker.device, []).append(_part(plan, stage, worker, number))
@@ -275,10 +275,10 @@ def _parts(plan: Plan) -> Iterator[tuple[str, Part]]:
         yield device, replace(whole, stages=stages)
 
 
-def _part(plan: Plan, stage: Stage, worker: Worker, number: int) -> Part:
+def _part(plan: Plan, stage: Stage, worker: Worker, number: int) -> PlanPart:
     # With state replicated per host, shards are divided within a host.
     divide = sum(plan.sharding == "all" or w.host == worker.host for w in stage.workers)
-    return Part(
+    return PlanPart(
         stages=(number,) if len(plan.stages) > 1 else (),
         samples=worker.samples,
         # Workers of a tensor-parallel group split the group's samples.
@@ -290,7 +290,7 @@ def _part(plan: Plan, stage: Stage, worker: Worker, number: int) -> Part:
     )
 
 
-def _mean(parts: Sequence[Part]) -> Part | None:
+def _mean(parts: Sequence[PlanPart]) -> PlanPart | None:
     if not parts:
         return None
     stored = [part.stored for part in parts if part.stored is not None]

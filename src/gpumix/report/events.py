@@ -19,7 +19,7 @@ Weight = Literal["note", "change", "trouble"]
 
 
 @dataclass(frozen=True)
-class Told:
+class ShownEvent:
     """An event as displayed; `weight` ranks its importance."""
 
     event: str
@@ -30,7 +30,7 @@ class Told:
     weight: Weight = "note"
 
 
-def told_of(run: Run) -> tuple[Told, ...]:
+def told_of(run: Run) -> tuple[ShownEvent, ...]:
     """Return all events of a run, including its end, in chronological order."""
     time, placed = 0.0, []
     for one in (*map(_told, run.history.events), *_end(run)):
@@ -39,16 +39,16 @@ def told_of(run: Run) -> tuple[Told, ...]:
     return tuple(one for _, one in sorted(placed, key=lambda place: place[0]))
 
 
-def _told(one: Happened) -> Told:
+def _told(one: Happened) -> ShownEvent:
     if one.event in WORDS:
         what, why, weight = WORDS[one.event](one)
     else:
         fields = (f"{k} {v}" for k, v in one.told.items() if k not in ("event", "step", "time"))
         what, why, weight = one.event, ", ".join(fields), "note"
-    return Told(one.event, one.step, one.time, what, why, weight)
+    return ShownEvent(one.event, one.step, one.time, what, why, weight)
 
 
-def _end(run: Run) -> list[Told]:
+def _end(run: Run) -> list[ShownEvent]:
     progress = run.progress
     words: dict[str, tuple[str, Weight]] = {
         "failed": ("The run failed", "trouble"),
@@ -62,7 +62,7 @@ def _end(run: Run) -> list[Told]:
     why = "" if progress.state == "finished" else progress.why
     if progress.ended_early:
         what, why = ENDED_EARLY, f"after {how_far(progress.step, progress.steps)}"
-    return [Told(progress.state, progress.step, progress.heard_at, what, why, weight)]
+    return [ShownEvent(progress.state, progress.step, progress.heard_at, what, why, weight)]
 
 
 _Words = tuple[str, str, Weight]

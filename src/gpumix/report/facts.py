@@ -9,11 +9,11 @@ from statistics import fmean
 from typing import Any
 
 from gpumix.report.cluster import Box, cluster_of
-from gpumix.report.events import Told, told_of
+from gpumix.report.events import ShownEvent, told_of
 from gpumix.report.history import Happened
 from gpumix.report.ranges import Range
 from gpumix.report.run import Run
-from gpumix.report.speed import Answer, answer_of
+from gpumix.report.speed import SpeedAnswer, answer_of
 from gpumix.schema.plan.plan import Plan, WorkerPrediction
 from gpumix.schema.plan.stage import Stage, Worker
 from gpumix.train.elastic.plan_change import EVENT, split_anew
@@ -78,13 +78,13 @@ class ClassFacts:
 
 
 @dataclass(frozen=True)
-class Facts:
+class RunFacts:
     """All numbers of a run. `left_out` devices are in the cluster but not in the plan."""
 
     run: Run
 
     @cached_property
-    def answer(self) -> Answer:
+    def answer(self) -> SpeedAnswer:
         return answer_of(self.run)
 
     @cached_property
@@ -124,7 +124,7 @@ class Facts:
         return _classes(self.run, self.run.history.classes)
 
     @cached_property
-    def events(self) -> tuple[Told, ...]:
+    def events(self) -> tuple[ShownEvent, ...]:
         return told_of(self.run)
 
     @property

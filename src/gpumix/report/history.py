@@ -62,7 +62,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Window:
+class HistoryWindow:
     """Records of the classes from the previous window up to a step."""
 
     step: int
@@ -76,7 +76,7 @@ class History:
 
     steps: tuple[StepRecord, ...] = ()
     evaluations: tuple[Evaluation, ...] = ()
-    windows: tuple[Window, ...] = ()
+    windows: tuple[HistoryWindow, ...] = ()
     ranks: tuple[RankRecord, ...] = ()
     events: tuple[Happened, ...] = ()
     unread: int = 0
@@ -197,7 +197,7 @@ def read_history(lines: Iterable[str | bytes]) -> History:
     only every n-th step is kept, and windows are merged."""
     kept = _Thinned()
     ranks: deque[str | bytes] = deque(maxlen=NEWEST)
-    windows: list[Window] = []
+    windows: list[HistoryWindow] = []
     evaluations: list[Evaluation] = []
     events: deque[Happened] = deque(maxlen=MOST_EVENTS)
     unread, most_windows = 0, 2 * MOST_WINDOWS
@@ -278,10 +278,10 @@ class _Thinned:
             yield self._last
 
 
-def _merged(windows: Sequence[Window]) -> list[Window]:
+def _merged(windows: Sequence[HistoryWindow]) -> list[HistoryWindow]:
     """Merge each `TOGETHER` windows with equal classes: means over steps, highest peaks, and
     counters at the end."""
-    found: list[Window] = []
+    found: list[HistoryWindow] = []
     before = 0
     for begin in range(0, len(windows), TOGETHER):
         group = windows[begin : begin + TOGETHER]
@@ -293,7 +293,7 @@ def _merged(windows: Sequence[Window]) -> list[Window]:
             found += group
             continue
         classes = (_mean_of(every, spans) for every in zip(*(one.classes for one in group)))
-        found.append(Window(before, tuple(classes)))
+        found.append(HistoryWindow(before, tuple(classes)))
     return found
 
 
@@ -331,9 +331,9 @@ def _evaluation(told: Mapping[str, Any]) -> Evaluation:
     return Evaluation(_whole(told, "step"), _needed(told, "loss"))
 
 
-def _window(told: Mapping[str, Any]) -> Window:
+def _window(told: Mapping[str, Any]) -> HistoryWindow:
     classes = tuple(_record(ClassRecord, one) for one in _list(told["classes"]))
-    return Window(_whole(told, "step"), classes)
+    return HistoryWindow(_whole(told, "step"), classes)
 
 
 def _ranks(told: Mapping[str, Any]) -> tuple[RankRecord, ...]:

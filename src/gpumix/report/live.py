@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from gpumix.report import words
-from gpumix.report.events import Told
-from gpumix.report.facts import ClassFacts, Facts
+from gpumix.report.events import ShownEvent
+from gpumix.report.facts import ClassFacts, RunFacts
 from gpumix.report.page import SILENT_S, stand
 from gpumix.train.run_log.tables import EMULATED, ESTIMATE
 
@@ -25,7 +25,7 @@ STYLES = {"note": "", "change": "cyan", "trouble": "bold red"}
 STATE_STYLES = {"failed": "bold red", "restarting": "red", "interrupted": "cyan"}
 
 
-def frame(facts: Facts, *, width: int, height: int | None = None) -> RenderableType:
+def frame(facts: RunFacts, *, width: int, height: int | None = None) -> RenderableType:
     """Return the content fitting `width` columns, and `height` lines if given."""
     devices = DEVICES
     if height is not None:
@@ -42,7 +42,7 @@ def frame(facts: Facts, *, width: int, height: int | None = None) -> RenderableT
     return Group(*parts, *([Text(), *labels] if labels else []))
 
 
-def _title(facts: Facts) -> Text:
+def _title(facts: RunFacts) -> Text:
     run, progress = facts.run, facts.run.progress
     line = Text(run.folder.resolve().name, style="bold")
     line.append("  ").append(stand(progress), STATE_STYLES.get(progress.state, "green"))
@@ -53,7 +53,7 @@ def _title(facts: Facts) -> Text:
     return line
 
 
-def _bar(facts: Facts, width: int) -> RenderableType:
+def _bar(facts: RunFacts, width: int) -> RenderableType:
     progress = facts.run.progress
     told = words.how_far(progress.step, progress.steps)
     if not progress.steps:
@@ -65,7 +65,7 @@ def _bar(facts: Facts, width: int) -> RenderableType:
     return row
 
 
-def _speed(facts: Facts) -> Iterator[Text]:
+def _speed(facts: RunFacts) -> Iterator[Text]:
     progress, answer = facts.run.progress, facts.answer
     losses = []
     if progress.loss is not None:
@@ -85,7 +85,7 @@ def _speed(facts: Facts) -> Iterator[Text]:
     yield Text(SEPARATOR.join(parts))
 
 
-def _course(facts: Facts) -> Iterator[Text]:
+def _course(facts: RunFacts) -> Iterator[Text]:
     """Yield loss and speed over the steps so far."""
     steps = facts.run.history.steps
     if len(steps) > 1:
@@ -95,7 +95,7 @@ def _course(facts: Facts) -> Iterator[Text]:
         yield line.append(words.spark([one.tokens_per_s for one in counted]), "cyan")
 
 
-def _plan(facts: Facts) -> Text:
+def _plan(facts: RunFacts) -> Text:
     plan = facts.run.plan
     stages = f", {len(plan.stages)} stages ({plan.schedule})" if len(plan.stages) > 1 else ""
     teams = ", teams" if plan.in_teams else ""
@@ -116,7 +116,7 @@ def _new_table(*columns: str) -> Table:
     return table
 
 
-def _classes(facts: Facts, *, wide: bool) -> Table:
+def _classes(facts: RunFacts, *, wide: bool) -> Table:
     rows = [dict(_class(facts, one)) for one in facts.classes_now]
     columns = [name for name in rows[0] if wide or name not in WIDE_ALONE]
     table = _new_table(*columns)
@@ -126,7 +126,7 @@ def _classes(facts: Facts, *, wide: bool) -> Table:
     return table
 
 
-def _class(facts: Facts, one: ClassFacts) -> Iterator[tuple[str, str]]:
+def _class(facts: RunFacts, one: ClassFacts) -> Iterator[tuple[str, str]]:
     """Yield cells by column."""
     samples = [str(g.samples) for g in facts.groups if g.device_class == one.device_class]
     yield "class", one.device_class
@@ -144,7 +144,7 @@ def _class(facts: Facts, one: ClassFacts) -> Iterator[tuple[str, str]]:
     yield "of the limit", bar
 
 
-def _devices(facts: Facts, most: int, *, wide: bool) -> RenderableType:
+def _devices(facts: RunFacts, most: int, *, wide: bool) -> RenderableType:
     ranks = facts.run.history.ranks
     columns = ["device", "busy", "MFU", "tokens/s", "memory"]
     table = _new_table(*columns, *(["sent a step", "others", "input"] if wide else []))
@@ -167,7 +167,7 @@ def _devices(facts: Facts, most: int, *, wide: bool) -> RenderableType:
     return Group(table, Text(f"and {len(ranks) - most:,} more devices", style="dim"))
 
 
-def _events(events: tuple[Told, ...]) -> Table:
+def _events(events: tuple[ShownEvent, ...]) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", show_edge=False)
     table.add_column("step", justify="right", no_wrap=True)
     table.add_column("last events", overflow="fold")
@@ -179,7 +179,7 @@ def _events(events: tuple[Told, ...]) -> Table:
     return table
 
 
-def _labels(facts: Facts) -> Iterator[Text]:
+def _labels(facts: RunFacts) -> Iterator[Text]:
     if facts.emulated:
         yield Text(EMULATED, style="yellow")
     if facts.estimated:

@@ -11,7 +11,7 @@ import gpumix
 from gpumix.report import words
 from gpumix.report.draw import bar, picture
 from gpumix.report.events import ENDED_EARLY
-from gpumix.report.facts import Facts
+from gpumix.report.facts import RunFacts
 from gpumix.report.html import Markup, el
 from gpumix.report.parts.answer import answer
 from gpumix.report.parts.cluster_picture import cluster_picture
@@ -59,7 +59,7 @@ def stand(progress: Progress) -> str:
 
 def page(run: Run) -> str:
     """Return a run's report as HTML."""
-    facts = Facts(run)
+    facts = RunFacts(run)
     name = run.folder.resolve().name
     body = el(
         "body",
@@ -93,7 +93,7 @@ def _style() -> str:
     return found
 
 
-def _head(facts: Facts, name: str) -> list[Markup]:
+def _head(facts: RunFacts, name: str) -> list[Markup]:
     run = facts.run
     progress = run.progress
     devices = ", ".join(f"{one.devices} × {one.device_class}" for one in facts.classes)
@@ -127,7 +127,7 @@ def _head(facts: Facts, name: str) -> list[Markup]:
     return parts
 
 
-def _left(facts: Facts) -> str:
+def _left(facts: RunFacts) -> str:
     progress = facts.run.progress
     if not progress.live:
         return ""

@@ -20,7 +20,7 @@ Source = Literal["measured", "predicted"]
 
 
 @dataclass(frozen=True)
-class Speed:
+class StepSpeed:
     """Speed of a step; unknown without `step_s`, for the reason `why`."""
 
     step_s: float | None = None
@@ -33,22 +33,22 @@ class Speed:
 
 
 @dataclass(frozen=True)
-class Answer:
+class SpeedAnswer:
     """Speeds of a run as `measured` and `predicted`, of an `even` split, and the `ideal`: the sum
     of all devices' individual speeds."""
 
-    measured: Speed
-    predicted: Speed
-    even: Speed
-    ideal: Speed
+    measured: StepSpeed
+    predicted: StepSpeed
+    even: StepSpeed
+    ideal: StepSpeed
 
     @property
-    def best(self) -> Speed:
+    def best(self) -> StepSpeed:
         """The best known speed of the run."""
         return self.measured or self.predicted
 
     @property
-    def like_even(self) -> Speed:
+    def like_even(self) -> StepSpeed:
         """The run's speed comparable to the even split's: two predictions share their error, for
         example on a busy machine, while a prediction against a measurement includes it."""
         return self.measured if self.even.source == "measured" else self.predicted or self.measured
@@ -71,17 +71,17 @@ class Answer:
         return self.predicted.step_s / self.measured.step_s - 1
 
 
-def _times(one: Speed, other: Speed) -> float | None:
+def _times(one: StepSpeed, other: StepSpeed) -> float | None:
     if not one.step_s or not other.step_s:
         return None
     return other.step_s / one.step_s
 
 
-def answer_of(run: Run) -> Answer:
+def answer_of(run: Run) -> SpeedAnswer:
     tokens = _tokens_of_step(run)
     step_s = run.history.step_s
     expected = run.plan.prediction
-    return Answer(
+    return SpeedAnswer(
         measured=_speed(step_s, tokens, "measured", "no step was done yet"),
         predicted=_speed(
             None if expected is None else expected.step_s,
@@ -102,23 +102,23 @@ def _tokens_of_step(run: Run) -> float:
     return float(run.plan.global_batch * run.plan.sequence_length)
 
 
-def _speed(step_s: float | None, tokens: float, source: Source, why: str) -> Speed:
+def _speed(step_s: float | None, tokens: float, source: Source, why: str) -> StepSpeed:
     if not step_s:
-        return Speed(source=source, why=why)
-    return Speed(step_s, tokens / step_s, source)
+        return StepSpeed(source=source, why=why)
+    return StepSpeed(step_s, tokens / step_s, source)
 
 
-def _even(run: Run, tokens: float) -> Speed:
+def _even(run: Run, tokens: float) -> StepSpeed:
     """Return the even split's speed: measured as in the demo, or predicted with the plan."""
     measured = [one for one in run.history.events if compared_with(one, EVEN)]
     if measured:
         return _speed(measured[-1].number("step_s"), tokens, "measured", "")
     if run.plan.strategy == EVEN:
-        return Speed(why="this plan is the even split")
+        return StepSpeed(why="this plan is the even split")
     reasons = run.plan.reasons
     found = [a for a in reasons.alternatives if a.strategy == EVEN] if reasons else []
     if not found:
-        return Speed(why="the plan was not weighed against it")
+        return StepSpeed(why="the plan was not weighed against it")
     return _speed(found[0].step_s, tokens, "predicted", f"not possible: {found[0].why}")
 
 
@@ -128,10 +128,10 @@ def compared_with(one: Happened, strategy: str) -> bool:
     return known and bool(one.number("step_s"))
 
 
-def _ideal(run: Run, tokens: float) -> Speed:
+def _ideal(run: Run, tokens: float) -> StepSpeed:
     profile = run.profile
     if profile is None:
-        return Speed(why="what the devices were measured to do is not in the folder")
+        return StepSpeed(why="what the devices were measured to do is not in the folder")
     alone = ideal_tokens_per_s(profile, (d.device_class for d in profile.cluster.devices))
     step_s = run.plan.global_batch * run.plan.sequence_length / alone if alone else None
     return _speed(step_s, tokens, "predicted", "")

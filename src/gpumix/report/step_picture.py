@@ -45,7 +45,7 @@ CHARACTER_PART, MARGIN_PART = 0.0055, 0.003  # fraction of the width taken by te
 
 
 @dataclass(frozen=True)
-class Bar:
+class ActivityBar:
     """An activity of a device; passes have a stage and a micro-batch, numbered from 1."""
 
     what: str
@@ -64,7 +64,7 @@ class Panel:
     """One step: bars by device name, in order of time."""
 
     title: str
-    devices: dict[str, list[Bar]]
+    devices: dict[str, list[ActivityBar]]
 
     @property
     def step_s(self) -> float:
@@ -110,10 +110,10 @@ def panel_of(trace: Trace, title: str) -> Panel:
     return Panel(title, devices)
 
 
-def _bars(trace: Trace) -> dict[str, list[Bar]]:
+def _bars(trace: Trace) -> dict[str, list[ActivityBar]]:
     events = trace.traceEvents
     names = {one.pid: str(one.args["name"]) for one in events if one.name == "process_name"}
-    found: dict[str, list[Bar]] = {name: [] for name in names.values()}
+    found: dict[str, list[ActivityBar]] = {name: [] for name in names.values()}
     slices = (one for one in events if isinstance(one, Slice))
     for one in sorted(slices, key=lambda one: one.ts):
         if one.cat in WORK or one.cat == "waiting":
@@ -127,23 +127,23 @@ def _label(process: str, stages: Sequence[int]) -> str:
     return f"stage {', '.join(map(str, stages))}: {device}" if stages else device
 
 
-def _bar(done: Slice) -> Bar:
+def _bar(done: Slice) -> ActivityBar:
     what = WORK.get(done.cat, "communication" if done.name in COMMUNICATES else "idle")
     start_s, end_s = done.ts / 1e6, (done.ts + done.dur) / 1e6
     unit, numbers = str(done.args.get("unit", "")), done.args.get("micro_batches")
     if not unit.startswith("stage "):
-        return Bar(what, start_s, end_s)
+        return ActivityBar(what, start_s, end_s)
     if not isinstance(numbers, list):
         raise ValueError(f"{unit} computes no micro-batch")
     (number,) = numbers
-    return Bar(what, start_s, end_s, int(unit.removeprefix("stage ")), number + 1)
+    return ActivityBar(what, start_s, end_s, int(unit.removeprefix("stage ")), number + 1)
 
 
-def passes(bars: Sequence[Bar]) -> Iterator[Bar]:
+def passes(bars: Sequence[ActivityBar]) -> Iterator[ActivityBar]:
     """Yield passes of micro-batches through stages: for each, the longest part interrupted only by
     communication."""
-    longest: dict[tuple[str, int, int], Bar] = {}
-    latest: Bar | None = None
+    longest: dict[tuple[str, int, int], ActivityBar] = {}
+    latest: ActivityBar | None = None
     for bar in bars:
         if bar.what == "communication":
             continue

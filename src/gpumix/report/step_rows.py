@@ -40,7 +40,7 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class Row:
+class DeviceBars:
     """A device representing `others` equal devices, with bars of work and waits, and of sends."""
 
     device: str
@@ -51,13 +51,13 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Step:
-    rows: tuple[Row, ...]
+class StepRows:
+    rows: tuple[DeviceBars, ...]
     step_s: float
     more: int = 0  # rows not shown
 
 
-def simulated(profile: Profile, plan: Plan) -> Step | None:
+def simulated(profile: Profile, plan: Plan) -> StepRows | None:
     """Simulate a step of the plan; return None if the profile lacks data."""
     try:
         replay = simulate(profile, plan)
@@ -70,10 +70,10 @@ def simulated(profile: Profile, plan: Plan) -> Step | None:
         _row(workers[rank].device, workers[rank].device_class, others, _bars(replay, lane_of[rank]))
         for rank, others in chosen
     ]
-    return Step(tuple(rows), replay.step_s, more)
+    return StepRows(tuple(rows), replay.step_s, more)
 
 
-def traced(trace: Trace, plan: Plan) -> Step:
+def traced(trace: Trace, plan: Plan) -> StepRows:
     """Return a measured step for the same choice of devices, as far as traced."""
     names = {
         one.pid: str(one.args.get("name", ""))
@@ -94,7 +94,7 @@ def traced(trace: Trace, plan: Plan) -> Step:
         if found:
             rows.append(_row(worker.device, worker.device_class, others, found))
     ends = [bar.end_s for found in bars.values() for bar in found]
-    return Step(tuple(rows), max(ends, default=0.0), more)
+    return StepRows(tuple(rows), max(ends, default=0.0), more)
 
 
 def _chosen(plan: Plan) -> tuple[list[tuple[int, int]], int]:
@@ -127,11 +127,11 @@ def _bars(replay: Replay, lane: int) -> list[Bar]:
     return [*done, *idle]
 
 
-def _row(device: str, device_class: str, others: int, bars: Iterable[Bar]) -> Row:
+def _row(device: str, device_class: str, others: int, bars: Iterable[Bar]) -> DeviceBars:
     ordered = sorted(bars, key=lambda bar: bar.start_s)
     sends = [bar for bar in ordered if bar.kind in COMMUNICATION | COPIES]
     computes = [bar for bar in ordered if bar.kind not in COMMUNICATION | COPIES]
-    return Row(device, device_class, others, _thinned(computes), _thinned(sends))
+    return DeviceBars(device, device_class, others, _thinned(computes), _thinned(sends))
 
 
 def _thinned(bars: Sequence[Bar]) -> tuple[Bar, ...]:

@@ -21,8 +21,8 @@ from gpumix.cost.teams import in_one_stage
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import Profile
 from gpumix.simulate.in_stages import simulate_stages
-from gpumix.simulate.program import Collective, Program, Task, program_of
-from gpumix.simulate.replay import OUTSIDE, Alike, Event, Kind, Replay
+from gpumix.simulate.program import Collective, RankTask, StepProgram, program_of
+from gpumix.simulate.replay import OUTSIDE, EqualRanks, Event, Kind, Replay
 from gpumix.simulate.waits import waits_of
 
 
@@ -30,7 +30,7 @@ from gpumix.simulate.waits import waits_of
 class Played(Replay):
     """A replayed program; `moved` has the start and end of each collective."""
 
-    program: Program
+    program: StepProgram
     moved: tuple[tuple[float, float], ...]
 
 
@@ -68,7 +68,7 @@ def _with_members(plan: Plan, found: Replay) -> Replay:
     teams = {team[0].device: team for stage in plan.stages for team in stage.teams}
     leaders = plan.of_leaders.workers
     lanes = [
-        Alike(
+        EqualRanks(
             tuple(numbers[w.device] for r in lane.ranks for w in teams[leaders[r].device]),
             lane.worker,
         )
@@ -82,7 +82,7 @@ class _Rank:
     """The progress of one lane."""
 
     number: int
-    tasks: tuple[Task, ...]
+    tasks: tuple[RankTask, ...]
     issued: tuple[int, ...]
     done: int = 0  # finished tasks
     joined: int = 0  # issued collectives
@@ -99,7 +99,7 @@ class _Running:
     all ranks slow down together, so current tasks end at a known time of that clock.
     """
 
-    program: Program
+    program: StepProgram
     now: float = 0.0
     work: float = 0.0
     events: list[Event] = field(default_factory=list)
@@ -247,6 +247,6 @@ class _Running:
             and rank.tasks[rank.done].needs <= done
         ]
 
-    def _task(self, number: int) -> Task:
+    def _task(self, number: int) -> RankTask:
         rank = self._ranks[number]
         return rank.tasks[rank.done]

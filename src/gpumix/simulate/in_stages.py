@@ -17,7 +17,7 @@ from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.step_trace import Cause, stage_name
 from gpumix.schema.profile.profile import Profile
 from gpumix.simulate.program import check_devices
-from gpumix.simulate.replay import COMPUTING, OUTSIDE, Alike, Event, Idle, Kind, Replay
+from gpumix.simulate.replay import COMPUTING, OUTSIDE, EqualRanks, Event, Idle, Kind, Replay
 
 
 def simulate_stages(profile: Profile, plan: Plan) -> Replay:
@@ -32,7 +32,7 @@ def simulate_stages(profile: Profile, plan: Plan) -> Replay:
     found = _Events(step)
     events = found.all()
     return Replay(
-        lanes=tuple(Alike((rank,), worker) for rank, worker in enumerate(step.plan.workers)),
+        lanes=tuple(EqualRanks((rank,), worker) for rank, worker in enumerate(step.plan.workers)),
         units=tuple(stage_name(number) for number in range(len(plan.stages))),
         events=events,
         idle=tuple(found.idle(events)),

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from gpumix.cost.layout.curves import MicroBatches
-from gpumix.cost.network.buckets import Run
-from gpumix.cost.network.collective_times import Links
+from gpumix.cost.network.buckets import BucketRun
+from gpumix.cost.network.collective_times import CollectiveSeconds
 from gpumix.cost.predict import check_match, links_of_plan, update_seconds
 from gpumix.cost.step_time import Computing
 from gpumix.schema.errors import InputError
@@ -26,11 +26,11 @@ from gpumix.schema.plan.plan import Plan, ZeroStage
 from gpumix.schema.plan.stage import Worker
 from gpumix.schema.plan.step_trace import Move, Work
 from gpumix.schema.profile.profile import ROOT, Profile
-from gpumix.simulate.replay import BACK, FRONT, OUTSIDE, ROOTS, Alike
+from gpumix.simulate.replay import BACK, FRONT, OUTSIDE, ROOTS, EqualRanks
 
 
 @dataclass(frozen=True)
-class Task:
+class RankTask:
     """Uninterrupted computation of a rank: one unit for some micro-batches.
 
     `copied_s` is the time of copies to or from the host during the computation. The task starts
@@ -56,26 +56,26 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Lane(Alike):
+class RankLane(EqualRanks):
     """Identical ranks with their tasks: each issues collective c when `issued[c]` tasks are
     done."""
 
-    tasks: tuple[Task, ...]
+    tasks: tuple[RankTask, ...]
     issued: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Program:
+class StepProgram:
     """A step of a plan. `contention` is the mutual slowdown of collectives and computation."""
 
     calls: tuple[str, ...]
-    lanes: tuple[Lane, ...]
+    lanes: tuple[RankLane, ...]
     collectives: tuple[Collective, ...]
     overhead_s: float
     contention: float
 
 
-def program_of(profile: Profile, plan: Plan) -> Program:
+def program_of(profile: Profile, plan: Plan) -> StepProgram:
     """Return the program of the ranks of `plan` for one step.
 
     Raises:
@@ -86,15 +86,15 @@ def program_of(profile: Profile, plan: Plan) -> Program:
     check_devices(profile, plan)
     links, ranks = links_of_plan(profile, plan), len(plan.workers)
     moves = _Moves(links, plan.zero_stage, ranks)
-    lanes: list[Lane] = []
+    lanes: list[RankLane] = []
     order: list[tuple[Move, int]] = []
     for worker, update_s, alike in _alike(plan, update_seconds(profile, plan)):
         script = _Script(profile, worker, moves)
         script.write(update_s)
         assert not lanes or order == list(script.order), "ranks issue different collectives"
         order = list(script.order)
-        lanes.append(Lane(tuple(alike), worker, tuple(script.tasks), tuple(script.issued)))
-    return Program(
+        lanes.append(RankLane(tuple(alike), worker, tuple(script.tasks), tuple(script.issued)))
+    return StepProgram(
         calls=profile.model.calls,
         lanes=tuple(lanes),
         collectives=tuple(moves.collective(*move) for move in order),
@@ -131,7 +131,7 @@ class _Moves:
     """The collectives of a step and their durations. A collective without a duration still
     synchronizes ranks."""
 
-    def __init__(self, links: Links, zero_stage: ZeroStage, ranks: int) -> None:
+    def __init__(self, links: CollectiveSeconds, zero_stage: ZeroStage, ranks: int) -> None:
         self._links, self._ranks = links, ranks
         self.zero_stage = zero_stage
         self.runs = links.buckets.runs
@@ -179,7 +179,7 @@ class _Script:
         self._needs = 0
         self._reducing: int | None = None  # the call whose reduction may be in flight
         self._seconds: dict[object, tuple[float, float]] = {}
-        self.tasks: list[Task] = []
+        self.tasks: list[RankTask] = []
         self.order: dict[tuple[Move, int], int] = {}
         self.issued: list[int] = []
 
@@ -197,7 +197,7 @@ class _Script:
             self._reduce(call)
         self._issue("meet", OUTSIDE)
         self._wait("meet", OUTSIDE)
-        self.tasks.append(Task("optimizer", OUTSIDE, update_s, 0.0, (), self._needs))
+        self.tasks.append(RankTask("optimizer", OUTSIDE, update_s, 0.0, (), self._needs))
 
     def _rounds(self) -> list[tuple[int, ...]]:
         """Return the places of micro-batches going through each unit together: all, or singly from
@@ -256,7 +256,7 @@ class _Script:
         micro = tuple(self._worker.micro_batches[place] for place in places)
         graphs = self._kept(call, places) if kind == "backward" else 0
         seconds, copied_s = self._times(kind, call, micro, graphs)
-        self.tasks.append(Task(kind, call, seconds, copied_s, micro, self._needs))
+        self.tasks.append(RankTask(kind, call, seconds, copied_s, micro, self._needs))
 
     def _kept(self, call: int, places: tuple[int, ...]) -> int:
         """Return how many of the micro-batches, always the last, keep the graph of `call` without
@@ -290,5 +290,5 @@ class _Script:
         return self._seconds[key]
 
 
-def _calls(run: Run) -> range:
+def _calls(run: BucketRun) -> range:
     return range(run.first, run.last + 1)

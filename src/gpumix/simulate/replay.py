@@ -51,7 +51,7 @@ class Idle:
 
 
 @dataclass(frozen=True)
-class Alike:
+class EqualRanks:
     """Identical ranks, and one of their workers."""
 
     ranks: tuple[int, ...]
@@ -67,7 +67,7 @@ class Replay:
     form of `cost`.
     """
 
-    lanes: tuple[Alike, ...]
+    lanes: tuple[EqualRanks, ...]
     units: tuple[str, ...]
     events: tuple[Event, ...]
     idle: tuple[Idle, ...]

@@ -10,14 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gpumix.schema.plan.step_trace import CAUSES, Cause
-from gpumix.simulate.replay import COMPUTING, Alike, Event, Replay
+from gpumix.simulate.replay import COMPUTING, EqualRanks, Event, Replay
 
 
 @dataclass(frozen=True)
 class Use:
     """Use of a step's time by the ranks of a lane: idle seconds by cause, and busy for the rest."""
 
-    lane: Alike
+    lane: EqualRanks
     busy_s: float
     idle_s: dict[Cause, float]
 

@@ -7,13 +7,15 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise, takewhile
 
 from gpumix.schema.plan.step_trace import cause_of
-from gpumix.simulate.program import Program
+from gpumix.simulate.program import StepProgram
 from gpumix.simulate.replay import COMPUTING, Event, Idle
 
 Span = tuple[float, float]
 
 
-def waits_of(program: Program, events: Sequence[Event], moved: Sequence[Span]) -> Iterator[Idle]:
+def waits_of(
+    program: StepProgram, events: Sequence[Event], moved: Sequence[Span]
+) -> Iterator[Idle]:
     """Yield all intervals in which a lane's ranks compute nothing, ordered by lane and time.
 
     Args:
@@ -33,7 +35,7 @@ class _Waits:
 
     def __init__(
         self,
-        program: Program,
+        program: StepProgram,
         moved: Sequence[Span],
         number: int,
         own: list[Event],

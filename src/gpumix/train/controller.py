@@ -69,13 +69,13 @@ from gpumix.train.run_log.tracker_processes import check_installed, tracked
 
 if TYPE_CHECKING:
     from gpumix.train.monitor.trial_hook import Watcher
-    from gpumix.train.run_log.summary import Summary, Trial
+    from gpumix.train.run_log.summary import Summary, TrialResult
 
 # Imported by every model of transformers.
 TRANSFORMERS = ("transformers.models.auto.modeling_auto", "transformers.modeling_utils")
 
 
-class Pipeline:
+class JobController:
     """Pipeline of a job from file to run.
 
     Args:
@@ -101,7 +101,7 @@ class Pipeline:
         *,
         debug: bool,
         allowed: Sequence[str] | None = None,
-    ) -> Pipeline:
+    ) -> JobController:
         """Read the job in a file.
 
         Args:
@@ -361,11 +361,11 @@ class Pipeline:
 
     def try_out(
         self, plan: Plan, steps: int, *, beside: bool = False, watcher: Watcher | None = None
-    ) -> Trial:
+    ) -> TrialResult:
         """Train a few steps by `plan` to measure its speed; see `Trainer.try_out`."""
         used = self._used(plan)
         devices = self._runs.devices(used)
-        trial: Trial = self._runs.run(
+        trial: TrialResult = self._runs.run(
             work_of("try_out"), used, self._task(), plan, devices, steps, beside, watcher
         )
         return trial

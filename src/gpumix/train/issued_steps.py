@@ -19,7 +19,7 @@ import torch
 from torch.optim import Optimizer
 
 from gpumix.data.loader import Loader
-from gpumix.engine.comm.async_read import Reading
+from gpumix.engine.comm.async_read import AsyncRead
 from gpumix.engine.comm.step_exchange import Exchanged
 from gpumix.engine.comm.step_recorder import SILENT
 from gpumix.engine.engine import Engine
@@ -29,8 +29,8 @@ from gpumix.hardware.timestamps import stamps_of
 from gpumix.schema.plan.stage import Worker
 from gpumix.schema.profile.profile import ROOT
 from gpumix.train.monitor.step_history import StepsTaken
-from gpumix.train.monitor.step_timer import Ticks, Watch
-from gpumix.train.run_log.metrics import Part, StepRecord
+from gpumix.train.monitor.step_timer import StepTimer, Ticks
+from gpumix.train.run_log.metrics import ComputedPart, StepRecord
 from gpumix.train.state_keeper import Keeping
 from gpumix.train.worker.context import Context
 from gpumix.train.worker.optimizer import learning_rate, set_learning_rates
@@ -47,7 +47,7 @@ class Results:
     """
 
     def __init__(self, exchanged: Exchanged, loss: torch.Tensor, norm: torch.Tensor) -> None:
-        self._reading = Reading([exchanged.table, loss, norm])
+        self._reading = AsyncRead([exchanged.table, loss, norm])
 
     @property
     def are_there(self) -> bool:
@@ -85,7 +85,7 @@ class GivenStep:
     tokens: int
     own_tokens: int
     all_tokens: int
-    part: Part
+    part: ComputedPart
     samples_of_batch: int
     ticks: Ticks
     host_s: float | None
@@ -113,7 +113,7 @@ class BadStep:
     samples: Sequence[int]
 
 
-class Steps:
+class IssuedSteps:
     """Steps issued to a rank's device, and read later.
 
     Attributes:
@@ -147,7 +147,7 @@ class Steps:
         self._keeping, self._not_finite = keeping, not_finite
         self.plan = engine.plan
         self.taken = StepsTaken(context.runtime)
-        self.watch = Watch(stamps_of(engine.device), engine.comm.clock, engine.copies)
+        self.watch = StepTimer(stamps_of(engine.device), engine.comm.clock, engine.copies)
         self.given = self._begun_at = done
         self._tokens = self._tokens_at(0, loader.cursor.position)
         self._pending: deque[GivenStep] = deque()  # oldest first
@@ -201,7 +201,7 @@ class Steps:
                 tokens=tokens,
                 own_tokens=self._tokens_of_own(),
                 all_tokens=self._tokens,
-                part=Part.of(engine.computed, self._own.samples, self.plan.sequence_length),
+                part=ComputedPart.of(engine.computed, self._own.samples, self.plan.sequence_length),
                 samples_of_batch=self.plan.global_batch,
                 ticks=ticks,
                 # A recorder waits for the device, which makes this time valid.

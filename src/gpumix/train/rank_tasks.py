@@ -25,9 +25,9 @@ from gpumix.train.checks.resume_check import check_goes_on
 from gpumix.train.checks.stage_count import check_number
 from gpumix.train.elastic.recovery import Restart
 from gpumix.train.monitor.trial_hook import Watcher
-from gpumix.train.processes.local_launcher import Seat
+from gpumix.train.processes.local_launcher import RankAddress
 from gpumix.train.run_log import run_files
-from gpumix.train.run_log.summary import Summary, Trial
+from gpumix.train.run_log.summary import Summary, TrialResult
 from gpumix.train.run_log.terminal import stderr
 from gpumix.train.run_manifest import RunRecord
 from gpumix.train.trainer import Trainer
@@ -37,7 +37,7 @@ from gpumix.train.worker.optimizer import trial_optimizer
 
 
 def profile(
-    seat: Seat, task: Task, devices: tuple[Device, ...], fresh: bool, resume: bool = False
+    seat: RankAddress, task: Task, devices: tuple[Device, ...], fresh: bool, resume: bool = False
 ) -> Profile:
     """Measure everything not in the cache, for a run that begins or (`resume`) continues. Every
     rank returns the profile."""
@@ -117,7 +117,7 @@ def _model_to_measure(task: Task) -> nn.Module:
 
 
 def train(
-    seat: Seat,
+    seat: RankAddress,
     task: Task,
     plan: Plan,
     profile: Profile | None,
@@ -145,14 +145,14 @@ def train(
 
 
 def try_out(
-    seat: Seat,
+    seat: RankAddress,
     task: Task,
     plan: Plan,
     devices: tuple[Device, ...],
     steps: int,
     beside: bool = False,
     watcher: Watcher | None = None,
-) -> Trial:
+) -> TrialResult:
     """Train a few steps by the plan, to measure speed and memory; see `Trainer.try_out`. Every rank
     returns the trial."""
     with watcher or nullcontext(), joined(seat, task) as context:

@@ -20,7 +20,7 @@ from gpumix.train.elastic.plan_change import dealt_anew
 from gpumix.train.elastic.rebalance_memory import Movable, idle_paces, most_by_memory, with_shares
 from gpumix.train.elastic.rebalancer import WINDOW_STEPS, Change, Fixed, Rebalancer, Room
 from gpumix.train.elastic.replan_stages import Redealt, Restaging
-from gpumix.train.run_log.metrics import Told
+from gpumix.train.run_log.metrics import RunEvent
 from gpumix.train.worker.context import Context
 
 # Observation starts at this step: the first steps take longer.
@@ -79,7 +79,7 @@ class Balancing:
                 steps=job.steps,
             )
 
-    def after_step(self, times: Sequence[float], compute_s: Sequence[float]) -> list[Told]:
+    def after_step(self, times: Sequence[float], compute_s: Sequence[float]) -> list[RunEvent]:
         """Decide on a new split. Collective once.
 
         Args:
@@ -108,7 +108,7 @@ class Balancing:
             self._rebalancer.go_on(self.plan, self._room())
         return told
 
-    def _after_stages(self, times: Sequence[float], compute_s: Sequence[float]) -> list[Told]:
+    def _after_stages(self, times: Sequence[float], compute_s: Sequence[float]) -> list[RunEvent]:
         found = self._restaging.observe(compute_s) if self._restaging is not None else None
         if isinstance(found, PlanOutdated):
             found.step_s = _of_late(times)
@@ -126,7 +126,7 @@ class Balancing:
         *,
         what: str,
         moving_s: float | None = None,
-    ) -> list[Told]:
+    ) -> list[RunEvent]:
         """Adopt a plan splitting the samples again from the next step on; see `dealt_anew`."""
         before, self.plan = self.plan, plan
         self.changes += 1
@@ -185,13 +185,13 @@ class Balancing:
             return plan
         return plan.model_copy(update={"prediction": predict(self._profile, plan)})
 
-    def _settled(self, times: Sequence[float]) -> list[Told]:
+    def _settled(self, times: Sequence[float]) -> list[RunEvent]:
         """Report the effect of the last change once enough steps are measured."""
         if self._changed is None or len(times) < self._changed[0] + MEASURED_STEPS:
             return []
         return self.effect(times)
 
-    def effect(self, times: Sequence[float]) -> list[Told]:
+    def effect(self, times: Sequence[float]) -> list[RunEvent]:
         """Report the effect of the last change, once, by however few steps: another change follows,
         or the run ends."""
         if self._changed is None or len(times) <= self._changed[0]:
@@ -202,7 +202,7 @@ class Balancing:
         after_s = median(measured)
         fields = {"step_s": after_s, "step_before_s": before_s, "steps": len(measured)}
         text = f"a step takes {show_seconds(after_s)} now, {show_seconds(before_s)} before"
-        return [Told("rebalanced", fields, text)]
+        return [RunEvent("rebalanced", fields, text)]
 
 
 def _of_late(times: Sequence[float]) -> float:

@@ -13,24 +13,24 @@ from typing import Any
 
 from gpumix.data.core.read_policy import Skipped
 from gpumix.data.loader import Loader
-from gpumix.engine.comm.step_recorder import Recording
+from gpumix.engine.comm.step_recorder import RecordedStep
 from gpumix.engine.engine import Engine
 from gpumix.schema.units import show_seconds
 from gpumix.train.checkpoint.checkpointer import Saved
-from gpumix.train.elastic.plan_change import Parts, started
+from gpumix.train.elastic.plan_change import PlanParts, started
 from gpumix.train.elastic.recovery import Restart
 from gpumix.train.memory_checkpoint.memory_folder import WITHOUT_COPIES
 from gpumix.train.monitor.step_history import StepsTaken
-from gpumix.train.monitor.step_timer import Watch
+from gpumix.train.monitor.step_timer import StepTimer
 from gpumix.train.monitor.step_trace import trace_of
 from gpumix.train.run_log import run_files
 from gpumix.train.run_log.display import Display, first_of, input_bound, unread
 from gpumix.train.run_log.metrics import (
     ClassRecord,
     RankRecord,
+    RunEvent,
     RunLog,
     StepRecord,
-    Told,
     by_class,
     fullest_by_class,
 )
@@ -44,7 +44,7 @@ LATE = (
 )
 
 
-class Telling:
+class RunLogger:
     """Reports by one rank.
 
     Attributes:
@@ -61,7 +61,7 @@ class Telling:
         engine: Engine,
         loader: Loader,
         keeping: Keeping,
-        watch: Watch,
+        watch: StepTimer,
         taken: StepsTaken,
         *,
         begun_at: int,
@@ -94,7 +94,7 @@ class Telling:
         if self._display is not None:
             self._display.say(line)
 
-    def tell(self, step: int, told: Sequence[Told]) -> None:
+    def tell(self, step: int, told: Sequence[RunEvent]) -> None:
         """Report findings or actions after a step."""
         if self._display is not None:
             for one in told:
@@ -108,10 +108,10 @@ class Telling:
             self._log.step(record)
             self._display.step(record)
 
-    def start(self, before: Parts | None, restart: Restart | None) -> None:
+    def start(self, before: PlanParts | None, restart: Restart | None) -> None:
         """Report a plan unlike the plan of the run `before`."""
         why = restart.decided if restart is not None else "the run was resumed"
-        now = Parts.of(self._engine.plan, self._context.task.cluster)
+        now = PlanParts.of(self._engine.plan, self._context.task.cluster)
         told = started(before, now, why) if before is not None else None
         self.tell(self._begun_at, [told] if told is not None else [])
 
@@ -139,7 +139,7 @@ class Telling:
         """Report a checkpoint waiting for the previous checkpoint."""
         text = "" if self._told_of_disk else LATE
         self._told_of_disk = True
-        self.tell(step, [Told("checkpoint-late", {}, text)])
+        self.tell(step, [RunEvent("checkpoint-late", {}, text)])
 
     def evaluation(self, step: int, losses: Sequence[float]) -> None:
         """Report the mean loss of batches."""
@@ -152,7 +152,7 @@ class Telling:
         """Save the trace of a step from the recordings of all ranks."""
         if self._display is not None:
             path = self._context.job.output / run_files.TRACE
-            recordings = [Recording.from_json(text) for text in told]
+            recordings = [RecordedStep.from_json(text) for text in told]
             trace_of(self._engine.plan, recordings).save(path)
             self._display.say(f"trace of step {step}: {path}, open it in ui.perfetto.dev")
 

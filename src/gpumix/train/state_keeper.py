@@ -24,10 +24,10 @@ from gpumix.train.checkpoint.manifest import Damaged, of_steps, step_of
 from gpumix.train.checkpoint.model_files import saved_beside_weights
 from gpumix.train.memory_checkpoint import memory_folder, reader
 from gpumix.train.memory_checkpoint.checkpointer import MemoryCheckpointer
-from gpumix.train.memory_checkpoint.memory_folder import Found, Held, Home
+from gpumix.train.memory_checkpoint.memory_folder import HeldState, Home, NewestState
 from gpumix.train.memory_checkpoint.replication import Buddies
 from gpumix.train.run_log import run_files
-from gpumix.train.run_log.metrics import Told
+from gpumix.train.run_log.metrics import RunEvent
 from gpumix.train.run_log.run_id import id_of
 from gpumix.train.worker.context import Context
 
@@ -205,7 +205,7 @@ class Keeping:
         assert group is not None
         return Buddies(place, self._hosts, group)
 
-    def _told(self) -> list[list[Held]]:
+    def _told(self) -> list[list[HeldState]]:
         """Return the copies found by each rank on the rank's host."""
         held = self._home.held() if self._home is not None else []
         told = self._context.ranks.gather("held in memory", memory_folder.to_text(held))
@@ -233,7 +233,7 @@ class Keeping:
         self._memory.finish()
         return not any(self._context.ranks.gather("kept in memory", self._memory.refused))
 
-    def choose_interval(self, step_s: float) -> list[Told]:
+    def choose_interval(self, step_s: float) -> list[RunEvent]:
         """Choose the interval of copies by the cost of the first; see `interval_of`. Return the
         report."""
         if self._memory is None or self._context.job.checkpoint.memory_every_steps != "auto":
@@ -241,7 +241,7 @@ class Keeping:
         own = interval_of(min(self._copied_s, default=0.0), step_s)
         told = self._context.ranks.gather("copies' interval", str(own))
         self._every_steps = every = max(map(int, told))
-        return [Told("copies", {"every_steps": every}, "")]
+        return [RunEvent("copies", {"every_steps": every}, "")]
 
     def nothing_new(self, step: int, *, deadline: float) -> bool:
         """Return whether on all ranks the state after `step`, the last done, is on disk by
@@ -339,13 +339,13 @@ class Keeping:
         self._safe_step = state.step
         return TakenUp(state.step, state.extra, state.path, state.passed_over)
 
-    def _found_in_memory(self) -> tuple[Found, list[Held]] | None:
+    def _found_in_memory(self) -> tuple[NewestState, list[HeldState]] | None:
         """Return the newest state in memory to resume from, and the copies on this host."""
         told = self._told()
         found = memory_folder.newest(told)
         return None if found is None else (found, told[self._context.ranks.rank])
 
-    def _from_memory(self, found: Found, held: list[Held]) -> TakenUp:
+    def _from_memory(self, found: NewestState, held: list[HeldState]) -> TakenUp:
         assert self._home is not None
         manifest = reader.load(
             self._home,

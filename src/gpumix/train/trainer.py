@@ -33,7 +33,7 @@ from gpumix.train.checks.packed_documents import check_documents
 from gpumix.train.checks.resume_check import check_goes_on
 from gpumix.train.elastic.plan_change import in_force
 from gpumix.train.elastic.recovery import Restart
-from gpumix.train.issued_steps import BadStep, ReadStep, Steps
+from gpumix.train.issued_steps import BadStep, IssuedSteps, ReadStep
 from gpumix.train.monitor.clock_warnings import ClockWatch
 from gpumix.train.monitor.corruption_monitor import Soundness
 from gpumix.train.monitor.host_syncs import syncs_of
@@ -42,10 +42,10 @@ from gpumix.train.preemption_save import LastMinute
 from gpumix.train.processes.stop_signals import StopRequest
 from gpumix.train.rebalance_controller import Balancing
 from gpumix.train.run_log.interruption_cost import Interlude, seconds_of
-from gpumix.train.run_log.metrics import WARM_UP_STEPS, StepRecord, Told, typical_s
-from gpumix.train.run_log.summary import Summary, Trial
+from gpumix.train.run_log.metrics import WARM_UP_STEPS, RunEvent, StepRecord, typical_s
+from gpumix.train.run_log.summary import Summary, TrialResult
 from gpumix.train.run_log.terminal import stderr
-from gpumix.train.run_logger import Telling
+from gpumix.train.run_logger import RunLogger
 from gpumix.train.state_keeper import MEASURED_STEPS, Keeping
 from gpumix.train.worker.context import Context
 from gpumix.train.worker.model import attention_cost, model_of
@@ -111,7 +111,7 @@ class Trainer:
         self.step = 0  # the last step read
         self._at_once_until = 0
         self._stopping = False
-        self._found: list[Told] = []  # on a coming change of the plan
+        self._found: list[RunEvent] = []  # on a coming change of the plan
         self._nothing_left: Path | None = None  # the checkpoint of the last step
         self._put_off = False  # a checkpoint is due and was put off
         self._restart = restart
@@ -122,7 +122,7 @@ class Trainer:
             self._take_up(needed=restart is None)
         self._begun_at = self.step
         context.runtime.reset_peak()
-        self.steps = Steps(
+        self.steps = IssuedSteps(
             context,
             self.engine,
             self.optimizer,
@@ -132,7 +132,7 @@ class Trainer:
             not_finite=self._not_finite,
         )
         self.taken, self.watch = self.steps.taken, self.steps.watch
-        self._telling = Telling(
+        self._telling = RunLogger(
             context,
             self.engine,
             self.loader,
@@ -228,7 +228,9 @@ class Trainer:
         self._rebalance(exchanged.reports)
         self._look_for_wrong_results(exchanged)
 
-    def try_out(self, steps: int, *, beside: bool = False, watcher: Watcher | None = None) -> Trial:
+    def try_out(
+        self, steps: int, *, beside: bool = False, watcher: Watcher | None = None
+    ) -> TrialResult:
         """Train `steps` steps after the warm-up; nothing is written.
 
         Args:
@@ -286,7 +288,7 @@ class Trainer:
         told = gather("told", json.dumps(watcher.told() if watcher is not None else None))[0]
         counted = [json.loads(text) for text in gather("tokens", json.dumps([tokens, padded]))]
         all_tokens, all_padded = map(sum, zip(*counted))
-        return Trial(
+        return TrialResult(
             step_s=step_s,
             mean_s=sum(times) / len(times),
             tokens_per_s=tokens_a_step / step_s,
@@ -305,7 +307,7 @@ class Trainer:
         )
 
     def _so_far(self) -> dict[str, float]:
-        """Return the arguments of `Telling.exchange` for all steps given so far."""
+        """Return the arguments of `RunLogger.exchange` for all steps given so far."""
         comm = self.engine.comm
         return {"waited_s": comm.clock.total_s(), "sent_bytes": comm.sent.total()}
 

@@ -8,7 +8,7 @@ import pytest
 
 from gpumix.integrations.trackers import metric_names
 from gpumix.integrations.trackers.metric_names import told
-from gpumix.integrations.trackers.tracker import Event, Numbers, without_secrets
+from gpumix.integrations.trackers.tracker import Numbers, TrackedEvent, without_secrets
 from gpumix.train.monitor.step_timer import Shares
 from gpumix.train.run_log.metrics import ClassRecord, RankRecord, StepRecord
 
@@ -139,7 +139,7 @@ def test_what_is_looked_for_is_what_records_have(record, names):
 )
 def test_events_are_told_in_words(happened, text):
     [event] = told(happened)
-    assert isinstance(event, Event)
+    assert isinstance(event, TrackedEvent)
     assert (event.kind, event.text) == (happened["event"], text)
 
 

@@ -44,7 +44,7 @@ class FolderFacts(Value):
     free_bytes: int = 0
 
 
-class Limits(Value):
+class ProcessLimits(Value):
     """Resource limits of a process; None means unlimited."""
 
     open_files: int | None = None
@@ -72,7 +72,7 @@ class HostFacts(Value):
     cores: float
     shm_bytes: int | None = None
     shm_free_bytes: int | None = None
-    limits: Limits = Limits()
+    limits: ProcessLimits = ProcessLimits()
     rdma: tuple[str, ...] = ()
     interfaces: tuple[str, ...] = ()
     address: str = ""
@@ -81,7 +81,7 @@ class HostFacts(Value):
     folders: tuple[FolderFacts, ...] = ()
 
 
-class Speed(Value):
+class GpuSpeed(Value):
     """Measured speed of a GPU, and its state under load.
 
     Attributes:
@@ -125,7 +125,7 @@ class RankFacts(Value):
     trouble: str = ""
     fix: str = ""
     health: GpuHealth | None = None
-    speed: Speed | None = None
+    speed: GpuSpeed | None = None
 
     @property
     def on_gpu(self) -> bool:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import gpumix
-from gpumix.check.facts.cluster import FolderFacts, HostFacts, Limits, Software
+from gpumix.check.facts.cluster import FolderFacts, HostFacts, ProcessLimits, Software
 from gpumix.hardware import runtime
 from gpumix.hardware.discovery.gpu_health import driver_versions
 from gpumix.hardware.host.cpu import cores_here
@@ -94,11 +94,11 @@ def nearest(path: Path) -> Path:
     return next((one for one in (path, *path.parents) if one.exists()), path)
 
 
-def limits() -> Limits:
+def limits() -> ProcessLimits:
     """Return the resource limits of this process, as reported by `ulimit`."""
     most_locked = getattr(resource, "RLIMIT_MEMLOCK", None)
     most_processes = getattr(resource, "RLIMIT_NPROC", None)
-    return Limits(
+    return ProcessLimits(
         open_files=_limit(resource.RLIMIT_NOFILE),
         most_open_files=_limit(resource.RLIMIT_NOFILE, 1),
         processes=None if most_processes is None else _limit(most_processes),

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gpumix.check.facts.cluster import Speed
+from gpumix.check.facts.cluster import GpuSpeed
 from gpumix.check.facts.host import host_facts, nearest
 from gpumix.check.facts.job import checkpoint_bytes, job_on_host, saved_bytes
 from gpumix.engine.comm.communicator import leave_groups
@@ -26,7 +26,14 @@ from gpumix.engine.comm.process_groups import all_ranks
 from gpumix.hardware.device import DeviceRuntime, open_device
 from gpumix.hardware.discovery.amd_health import amd_driver, amd_handle_of, amd_health
 from gpumix.hardware.discovery.discover import discover
-from gpumix.hardware.discovery.gpu_health import GpuHealth, Look, driver, handle_of, health, look
+from gpumix.hardware.discovery.gpu_health import (
+    GpuHealth,
+    GpuReading,
+    driver,
+    handle_of,
+    health,
+    look,
+)
 from gpumix.hardware.host.environment import cache_folder, hide_gpus
 from gpumix.hardware.runtime import backend_of, capability
 from gpumix.profiler.compute.peak_flops import measured_peak
@@ -35,7 +42,7 @@ from gpumix.schema.cluster.cluster import DeviceClass
 from gpumix.schema.errors import InputError, MachineError, first_line
 from gpumix.schema.files import opened_lock, remove_quietly
 from gpumix.schema.job.job import Job
-from gpumix.train.processes.local_launcher import Seat
+from gpumix.train.processes.local_launcher import RankAddress
 from gpumix.train.processes.store import store_of
 
 SMALL_BYTES, TRIAL_BYTES = 4 * 1024, 2**20
@@ -51,7 +58,7 @@ Told = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Setting:
+class ProbeSettings:
     """Settings of a rank's probe processes.
 
     Attributes:
@@ -66,10 +73,10 @@ class Setting:
     debug: bool = False
 
 
-class Probe:
+class RankProbe:
     """A rank's probe; `answer` runs a task by name."""
 
-    def __init__(self, seat: Seat, setting: Setting) -> None:
+    def __init__(self, seat: RankAddress, setting: ProbeSettings) -> None:
         self.seat = seat
         self.setting = setting
         self._runtime: DeviceRuntime | None = None
@@ -174,7 +181,7 @@ class Probe:
                 fix="nvidia-smi shows who uses it",
             ) from error
 
-    def _speed(self, runtime: DeviceRuntime) -> Speed:
+    def _speed(self, runtime: DeviceRuntime) -> GpuSpeed:
         major = capability(runtime.torch_device)[0]
         dtype = torch.bfloat16 if major >= 8 else torch.float16 if major >= 7 else torch.float32
         peak = measured_peak(runtime, dtype).flops_per_s
@@ -182,7 +189,7 @@ class Probe:
         size = min(COPIED_BYTES, runtime.memory_limit_bytes // 16)
         one = torch.empty(size, dtype=torch.uint8, device=runtime.torch_device)
         copied_s = _fastest_s(runtime, one, torch.empty_like(one))
-        return Speed(
+        return GpuSpeed(
             dtype=str(dtype).removeprefix("torch."),
             flops_per_s=peak,
             memory_bytes_per_s=2 * size / copied_s,
@@ -192,7 +199,7 @@ class Probe:
 
     def _under_load(
         self, runtime: DeviceRuntime, dtype: torch.dtype, flops_per_s: float
-    ) -> Look | None:
+    ) -> GpuReading | None:
         """Query the driver while the GPU computes; return None without an answer."""
         size = LOADED_ROWS
         square = torch.zeros(size, size, dtype=dtype, device=runtime.torch_device)
@@ -258,7 +265,7 @@ class Probe:
                 why=first_line(error),
             ) from error
 
-    def _as_guest(self) -> Seat:
+    def _as_guest(self) -> RankAddress:
         """Return the seat without ownership of the store."""
         return replace(self.seat, holds_store=False)
 

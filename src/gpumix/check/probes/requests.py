@@ -33,7 +33,7 @@ class Answer:
     silent: bool = False
 
 
-class Crew:
+class AskedRanks:
     """All ranks, from the view of the asking process.
 
     Attributes:

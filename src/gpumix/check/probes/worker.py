@@ -25,11 +25,11 @@ import torch
 import torch.distributed as dist
 
 from gpumix.check.facts.cluster import RankFacts
-from gpumix.check.probes.probe import Probe, Setting, Told
+from gpumix.check.probes.probe import ProbeSettings, RankProbe, Told
 from gpumix.engine.rank_group import STORE_ERRORS
 from gpumix.schema.files import opened_log, read_log, remove_quietly
 from gpumix.train.processes.error_translation import in_words
-from gpumix.train.processes.local_launcher import Seat, end_with_launcher, warm_up
+from gpumix.train.processes.local_launcher import RankAddress, end_with_launcher, warm_up
 
 KEYS = "check"  # prefix of the check's keys in the store
 END = "end"
@@ -39,7 +39,7 @@ START_S = 25.0  # limit for starting a rank's first process, which imports torch
 AGAIN_S = 4.0  # limit for starting a later process, forked with torch already imported
 PRELOAD = ("gpumix.check.probes.probe",)
 KILLED_S = 1.0  # wait for a killed process to exit
-Maker = Callable[[Seat, Setting], Probe]
+Maker = Callable[[RankAddress, ProbeSettings], RankProbe]
 
 
 def next_task(words: dist.Store, number: int, until: float) -> Told | None:
@@ -64,7 +64,13 @@ class Attendant:
     """
 
     def __init__(
-        self, seat: Seat, setting: Setting, store: dist.Store, *, hello: RankFacts, make: Maker
+        self,
+        seat: RankAddress,
+        setting: ProbeSettings,
+        store: dist.Store,
+        *,
+        hello: RankFacts,
+        make: Maker,
     ) -> None:
         self._words = dist.PrefixStore(f"{KEYS}/{seat.rank}", store)
         self._hello = hello
@@ -102,7 +108,7 @@ class Attendant:
 class _Process:
     """A rank's probe process, started on demand."""
 
-    def __init__(self, seat: Seat, setting: Setting, make: Maker) -> None:
+    def __init__(self, seat: RankAddress, setting: ProbeSettings, make: Maker) -> None:
         self._args = (make, seat, setting)
         self._process: Any = None
         self._pipe: Connection | None = None
@@ -175,7 +181,9 @@ class _Process:
         remove_quietly(self._log)
 
 
-def _run(make: Maker, seat: Seat, setting: Setting, pipe: Connection, log: str) -> None:
+def _run(
+    make: Maker, seat: RankAddress, setting: ProbeSettings, pipe: Connection, log: str
+) -> None:
     """Run the child process: send output to its log, and answer tasks from the pipe."""
     if not setting.debug:
         with opened_log(Path(log)) as file:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from statistics import median
 
-from gpumix.check.facts.cluster import RankFacts, Speed, Survey
+from gpumix.check.facts.cluster import GpuSpeed, RankFacts, Survey
 from gpumix.check.finding import Finding, Severity
 from gpumix.hardware.discovery.gpu_health import REASONS, GpuHealth
 from gpumix.hardware.estimates.gpu_catalogue import Card, PcieLink, find
@@ -114,13 +114,15 @@ def speed(survey: Survey) -> Iterator[Finding]:
         yield from _narrow(rank, rank.speed)
 
 
-def _like(survey: Survey, rank: RankFacts) -> list[Speed]:
+def _like(survey: Survey, rank: RankFacts) -> list[GpuSpeed]:
     """Return the speeds of a rank's class, without the rank."""
     others = (o for o in survey.gpus if o.device_class == rank.device_class and o is not rank)
     return [other.speed for other in others if other.speed is not None]
 
 
-def _slower(rank: RankFacts, own: Speed, like: list[Speed]) -> Iterator[tuple[str, str, float]]:
+def _slower(
+    rank: RankFacts, own: GpuSpeed, like: list[GpuSpeed]
+) -> Iterator[tuple[str, str, float]]:
     """Yield the name, a description and the value of each slow speed."""
     kinds = {
         "compute": ([one.flops_per_s for one in like], own.flops_per_s, show_flops),
@@ -157,7 +159,7 @@ def _mend(rank: RankFacts, held: list[str]) -> str:
     )
 
 
-def _narrow(rank: RankFacts, own: Speed) -> Iterator[Finding]:
+def _narrow(rank: RankFacts, own: GpuSpeed) -> Iterator[Finding]:
     """Report missing PCIe lanes, or an older generation than card and slot support."""
     generation, width = own.link
     if not width:
@@ -182,7 +184,7 @@ def _narrow(rank: RankFacts, own: Speed) -> Iterator[Finding]:
 
 def speed_fine(survey: Survey) -> str:
     """Describe each class by its median speed."""
-    classes: dict[str, list[Speed]] = {}
+    classes: dict[str, list[GpuSpeed]] = {}
     for rank in survey.gpus:
         if rank.speed is not None:
             classes.setdefault(rank.device_class, []).append(rank.speed)

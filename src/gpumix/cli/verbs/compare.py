@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from gpumix.cli.common import Debug, Json, answer, verb
-from gpumix.cli.profile_source import Asked, planning
+from gpumix.cli.profile_source import PlanOptions, planning
 from gpumix.schema.reading.error_location import placed
 
 
@@ -19,7 +19,7 @@ def register(app: typer.Typer) -> None:
 
 @verb
 @planning
-def compare(asked: Asked, as_json: Json = False, debug: Debug = False) -> None:
+def compare(asked: PlanOptions, as_json: Json = False, debug: Debug = False) -> None:
     from gpumix.cli.tables import comparison_table
     from gpumix.planner.compare import compare as compared
 

@@ -18,7 +18,7 @@ from gpumix.train.run_log import run_files
 if TYPE_CHECKING:
     from gpumix.cli.demo_devices import DemoDevices
     from gpumix.train.run_log.even_baseline import EvenSplit
-    from gpumix.train.run_log.metrics import Told
+    from gpumix.train.run_log.metrics import RunEvent
 
 JOB_FILE = "demo.yaml"
 EVEN_STEPS = 4
@@ -55,13 +55,13 @@ def demo(
     debug: Debug = False,
 ) -> None:
     from gpumix.cli.demo_devices import demo_devices
-    from gpumix.train.controller import Pipeline, too_busy
+    from gpumix.train.controller import JobController, too_busy
     from gpumix.train.run_log.even_baseline import best_even_split
     from gpumix.train.run_log.metrics import tell_afterwards
 
     _check_room(output)
     devices = demo_devices()
-    pipeline = Pipeline.of_file(_write_job(output, steps, devices), overrides, debug=debug)
+    pipeline = JobController.of_file(_write_job(output, steps, devices), overrides, debug=debug)
     pipeline.show(devices.said)
     _clear(output)
     summary = pipeline.train(None, resume=False)
@@ -85,9 +85,9 @@ def demo(
         print_json({**asdict(summary), "speedup_vs_even": speedup, "all_overruns": overruns})
 
 
-def _even_told(even: EvenSplit) -> Told:
+def _even_told(even: EvenSplit) -> RunEvent:
     """Return the event of the even split's speed, for the run's report."""
-    from gpumix.train.run_log.metrics import Told
+    from gpumix.train.run_log.metrics import RunEvent
 
     fields = {
         "strategy": "even",
@@ -98,7 +98,7 @@ def _even_told(even: EvenSplit) -> Told:
         "tokens_per_s": even.trial.tokens_per_s,
         "overruns": even.overruns,
     }
-    return Told("compared", fields, "")
+    return RunEvent("compared", fields, "")
 
 
 def _write_job(folder: Path, steps: int, devices: DemoDevices) -> Path:

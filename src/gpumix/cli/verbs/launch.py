@@ -16,7 +16,7 @@ from gpumix.schema.errors import InputError
 
 if TYPE_CHECKING:
     from gpumix.launch.hosts import Host
-    from gpumix.launch.launcher import Asked
+    from gpumix.launch.launcher import LaunchRequest
     from gpumix.launch.program import Program
     from gpumix.schema.cluster.cluster import Cluster
 
@@ -140,7 +140,7 @@ def launch(
     debug: Debug = False,
 ) -> None:
     from gpumix.launch.commands import Ssh, Surroundings
-    from gpumix.launch.launcher import Asked, asked_of
+    from gpumix.launch.launcher import LaunchRequest, asked_of
     from gpumix.launch.options import pythons_of, settings_of
     from gpumix.launch.program import program_of
     from gpumix.launch.schedulers.kubernetes import PYTHON
@@ -184,7 +184,7 @@ def launch(
     if grace is None:
         grace = SLURM_GRACE_S if template is Template.slurm else GRACE_S
     asked = asked_of(
-        Asked(
+        LaunchRequest(
             program=named,
             around=Surroundings(
                 folder=folder or Path.cwd(),
@@ -257,7 +257,7 @@ def _devices(
     return cluster, file, read_hosts(hosts) if hosts is not None else ()
 
 
-def _print_template(template: Template, asked: Asked) -> None:
+def _print_template(template: Template, asked: LaunchRequest) -> None:
     import sys
 
     from gpumix.launch.schedulers.kubernetes import manifests
@@ -281,7 +281,7 @@ def _print_template(template: Template, asked: Asked) -> None:
         sys.stdout.write(text)
 
 
-def _print_commands(asked: Asked) -> None:
+def _print_commands(asked: LaunchRequest) -> None:
     import sys
 
     from gpumix.launch.launcher import commands_of
@@ -293,7 +293,7 @@ def _print_commands(asked: Asked) -> None:
         sys.stdout.write("".join(f"{command}\n" for _, command in commands))
 
 
-def _run(asked: Asked) -> None:
+def _run(asked: LaunchRequest) -> None:
     import sys
 
     from gpumix.launch.launcher import launch_here, launch_there
@@ -310,7 +310,7 @@ def _run(asked: Asked) -> None:
         raise typer.Exit(done.code)
 
 
-def _train(asked: Asked) -> None:
+def _train(asked: LaunchRequest) -> None:
     """Become `gpumix train`, which starts the ranks of one host itself."""
     from gpumix.hardware.host.environment import become, use_settings
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from gpumix.cli.common import Debug, Json, Strategy, answer, verb
-from gpumix.cli.profile_source import Asked, planning, profile_beside
+from gpumix.cli.profile_source import PlanOptions, planning, profile_beside
 from gpumix.schema.reading.error_location import placed
 
 
@@ -23,7 +23,7 @@ def register(app: typer.Typer) -> None:
 @verb
 @planning
 def plan(
-    asked: Asked,
+    asked: PlanOptions,
     strategy: Strategy = None,
     output: Annotated[
         Path | None,

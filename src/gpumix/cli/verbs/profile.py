@@ -32,11 +32,11 @@ def profile(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    from gpumix.train.controller import Pipeline
+    from gpumix.train.controller import JobController
     from gpumix.train.run_log.tables import efficiency_table, profile_table
 
     with placed(job):
-        pipeline = Pipeline.of_file(job, overrides, allowed=allowed, debug=debug)
+        pipeline = JobController.of_file(job, overrides, allowed=allowed, debug=debug)
         found = pipeline.profile(fresh=fresh)
     if not pipeline.speaks:
         return

@@ -37,7 +37,7 @@ def report(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    from gpumix.report.facts import Facts
+    from gpumix.report.facts import RunFacts
     from gpumix.report.page import write_page
     from gpumix.report.run import read_run
     from gpumix.train.run_log import run_files
@@ -49,7 +49,7 @@ def report(
     if unread := found.history.unread_told:
         stderr().print(f"{unread}: the page goes by the others", style="yellow")
     if as_json:
-        print_json(Facts(found).as_dict() | {"report": str(path)})
+        print_json(RunFacts(found).as_dict() | {"report": str(path)})
     else:
         stderr().print(f"report: {path}")
     if shown:

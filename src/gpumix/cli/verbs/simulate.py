@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gpumix.cli.common import Debug, Json, Overrides, answer, verb
-from gpumix.cli.profile_source import Asked, ClusterText, ModelText, NetworkText, found_beside
+from gpumix.cli.profile_source import ClusterText, ModelText, NetworkText, PlanOptions, found_beside
 from gpumix.schema.errors import InputError
 from gpumix.schema.reading.error_location import placed, together
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gpumix.schema.plan.stage import Worker
     from gpumix.schema.plan.step_trace import Trace
     from gpumix.schema.profile.profile import Profile
-    from gpumix.simulate.replay import Alike, Event, Replay
+    from gpumix.simulate.replay import EqualRanks, Event, Replay
     from gpumix.simulate.timeline import Use
 
 LINES = 12  # of the critical path
@@ -69,7 +69,9 @@ def simulate(
     from gpumix.simulate.trace import trace_of
 
     planned = Plan.load(plan)
-    asked = Asked(job, overrides, cluster=cluster, network=network, model=model, measures=False)
+    asked = PlanOptions(
+        job, overrides, cluster=cluster, network=network, model=model, measures=False
+    )
     if cluster is not None and profile is None:
         with placed(plan):
             _refuse_other_cards(planned, cluster, network)
@@ -118,7 +120,7 @@ def _refuse_other_cards(plan: Plan, cluster: str, network: str | None) -> None:
         )
 
 
-def _times(profile: Path | None, asked: Asked) -> tuple[Profile, str]:
+def _times(profile: Path | None, asked: PlanOptions) -> tuple[Profile, str]:
     """Return the profile given or asked for, and a note on it.
 
     Raises:
@@ -251,7 +253,7 @@ def _traffic_table(plan: Plan, times: Profile) -> RenderableType:
     return table
 
 
-def _who(lane: Alike) -> str:
+def _who(lane: EqualRanks) -> str:
     others = len(lane.ranks) - 1
     return f"{lane.worker.device} and {others} alike" if others else lane.worker.device
 

@@ -14,7 +14,7 @@ from gpumix.cli.verbs.report import RunFolder
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from gpumix.report.facts import Facts
+    from gpumix.report.facts import RunFacts
     from gpumix.report.run import Run
 
 # A failed run may restart: it says so within this time.
@@ -60,11 +60,11 @@ def top(
         _follow(run, console, every_s)
 
 
-def _looked(folder: Path) -> Facts:
-    from gpumix.report.facts import Facts
+def _looked(folder: Path) -> RunFacts:
+    from gpumix.report.facts import RunFacts
     from gpumix.report.run import read_run
 
-    return Facts(read_run(folder, newest_bytes=NEWEST_BYTES))
+    return RunFacts(read_run(folder, newest_bytes=NEWEST_BYTES))
 
 
 def _follow(folder: Path, console: Console, every_s: float) -> None:

@@ -56,7 +56,7 @@ def train(
 ) -> None:
     from gpumix.cli.profile_source import beside
     from gpumix.schema.plan.plan import Plan
-    from gpumix.train.controller import Pipeline
+    from gpumix.train.controller import JobController
 
     if plan is not None and strategy is not None:
         raise InputError(
@@ -72,7 +72,7 @@ def train(
     found = beside(plan, given) if plan is not None and given is not None else None
     made_from, made_from_file = found or (None, "")
     with placed(job):
-        pipeline = Pipeline.of_file(job, overrides, allowed=allowed, debug=debug)
+        pipeline = JobController.of_file(job, overrides, allowed=allowed, debug=debug)
         summary = pipeline.train(
             given,
             resume=resume,

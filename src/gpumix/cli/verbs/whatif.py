@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gpumix.cli.common import Debug, Json, answer, verb
-from gpumix.cli.profile_source import Asked, planning
+from gpumix.cli.profile_source import PlanOptions, planning
 from gpumix.schema.errors import InputError
 from gpumix.schema.reading.error_location import placed
 from gpumix.schema.reading.error_text import nearest, suggest
@@ -28,7 +28,7 @@ def register(app: typer.Typer) -> None:
 @verb
 @planning
 def whatif(
-    asked: Asked,
+    asked: PlanOptions,
     add: Annotated[
         list[str], typer.Option("--add", help="More cards: 2xa6000; may be repeated.")
     ] = [],  # noqa: B006

@@ -78,7 +78,7 @@ SINGLE = Joining()
 
 
 @dataclass(frozen=True)
-class Run:
+class BucketRun:
     """Consecutive unit calls, from number `first` on, by kind; and the number of their bucket."""
 
     bucket: int
@@ -112,7 +112,7 @@ class Buckets:
         sizes: by name, including empty buckets of the root.
     """
 
-    runs: tuple[Run, ...]
+    runs: tuple[BucketRun, ...]
     kinds: Names
     sizes: Mapping[str, UnitSize]
     joining: Joining
@@ -255,7 +255,9 @@ def _sum(sizes: Sequence[UnitSize]) -> UnitSize:
     return UnitSize(sum(s.trainable for s in sizes), sum(s.frozen_bytes for s in sizes))
 
 
-def _laid_out(calls: Names, kinds: Names, joined: int) -> tuple[tuple[Run, ...], tuple[Names, ...]]:
+def _laid_out(
+    calls: Names, kinds: Names, joined: int
+) -> tuple[tuple[BucketRun, ...], tuple[Names, ...]]:
     """Return the runs, and the kinds of the units of each bucket."""
     kind_of = dict(zip(calls, kinds))  # in the order of their first calls
     names = tuple(kind_of)
@@ -264,7 +266,7 @@ def _laid_out(calls: Names, kinds: Names, joined: int) -> tuple[tuple[Run, ...],
     runs, first = [], 0
     for bucket, group in groupby(number[name] for name in calls):
         length = len(list(group))
-        runs.append(Run(bucket, first, kinds[first : first + length]))
+        runs.append(BucketRun(bucket, first, kinds[first : first + length]))
         first += length
     return tuple(runs), tuple(tuple(kind_of[name] for name in row) for row in rows)
 

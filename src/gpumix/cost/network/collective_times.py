@@ -1,9 +1,9 @@
 """Duration of a plan's collectives, and the form of each.
 
-`Links` maps bucket names (`cost.buckets`) to the seconds of each gather and reduction, taken from a
-`Wire`: measured over the ranks that ran, or computed from stated links. As in `engine.comm`, a
-buffer with equal intervals uses the backend's native collective where available; all others use the
-form named by the plan.
+`CollectiveSeconds` maps bucket names (`cost.network.buckets`) to the seconds of each gather and
+reduction, taken from a `Wire`: measured over the ranks that ran, or computed from stated links. As
+in `engine.comm`, a buffer with equal intervals uses the backend's native collective where
+available; all others use the form named by the plan.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from gpumix.schema.profile.profile import ROOT, Profile, RankGroup
 
 
 @dataclass(frozen=True)
-class Cuts:
+class BufferCuts:
     """Cuts of buffers into one interval for each of `ranks`: at `shares`, or equal where the ranks
     divide the buffer (`even`), or never equal."""
 
@@ -65,7 +65,7 @@ class Cuts:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ShardedLayout:
     """Layout of the sharded state: ZeRO stage, ranks, collectives, cuts and buckets.
 
     Where each host divides the whole state, the cuts are those of any of `hosts` hosts, and `alike`
@@ -75,7 +75,7 @@ class Layout:
     zero_stage: ZeroStage
     sharding: Sharding
     collectives: Collectives
-    cuts: Cuts
+    cuts: BufferCuts
     communication_dtype: ComputeDtype
     joining: Joining = SINGLE
     hosts: int = 1
@@ -88,7 +88,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Links:
+class CollectiveSeconds:
     """Seconds of each collective by bucket, and the buckets needing a receive buffer.
 
     `gather_s` is for the forward pass, `regather_s` for the backward pass, `reduce_s` for
@@ -115,7 +115,7 @@ class Links:
         return not any(any(seconds.values()) for seconds in every)
 
 
-def links_for(profile: Profile, wire: Wire, layout: Layout) -> Links:
+def links_for(profile: Profile, wire: Wire, layout: ShardedLayout) -> CollectiveSeconds:
     """Return the collectives of a plan with state divided by `layout`.
 
     Raises:
@@ -127,7 +127,7 @@ def links_for(profile: Profile, wire: Wire, layout: Layout) -> Links:
     none = dict.fromkeys(sizes, 0.0)
     if layout.cuts.ranks == 1 and layout.sharding == "all":
         return replace(free_links(buckets), communication_dtype=layout.communication_dtype)
-    return Links(
+    return CollectiveSeconds(
         buckets,
         gather_s=none if layout.zero_stage == 0 else gather,
         regather_s=gather if layout.zero_stage == 3 else none,
@@ -140,23 +140,23 @@ def links_for(profile: Profile, wire: Wire, layout: Layout) -> Links:
     )
 
 
-def _buckets_of(profile: Profile, layout: Layout) -> Buckets:
+def _buckets_of(profile: Profile, layout: ShardedLayout) -> Buckets:
     """Return the buckets as gathered. Only frozen parameters depend on the dtype; without a
     measurement in the communication dtype, their measured size is used."""
     known = {m.compute_dtype: m for m in (profile.model, *profile.other_models)}
     return buckets_of(known.get(layout.communication_dtype, profile.model), layout.joining)
 
 
-def free_links(buckets: Buckets) -> Links:
+def free_links(buckets: Buckets) -> CollectiveSeconds:
     """Return collectives without time or memory: for one rank, or without a network."""
     none = dict.fromkeys(buckets.sizes, 0.0)
-    return Links(buckets, none, none, none)
+    return CollectiveSeconds(buckets, none, none, none)
 
 
 class _Moves:
     """Collectives of one layout."""
 
-    def __init__(self, wire: Wire, layout: Layout) -> None:
+    def __init__(self, wire: Wire, layout: ShardedLayout) -> None:
         self._wire = wire
         self._layout = layout
         self._dtype = layout.communication_dtype

@@ -65,7 +65,7 @@ class Free:
 
 
 @dataclass(frozen=True)
-class Measured:
+class TimedCollectives:
     """Collectives timed between the ranks of the cluster."""
 
     times: tuple[CollectiveTimes, ...]
@@ -172,7 +172,7 @@ class Stated:
 class Either:
     """Measured times, with stated links for unmeasured groups of ranks."""
 
-    measured: Measured
+    measured: TimedCollectives
     stated: Stated
 
     def seconds(self, operation: Operation, form: str, group: RankGroup, size: float) -> float:
@@ -191,7 +191,7 @@ class Fewer:
     """Collectives of `ranks` ranks, derived from times between `timed` ranks: a ring's steps take
     equally long, but there are fewer, and each moves a larger part."""
 
-    measured: Measured
+    measured: TimedCollectives
     group: RankGroup
     timed: int
     ranks: int
@@ -243,7 +243,7 @@ def wire_for(profile: Profile, on_host: OnHosts, near: Near = "all") -> Wire:
     profile or its cluster."""
     if sum(sum(counts.values()) for counts in on_host.values()) == 1:
         return Free()
-    network, measured = profile.cluster.network, Measured(profile.network)
+    network, measured = profile.cluster.network, TimedCollectives(profile.network)
     if network is None:
         return measured if profile.network else Free()
     stated = Stated.of(network, on_host, near)
@@ -257,7 +257,7 @@ def wire_among(profile: Profile, places: Sequence[tuple[str, str]], near: Near =
     Args:
         near: the network distance between the devices.
     """
-    network, measured = profile.cluster.network, Measured(profile.network)
+    network, measured = profile.cluster.network, TimedCollectives(profile.network)
     every = profile.cluster.devices
     form = profile.collectives.gather
     if len(places) > 1 and near in ("island", "rack") and measured.knows("gather", form, near):

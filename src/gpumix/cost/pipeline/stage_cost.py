@@ -15,7 +15,7 @@ import numpy as np
 from gpumix.cost.layout.activation_phases import Pass
 from gpumix.cost.layout.curves import FloatArray, MicroBatches
 from gpumix.cost.network.buckets import BEFORE, Joining
-from gpumix.cost.network.collective_times import Cuts, Layout, free_links, links_for
+from gpumix.cost.network.collective_times import BufferCuts, ShardedLayout, free_links, links_for
 from gpumix.cost.network.link_times import wire_among
 from gpumix.cost.peak_memory import Activations, MemoryModel, Owned, StateModel, owned_by_each
 from gpumix.cost.pipeline.stage_model import StagedModel
@@ -43,7 +43,7 @@ class Passes:
 
 
 @dataclass(frozen=True)
-class Held:
+class PassBytes:
     """Bytes of one pass through a stage's units, without other micro-batches: `left` until its
     backward, `split` after the first part of a split backward, and the peaks by cause of forward,
     of head and loss, and of backward."""
@@ -70,11 +70,11 @@ class StageCost:
         self.plan, self.number, self.workers = plan, number, of.leaders
         self.profile = cut.profile_of(whole, number)
         places = [(w.host, w.device_class) for w in self.workers]
-        layout = Layout(
+        layout = ShardedLayout(
             plan.zero_stage,
             "all",
             plan.collectives,
-            Cuts.at(stage.shares),
+            BufferCuts.at(stage.shares),
             plan.communication_dtype,
             Joining(stage.joined),
         )
@@ -89,7 +89,7 @@ class StageCost:
         self._looked_up = max((sizes[n] for n in whole.model.needs[0].root), default=0)
         self._looked_up *= number == 0
         self._passes: dict[tuple[int, int, int], Passes] = {}
-        self._held: dict[tuple[int, int, int], Held] = {}
+        self._held: dict[tuple[int, int, int], PassBytes] = {}
 
     def micro_batches(self, worker: int, batch: int) -> tuple[int, int]:
         """Return a worker's samples in one micro-batch or wave, and the most of them at once."""
@@ -132,7 +132,7 @@ class StageCost:
         )
         return Passes(forward, first + gathered, backward, last, weights, weights_last + reduced)
 
-    def held(self, worker: int, batch: int) -> Held:
+    def held(self, worker: int, batch: int) -> PassBytes:
         """Return the bytes of a worker's part of a micro-batch or wave."""
         samples, size = self.micro_batches(worker, batch)
         key = (worker, samples, size)
@@ -140,7 +140,7 @@ class StageCost:
             self._held[key] = self._counted(self.workers[worker], samples, size)
         return self._held[key]
 
-    def _counted(self, worker: Worker, samples: int, size: int) -> Held:
+    def _counted(self, worker: Worker, samples: int, size: int) -> PassBytes:
         model = self.profile.model_of(worker.device_class)
         micro = MicroBatches.of([samples], [size])
         held = _held(Activations(model, micro, in_layers(worker.mode)))
@@ -205,7 +205,7 @@ def in_layers(mode: Mode) -> Mode:
     return mode if mode.order == "layered" else mode.model_copy(update={"order": "layered"})
 
 
-def _held(held: Activations) -> Held:
+def _held(held: Activations) -> PassBytes:
     """Return the peaks over the phases of a pass."""
     most: dict[Pass, dict[str, int]] = {"forward": {}, "head": {}, "backward": {}}
     left = 0
@@ -213,12 +213,12 @@ def _held(held: Activations) -> Held:
         causes = {name: int(np.max(value)) for name, value in held.by_cause(phase).items()}
         left = max(left, causes["activations"])
         most[phase.working[1]] = larger(most[phase.working[1]], causes)
-    return Held(left, 0, most["forward"], most["head"], most["backward"])
+    return PassBytes(left, 0, most["forward"], most["head"], most["backward"])
 
 
 def _held_in_parts(
-    model: ModelProfile, calls: Sequence[str], micro: MicroBatches, held: Held
-) -> Held:
+    model: ModelProfile, calls: Sequence[str], micro: MicroBatches, held: PassBytes
+) -> PassBytes:
     """Return the bytes with a split backward of calls of these kinds, or with a deferred full
     backward where no input comes before."""
     split, working = _of_all(micro, model.root.kept), 0

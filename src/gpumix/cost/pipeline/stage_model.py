@@ -1,7 +1,7 @@
 """Pipeline stage of a plan as a model of its own: the cost model of a model applies unchanged.
 
 The first stage computes the code before the first unit, the last stage the head and loss. Root
-parameters used by several stages belong to no single stage: `Shared`.
+parameters used by several stages belong to no single stage: `SharedParameters`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gpumix.schema.profile.profile import (
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedParameters:
     """Root parameters used by several stages.
 
     Attributes:
@@ -83,11 +83,11 @@ class StagedModel:
         return tuple(self.model.needs_of(calls.start, calls.stop) for calls in every)
 
     @cached_property
-    def shared(self) -> tuple[Shared, ...]:
+    def shared(self) -> tuple[SharedParameters, ...]:
         """Root parameters used by several stages, grouped by stages."""
         together = of_several([needs.root for needs in self.needs])
         return tuple(
-            Shared(stages, tuple(self._parameters[name] for name in names))
+            SharedParameters(stages, tuple(self._parameters[name] for name in names))
             for stages, names in together.items()
         )
 

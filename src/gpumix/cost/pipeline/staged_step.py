@@ -31,8 +31,16 @@ from gpumix.cost.network.buckets import GRADIENT_BYTES
 from gpumix.cost.network.link_times import Messages, wire_among
 from gpumix.cost.peak_memory import MASTER_BYTES, StateModel, usable_bytes
 from gpumix.cost.pipeline.stage_cost import StageCost, larger
-from gpumix.cost.pipeline.stage_model import Shared, staged_model
-from gpumix.cost.schedule import NOTHING_SENT, Action, Kind, Pipeline, Times, Transfer, replay
+from gpumix.cost.pipeline.stage_model import SharedParameters, staged_model
+from gpumix.cost.schedule import (
+    NOTHING_SENT,
+    Action,
+    Kind,
+    MicroBatchSchedule,
+    Times,
+    Transfer,
+    replay,
+)
 from gpumix.cost.teams import end_seconds, of_stage
 from gpumix.schema.cluster.link_islands import near
 from gpumix.schema.plan.plan import Plan, Prediction, WorkerPrediction
@@ -61,7 +69,7 @@ def predict_stages(profile: Profile, plan: Plan) -> Prediction:
 
 
 @dataclass(frozen=True)
-class Reductions:
+class StageReductions:
     """Begin and end of each stage's reduction."""
 
     of_stages: Mapping[int, tuple[float, float]]
@@ -80,7 +88,7 @@ class StagedStep:
     def __init__(self, profile: Profile, plan: Plan, *, moved: bool = True) -> None:
         self._whole, plan = plan, plan.of_leaders
         self.profile, self.plan = profile, plan
-        self.pipeline = Pipeline.of(plan)
+        self.pipeline = MicroBatchSchedule.of(plan)
         self._device_of = {device.id: device for device in profile.cluster.devices}
         self.cut = staged_model(profile.model, [stage.units for stage in plan.stages])
         self.stages = [
@@ -139,7 +147,7 @@ class StagedStep:
         return max(updated) + self.profile.step_overhead_s
 
     @cached_property
-    def reductions(self) -> tuple[Reductions, ...]:
+    def reductions(self) -> tuple[StageReductions, ...]:
         """Reductions of gradients after the last backward: first each stage's own, then the shared.
         Each entry copies the unchanged ends of the previous entries."""
         own: dict[int, tuple[float, float]] = {}
@@ -149,12 +157,12 @@ class StagedStep:
             begun = max(end + self._beside_s(a) for a, end in of_stage.items())
             beside = self.in_waves or self._sums_beside(number)
             own[number] = computed, begun + cost.after_s(beside=beside)
-        found = [Reductions(own)]
+        found = [StageReductions(own)]
         for shared in self.cut.shared:
             before = found[-1].of_stages
             begin = max(before[number][1] for number in shared.stages)
             both = (begin, begin + self._shared_s(shared))
-            found.append(Reductions(dict(before) | dict.fromkeys(shared.stages, both)))
+            found.append(StageReductions(dict(before) | dict.fromkeys(shared.stages, both)))
         return tuple(found)
 
     def _sums_beside(self, stage: int) -> bool:
@@ -171,7 +179,7 @@ class StagedStep:
         ends: Kind = "weights" if self.plan.puts_off(action.stage, one) else "backward"
         return action.kind == ends
 
-    def _shared_s(self, shared: Shared) -> float:
+    def _shared_s(self, shared: SharedParameters) -> float:
         """Return the seconds to reduce and gather the root parameters used by several stages."""
         ranks = self._whole.shares_among(shared.stages)
         workers = [self._whole.workers[rank] for rank in ranks]

@@ -22,7 +22,7 @@ NO_INDICES = np.empty(0, dtype=np.int64)
 _AT_ONCE = 2**16  # samples whose tokens are summed at once
 
 
-class Order(Protocol):
+class SampleOrder(Protocol):
     """An endless sequence of samples."""
 
     def span(self, start: int, stop: int) -> np.ndarray:
@@ -30,7 +30,7 @@ class Order(Protocol):
 
 
 @dataclass(frozen=True)
-class Part:
+class BatchPart:
     """A rank's part of a global batch, in micro-batch order: positions in the global order, counted
     over all epochs, and dataset indices of the samples."""
 
@@ -92,7 +92,7 @@ class Course:
         self._workers = workers_of(shares)
         self._lengths = lengths
         self._attention = by_length.attention
-        self._order: Order = OwnOrder() if in_order else cursor.order
+        self._order: SampleOrder = OwnOrder() if in_order else cursor.order
         if by_length.bucketing:
             if lengths is None:
                 raise InputError(
@@ -111,21 +111,21 @@ class Course:
     def global_batch(self) -> int:
         return self._share.total
 
-    def part(self, position: int) -> Part:
+    def part(self, position: int) -> BatchPart:
         """Return the rank's part of the global batch beginning at `position`."""
         if self._lengths is None:
             rows = [np.arange(r.start, r.stop) for r in self._share.rows()]
             spans = [
                 self._order.span(position + r[0], position + r[-1] + 1) for r in rows if len(r)
             ]
-            return Part(
+            return BatchPart(
                 position + np.concatenate([NO_INDICES, *rows]),
                 np.concatenate([NO_INDICES, *spans]),
             )
         batch = self._order.span(position, position + self.global_batch)
         parts = self._dealt(self._lengths[batch])
         own = np.concatenate([NO_INDICES, *(parts[n] for n in self._share.own)])
-        return Part(position + own, batch[own])
+        return BatchPart(position + own, batch[own])
 
     def indices(self, position: int) -> np.ndarray:
         """Return the dataset indices of the part at `position`."""

@@ -42,7 +42,7 @@ LEAST_WINDOW = 64  # documents per lane, at least
 AT_ONCE = 64  # texts tokenized by one call
 
 
-class Kind(Protocol):
+class SampleConversion(Protocol):
     """Conversion of a stream's samples into documents."""
 
     @property
@@ -141,7 +141,7 @@ class StreamDocuments:
     """
 
     name: str
-    kind: Kind
+    kind: SampleConversion
     longest: int
     reading: Reading = AS_USUAL
     vocabulary: int | None = None

@@ -22,7 +22,12 @@ from gpumix.data.core.token_file import PackedText
 from gpumix.data.core.tokenizer import Tokenizer, open_tokenizer
 from gpumix.data.sources.documents import Documents
 from gpumix.data.sources.iterable import AS_IT_COMES, Form, StreamSource, is_stream
-from gpumix.data.sources.iterable_documents import Kind, OwnTokens, StreamDocuments, Texts
+from gpumix.data.sources.iterable_documents import (
+    OwnTokens,
+    SampleConversion,
+    StreamDocuments,
+    Texts,
+)
 from gpumix.data.sources.length_cache import counted_once
 from gpumix.data.sources.map_style import SampleSource
 from gpumix.data.sources.pretokenized import OwnSamples
@@ -141,7 +146,7 @@ class _Opened:
                 fix="leave it out, or set data.packing to documents",
             )
         self.is_text = data.tokenize == "on-the-fly"
-        kind: Kind = (
+        kind: SampleConversion = (
             Texts(self._tokenizer(), data.column)
             if self.is_text
             else OwnTokens(aligned=self.aligned)

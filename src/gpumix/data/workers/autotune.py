@@ -17,8 +17,8 @@ from statistics import median
 
 from gpumix.cost.input_time import STARVED_SHARE
 from gpumix.data.workers.fetch import Cost
-from gpumix.data.workers.prefetcher import MOST_AHEAD, WHOLE, Setting
-from gpumix.data.workers.step_timing import Step
+from gpumix.data.workers.prefetcher import MOST_AHEAD, WHOLE, PrefetchSettings
+from gpumix.data.workers.step_timing import TimedStep
 from gpumix.data.workers.worker_pool import MOST_WORKERS
 
 FIRST = 6  # steps to measure the device's time
@@ -91,7 +91,7 @@ class Bounds:
 
 
 @dataclass(frozen=True)
-class Measured:
+class BatchMeasurements:
     """Measurements of the current batches.
 
     Attributes:
@@ -118,7 +118,7 @@ class Measured:
         return max(1.0, self.wall_s / max(self.cpu_s, 1e-9))
 
 
-def choose(found: Measured, bounds: Bounds, splits: bool) -> Setting:
+def choose(found: BatchMeasurements, bounds: Bounds, splits: bool) -> PrefetchSettings:
     """Return the settings for the measurements.
 
     Args:
@@ -149,10 +149,10 @@ def choose(found: Measured, bounds: Bounds, splits: bool) -> Setting:
         ahead = max(ahead, ceil(2 * TAIL * found.tail_s / step_s) + 2)
     ahead = bounds.ahead_for(ahead, found.batch_bytes)
     chunk = -(-found.rows // parts) if parts > 1 else WHOLE
-    return Setting(kind, workers, ahead, chunk)  # type: ignore[arg-type]
+    return PrefetchSettings(kind, workers, ahead, chunk)  # type: ignore[arg-type]
 
 
-def _kind(found: Measured, bounds: Bounds, workers: int) -> str:
+def _kind(found: BatchMeasurements, bounds: Bounds, workers: int) -> str:
     if not bounds.processes or bounds.workers == 0:
         return "threads"
     if bounds.draws:
@@ -176,7 +176,7 @@ class Tuner:
 
     bounds: Bounds
     splits: bool
-    setting: Setting = field(default_factory=Setting)
+    setting: PrefetchSettings = field(default_factory=PrefetchSettings)
     reasons: list[tuple[int, str]] = field(default_factory=list)
     limit: Limit = Limit.UNKNOWN
     _steps: int = 0
@@ -185,7 +185,7 @@ class Tuner:
     _replanned: bool = False
     _corrections: int = 0
     _moved: int = 0
-    _window: deque[Step] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    _window: deque[TimedStep] = field(default_factory=lambda: deque(maxlen=WINDOW))
     _starved: int = 0
     _solo: tuple[float, float] | None = None  # wall, CPU seconds of a sample for a lone worker
     _samples: int = 0  # samples behind `_solo`
@@ -205,7 +205,7 @@ class Tuner:
         """True once the cost of a batch was measured."""
         return self._solo is not None
 
-    def first(self, costs: Sequence[Cost], rows: int, batch_bytes: int) -> Setting:
+    def first(self, costs: Sequence[Cost], rows: int, batch_bytes: int) -> PrefetchSettings:
         """Return the settings after the first batch, fetched by one worker alone; the device's time
         is unknown."""
         self._solo, self._samples = _per_sample(costs), sum(one.samples for one in costs)
@@ -220,7 +220,7 @@ class Tuner:
             return self._move(two, "to see whether two compute at once")
         return self._move(choose(found, self.bounds, self.splits), AT_FIRST)
 
-    def replanned(self, bounds: Bounds, rows: int, batch_bytes: int) -> Setting:
+    def replanned(self, bounds: Bounds, rows: int, batch_bytes: int) -> PrefetchSettings:
         """Return the settings for batches of `rows` rows, within new bounds. The cost of samples
         stays known; the device's time does not, and workers are kept until measured again."""
         before = self._rows
@@ -236,7 +236,7 @@ class Tuner:
         )
         return self.setting
 
-    def step(self, step: Step, costs: Sequence[Cost], batch_bytes: int) -> Setting:
+    def step(self, step: TimedStep, costs: Sequence[Cost], batch_bytes: int) -> PrefetchSettings:
         """Return the settings after a step."""
         self._steps += 1
         self._window.append(step)
@@ -251,7 +251,7 @@ class Tuner:
             self._window.clear()
         return self.setting
 
-    def drawing(self, bounds: Bounds, batch_bytes: int) -> Setting:
+    def drawing(self, bounds: Bounds, batch_bytes: int) -> PrefetchSettings:
         """Return the settings after samples were first seen to draw from generators of the process,
         within bounds for such samples. The device's time is measured again."""
         self.bounds, self._tried = bounds, None
@@ -266,7 +266,7 @@ class Tuner:
 
     # -- inside ------------------------------------------------------------------------------------
 
-    def _pinned(self) -> Setting:
+    def _pinned(self) -> PrefetchSettings:
         """Return the settings, with fixed values applied."""
         pins = {
             "kind": self.bounds.kind,
@@ -281,14 +281,14 @@ class Tuner:
             return replace(setting, workers=1)
         return setting
 
-    def _jump(self, batch_bytes: int) -> Setting:
+    def _jump(self, batch_bytes: int) -> PrefetchSettings:
         found = self._measured(batch_bytes, self._device_s())
         wanted = choose(found, self.bounds, self.splits)
         if self._replanned and self.setting.kind == "processes":
             return replace(wanted, kind="processes")  # they exist, whatever a batch costs now
         return wanted
 
-    def _try(self, costs: Sequence[Cost], batch_bytes: int) -> Setting:
+    def _try(self, costs: Sequence[Cost], batch_bytes: int) -> PrefetchSettings:
         """Continue the trial of two threads: their time in parallel shows if they wait for the
         interpreter."""
         assert self._tried is not None and self._solo is not None, "they are tried"
@@ -323,10 +323,10 @@ class Tuner:
         now_cpu_s = before_cpu_s + new * (cpu_s - before_cpu_s)
         self._solo = now_cpu_s + waiting_s, now_cpu_s
 
-    def _measured(self, batch_bytes: int, step_s: float) -> Measured:
+    def _measured(self, batch_bytes: int, step_s: float) -> BatchMeasurements:
         wall_s, cpu_s = self._solo or (0.0, 0.0)
         rows = self._rows
-        return Measured(
+        return BatchMeasurements(
             rows=rows,
             batch_bytes=batch_bytes,
             wall_s=rows * wall_s,
@@ -364,7 +364,7 @@ class Tuner:
     def _may(self) -> bool:
         return self._corrections < 2 or self._steps - self._moved >= PAUSE
 
-    def _more(self, found: Measured) -> Setting:
+    def _more(self, found: BatchMeasurements) -> PrefetchSettings:
         """Return settings with more of the scarce resource: batches ahead if most arrive in time,
         otherwise workers."""
         wanted = choose(found, self.bounds, self.splits)
@@ -379,11 +379,11 @@ class Tuner:
             return replace(wanted, workers=workers, ahead=ahead)
         return wanted
 
-    def _correct(self, wanted: Setting, why: str) -> None:
+    def _correct(self, wanted: PrefetchSettings, why: str) -> None:
         self._corrections += wanted != self.setting
         self._move(wanted, why)
 
-    def _move(self, wanted: Setting, why: str) -> Setting:
+    def _move(self, wanted: PrefetchSettings, why: str) -> PrefetchSettings:
         if wanted != self.setting:
             self._moved = self._steps
             self._starved = 0
@@ -393,7 +393,7 @@ class Tuner:
         return self.setting
 
 
-def describe(setting: Setting) -> str:
+def describe(setting: PrefetchSettings) -> str:
     """Describe settings in words."""
     one = setting.workers == 1
     what = {"threads": "thread", "processes": "process"}[setting.kind]

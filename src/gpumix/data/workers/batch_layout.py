@@ -25,7 +25,7 @@ class Field:
 
 
 @dataclass(frozen=True)
-class Layout:
+class BatchLayout:
     """The tensors of a batch of `rows` rows, one after another."""
 
     rows: int
@@ -33,7 +33,7 @@ class Layout:
     nbytes: int
 
     @classmethod
-    def of(cls, like: Mapping[str, Tensor], rows: int) -> Layout:
+    def of(cls, like: Mapping[str, Tensor], rows: int) -> BatchLayout:
         """Return the layout for tensors like `like`, with samples in the first dimension."""
         fields, offset = [], 0
         for key, value in like.items():

@@ -1,8 +1,8 @@
 """Asynchronous copies of batches to a device, overlapped with the previous step.
 
 The thread that launches work does not wait: the copy runs on a stream of its own, and the compute
-stream waits for its event. Memory on either side is reused only after its last reader: see `Copies`
-and `CopyStream`.
+stream waits for its event. Memory on either side is reused only after its last reader: see
+`BatchCopies` and `CopyStream`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gpumix.hardware import runtime
 E = TypeVar("E")
 
 
-class Way(Protocol[E]):
+class DeviceCopier(Protocol[E]):
     """Interface for copies to a device during computation. An event marks the end of a batch's
     copy."""
 
@@ -61,7 +61,7 @@ class CopyStream:
         return sent.query()
 
 
-class Copies(Generic[E]):
+class BatchCopies(Generic[E]):
     """Batches in flight to a device.
 
     The source of a copy is kept until its event, since freed pinned memory may get the next batch
@@ -69,7 +69,7 @@ class Copies(Generic[E]):
     their masks before it copies all but the padding.
     """
 
-    def __init__(self, way: Way[E]) -> None:
+    def __init__(self, way: DeviceCopier[E]) -> None:
         self._way = way
         self._coming: dict[int, tuple[Batch, E]] = {}
         self._read: deque[tuple[Batch, E]] = deque()  # sources of copies, oldest first

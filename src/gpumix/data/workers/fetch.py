@@ -28,7 +28,7 @@ from gpumix.data.core.read_policy import (
 )
 from gpumix.data.core.source import Source
 from gpumix.data.order.global_order import GlobalOrder
-from gpumix.data.workers.batch_layout import Batch, Layout
+from gpumix.data.workers.batch_layout import Batch, BatchLayout
 from gpumix.schema.errors import GpumixError, InputError, TrainingError, first_line, in_a_line
 
 T = TypeVar("T")
@@ -99,7 +99,7 @@ class Fetched:
     cost: Cost
     skipped: tuple[Skipped, ...] = ()
     values: Batch | None = None
-    layout: Layout | None = None
+    layout: BatchLayout | None = None
     draws: bool = False
     heard_s: float | None = None
 

@@ -67,7 +67,7 @@ Work = Callable[[Inbox], None]
 """The life of a worker: handles messages until the connection ends."""
 
 
-class Worker:
+class WorkerProcess:
     """A worker process: pid, connection, and a bell for waking."""
 
     def __init__(self, pid: int, connection: Connection, bell: int) -> None:
@@ -120,7 +120,7 @@ class Nursery:
         self._control = ours
         _ours.add(ours.fileno())
 
-    def fork(self) -> Worker:
+    def fork(self) -> WorkerProcess:
         """Start a worker.
 
         Raises:
@@ -148,9 +148,9 @@ class Nursery:
                 fix="raise `ulimit -u`, or free memory",
             )
         _ours.update((ours.fileno(), bell))
-        return Worker(pid, Connection(ours.detach()), bell)
+        return WorkerProcess(pid, Connection(ours.detach()), bell)
 
-    def end(self, worker: Worker) -> str:
+    def end(self, worker: WorkerProcess) -> str:
         """Kill a worker, if alive; return how it ended."""
         worker.close()
         try:

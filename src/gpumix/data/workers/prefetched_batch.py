@@ -13,14 +13,14 @@ import numpy as np
 import torch
 
 from gpumix.data.core.read_policy import Skipped
-from gpumix.data.order.sampler import Part
-from gpumix.data.workers.batch_layout import Batch, Layout
+from gpumix.data.order.sampler import BatchPart
+from gpumix.data.workers.batch_layout import Batch, BatchLayout
 from gpumix.data.workers.fetch import Chunk
 from gpumix.data.workers.shared_memory import Arena
 
 
 @dataclass(frozen=True)
-class Run:
+class RowRun:
     """Rows [start, stop) of a batch, equal to rows of the replaced batch from `old` on."""
 
     start: int
@@ -47,18 +47,18 @@ class Ahead:
     """
 
     number: int
-    part: Part
+    part: BatchPart
     missing: dict[int, Chunk]
     begun: dict[int, int] = field(default_factory=dict)
     placed: bool = False
-    layout: Layout | None = None
+    layout: BatchLayout | None = None
     slot: int | None = None
     arena: Arena | None = None
     target: Batch | None = None
     parts: dict[int, Batch] = field(default_factory=dict)
     skipped: dict[int, tuple[Skipped, ...]] = field(default_factory=dict)
     heir: Ahead | None = None
-    waits: tuple[Run, ...] = ()
+    waits: tuple[RowRun, ...] = ()
     again: bool = False
     whole: bool = False
     done: Batch | None = None
@@ -105,22 +105,22 @@ class Ahead:
                 values = _rows(there, start, stop)
             yield start, stop, values
 
-    def runs_in(self, old: Ahead) -> tuple[Run, ...]:
+    def runs_in(self, old: Ahead) -> tuple[RowRun, ...]:
         """Return the runs of rows that are fetched or in flight in `old`."""
         has = np.zeros(old.rows, dtype=bool)
         for start, stop in [(0, old.rows)] if old.done is not None else old.begun.items():
             has[start:stop] = True
         place = {int(p): row for row, p in enumerate(old.part.positions) if has[row]}
         found = [place.get(int(p), -1) for p in self.part.positions]
-        runs: list[Run] = []
+        runs: list[RowRun] = []
         for row, at in enumerate(found):
             last = runs[-1] if runs else None
             if at < 0:
                 continue
             if last is not None and (last.stop, last.old + last.stop - last.start) == (row, at):
-                runs[-1] = Run(last.start, row + 1, last.old)
+                runs[-1] = RowRun(last.start, row + 1, last.old)
             else:
-                runs.append(Run(row, row + 1, at))
+                runs.append(RowRun(row, row + 1, at))
         return tuple(runs)
 
     def take_over(self, old: Ahead) -> None:

@@ -18,12 +18,19 @@ from torch import Tensor
 from gpumix.data.core import sample_rng
 from gpumix.data.core.read_policy import BadSamples, Skipped, StuckError
 from gpumix.data.core.source import Source
-from gpumix.data.order.sampler import NO_INDICES, Part
-from gpumix.data.workers.batch_layout import Batch, Layout
+from gpumix.data.order.sampler import NO_INDICES, BatchPart
+from gpumix.data.workers.batch_layout import Batch, BatchLayout
 from gpumix.data.workers.fetch import Chunk, Cost, Fetched
 from gpumix.data.workers.prefetched_batch import Ahead
 from gpumix.data.workers.shared_memory import Arena
-from gpumix.data.workers.worker_pool import LOOK_S, Crew, Kind, Place, Processes, Threads
+from gpumix.data.workers.worker_pool import (
+    LOOK_S,
+    ChunkTarget,
+    Kind,
+    Processes,
+    Threads,
+    WorkerPool,
+)
 from gpumix.hardware.memory_limit import host_memory
 from gpumix.hardware.runtime import on_device
 from gpumix.schema.errors import InputError, MachineError
@@ -37,7 +44,7 @@ UNKNOWN_BYTES = 64 * 2**20  # of a slot, where the size of batches is unknown
 
 
 @dataclass(frozen=True)
-class Setting:
+class PrefetchSettings:
     """Prefetch settings.
 
     Attributes:
@@ -73,8 +80,8 @@ class Feed:
         self._source, self._bad_samples = source, bad_samples
         self._pin, self._timeout_s = pin, timeout_s
         self._key = sample_rng.key_of(f"gpumix samples {seed}")
-        self._setting = Setting()
-        self._crew: Crew | None = None
+        self._setting = PrefetchSettings()
+        self._crew: WorkerPool | None = None
         self._hirer = 0  # process that owns the crew
         self._lacking: MachineError | None = None  # why no crew could start
         self._arena: Arena | None = None
@@ -99,7 +106,7 @@ class Feed:
         return self._lost_before + (0 if self._crew is None else self._crew.lost)
 
     @property
-    def setting(self) -> Setting:
+    def setting(self) -> PrefetchSettings:
         return self._setting
 
     @property
@@ -107,7 +114,7 @@ class Feed:
         """Number of complete batches."""
         return sum(batch.done is not None for batch in list(self._by_position.values()))
 
-    def set(self, setting: Setting) -> None:
+    def set(self, setting: PrefetchSettings) -> None:
         """Fetch with new settings from here on; work in flight continues."""
         before, self._setting = self._setting, setting
         if self._crew is None:
@@ -119,7 +126,7 @@ class Feed:
         with self._changed:
             self._dispatch()
 
-    def want(self, position: int, part: Callable[[], Part]) -> None:
+    def want(self, position: int, part: Callable[[], BatchPart]) -> None:
         """Fetch the batch at `position`, unless in flight already.
 
         Raises:
@@ -202,7 +209,7 @@ class Feed:
         self.forget()
         self._dismiss()
 
-    def recut(self, part_at: Callable[[int], Part]) -> None:
+    def recut(self, part_at: Callable[[int], BatchPart]) -> None:
         """Cut batches in flight again, by this rank's new part at each position. Keep all rows,
         fetched or in flight, staying on this rank."""
         with self._changed:
@@ -249,7 +256,7 @@ class Feed:
         except MachineError as error:
             self._lacking = error
 
-    def _hired(self) -> Crew:
+    def _hired(self) -> WorkerPool:
         setting = self._setting
         if setting.kind == "threads":
             return Threads(
@@ -288,7 +295,7 @@ class Feed:
                     batch.give_back()
                     self._add(position, batch.part)
 
-    def _add(self, position: int, part: Part, before: Ahead | None = None) -> Ahead:
+    def _add(self, position: int, part: BatchPart, before: Ahead | None = None) -> Ahead:
         """Start a batch, which takes over rows of the batch `before`."""
         self._number += 1
         batch = Ahead(self._number, part, {})
@@ -366,7 +373,7 @@ class Feed:
                 batch.begun[chunk.start] = chunk.rows.stop
                 self._crew.begin(chunk, self._place(batch))
 
-    def _place(self, batch: Ahead) -> Place:
+    def _place(self, batch: Ahead) -> ChunkTarget:
         """Return the destination of a batch's rows, decided when its first chunk is given out."""
         if not batch.placed:
             batch.placed = True
@@ -377,9 +384,9 @@ class Feed:
                 batch.arena = self._arena if batch.slot is not None else None
             elif batch.layout is not None and self._is_worth_it(batch, batch.layout):
                 batch.target = self._made(batch.layout)
-        return Place(batch.slot, batch.layout, batch.target)
+        return ChunkTarget(batch.slot, batch.layout, batch.target)
 
-    def _layout(self, rows: int) -> Layout | None:
+    def _layout(self, rows: int) -> BatchLayout | None:
         """Return the layout of a batch of `rows` equally shaped samples; None if batches cannot be
         split."""
         if not self._source.splits:
@@ -387,14 +394,14 @@ class Feed:
         if self._empty is None:
             with sample_rng.put_back():
                 self._empty = self._source.rows(NO_INDICES)
-        return Layout.of(self._empty, rows)
+        return BatchLayout.of(self._empty, rows)
 
-    def _is_worth_it(self, batch: Ahead, layout: Layout) -> bool:
+    def _is_worth_it(self, batch: Ahead, layout: BatchLayout) -> bool:
         """Return whether threads should write rows directly into the memory of the batch."""
         spares = self._source.writes and layout.nbytes >= LARGE_BYTES
         return spares or len(batch.missing) > 1
 
-    def _made(self, layout: Layout) -> Batch:
+    def _made(self, layout: BatchLayout) -> Batch:
         """Allocate memory for a batch; torch reuses pinned memory by itself."""
         pinned = self._pin is not None
         if not pinned and layout.nbytes >= LARGE_BYTES:

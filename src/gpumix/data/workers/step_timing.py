@@ -18,7 +18,7 @@ from gpumix.hardware.timestamps import HostStamps, S, Stamps, StreamStamps
 
 
 @dataclass(frozen=True)
-class Step:
+class TimedStep:
     """A step as seen by the device: seconds idle for data, and seconds with the previous batch.
     `ready`: the batch was ready when requested."""
 
@@ -27,7 +27,7 @@ class Step:
     ready: bool
 
 
-class Pace(Generic[S]):
+class StepClock(Generic[S]):
     """A clock for a loader's steps: call `asked` to request a batch, `taken` on receipt."""
 
     def __init__(self, stamps: Stamps[S]) -> None:
@@ -46,13 +46,13 @@ class Pace(Generic[S]):
             self._under_way.append((self._before, self._asked, now, ready))
         self._before = now
 
-    def told(self) -> list[Step]:
+    def told(self) -> list[TimedStep]:
         """Return the steps finished by the device since the last call."""
         found = []
         while self._under_way and all(map(self._stamps.passed, self._under_way[0][:3])):
             before, asked, taken, ready = self._under_way.popleft()
             waited_s = self._stamps.between(asked, taken)
-            found.append(Step(waited_s, self._stamps.between(before, asked), ready))
+            found.append(TimedStep(waited_s, self._stamps.between(before, asked), ready))
         return found
 
     def forget(self) -> None:
@@ -61,6 +61,6 @@ class Pace(Generic[S]):
         self._before = None
 
 
-def pace_of(device: torch.device | None) -> Pace[Any]:
+def pace_of(device: torch.device | None) -> StepClock[Any]:
     """Return a clock by the stream of a GPU, or by the host without one."""
-    return Pace(HostStamps()) if device is None else Pace(StreamStamps(device))
+    return StepClock(HostStamps()) if device is None else StepClock(StreamStamps(device))

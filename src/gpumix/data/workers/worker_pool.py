@@ -33,9 +33,9 @@ from gpumix.data.core.read_policy import (
     told_in,
 )
 from gpumix.data.core.source import Source
-from gpumix.data.workers.batch_layout import Batch, Layout
+from gpumix.data.workers.batch_layout import Batch, BatchLayout
 from gpumix.data.workers.fetch import Chunk, Fetched, clocked
-from gpumix.data.workers.fork_server import Inbox, Nursery, Worker, picklable, sent
+from gpumix.data.workers.fork_server import Inbox, Nursery, WorkerProcess, picklable, sent
 from gpumix.data.workers.shared_memory import Arena
 from gpumix.hardware.host.environment import use_one_tokenizer_thread
 from gpumix.hardware.memory_limit import host_memory
@@ -55,16 +55,16 @@ _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Place:
+class ChunkTarget:
     """Destination of a chunk's rows: `slot` of the arena as laid out by `layout`, or `target`.
     Without either, the rows are handed over."""
 
     slot: int | None = None
-    layout: Layout | None = None
+    layout: BatchLayout | None = None
     target: Batch | None = None
 
 
-class Crew(ABC):
+class WorkerPool(ABC):
     """A pool of workers that fetches several chunks at once. Calls must not overlap."""
 
     kind: Kind
@@ -80,7 +80,7 @@ class Crew(ABC):
         """Number of further chunks the pool would take now."""
 
     @abstractmethod
-    def begin(self, chunk: Chunk, place: Place) -> None:
+    def begin(self, chunk: Chunk, place: ChunkTarget) -> None:
         """Fetch a chunk; report the result to `done`."""
 
     @abstractmethod
@@ -96,7 +96,7 @@ class Crew(ABC):
         """End the workers; drop chunks in flight."""
 
 
-class Threads(Crew):
+class Threads(WorkerPool):
     """A pool of threads. A stuck thread cannot be ended: the pool ignores its result and replaces
     it by a new thread. Hence daemon threads; `close` ends them before the interpreter does.
 
@@ -120,7 +120,9 @@ class Threads(Crew):
         super().__init__(workers)
         self._source, self._bad_samples, self._done = source, bad_samples, done
         self._timeout_s, self._draws = timeout_s, draws
-        self._given: SimpleQueue[tuple[Chunk, Place] | None] = SimpleQueue()  # None ends a thread
+        self._given: SimpleQueue[tuple[Chunk, ChunkTarget] | None] = (
+            SimpleQueue()
+        )  # None ends a thread
         self._begun = 0  # unfinished chunks
         # Current chunk of each thread, its start time, and the note of the sample being read.
         self._at: dict[threading.Thread, tuple[Chunk, float, list[float]]] = {}
@@ -135,7 +137,7 @@ class Threads(Crew):
     def room(self) -> int:
         return max(0, self.workers - self._begun)
 
-    def begin(self, chunk: Chunk, place: Place) -> None:
+    def begin(self, chunk: Chunk, place: ChunkTarget) -> None:
         with self._lock:
             self._begun += 1
         self._given.put((chunk, place))
@@ -208,7 +210,7 @@ class Threads(Crew):
         with self._lock:
             self._threads.discard(own)
 
-    def _fetched(self, chunk: Chunk, place: Place) -> Fetched | Exception:
+    def _fetched(self, chunk: Chunk, place: ChunkTarget) -> Fetched | Exception:
         try:
             with host_memory(), self._drawing(chunk):
                 target = _rows_of(place.target, chunk)
@@ -242,14 +244,14 @@ class Threads(Crew):
 class _Hand:
     """A worker process, its unfinished chunks, and the start time of the first."""
 
-    worker: Worker
-    given: deque[tuple[Chunk, Place]] = field(default_factory=deque)
+    worker: WorkerProcess
+    given: deque[tuple[Chunk, ChunkTarget]] = field(default_factory=deque)
     since_s: float = 0.0
     leaving: bool = False
     desk: int = 0  # where it notes the sample being read
 
 
-class Processes(Crew):
+class Processes(WorkerPool):
     """A pool of forked processes, and a listener thread in the parent.
 
     Args:
@@ -306,7 +308,7 @@ class Processes(Crew):
     def _staff(self) -> list[_Hand]:
         return [hand for hand in self._hands.values() if not hand.leaving]
 
-    def begin(self, chunk: Chunk, place: Place) -> None:
+    def begin(self, chunk: Chunk, place: ChunkTarget) -> None:
         with self._lock:
             if self._broken is None:
                 self._give(min(self._staff, key=lambda hand: len(hand.given)), chunk, place)
@@ -358,7 +360,7 @@ class Processes(Crew):
         self._notes[desk * NOTE_BYTES : (desk + 1) * NOTE_BYTES] = NOTHING_READ
         self._hands[worker.connection] = _Hand(worker, desk=desk)
 
-    def _give(self, hand: _Hand, chunk: Chunk, place: Place) -> None:
+    def _give(self, hand: _Hand, chunk: Chunk, place: ChunkTarget) -> None:
         if not hand.given:
             hand.since_s = time.monotonic()
         hand.given.append((chunk, place))
@@ -503,14 +505,14 @@ def _work(
 
 
 def _delivered(
-    values: Batch, arena: Arena, slot: int | None, layout: Layout | None, target: Batch | None
-) -> tuple[Batch | None, Layout | None]:
+    values: Batch, arena: Arena, slot: int | None, layout: BatchLayout | None, target: Batch | None
+) -> tuple[Batch | None, BatchLayout | None]:
     """Write `values` into the arena and return the layout if the parent lacks it; without room,
     return `values` to hand over."""
     if slot is None:
         return values, None
     if layout is None:
-        layout = Layout.of(values, len(next(iter(values.values()))))
+        layout = BatchLayout.of(values, len(next(iter(values.values()))))
         if layout.nbytes > arena.slot_bytes:
             return values, None
         target = layout.views(arena.buffer(slot, layout.nbytes))
@@ -535,4 +537,4 @@ def _written(values: Batch, target: Batch | None) -> bool:
     return True
 
 
-__all__ = ["Crew", "Done", "Kind", "Place", "Processes", "Threads"]
+__all__ = ["ChunkTarget", "Done", "Kind", "Processes", "Threads", "WorkerPool"]

@@ -30,9 +30,9 @@ from gpumix.doctor.function.changing import apply
 from gpumix.doctor.function.kernels import Kernels
 from gpumix.doctor.function.patches import Patches
 from gpumix.doctor.function.roots import Roots
-from gpumix.doctor.function.seen import Order, Seen
-from gpumix.doctor.function.steps import LEAST, Enough, Steps
-from gpumix.doctor.function.watching import Watch
+from gpumix.doctor.function.seen import Observations, WindowOrder
+from gpumix.doctor.function.steps import LEAST, Enough, OptimizerSteps
+from gpumix.doctor.function.watching import FunctionWatch
 from gpumix.hardware.runtime import device_count
 from gpumix.schema.errors import InputError
 from gpumix.schema.files import opened_log
@@ -40,10 +40,10 @@ from gpumix.schema.units import plural
 from gpumix.train.processes.error_translation import in_words
 
 Answer = tuple[str, Any]
-"""Message to the parent: "begun", then "seen" with a `Seen`, or "error" with a `GpumixError`."""
+"""Message to the parent: "begun", then "seen" with `Observations`, or "error" with an error."""
 
 
-def run_window(order: Order, log: Path, pipe: Connection) -> None:
+def run_window(order: WindowOrder, log: Path, pipe: Connection) -> None:
     """Run the child process from start to exit, sending any error to the parent."""
     os.setsid()
     threading.Thread(target=_end_with_parent, name="gpumix-orphan", daemon=True).start()
@@ -60,7 +60,7 @@ def run_window(order: Order, log: Path, pipe: Connection) -> None:
     os._exit(0)
 
 
-def watch_function(order: Order, patches: Patches, send: Any) -> None:
+def watch_function(order: WindowOrder, patches: Patches, send: Any) -> None:
     """Call the function, and send observations of its steps.
 
     Raises:
@@ -70,10 +70,10 @@ def watch_function(order: Order, patches: Patches, send: Any) -> None:
     _same_start(order.threads)
     gpu = device_count() > 0
     roots = Roots(apply(order.changes, patches))
-    watch = Watch(roots)
+    watch = FunctionWatch(roots)
     watch.install(patches, gpu=gpu)
     kernels, attention = Kernels(), WrittenOut()
-    found: list[Seen] = []
+    found: list[Observations] = []
 
     def begins() -> None:
         attention.end()
@@ -94,7 +94,7 @@ def watch_function(order: Order, patches: Patches, send: Any) -> None:
         send(("seen", replace(found[0], kernels_s=computing_s, attention=places)))
 
     profiled = order.profiled if gpu else 0
-    steps = Steps(
+    steps = OptimizerSteps(
         order.warm_up,
         order.steps,
         profiled,
@@ -120,7 +120,7 @@ def watch_function(order: Order, patches: Patches, send: Any) -> None:
     leaves()
 
 
-def _too_few(order: Order, steps: Steps, made: Any) -> InputError:
+def _too_few(order: WindowOrder, steps: OptimizerSteps, made: Any) -> InputError:
     if isinstance(made, Iterator | Awaitable | AsyncIterator):
         return InputError(
             f"'{order.reference}' gives a {type(made).__name__}, and trains nothing by itself",

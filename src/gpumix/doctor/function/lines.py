@@ -41,7 +41,7 @@ class Sites(dict[tuple[str, str], list[float]]):
 
 
 @dataclass
-class Lines:
+class WaitingLines:
     """Counts of waiting lines, starting at `begin`.
 
     Args:
@@ -113,7 +113,7 @@ class Lines:
 class _Watched:
     """A text stream counting its output."""
 
-    def __init__(self, stream: Any, lines: Lines) -> None:
+    def __init__(self, stream: Any, lines: WaitingLines) -> None:
         self._stream, self._lines = stream, lines
 
     def write(self, text: str) -> Any:

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from gpumix.doctor.change import Changes
-from gpumix.doctor.examine import Window
+from gpumix.doctor.examine import TimedWindow
 from gpumix.doctor.function.alike import unlike
-from gpumix.doctor.function.seen import Order, Seen
+from gpumix.doctor.function.seen import Observations, WindowOrder
 from gpumix.doctor.function.suspects import between, steering, suspects
 from gpumix.doctor.machine import (
     Watched,
@@ -64,7 +64,7 @@ class FunctionPatient:
     patience_s: float = PATIENCE_S
     debug: bool = False
     changes: Changes = field(default_factory=dict)
-    windows: list[Seen] = field(default_factory=list)
+    windows: list[Observations] = field(default_factory=list)
     machine: Watched | None = None
     cpu_s: float = 0.0
     kernels_share: float | None = None
@@ -83,7 +83,7 @@ class FunctionPatient:
         self.attention = seen.attention
         self.steps = min(self.steps, seen.steps)  # a function ending by itself has no more steps
 
-    def window(self) -> Window:
+    def window(self) -> TimedWindow:
         """Run a window in a fresh process.
 
         Raises:
@@ -94,9 +94,9 @@ class FunctionPatient:
             seen = self._run(0)
         self.machine = told()
         self.windows.append(seen)
-        return Window(self._comparable_s(seen), seen.seconds, seen.input_share)
+        return TimedWindow(self._comparable_s(seen), seen.seconds, seen.input_share)
 
-    def _comparable_s(self, seen: Seen) -> float:
+    def _comparable_s(self, seen: Observations) -> float:
         """Return seconds per step; after a batch change, per original number of samples."""
         if "batch_size" not in self.changes or not seen.samples or not self.samples:
             return seen.step_s
@@ -132,8 +132,8 @@ class FunctionPatient:
 
     # -- its process -------------------------------------------------------------------------------
 
-    def _run(self, profiled: int) -> Seen:
-        order = Order(
+    def _run(self, profiled: int) -> Observations:
+        order = WindowOrder(
             reference=self.reference,
             folder=str(self.folder),
             changes=self.changes,
@@ -156,7 +156,7 @@ class FunctionPatient:
         try:
             self._answer(mine, process, log, "takes no step")
             begun_cpu_s = group_cpu_s(process.pid)
-            seen: Seen = self._answer(mine, process, log, "does not finish its steps")
+            seen: Observations = self._answer(mine, process, log, "does not finish its steps")
             self.cpu_s = group_cpu_s(process.pid) - begun_cpu_s
             process.join(GRACE_S)
             return seen

@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Order:
+class WindowOrder:
     """Instructions for a window's process.
 
     Attributes:
@@ -104,7 +104,7 @@ class ModelSeen:
 
 
 @dataclass(frozen=True)
-class Seen:
+class Observations:
     """Observations of a window's steps.
 
     Attributes:

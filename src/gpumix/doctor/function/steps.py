@@ -23,7 +23,7 @@ class Enough(BaseException):
     """Signal that all requested steps are done; no `Exception`, which training code may catch."""
 
 
-class Steps:
+class OptimizerSteps:
     """Steps of the first optimizer to step; steps of further optimizers belong to its steps.
 
     Args:

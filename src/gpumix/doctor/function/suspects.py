@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from math import ceil, floor
 
 from gpumix.cost.input_time import STARVED_SHARE
-from gpumix.data.workers.autotune import Bounds, Measured, choose
-from gpumix.doctor.function.seen import LoaderSeen, Seen, Site
+from gpumix.data.workers.autotune import BatchMeasurements, Bounds, choose
+from gpumix.doctor.function.seen import LoaderSeen, Observations, Site
 from gpumix.doctor.report import BATCH_NOTE, DTYPE_NOTE, Suspect
 
 COPY_SHARE = 0.01  # fraction of a step allowed for blocking copies
@@ -48,7 +48,7 @@ NAMES = (
 """Names of all suspects."""
 
 
-def suspects(seen: Seen, kernels_share: float | None = None) -> list[Suspect]:
+def suspects(seen: Observations, kernels_share: float | None = None) -> list[Suspect]:
     """Return suspects in the order of testing: input first, because waits for data hide all else,
     and changes beyond rounding last.
 
@@ -65,7 +65,7 @@ def suspects(seen: Seen, kernels_share: float | None = None) -> list[Suspect]:
     ]
 
 
-def _input(seen: Seen) -> Iterator[Suspect]:
+def _input(seen: Observations) -> Iterator[Suspect]:
     waiting = {
         one.place: workers
         for one in seen.loaders
@@ -86,7 +86,7 @@ def _input(seen: Seen) -> Iterator[Suspect]:
     )
 
 
-def _workers(seen: Seen, loader: LoaderSeen) -> int:
+def _workers(seen: Observations, loader: LoaderSeen) -> int:
     """Return the recommended number of workers; 0 for no recommendation."""
     if loader.tunes:
         return 0
@@ -101,7 +101,7 @@ def _workers(seen: Seen, loader: LoaderSeen) -> int:
         wanted = min(ceil(loader.workers * seen.seconds / own_s), most)
         return wanted if wanted > loader.workers else 0
     batches = max(1.0, loader.samples / (loader.batch_size or 1))
-    found = Measured(
+    found = BatchMeasurements(
         rows=loader.batch_size or 1,
         batch_bytes=1,
         wall_s=loader.waited_s / batches,
@@ -113,7 +113,7 @@ def _workers(seen: Seen, loader: LoaderSeen) -> int:
     return min(choose(found, bounds, splits=False).workers, most)
 
 
-def _waits(seen: Seen) -> Iterator[Suspect]:
+def _waits(seen: Observations) -> Iterator[Suspect]:
     copying_s = sum(site.seconds for site in seen.copies)
     if seen.share_of(copying_s) > COPY_SHARE:
         yield Suspect(
@@ -160,7 +160,7 @@ def steering(syncs: tuple[Site, ...]) -> str:
     return f"the host waits for values of the GPU that steer the code, at {named}" if found else ""
 
 
-def between(seen: Seen, kernels_share: float | None = None) -> str:
+def between(seen: Observations, kernels_share: float | None = None) -> str:
     """Describe time before forward passes outside of loaders; empty if small, or if the GPU has
     enough work meanwhile."""
     share = seen.share_of(seen.between_s)
@@ -190,7 +190,7 @@ def retried(times: int, steps: int) -> Iterator[Suspect]:
         )
 
 
-def _settings(seen: Seen) -> Iterator[Suspect]:
+def _settings(seen: Observations) -> Iterator[Suspect]:
     if seen.anomaly:
         yield Suspect(
             name="anomaly",
@@ -219,7 +219,7 @@ def _settings(seen: Seen) -> Iterator[Suspect]:
     yield from retried(seen.retries, seen.steps)
 
 
-def _computing(seen: Seen) -> Iterator[Suspect]:
+def _computing(seen: Observations) -> Iterator[Suspect]:
     if seen.recomputed and seen.memory_share < ROOM:
         yield Suspect(
             name="recompute",
@@ -268,7 +268,7 @@ def _computing(seen: Seen) -> Iterator[Suspect]:
         )
 
 
-def _launches(seen: Seen, kernels_share: float | None) -> Iterator[Suspect]:
+def _launches(seen: Observations, kernels_share: float | None) -> Iterator[Suspect]:
     plain = [one for one in seen.models if not one.compiled]
     compiles = seen.capability >= VOLTA if seen.cuda else seen.compiler
     if not plain or not compiles:
@@ -291,7 +291,7 @@ def _launches(seen: Seen, kernels_share: float | None) -> Iterator[Suspect]:
     )
 
 
-def _batches(seen: Seen, kernels_share: float | None) -> Iterator[Suspect]:
+def _batches(seen: Observations, kernels_share: float | None) -> Iterator[Suspect]:
     """Suspect small batches, unless data is the bottleneck."""
     optimizer_share = seen.share_of(sum(one.seconds for one in seen.optimizers))
     launching = kernels_share is not None and kernels_share < LAUNCH_SHARE
@@ -317,7 +317,7 @@ def _places(sites: tuple[Site, ...] | list[Site]) -> str:
     return ", ".join(named[:SITES]) + more
 
 
-def _at(seen: Seen, what: str, else_at: str = "the environment") -> str:
+def _at(seen: Observations, what: str, else_at: str = "the environment") -> str:
     return f"at {seen.set[what]}" if what in seen.set else f"(see {else_at})"
 
 

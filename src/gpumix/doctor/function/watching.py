@@ -25,11 +25,11 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from gpumix.data.loader import Loader
 from gpumix.data.workers.autotune import FIRST
 from gpumix.doctor.function.between import Between
-from gpumix.doctor.function.lines import Lines, Sites
+from gpumix.doctor.function.lines import Sites, WaitingLines
 from gpumix.doctor.function.patches import UNKNOWN, Patches, calling_line
 from gpumix.doctor.function.roots import Roots
-from gpumix.doctor.function.seen import LoaderSeen, OptimizerSeen, Seen
-from gpumix.doctor.function.steps import Steps
+from gpumix.doctor.function.seen import LoaderSeen, Observations, OptimizerSeen
+from gpumix.doctor.function.steps import OptimizerSteps
 from gpumix.hardware import runtime
 from gpumix.hardware.host.cpu import cores_here, cpu_has_bf16
 from gpumix.hardware.host.environment import has_cpp_compiler, host_memory_bytes
@@ -172,11 +172,11 @@ class _Optimizer:
 
 
 @dataclass
-class Watch:
+class FunctionWatch:
     """All observations from `begin` to `end`."""
 
     roots: Roots
-    lines: Lines = field(default_factory=Lines)
+    lines: WaitingLines = field(default_factory=WaitingLines)
     losses: list[Tensor] = field(default_factory=list)
     copies: Sites = field(default_factory=Sites)
     recomputed: Sites = field(default_factory=Sites)
@@ -233,13 +233,13 @@ class Watch:
         found = [one.ahead.settled() for one in self._loaders.values() if one.ahead is not None]
         return all(found)
 
-    def end(self, steps: Steps) -> Seen:
+    def end(self, steps: OptimizerSteps) -> Observations:
         """Return the observations; lines come first, because reading losses adds syncs."""
         watched = (self.copies, self.lines.syncs, self.lines.writes, self.recomputed)
         copies, syncs, writes, recomputed = [sites.seen() for sites in watched]
         cuda = runtime.is_initialized()
         capability = runtime.capability()[0] if cuda else 0
-        return Seen(
+        return Observations(
             steps=steps.counted,
             seconds=steps.seconds,
             losses=tuple(loss.float().item() for loss in self.losses),

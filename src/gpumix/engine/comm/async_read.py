@@ -14,7 +14,7 @@ import torch
 from gpumix.hardware import runtime
 
 
-class Reading:
+class AsyncRead:
     """Values of some tensors at the time of the reading.
 
     Args:

@@ -28,9 +28,9 @@ import torch.distributed as dist
 from gpumix.engine.comm.collective_progress import begins, doing
 from gpumix.engine.comm.failure_report import CommunicationError, LastWords
 from gpumix.engine.comm.hang_attribution import Wait
-from gpumix.engine.comm.step_recorder import SILENT, Record
+from gpumix.engine.comm.step_recorder import SILENT, SilentRecorder
 from gpumix.engine.comm.wait_clock import WaitClock
-from gpumix.engine.offload.copy_lanes import Lane
+from gpumix.engine.offload.copy_lanes import CopyLane
 from gpumix.engine.offload.state_transfers import Transfers
 from gpumix.hardware import runtime
 from gpumix.hardware.memory_limit import is_out_of_memory
@@ -60,7 +60,7 @@ class Pending:
         self._finish.append(finish)
         return self
 
-    def beside(self, lane: Lane) -> Pending:
+    def beside(self, lane: CopyLane) -> Pending:
         """Give the callbacks to `lane` at once. Only for backends whose wait blocks streams, not
         the host."""
         with lane.active(), reported(self._label, self._wait):
@@ -169,7 +169,7 @@ class Communicator:
         self.words: LastWords = LastWords() if of is None else of.words  # of an engine
         self.begun: Wait | None = None  # the last collective
         self._of = of
-        self._record: Record = SILENT
+        self._record: SilentRecorder = SILENT
         # Memory for data received before it is put in place, kept for the next collective.
         self._pools: dict[str, list[torch.Tensor]] = {}
         # By device: a group may have a backend for each.
@@ -181,12 +181,12 @@ class Communicator:
         return Transfers(self.device) if self._of is None else self._of.transfers
 
     @property
-    def record(self) -> Record:
+    def record(self) -> SilentRecorder:
         """Record of the current step, if traced; shared by a group and its parts."""
         return self._record if self._of is None else self._of.record
 
     @record.setter
-    def record(self, record: Record) -> None:
+    def record(self, record: SilentRecorder) -> None:
         self._record = record
 
     def gather(

@@ -50,7 +50,7 @@ class Activity:
 
 
 @dataclass(frozen=True)
-class Moved:
+class RecordedMove:
     """Collective or message, from the moment of issue on this rank to the end on this rank. All
     participants use the same `name`, and issue operations of one name in the same order."""
 
@@ -63,25 +63,25 @@ class Moved:
 
 
 @dataclass(frozen=True)
-class Recording:
+class RecordedStep:
     """Recorded step of a rank: activities without gaps, and collectives in order of issue."""
 
     activities: tuple[Activity, ...]
-    moves: tuple[Moved, ...]
+    moves: tuple[RecordedMove, ...]
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Recording:
+    def from_json(cls, text: str) -> RecordedStep:
         told = json.loads(text)
         return cls(
             tuple(Activity(**activity) for activity in told["activities"]),
-            tuple(Moved(**move) for move in told["moves"]),
+            tuple(RecordedMove(**move) for move in told["moves"]),
         )
 
 
-class Ranks(Protocol):
+class RecordedRanks(Protocol):
     """Communicator of the ranks that meet at the begin of a recorded step."""
 
     @property
@@ -90,22 +90,22 @@ class Ranks(Protocol):
     @property
     def members(self) -> Sequence[int]: ...
 
-    def exchange(self, own: torch.Tensor, name: str, /) -> tuple[torch.Tensor, Pending]: ...
+    def exchange(self, own: torch.Tensor, name: str, /) -> tuple[torch.Tensor, PendingWork]: ...
 
 
-class Pending(Protocol):
+class PendingWork(Protocol):
     """Collective or message in flight."""
 
     @property
     def works(self) -> Sequence[dist.Work]: ...
 
     @property
-    def comm(self) -> Ranks: ...
+    def comm(self) -> RecordedRanks: ...
 
     def wait(self) -> None: ...
 
 
-class Record:
+class SilentRecorder:
     """Recorder that notes nothing, and only reports the rank's position (`engine.stands`)."""
 
     def begin(self) -> float:
@@ -131,10 +131,12 @@ class Record:
     def overhead(self) -> None:
         """Begin overhead: neither computing nor waiting."""
 
-    def issued(self, operation: Operation, unit: str, parts: Sequence[Pending]) -> None:
+    def issued(self, operation: Operation, unit: str, parts: Sequence[PendingWork]) -> None:
         """Note a collective issued in `parts`."""
 
-    def passed_on(self, operation: Operation, action: Action, name: str, message: Pending) -> None:
+    def passed_on(
+        self, operation: Operation, action: Action, name: str, message: PendingWork
+    ) -> None:
         """Note an issued message with the result of a pass; `name` identifies the message."""
 
     def end(self) -> float:
@@ -143,19 +145,19 @@ class Record:
         return time.perf_counter()
 
 
-SILENT = Record()
+SILENT = SilentRecorder()
 
 
-class Recorder(Record):
+class Recorder(SilentRecorder):
     """Recorder of one step of a rank of `comm`, with `worker` as its part of the plan."""
 
-    def __init__(self, comm: Ranks, worker: Worker) -> None:
+    def __init__(self, comm: RecordedRanks, worker: Worker) -> None:
         self._comm = comm
         self._worker = worker
         self._clock = _StreamClock(comm.device) if runtime.is_gpu(comm.device) else _HostClock()
         self._begun = 0.0
         self._activities: list[tuple[Callable[..., Activity], Mark]] = []
-        self._moves: list[tuple[Callable[..., Moved], Mark, Mark]] = []
+        self._moves: list[tuple[Callable[..., RecordedMove], Mark, Mark]] = []
         self._latest: dict[tuple[Operation, str], int] = {}
         self._turned = False  # after the turn to backward; with stages, also turned back
         self._pass: Callable[..., Activity] | None = None
@@ -196,17 +198,19 @@ class Recorder(Record):
         self._pass = None
         self._does(partial(Activity, "overhead", ROOT))
 
-    def issued(self, operation: Operation, unit: str, parts: Sequence[Pending]) -> None:
+    def issued(self, operation: Operation, unit: str, parts: Sequence[PendingWork]) -> None:
         works = [work for part in parts for work in part.works]
         if works:
             again = operation == "gather" and self._turned
             name = f"{operation} {unit} of {parts[0].comm.members}"
-            moved = partial(Moved, "regather" if again else operation, unit, name=name)
+            moved = partial(RecordedMove, "regather" if again else operation, unit, name=name)
             self._note(moved, (operation, unit), works)
 
-    def passed_on(self, operation: Operation, action: Action, name: str, message: Pending) -> None:
+    def passed_on(
+        self, operation: Operation, action: Action, name: str, message: PendingWork
+    ) -> None:
         unit, known = stage_name(action.stage), f"{name} of {message.comm.members}"
-        moved = partial(Moved, operation, unit, name=known, batch=action.batch)
+        moved = partial(RecordedMove, operation, unit, name=known, batch=action.batch)
         self._note(moved, (operation, name), message.works)
 
     def end(self) -> float:
@@ -216,9 +220,9 @@ class Recorder(Record):
         self._activities.append((partial(Activity, "overhead", ROOT), lambda: step_s))
         return ended
 
-    def recording(self) -> Recording:
+    def recording(self) -> RecordedStep:
         """Return the recording of the finished step."""
-        return Recording(
+        return RecordedStep(
             tuple(
                 activity(start_s=begun(), end_s=ended())
                 for (activity, begun), (_, ended) in pairwise(self._activities)
@@ -230,7 +234,7 @@ class Recorder(Record):
 
     def _note(
         self,
-        moved: Callable[..., Moved],
+        moved: Callable[..., RecordedMove],
         key: tuple[Operation, str],
         works: Sequence[dist.Work],
     ) -> None:

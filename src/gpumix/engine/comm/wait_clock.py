@@ -12,7 +12,7 @@ from gpumix.hardware import runtime
 
 
 @dataclass
-class Mark:
+class WaitMark:
     """Position in a device's waits, with the `seconds` of earlier waits; None until reached."""
 
     seconds: float | None = None
@@ -30,7 +30,7 @@ class WaitClock:
         self._on_stream = runtime.is_gpu(device)
         self._entered = 0.0
         self._seconds = 0.0
-        self._events: deque[tuple[runtime.Event, runtime.Event] | Mark] = deque()
+        self._events: deque[tuple[runtime.Event, runtime.Event] | WaitMark] = deque()
 
     def __enter__(self) -> None:
         if self._on_stream:
@@ -43,24 +43,24 @@ class WaitClock:
     def __exit__(self, *_: object) -> None:
         if self._on_stream:
             ended = self._events[-1]
-            assert not isinstance(ended, Mark), "no mark is set inside of a wait"
+            assert not isinstance(ended, WaitMark), "no mark is set inside of a wait"
             ended[1].record(runtime.current_stream(self._device))
         else:
             self._seconds += time.perf_counter() - self._entered
 
-    def mark(self) -> Mark:
+    def mark(self) -> WaitMark:
         """Mark the current position for `at_s`, without waiting."""
-        mark = Mark(None if self._on_stream else self._seconds)
+        mark = WaitMark(None if self._on_stream else self._seconds)
         if self._on_stream:
             self._events.append(mark)
         return mark
 
-    def at_s(self, mark: Mark) -> float:
+    def at_s(self, mark: WaitMark) -> float:
         """Return the seconds of all waits before `mark`; synchronizes with the last of these."""
         self._add_up_finished()
         while mark.seconds is None:
             first = self._events[0]
-            assert not isinstance(first, Mark), "marks at the front have their seconds"
+            assert not isinstance(first, WaitMark), "marks at the front have their seconds"
             first[1].synchronize()
             self._add_up_finished()
         return mark.seconds
@@ -72,7 +72,7 @@ class WaitClock:
     def _add_up_finished(self) -> None:
         while self._events:
             first = self._events[0]
-            if isinstance(first, Mark):
+            if isinstance(first, WaitMark):
                 first.seconds = self._seconds
             elif first[1].query():
                 self._seconds += first[0].elapsed_time(first[1]) / 1e3

@@ -18,7 +18,7 @@ from gpumix.engine.loss.reduction import (
     SAMPLES,
     TOLD,
     Compute,
-    Probe,
+    LossProbe,
     ReducedLoss,
     Reduces,
     Rule,
@@ -92,7 +92,7 @@ class ReturnedLoss(ReducedLoss):
     def rules(self, batch: Any) -> tuple[Rule, ...]:
         return (TOLD, *super().rules(batch))
 
-    def probe(self, model: nn.Module, batch: Any) -> Probe:
+    def probe(self, model: nn.Module, batch: Any) -> LossProbe:
         result = _forward(model, batch)
         loss = _loss_in(model, result)
         rules = super().rules(batch)

@@ -90,7 +90,7 @@ def rules_for(labels: Mapping[str, Tensor]) -> tuple[Rule, ...]:
 
 
 @dataclass(frozen=True)
-class Probe:
+class LossProbe:
     """Loss of a micro-batch, with the candidate denominators.
 
     Attributes:
@@ -140,7 +140,7 @@ class Reduces(Protocol):
         """Count each sample's labels by the candidate rules, [rules, samples] on the host; None
         without labels."""
 
-    def probe(self, model: nn.Module, batch: Any) -> Probe:
+    def probe(self, model: nn.Module, batch: Any) -> LossProbe:
         """Return a micro-batch's loss with the candidate denominators."""
 
 
@@ -173,14 +173,14 @@ class SummedLoss:
     def counts_by_row(self, batch: Any) -> Tensor | None:
         return counts_by_row((), self.labels_of(batch))
 
-    def probe(self, model: nn.Module, batch: Any) -> Probe:
+    def probe(self, model: nn.Module, batch: Any) -> LossProbe:
         return probe_of_sum(*self._function(model, batch))
 
 
-def probe_of_sum(loss: Tensor, count: Any) -> Probe:
+def probe_of_sum(loss: Tensor, count: Any) -> LossProbe:
     """Return the probe of (summed loss, count), as a mean."""
     count = torch.as_tensor(count)
-    return Probe(loss / count.clamp(min=1).to(loss.device), (count,), ())
+    return LossProbe(loss / count.clamp(min=1).to(loss.device), (count,), ())
 
 
 def reducing(objective: Objective | Reduces) -> Reduces:
@@ -302,12 +302,12 @@ class ReducedLoss:
             for rival, other in zip(self.rivals, others)
         )
 
-    def probe(self, model: nn.Module, batch: Any) -> Probe:
+    def probe(self, model: nn.Module, batch: Any) -> LossProbe:
         rules = self.rules(batch)
         counts = [self.count(batch, rule) for rule in rules if rule is not GRAPH]
         return self.probe_of(self._compute(model, batch, {}, counts[0]), counts)
 
-    def probe_of(self, loss: Tensor, counts: Sequence[Tensor]) -> Probe:
+    def probe_of(self, loss: Tensor, counts: Sequence[Tensor]) -> LossProbe:
         """Return the probe of a loss.
 
         Args:
@@ -316,7 +316,7 @@ class ReducedLoss:
         denominators = denominators_of(loss)
         of_graph = denominators[0] if denominators else torch.full((), torch.nan)
         values = denominators_of(loss, shapes=selects_by_values(loss))
-        return Probe(loss, (*counts, of_graph), denominators, ignored_by(loss), values)
+        return LossProbe(loss, (*counts, of_graph), denominators, ignored_by(loss), values)
 
 
 def counts_by_row(rules: Sequence[Rule], labels: Mapping[str, Tensor]) -> Tensor | None:

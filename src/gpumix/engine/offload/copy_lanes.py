@@ -22,7 +22,7 @@ import torch
 from gpumix.hardware import runtime
 
 
-class Mark:
+class LaneMark:
     """Event after the work submitted to a lane so far; without a stream, work is already done."""
 
     def __init__(self, device: torch.device, event: runtime.Event | None) -> None:
@@ -40,7 +40,7 @@ class Mark:
             self._event.synchronize()
 
 
-class Lane:
+class CopyLane:
     """Stream of copies in one direction. On a device that is no GPU, work is done at once."""
 
     def __init__(self, device: torch.device) -> None:
@@ -71,10 +71,10 @@ class Lane:
             tensor.record_stream(self._stream)
         return tensor
 
-    def mark(self) -> Mark:
+    def mark(self) -> LaneMark:
         """Return a mark after all work submitted to the lane so far."""
         if self._stream is None:
-            return Mark(self._device, None)
+            return LaneMark(self._device, None)
         event = runtime.new_event(self._device)
         event.record(self._stream)
-        return Mark(self._device, event)
+        return LaneMark(self._device, event)

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from gpumix.engine.offload.copy_lanes import Lane, Mark
+from gpumix.engine.offload.copy_lanes import CopyLane, LaneMark
 from gpumix.hardware import runtime
 from gpumix.hardware.host.pinned import pinned_memory
 from gpumix.hardware.memory_limit import host_memory
@@ -36,23 +36,23 @@ class HostStore:
     ) -> None:
         self.device = device
         self.clock = nullcontext() if clock is None else clock
-        self.lane = Lane(device)
+        self.lane = CopyLane(device)
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
 
-    def keep(self, tensor: torch.Tensor) -> Kept:
+    def keep(self, tensor: torch.Tensor) -> OffloadedTensor:
         """Start to copy `tensor` to the host; the tensor may be dropped at once."""
         free = self._free[tensor.numel(), tensor.dtype]
         memory = free.pop() if free else empty_on_host(tensor.numel(), tensor.dtype, self.device)
         on_host = memory.view(tensor.shape)
         with self.lane.active() if self.lane.is_stream else self.clock:
             on_host.copy_(self.lane.uses(tensor), non_blocking=True)
-        return Kept(self, on_host, memory)
+        return OffloadedTensor(self, on_host, memory)
 
     def give_back(self, memory: torch.Tensor) -> None:
         self._free[memory.numel(), memory.dtype].append(memory)
 
 
-class Kept:
+class OffloadedTensor:
     """A tensor on the host, or on the way back to the device."""
 
     def __init__(self, store: HostStore, on_host: torch.Tensor, memory: torch.Tensor) -> None:
@@ -60,7 +60,7 @@ class Kept:
         self._on_host = on_host
         self._memory = memory
         self._coming: torch.Tensor | None = None
-        self._came: Mark | None = None
+        self._came: LaneMark | None = None
 
     def fetch(self) -> None:
         """Start to copy the tensor back, unless started."""

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from gpumix.engine.offload.copy_lanes import Lane, Mark
+from gpumix.engine.offload.copy_lanes import CopyLane, LaneMark
 from gpumix.engine.offload.host_offload import empty_on_host
 from gpumix.hardware.memory_limit import host_memory
 
@@ -19,8 +19,8 @@ class Transfers:
     """Both lanes of a rank, and the thread that prepares copies to the device."""
 
     def __init__(self, device: torch.device) -> None:
-        self.to_device = Lane(device)
-        self.to_host = Lane(device)
+        self.to_device = CopyLane(device)
+        self.to_host = CopyLane(device)
         self._thread: ThreadPoolExecutor | None = None
 
     def prepare(self, work: Callable[[], None]) -> Future[None]:
@@ -61,7 +61,7 @@ class HostMasters:
             self._rounded = empty_on_host(numel, gathered, device)
         self._rounding: Future[None] | None = None
         self._is_rounded = False
-        self._sent: Mark | None = None
+        self._sent: LaneMark | None = None
 
     def round_ahead(self) -> None:
         """Begin a step: round masters while other shards are gathered and computed with. Without a
@@ -70,7 +70,7 @@ class HostMasters:
         if wanted and self._transfers.to_device.is_stream:
             self._rounding = self._transfers.prepare(self._round)
 
-    def send(self, start: Callable[[torch.Tensor], None]) -> Mark:
+    def send(self, start: Callable[[torch.Tensor], None]) -> LaneMark:
         """Let `start` copy the values to the device, on the lane; return the mark of its end."""
         values = self.values()
         with self._transfers.to_device.active():

@@ -25,7 +25,7 @@ from gpumix.engine.optimizers.base import (
     grouped,
     layout_of,
 )
-from gpumix.engine.optimizers.layout import Layout
+from gpumix.engine.optimizers.layout import OptimizerLayout
 from gpumix.engine.sharding.nd_boxes import boxes
 
 State = dict[str, Any]
@@ -52,7 +52,7 @@ class Adafactor(WholeOptimizer):
     def __init__(
         self,
         params: Parameters,
-        layout: Layout | None = None,
+        layout: OptimizerLayout | None = None,
         *,
         lr: float = 1e-2,
         beta2_decay: float = -0.8,

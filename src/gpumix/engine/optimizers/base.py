@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gpumix.engine.optimizers.layout import Layout
+from gpumix.engine.optimizers.layout import OptimizerLayout
 from gpumix.schema.errors import InputError
 
 Group = dict[str, Any]
@@ -30,7 +30,9 @@ class WholeOptimizer(Optimizer, ABC):
     whole_states: ClassVar[frozenset[str]] = frozenset()
     state_bytes: ClassVar[tuple[int, int]]
 
-    def __init__(self, groups: list[Group], defaults: dict[str, Any], layout: Layout) -> None:
+    def __init__(
+        self, groups: list[Group], defaults: dict[str, Any], layout: OptimizerLayout
+    ) -> None:
         self.layout = layout
         super().__init__(groups, defaults)
 
@@ -71,9 +73,9 @@ def _unnamed(parameters: Any) -> list[nn.Parameter]:
     return [p[1] if isinstance(p, tuple) else p for p in parameters]
 
 
-def layout_of(groups: list[Group], layout: Layout | None) -> Layout:
+def layout_of(groups: list[Group], layout: OptimizerLayout | None) -> OptimizerLayout:
     """Return `layout`, by default the layout of unsharded parameters."""
-    return layout or Layout.of_whole(p for group in groups for p in group["params"])
+    return layout or OptimizerLayout.of_whole(p for group in groups for p in group["params"])
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -96,7 +96,7 @@ def check_kind(kind: type, fix: str = "") -> None:
         )
 
 
-class Watch:
+class FirstUpdateCheck:
     """Check of every optimizer of an engine's pieces before its first update."""
 
     def __init__(self, engine: Any) -> None:

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from gpumix.engine.comm.communicator import Communicator
-from gpumix.engine.sharding.parameter_slice import Window
+from gpumix.engine.sharding.parameter_slice import ParameterSlice
 from gpumix.engine.sharding.shard import Piece
 from gpumix.schema.errors import InputError
 
 Interval = tuple[int, int]
 
 
-class Layout:
+class OptimizerLayout:
     """The pieces of a model's parameters on all ranks. Construction is collective.
 
     Args:
@@ -50,12 +50,15 @@ class Layout:
             _check_whole(piece, self._intervals[key])
 
     @classmethod
-    def of_whole(cls, parameters: Iterable[nn.Parameter]) -> Layout:
+    def of_whole(cls, parameters: Iterable[nn.Parameter]) -> OptimizerLayout:
         """Make the layout of unsharded parameters of any shape."""
         parameters = list(parameters)
         device = parameters[0].device if parameters else torch.device("cpu")
         layout = cls(
-            [Piece(str(i), Window(p.shape), 0, p.numel(), p) for i, p in enumerate(parameters)],
+            [
+                Piece(str(i), ParameterSlice(p.shape), 0, p.numel(), p)
+                for i, p in enumerate(parameters)
+            ],
             Communicator(None, rank=0, world=1, device=device),
         )
         layout.of_engine = False

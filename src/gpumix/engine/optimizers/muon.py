@@ -29,7 +29,7 @@ from gpumix.engine.optimizers.base import (
     grouped,
     layout_of,
 )
-from gpumix.engine.optimizers.layout import Layout
+from gpumix.engine.optimizers.layout import OptimizerLayout
 from gpumix.engine.optimizers.newton_schulz import JORDAN, Coefficients, orthogonalised
 from gpumix.schema.errors import InputError
 
@@ -58,7 +58,7 @@ class Muon(WholeOptimizer):
     def __init__(
         self,
         params: Parameters,
-        layout: Layout | None = None,
+        layout: OptimizerLayout | None = None,
         *,
         lr: float = 1e-3,
         weight_decay: float = 0.1,
@@ -127,7 +127,7 @@ class Muon(WholeOptimizer):
         return assign([m.cost for m in cut], self.layout.speeds, busy=busy, near=held)
 
 
-def _divided(groups: list[Group], layout: Layout) -> list[Group]:
+def _divided(groups: list[Group], layout: OptimizerLayout) -> list[Group]:
     """Split groups into groups of hidden matrices only and groups of other parameters only."""
     divided: list[Group] = []
     for group in groups:
@@ -138,7 +138,7 @@ def _divided(groups: list[Group], layout: Layout) -> list[Group]:
     return divided
 
 
-def _wants_muon(parameter: nn.Parameter, group: Group, layout: Layout) -> bool:
+def _wants_muon(parameter: nn.Parameter, group: Group, layout: OptimizerLayout) -> bool:
     if parameter not in layout:
         return False  # refused by name when it is added
     if "use_muon" not in group:
@@ -159,7 +159,7 @@ class _Matrix:
 
     update: torch.Tensor
 
-    def __init__(self, parameter: nn.Parameter, group: Group, layout: Layout) -> None:
+    def __init__(self, parameter: nn.Parameter, group: Group, layout: OptimizerLayout) -> None:
         self.parameter = parameter
         self.intervals = layout.intervals(parameter)
         self.shape = layout.piece(parameter).shape
@@ -217,7 +217,7 @@ class _Travel:
 
     matrices: Sequence[_Matrix]
     owners: Sequence[int]
-    layout: Layout
+    layout: OptimizerLayout
 
     def start(self) -> tuple[torch.Tensor, Any] | None:
         """Send this rank's parts to the owners."""

@@ -20,7 +20,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from gpumix.engine.offload.copy_lanes import Lane, Mark
+from gpumix.engine.offload.copy_lanes import CopyLane, LaneMark
 from gpumix.engine.optimizers.elementwise_check import holds_any
 from gpumix.engine.sharding.bucket import Bucket
 from gpumix.engine.update_guard import Guard
@@ -73,7 +73,7 @@ class Updates:
     """
 
     def __init__(
-        self, optimizer: Optimizer, buckets: Iterable[Bucket], *, arrivals: Lane | None
+        self, optimizer: Optimizer, buckets: Iterable[Bucket], *, arrivals: CopyLane | None
     ) -> None:
         self.optimizer = optimizer
         self.guard: Guard | None = None
@@ -118,7 +118,9 @@ class Updates:
             one.result()
         self._under_way = []
 
-    def _step(self, members: list[list[torch.nn.Parameter]], arrived: Mark | None = None) -> None:
+    def _step(
+        self, members: list[list[torch.nn.Parameter]], arrived: LaneMark | None = None
+    ) -> None:
         if arrived is not None:
             arrived.wait()
         groups = self.optimizer.param_groups

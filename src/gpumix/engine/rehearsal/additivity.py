@@ -32,7 +32,7 @@ from gpumix.engine.rehearsal.module_attributes import attributes_kept, numbers_i
 from gpumix.engine.rehearsal.observations import (
     SMALLEST,
     TOLERANCE,
-    Trial,
+    TrialLoss,
     alike,
     counts_of,
     gradient_error,
@@ -51,7 +51,13 @@ from gpumix.engine.rehearsal.refusals import (
     kept_state,
     refuse_any,
 )
-from gpumix.engine.rehearsal.samples import MORE_SAMPLES, Place, choose, exchanged, own_samples
+from gpumix.engine.rehearsal.samples import (
+    MORE_SAMPLES,
+    RehearsalPlace,
+    choose,
+    exchanged,
+    own_samples,
+)
 from gpumix.engine.traceless_steps import Trials
 from gpumix.hardware.memory_limit import is_out_of_memory
 from gpumix.schema.errors import GpumixError
@@ -215,7 +221,7 @@ def padding_counts(engine: Trials, objective: Reduces, narrow: Any, wide: Any) -
     else:
         first = next(r for r, worker in enumerate(plan.workers) if worker.samples)
         number = 0 if first in plan.team_of(rank, 0) else None
-    place = Place(number, 1)
+    place = RehearsalPlace(number, 1)
     with attributes_kept(engine.model):
         trials = [
             _Rehearsal(engine, one, None if number is None else one, place, objective).alone()
@@ -258,7 +264,9 @@ class _Rehearsal(Computations):
                 raise self._changed(trials, errors, known, training=training)
         return self._found_to_add_up(known, trials, training=training)
 
-    def _found_to_add_up(self, rule: Rule, trials: Sequence[Trial], *, training: bool) -> Rehearsed:
+    def _found_to_add_up(
+        self, rule: Rule, trials: Sequence[TrialLoss], *, training: bool
+    ) -> Rehearsed:
         shows, seen = trials[0].loss != 0, self._kinds_seen()
         return Rehearsed(rule.name, seen, shows=shows, adds_up=True, training=training)
 
@@ -275,7 +283,7 @@ class _Rehearsal(Computations):
                 error.what = f"in evaluation, {error.what}"
                 raise error
 
-    def _trained(self, couples: str) -> Trial:
+    def _trained(self, couples: str) -> TrialLoss:
         """Compute all samples in training mode."""
         before = numbers_in(self._engine.model)
         trained = self._trial(self._slices()[0], training=True)
@@ -287,13 +295,13 @@ class _Rehearsal(Computations):
         self._training = trained.changed  # such as batch norm, which couples samples in training
         return trained
 
-    def _refuse_memory(self, trained: Trial) -> None:
+    def _refuse_memory(self, trained: TrialLoss) -> None:
         """Raise if a second training forward of all samples gives another loss. Collective."""
         again = self._trial(self._slices()[0], training=True, backward=False)
         if not alike(self._engine, trained, again):
             raise keeps_between_calls(self._engine.model)
 
-    def _compared(self, couples: str, *, trains: bool) -> tuple[list[Trial], list[float], bool]:
+    def _compared(self, couples: str, *, trains: bool) -> tuple[list[TrialLoss], list[float], bool]:
         """Compute all samples and the parts, and compare. Takes more samples if the loss of a few
         is 0.
 
@@ -306,7 +314,7 @@ class _Rehearsal(Computations):
             found = self._compared_to(self._trained(couples) if trains else None)
         return found
 
-    def _compared_to(self, trained: Trial | None) -> tuple[list[Trial], list[float], bool]:
+    def _compared_to(self, trained: TrialLoss | None) -> tuple[list[TrialLoss], list[float], bool]:
         whole, *parts = self._slices()
         trials = [self._trial(rows) for rows in (whole, *parts)]
         training = False
@@ -319,7 +327,9 @@ class _Rehearsal(Computations):
                 trials = [trained, *(self._trial(rows, training=True) for rows in parts)]
         return trials, self._errors(trials), training
 
-    def _adds_up(self, trials: Sequence[Trial], error: float, rule: int, *, training: bool) -> bool:
+    def _adds_up(
+        self, trials: Sequence[TrialLoss], error: float, rule: int, *, training: bool
+    ) -> bool:
         return (
             error <= 1
             and not is_of_unlike_means(trials)
@@ -328,7 +338,7 @@ class _Rehearsal(Computations):
 
     # -- comparison --------------------------------------------------------------------------------
 
-    def _errors(self, trials: Sequence[Trial]) -> list[float]:
+    def _errors(self, trials: Sequence[TrialLoss]) -> list[float]:
         """Return the error of the parts by rule, in units of the rounding tolerance. Collective."""
         whole, *parts = trials
         of_loss, of_gradient = tolerance_of(self._engine)
@@ -360,17 +370,19 @@ class _Rehearsal(Computations):
             errors.append(max(error) if adds and not any(map(math.isnan, error)) else math.inf)
         return errors
 
-    def _repeats(self, whole: Trial, rule: Rule, *, training: bool) -> bool:
+    def _repeats(self, whole: TrialLoss, rule: Rule, *, training: bool) -> bool:
         """Return whether repeated samples give the loss predicted by the rule. Means that divide by
         no values are not checked. A denominator may be clamped to a minimum. Collective."""
         if rule.kind != "sum" and all(value == 1.0 for value in whole.values):
             return True
         times = max(2, 2 * self._place.size // self._samples)
-        expected = Trial(None, loss=whole.loss * (times if rule.kind == "sum" else 1))
+        expected = TrialLoss(None, loss=whole.loss * (times if rule.kind == "sum" else 1))
         found = self._several_times(self._samples, times, training=training)
         return alike(self._engine, found, expected)
 
-    def _exceeds_rounding(self, error: float, rule: int, first: Trial, *, training: bool) -> bool:
+    def _exceeds_rounding(
+        self, error: float, rule: int, first: TrialLoss, *, training: bool
+    ) -> bool:
         """Return whether a small error exceeds rounding. A weak coupling, such as a balancing term
         with a small weight, has an error within the tolerance. Collective."""
         if error <= DOUBTFUL or tolerance_of(self._engine) != TOLERANCE["fp32"]:
@@ -379,11 +391,11 @@ class _Rehearsal(Computations):
         rounding = self._errors((twice, first, first))[rule]
         return error > ROUNDINGS * rounding
 
-    def _are_apart(self, parts: Sequence[Trial], *, training: bool) -> bool:
+    def _are_apart(self, parts: Sequence[TrialLoss], *, training: bool) -> bool:
         """Return whether two micro-batches of a step give the losses of each alone. Collective."""
         if self._engine.places or self._place.most_batches < 2:
             return True
-        expected = Trial(None, loss=sum(part.loss for part in parts))
+        expected = TrialLoss(None, loss=sum(part.loss for part in parts))
         if not math.isfinite(expected.loss):  # a part has no labels
             return True
         try:
@@ -397,7 +409,7 @@ class _Rehearsal(Computations):
             expected.sums = torch.stack(sums).mean(0)
         return alike(self._engine, found, expected)
 
-    def _rule(self, trials: Sequence[Trial], errors: Sequence[float]) -> int:
+    def _rule(self, trials: Sequence[TrialLoss], errors: Sequence[float]) -> int:
         """Return the index of the rule. Among fitting rules, prefer the rule whose denominator the
         loss was divided by, then the first."""
         holds = [n for n, error in enumerate(errors) if error <= 1]
@@ -419,7 +431,7 @@ class _Rehearsal(Computations):
                 return n
         return holds[0]
 
-    def _found(self, rule: int, trials: Sequence[Trial]) -> Rule:
+    def _found(self, rule: int, trials: Sequence[TrialLoss]) -> Rule:
         """Return the rule; a graph rule also gets the labels without which the loss is 0."""
         found = self._rules[rule]
         for n, other in enumerate(self._rules if found is GRAPH else ()):
@@ -428,7 +440,7 @@ class _Rehearsal(Computations):
         return found
 
     def _rivals(
-        self, trials: Sequence[Trial], errors: Sequence[float], rule: int
+        self, trials: Sequence[TrialLoss], errors: Sequence[float], rule: int
     ) -> tuple[Rival, ...]:
         """Return the means that no sample has distinguished from the rule."""
         if self._rules[rule].kind not in ("labels", "samples"):
@@ -460,12 +472,12 @@ class _Rehearsal(Computations):
         trials = [self._trial(rows, own=padded, trims=trims) for trims in (True, False)]
         return alike(self._engine, *trials, same_samples=True)
 
-    def _draws(self, whole: Trial, *, training: bool) -> bool:
+    def _draws(self, whole: TrialLoss, *, training: bool) -> bool:
         """Return whether other random numbers change the loss of all samples. Collective."""
         other = self._trial(self._slices()[0], start=1, training=training, backward=False)
         return not math.isclose(whole.loss, other.loss, rel_tol=SAME)
 
-    def _couples(self, trials: Sequence[Trial], *, training: bool) -> ModelError:
+    def _couples(self, trials: Sequence[TrialLoss], *, training: bool) -> ModelError:
         """Return the error for losses that do not add up. Collective."""
         whole, first, others = trials
         if self._draws(whole, training=training):
@@ -482,7 +494,7 @@ class _Rehearsal(Computations):
         )
 
     def _changed(
-        self, trials: Sequence[Trial], errors: Sequence[float], known: Rule, *, training: bool
+        self, trials: Sequence[TrialLoss], errors: Sequence[float], known: Rule, *, training: bool
     ) -> ModelError:
         """Return the error for losses that no longer add up by the known rule. Collective."""
         found = self._rule(trials, errors)

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from gpumix.engine.batch.batch_split import copied, samples_in
 from gpumix.engine.batch.ragged_batch import take
 from gpumix.engine.loss.loss_graph import kind_of
-from gpumix.engine.loss.reduction import Probe, Reduces
+from gpumix.engine.loss.reduction import LossProbe, Reduces
 from gpumix.engine.model.module_buffers import BufferCopies
 from gpumix.engine.model.rng import evaluating, in_training
-from gpumix.engine.rehearsal.observations import Trial, sums_of
+from gpumix.engine.rehearsal.observations import TrialLoss, sums_of
 from gpumix.engine.rehearsal.refusals import (
     DIFFERENTIATES,
     changed_weight,
@@ -26,7 +26,7 @@ from gpumix.engine.rehearsal.refusals import (
     refuse_any,
     versions,
 )
-from gpumix.engine.rehearsal.samples import MORE_SAMPLES, SAMPLES, Place, exchanged
+from gpumix.engine.rehearsal.samples import MORE_SAMPLES, SAMPLES, RehearsalPlace, exchanged
 from gpumix.engine.traceless_steps import Trials
 from gpumix.hardware.memory_limit import is_out_of_memory
 
@@ -50,7 +50,7 @@ class Computations:
         engine: Trials,
         batch: Any,
         own: Any,
-        place: Place,
+        place: RehearsalPlace,
         objective: Reduces,
         most: int = SAMPLES,
     ) -> None:
@@ -104,7 +104,7 @@ class Computations:
         pairs = zip(once.denominators, again.denominators)
         return all(math.isclose(two, 2 * one, rel_tol=1e-4) for one, two in pairs)
 
-    def _several_times(self, samples: int, times: int, *, training: bool = False) -> Trial:
+    def _several_times(self, samples: int, times: int, *, training: bool = False) -> TrialLoss:
         """Try the first samples, each repeated `times` times, at once."""
         own = None if self._own is None else take(self._own, [*range(samples)] * times)
         return self._trial(slice(0, times * samples), own=own, training=training)
@@ -115,7 +115,7 @@ class Computations:
         table = exchanged(self._engine, [*map(float, told), *[0.0] * (MOST_KINDS - len(told))])
         return sorted({int(kind) for row in table for kind in row if kind})
 
-    def alone(self) -> Trial:
+    def alone(self) -> TrialLoss:
         """Try the first sample alone."""
         return self._trial(slice(0, 1))
 
@@ -129,7 +129,7 @@ class Computations:
         trims: bool = False,
         apart: bool = False,
         backward: bool = True,
-    ) -> Trial:
+    ) -> TrialLoss:
         """Run forward and backward of some samples at once. With `apart`, the first sample is in a
         micro-batch of its own, next to a micro-batch with the rest. Collective.
 
@@ -143,7 +143,7 @@ class Computations:
         some = self._nothing
         if own is not None:
             some = copied(take(own, rows))
-        probes: list[Probe] = []
+        probes: list[LossProbe] = []
 
         # A step computes micro-batches of the same size, and as many; more may not fit in memory.
         fits = rows.stop - rows.start - apart <= self._place.size
@@ -183,7 +183,7 @@ class Computations:
             if not self._ran:
                 raise
             raise not_alone(engine.model, samples_in(some), error) from error
-        trial = Trial(sums)
+        trial = TrialLoss(sums)
         self._ran = self._ran or samples_in(some) > 1  # only the last stage sees a loss
         trial.changed = copies.keep_changed()
         copies.restore()
@@ -200,7 +200,7 @@ class Computations:
             return (own[:1], own[1:]) if apart else (own,)
         return tuple(own if n == number else range(0) for n in range(len(places[0].batches)))
 
-    def _tell(self, trial: Trial, probes: Sequence[Probe]) -> None:
+    def _tell(self, trial: TrialLoss, probes: Sequence[LossProbe]) -> None:
         """Share the observations of the rank that computed the losses with all ranks."""
         told = [0.0] * (3 + 3 * MOST_RULES)
         if probes:

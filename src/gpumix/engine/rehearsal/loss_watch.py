@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpumix.engine.comm.async_read import Reading
+from gpumix.engine.comm.async_read import AsyncRead
 from gpumix.engine.comm.step_exchange import Exchanged, Makeup
 from gpumix.engine.loss.loss_graph import kind_and_weight_of
 
@@ -69,7 +69,7 @@ class LossWatch:
         self._device = device
         self._known = set(known)
         self._late, self._by_values = late, by_values
-        self._told: deque[tuple[int, Reading, list[tuple[Tensor, Any]]]] = deque()
+        self._told: deque[tuple[int, AsyncRead, list[tuple[Tensor, Any]]]] = deque()
         self._left = MOST_DOUBTS
         self._doubted: tuple[int, Any] = (0, None)  # a kind, and a micro-batch of it
         self.doubts: deque[Doubt] = deque()
@@ -112,7 +112,7 @@ class LossWatch:
 
     def note(self, step: int, table: Tensor) -> None:
         """Record the table of all ranks' findings for a step, counted from 1."""
-        self._told.append((step, Reading([table]), self._last_ones))
+        self._told.append((step, AsyncRead([table]), self._last_ones))
 
     def read(self, *, all_of_them: bool = False) -> None:
         """Read the findings of steps that are due."""

@@ -22,7 +22,7 @@ SMALLEST = 2e-5
 
 
 @dataclass
-class Trial:
+class TrialLoss:
     """Loss of some samples, with candidate denominators and sums of the gradient.
 
     Attributes:
@@ -49,7 +49,7 @@ def tolerance_of(engine: Trials) -> tuple[float, float]:
     return max(TOLERANCE[dtype] for dtype in (of_tf32, *(w.compute_dtype for w in workers)))
 
 
-def alike(engine: Trials, one: Trial, other: Trial, *, same_samples: bool = False) -> bool:
+def alike(engine: Trials, one: TrialLoss, other: TrialLoss, *, same_samples: bool = False) -> bool:
     """Return True if two trials agree in loss and gradient. Collective.
 
     Args:
@@ -67,14 +67,14 @@ def alike(engine: Trials, one: Trial, other: Trial, *, same_samples: bool = Fals
     return near and math.sqrt(wrong / max(size, 1e-60)) <= of_gradient
 
 
-def weights_of(whole: Trial, parts: Sequence[Trial], rule: int) -> list[float]:
+def weights_of(whole: TrialLoss, parts: Sequence[TrialLoss], rule: int) -> list[float]:
     """Return the weight of each part's loss in the full loss."""
     total = whole.counts[rule]
     counts = counts_of(whole, parts, rule)
     return [count / total if total else math.nan for count in counts]
 
 
-def counts_of(whole: Trial, parts: Sequence[Trial], rule: int) -> list[float]:
+def counts_of(whole: TrialLoss, parts: Sequence[TrialLoss], rule: int) -> list[float]:
     """Return the denominators of the parts' losses. A part with nothing to count may divide by 1 at
     least: its loss is 0, and it counts nothing in the full batch."""
     counts = [part.counts[rule] for part in parts]
@@ -84,7 +84,7 @@ def counts_of(whole: Trial, parts: Sequence[Trial], rule: int) -> list[float]:
 
 
 def gradient_error(
-    whole: Trial, parts: Sequence[Trial], weights: Sequence[float]
+    whole: TrialLoss, parts: Sequence[TrialLoss], weights: Sequence[float]
 ) -> tuple[float, float]:
     """Return the squared error of the parts' gradients, and their squared size, for this rank's
     part; zeros without gradients."""
@@ -96,7 +96,11 @@ def gradient_error(
 
 
 def worst_error(
-    whole: Trial, parts: Sequence[Trial], weights: Sequence[float], of_own: float, smallest: float
+    whole: TrialLoss,
+    parts: Sequence[TrialLoss],
+    weights: Sequence[float],
+    of_own: float,
+    smallest: float,
 ) -> float:
     """Return the largest gradient error of a parameter on this rank, with 1 for the amount that
     rounding explains: `of_own` times the gradient's size, plus `smallest`. A term of few
@@ -109,7 +113,7 @@ def worst_error(
     return float((wrong / (of_own * size + max(smallest, 1e-30))).max())
 
 
-def _added(parts: Sequence[Trial], weights: Sequence[float]) -> list[Tensor]:
+def _added(parts: Sequence[TrialLoss], weights: Sequence[float]) -> list[Tensor]:
     return [p.sums * w for p, w in zip(parts, weights) if w and p.sums is not None]
 
 
@@ -145,7 +149,7 @@ def _add_sums(gradient: Tensor, row: Tensor) -> None:
         row[PARTS : PARTS + len(wide) - whole] += wide[whole:]
 
 
-def is_of_unlike_means(trials: Sequence[Trial]) -> bool:
+def is_of_unlike_means(trials: Sequence[TrialLoss]) -> bool:
     """Return True if a loss is a sum of terms with denominators that are not in proportion. For
     some samples a term may be missing. Terms with equal denominators may be more for some samples
     than for others."""
@@ -171,6 +175,6 @@ def is_any(count: float, denominators: Sequence[float]) -> bool:
     return any(math.isclose(count, one, rel_tol=1e-6) for one in denominators)
 
 
-def is_in_proportion(trials: Sequence[Trial], rule: int) -> bool:
+def is_in_proportion(trials: Sequence[TrialLoss], rule: int) -> bool:
     """Return True if losses' denominators are in proportion to the counts of a rule."""
     return _are_alike([[v / t.counts[rule] for v in t.values] for t in trials if t.counts[rule]])

@@ -21,7 +21,7 @@ MORE_SAMPLES = 8  # without gradients, if the loss of fewer samples is zero
 
 
 @dataclass(frozen=True)
-class Place:
+class RehearsalPlace:
     """Micro-batch where the rehearsal runs, on all ranks computing it.
 
     Attributes:
@@ -44,7 +44,7 @@ def choose(
     objective: Reduces,
     *,
     uncut: bool = False,
-) -> Place | None:
+) -> RehearsalPlace | None:
     """Choose the micro-batch with samples that tell rules apart, most samples, and most labels.
     Return None if the batch is not cut, unless `uncut` is set. Collective."""
     plan, rank = engine.plan, engine.comm.rank
@@ -65,14 +65,14 @@ def choose(
     own = next((n for n, one in enumerate(known) if one == found), None)
     batches = [int(row[-1]) for row in table]
     there = (n for n, row in zip(batches, table) if tuple(map(int, row[:-1])) == found)
-    return Place(own, found[1], min(filter(None, there), default=1), max(batches))
+    return RehearsalPlace(own, found[1], min(filter(None, there), default=1), max(batches))
 
 
 def own_samples(
     engine: Trials,
     batch: Any,
     rows: Sequence[range],
-    place: Place,
+    place: RehearsalPlace,
     objective: Reduces,
     *,
     most: int = SAMPLES,

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from gpumix.engine.schedule.micro_batch import MicroBatch
-from gpumix.engine.sharding.bucket import Bucket, Reductions
-from gpumix.engine.unit.sharded_units import Parts
+from gpumix.engine.sharding.bucket import Bucket, BucketReductions
+from gpumix.engine.unit.sharded_units import ShardedUnits
 from gpumix.schema.profile.profile import ROOT
 
 
@@ -45,7 +45,7 @@ class Turns:
         return [*self.batches[-2::-1], *self.batches[-1:]]
 
 
-class Begun:
+class GradientProgress:
     """Progress of the gradients of each bucket in a step."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Begun:
                 self._reduced.discard(id(bucket))
                 bucket.begin_gradient()
 
-    def reduce(self, bucket: Bucket, reductions: Reductions) -> None:
+    def reduce(self, bucket: Bucket, reductions: BucketReductions) -> None:
         """Start to reduce the bucket's gradients."""
         self.begin(bucket)
         self._begun.discard(id(bucket))
@@ -72,7 +72,7 @@ class Begun:
         return id(bucket) in self._reduced
 
 
-def forward(parts: Parts, turns: Turns, *, keep: bool, leaves_out: bool = False) -> None:
+def forward(parts: ShardedUnits, turns: Turns, *, keep: bool, leaves_out: bool = False) -> None:
     """Run all micro-batches through all units; each stops before the head.
 
     Args:
@@ -103,7 +103,7 @@ def forward(parts: Parts, turns: Turns, *, keep: bool, leaves_out: bool = False)
 
 
 def head(
-    parts: Parts, turns: Turns, scale: torch.Tensor | None, begun: Begun
+    parts: ShardedUnits, turns: Turns, scale: torch.Tensor | None, begun: GradientProgress
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Run head and loss by micro-batch. Only one micro-batch's logits are alive at a time.
 
@@ -132,10 +132,10 @@ def head(
 
 
 def backward(
-    parts: Parts,
+    parts: ShardedUnits,
     turns: Turns,
-    reductions: Reductions | None,
-    begun: Begun,
+    reductions: BucketReductions | None,
+    begun: GradientProgress,
     *,
     splits: bool = False,
 ) -> None:
@@ -160,7 +160,9 @@ def backward(
             batch.backward(number, splits=splits)
 
 
-def weights(parts: Parts, turns: Turns, reductions: Reductions | None, begun: Begun) -> None:
+def weights(
+    parts: ShardedUnits, turns: Turns, reductions: BucketReductions | None, begun: GradientProgress
+) -> None:
     """Compute all gradients left by `backward`; reduces like `backward`."""
     if reductions is not None and not begun.reduced(parts.after):
         begun.reduce(parts.after, reductions)
@@ -170,7 +172,11 @@ def weights(parts: Parts, turns: Turns, reductions: Reductions | None, begun: Be
 
 
 def _back_through(
-    parts: Parts, reductions: Reductions | None, begun: Begun, *, adds: bool = True
+    parts: ShardedUnits,
+    reductions: BucketReductions | None,
+    begun: GradientProgress,
+    *,
+    adds: bool = True,
 ) -> Iterator[int]:
     """Yield the unit calls, last first, each with its parameters gathered.
 
@@ -196,9 +202,9 @@ def _back_through(
 
 
 def finish(
-    stages: Sequence[Parts],
-    reductions: Reductions,
-    begun: Begun,
+    stages: Sequence[ShardedUnits],
+    reductions: BucketReductions,
+    begun: GradientProgress,
     *,
     shared: Sequence[Bucket] = (),
 ) -> None:

@@ -19,13 +19,13 @@ import torch
 from gpumix.cost.schedule import Action
 from gpumix.engine.model.forward_coroutine import ModelError, UnitCall
 from gpumix.engine.schedule import layered
-from gpumix.engine.schedule.layered import Begun, Turns
+from gpumix.engine.schedule.layered import GradientProgress, Turns
 from gpumix.engine.schedule.micro_batch import Loss, MicroBatch
 from gpumix.engine.schedule.point_to_point import Message, Wires
-from gpumix.engine.schedule.remote_stage_values import Elsewhere, Look, Returned, hand_over
-from gpumix.engine.sharding.bucket import Bucket, Reductions
+from gpumix.engine.schedule.remote_stage_values import Elsewhere, Returned, TensorMeta, hand_over
+from gpumix.engine.sharding.bucket import Bucket, BucketReductions
 from gpumix.engine.unit.inter_unit_backward import hand, without_memory
-from gpumix.engine.unit.sharded_units import Parts
+from gpumix.engine.unit.sharded_units import ShardedUnits
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Taken, Worker
 
@@ -34,7 +34,7 @@ Looks = object
 
 
 @dataclass
-class Place:
+class StagePlace:
     """Pipeline stage of a rank.
 
     Attributes:
@@ -46,11 +46,11 @@ class Place:
     plan: Plan
     stage: int
     rank: int
-    parts: Parts
+    parts: ShardedUnits
     shared: Sequence[Bucket]
     wires: Wires
     elsewhere: Elsewhere
-    _known: dict[tuple[Looks, Taken], Look] = field(default_factory=dict)
+    _known: dict[tuple[Looks, Taken], TensorMeta] = field(default_factory=dict)
 
     @cached_property
     def worker(self) -> Worker:
@@ -117,11 +117,11 @@ class Place:
             wanted.setdefault(taken.call - self.first_call, {})[taken.output] = None
         return {call: tuple(outputs) for call, outputs in wanted.items()}
 
-    def look_of(self, taken: Taken, looks: Looks) -> Look | None:
+    def look_of(self, taken: Taken, looks: Looks) -> TensorMeta | None:
         """Return the look of an output for samples of shapes `looks`; None if not seen yet."""
         return self._known.get((looks, taken))
 
-    def seen(self, taken: Taken, looks: Looks, look: Look) -> None:
+    def seen(self, taken: Taken, looks: Looks, look: TensorMeta) -> None:
         self._known[looks, taken] = look
 
 
@@ -135,7 +135,7 @@ class Entrance:
         looks: key of the samples' shapes.
     """
 
-    def __init__(self, place: Place, batch: int, looks: Looks) -> None:
+    def __init__(self, place: StagePlace, batch: int, looks: Looks) -> None:
         self._place = place
         self._batch = batch
         self._looks = looks
@@ -155,7 +155,7 @@ class Entrance:
         """Return the result of an earlier stage's unit."""
         returned = self._place.elsewhere.returned(call)
         leaves = [
-            self._place.elsewhere.tensor(leaf) if isinstance(leaf, Look) else leaf
+            self._place.elsewhere.tensor(leaf) if isinstance(leaf, TensorMeta) else leaf
             for leaf in returned.leaves
         ]
         for taken in self._place.takes:
@@ -204,14 +204,14 @@ class Running:
     number: int
     batch: MicroBatch
     entrance: Entrance
-    sent: dict[tuple[int, Taken], Look] = field(default_factory=dict)
+    sent: dict[tuple[int, Taken], TensorMeta] = field(default_factory=dict)
 
 
-Make = Callable[[Place, int], Running]
+Make = Callable[[StagePlace, int], Running]
 """Begins the micro-batch of a given number in a stage."""
 
 
-class Step:
+class PipelineStep:
     """Step of one rank.
 
     Args:
@@ -222,7 +222,7 @@ class Step:
 
     def __init__(
         self,
-        places: Sequence[Place],
+        places: Sequence[StagePlace],
         actions: Sequence[Action],
         make: Make,
         scale: torch.Tensor | None,
@@ -237,13 +237,13 @@ class Step:
         self._scale = scale
         self._running: dict[tuple[int, int], Running] = {}
         self._results: list[Loss] = []
-        self._begun = Begun()
+        self._begun = GradientProgress()
         division = places[0].parts.division
         # Separate buffers let each reduction run without waiting for another. With one stage per
         # rank, all ranks of the stage issue the same collectives, so none deadlocks.
         self._beside = division.replicated and len(places) == 1
         self._in_waves = not division.whole_gradients
-        self._reductions = Reductions(None, at_once=division.replicated)
+        self._reductions = BucketReductions(None, at_once=division.replicated)
 
     def run(self) -> list[Loss]:
         """Run all actions; the caller settles the gradients afterwards.
@@ -282,7 +282,7 @@ class Step:
         return self._results
 
     @cached_property
-    def _idle(self) -> list[Place]:
+    def _idle(self) -> list[StagePlace]:
         """Stages where this rank stores shards but computes nothing."""
         busy = {action.stage for action in self._actions}
         return [place for number, place in self._places.items() if number not in busy]
@@ -300,7 +300,7 @@ class Step:
         elif place.puts_off:
             self._weights(place, action, last=number == len(self._actions) - 1)
 
-    def _running_of(self, place: Place, action: Action) -> list[Running]:
+    def _running_of(self, place: StagePlace, action: Action) -> list[Running]:
         """Return the micro-batches of an action, begun if necessary."""
         found = []
         for number in place.members(action):
@@ -321,7 +321,7 @@ class Step:
                     place.wires.expect(message, look)
         return True
 
-    def _forward(self, place: Place, action: Action) -> None:
+    def _forward(self, place: StagePlace, action: Action) -> None:
         running = self._running_of(place, action)
         for bucket in self._shared:  # the model uses shared parameters in every stage
             bucket.arrived()
@@ -329,7 +329,7 @@ class Step:
         for one in running:
             for to, taken in place.gives:
                 value = one.batch.sent[taken.call - place.first_call, taken.output]
-                one.sent[to, taken] = Look.of(value)
+                one.sent[to, taken] = TensorMeta.of(value)
                 place.wires.send(Message("forward", to, one.number, taken), value)
             one.batch.sent.clear()
         if self._scale is None:
@@ -337,7 +337,7 @@ class Step:
                 self._results += layered.head(place.parts, _turns(running), None, self._begun)
             self._close(place, running)
 
-    def _backward(self, place: Place, action: Action, *, last: bool) -> None:
+    def _backward(self, place: StagePlace, action: Action, *, last: bool) -> None:
         running = self._running_of(place, action)
         if place.last:
             turns = _turns(running)
@@ -358,22 +358,22 @@ class Step:
         if self._in_waves:
             self._reductions.finish()
 
-    def _weights(self, place: Place, action: Action, *, last: bool) -> None:
+    def _weights(self, place: StagePlace, action: Action, *, last: bool) -> None:
         running = self._running_of(place, action)
         layered.weights(place.parts, _turns(running), self._reduced_in(last), self._begun)
         self._close(place, running)
         if self._in_waves:
             self._reductions.finish()
 
-    def _reduced_in(self, last: bool) -> Reductions | None:
+    def _reduced_in(self, last: bool) -> BucketReductions | None:
         """Return the reductions to start in an action, `last` or not; None: reduce later."""
         return self._reductions if self._in_waves or (last and self._beside) else None
 
-    def _close(self, place: Place, running: Sequence[Running]) -> None:
+    def _close(self, place: StagePlace, running: Sequence[Running]) -> None:
         for one in running:
             self._running.pop((place.stage, one.number)).batch.close()
 
-    def _gradients(self, running: Running) -> Iterator[tuple[Message, Look]]:
+    def _gradients(self, running: Running) -> Iterator[tuple[Message, TensorMeta]]:
         """Yield the messages of gradients from later stages, in the order of outputs sent."""
         for (to, taken), look in running.sent.items():
             if taken.differentiable:

@@ -15,7 +15,7 @@ import torch
 
 from gpumix.cost.schedule import Action
 from gpumix.engine.comm.communicator import Communicator, Pending
-from gpumix.engine.schedule.remote_stage_values import Look, refuse_without_values
+from gpumix.engine.schedule.remote_stage_values import TensorMeta, refuse_without_values
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Taken, between_teams
 
@@ -134,7 +134,7 @@ class Wires:
             self._comm.record.passed_on("send", self._pass_of(message), name, going)
             self._going.append(going)
 
-    def expect(self, message: Message, look: Look) -> None:
+    def expect(self, message: Message, look: TensorMeta) -> None:
         """Begin to receive a tensor of the given look."""
         line = self._line(message)
         if line.giver == line.taker or message in self._coming:
@@ -146,7 +146,7 @@ class Wires:
         self._comm.record.passed_on("receive", self._pass_of(message), name, coming)
         self._coming[message] = (room, coming)
 
-    def receive(self, message: Message, look: Look) -> torch.Tensor:
+    def receive(self, message: Message, look: TensorMeta) -> torch.Tensor:
         """Return the tensor received, in the dtype of `look`."""
         if message in self._here:
             return self._here.pop(message)

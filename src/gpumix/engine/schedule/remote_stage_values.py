@@ -44,18 +44,18 @@ class Untold(ModelError):
 
 
 @dataclass(frozen=True)
-class Look:
+class TensorMeta:
     """Shape and dtype of a tensor returned by a call."""
 
     shape: torch.Size
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Look:
+    def of(cls, tensor: torch.Tensor) -> TensorMeta:
         return cls(tensor.shape, tensor.dtype)
 
 
-Make = Callable[[Look], torch.Tensor]
+Make = Callable[[TensorMeta], torch.Tensor]
 Held = list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None]]
 
 
@@ -66,10 +66,10 @@ class Returned:
     leaves: tuple[Any, ...]
     structure: Structure
 
-    def look(self, output: int) -> Look:
+    def look(self, output: int) -> TensorMeta:
         """Return the look of the tensor at place `output`."""
         found = self.leaves[output]
-        assert isinstance(found, Look), "the plan takes a tensor"
+        assert isinstance(found, TensorMeta), "the plan takes a tensor"
         return found
 
 
@@ -124,12 +124,12 @@ class Elsewhere:
         for slot in slots:
             self._put(self._look(slot), slot.places, self.tensor)
 
-    def _look(self, slot: Slot) -> Look:
+    def _look(self, slot: Slot) -> TensorMeta:
         """Return the look of a parameter in computations here."""
         old = slot.parameter
-        return Look(old.shape, self._dtype if old.is_floating_point() else old.dtype)
+        return TensorMeta(old.shape, self._dtype if old.is_floating_point() else old.dtype)
 
-    def _put(self, look: Look, places: Sequence[tuple[nn.Module, str]], make: Make) -> Held:
+    def _put(self, look: TensorMeta, places: Sequence[tuple[nn.Module, str]], make: Make) -> Held:
         """Put a parameter with a look in places of modules, and return the previous parameters."""
         stand_in = nn.Parameter(make(look), requires_grad=False)
         held = [(module._parameters, name, module._parameters[name]) for module, name in places]
@@ -152,7 +152,7 @@ class Elsewhere:
             for parameters, name, parameter in held:
                 parameters[name] = parameter
 
-    def tensor(self, look: Look) -> torch.Tensor:
+    def tensor(self, look: TensorMeta) -> torch.Tensor:
         """Make a tensor without values."""
         with self._mode:
             return torch.empty(look.shape, dtype=look.dtype, device=self._device)
@@ -178,7 +178,7 @@ class Elsewhere:
         except Exception:  # it depends on values, or a kernel requires values
             returned = self._computed(call)
             _refuse_numbers(call.unit, returned)
-        looks = (Look.of(t) if isinstance(t, torch.Tensor) else t for t in returned.leaves)
+        looks = (TensorMeta.of(t) if isinstance(t, torch.Tensor) else t for t in returned.leaves)
         return Returned(tuple(looks), returned.structure)
 
     def _computed(self, call: UnitCall) -> Returned:
@@ -189,7 +189,7 @@ class Elsewhere:
         except Exception as error:
             raise _untold(call.unit, f"run on zeros it fails: {first_line(error)}") from error
 
-    def zeros(self, look: Look) -> torch.Tensor:
+    def zeros(self, look: TensorMeta) -> torch.Tensor:
         """Make a tensor of zeros."""
         return torch.zeros(look.shape, dtype=look.dtype, device=self._device)
 
@@ -201,7 +201,7 @@ class Elsewhere:
 
     def _with_values(self, value: Any) -> Any:
         value = cast(value, self._dtype)
-        return self.zeros(Look.of(value)) if isinstance(value, FakeTensor) else value
+        return self.zeros(TensorMeta.of(value)) if isinstance(value, FakeTensor) else value
 
 
 @contextmanager
@@ -271,7 +271,7 @@ def _captured(call: UnitCall) -> Captured:
 def given_looks(call: UnitCall) -> object:
     """Return a key of a call's tensors: number, shapes and dtypes."""
     inputs, structure = Arguments.of(call.args, call.kwargs)
-    return str(structure), tuple(Look.of(t) for t in inputs if isinstance(t, torch.Tensor))
+    return str(structure), tuple(TensorMeta.of(t) for t in inputs if isinstance(t, torch.Tensor))
 
 
 def _look_of(value: Any) -> object:

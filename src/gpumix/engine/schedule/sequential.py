@@ -20,7 +20,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from gpumix.engine.comm import collective_progress
-from gpumix.engine.comm.step_recorder import SILENT, Record
+from gpumix.engine.comm.step_recorder import SILENT, SilentRecorder
 from gpumix.engine.model.captured_outputs import Captured
 from gpumix.engine.model.containers import Containers, fill
 from gpumix.engine.model.forward_coroutine import Calls, ThreadState
@@ -28,12 +28,12 @@ from gpumix.engine.model.module_buffers import BufferCopies
 from gpumix.engine.model.rng import Randomness
 from gpumix.engine.model.unit_values import Arguments, unflatten
 from gpumix.engine.schedule.micro_batch import Loss, goes_past, out_of_order, refuse_detached
-from gpumix.engine.sharding.bucket import Bucket, Reductions
+from gpumix.engine.sharding.bucket import Bucket, BucketReductions
 from gpumix.engine.unit.activation_checkpoint import Recomputed
-from gpumix.engine.unit.saved_inputs import Given
-from gpumix.engine.unit.sharded_units import Parts, ShardedUnit
+from gpumix.engine.unit.saved_inputs import UnitInputs
+from gpumix.engine.unit.sharded_units import ShardedUnit, ShardedUnits
 from gpumix.engine.unit.unit_call import (
-    Run,
+    UnitRun,
     cast,
     model_containers,
     refuse_inputs,
@@ -60,11 +60,11 @@ class InlineBatch:
 
 
 def run(
-    parts: Parts,
+    parts: ShardedUnits,
     calls: Calls,
     batches: Sequence[InlineBatch],
     scale: torch.Tensor,
-    exchange: Callable[[list[Loss]], Reductions],
+    exchange: Callable[[list[Loss]], BucketReductions],
     *,
     leaves_out: bool = False,
 ) -> None:
@@ -109,7 +109,7 @@ def run(
 class _Gathering:
     """Gathers of a step, each overlapping with the computation of the unit before; done once."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: ShardedUnits) -> None:
         self._parts = parts
         for bucket in (parts.before, *parts.throughout, parts.bucket(0)):
             bucket.start_gather()
@@ -137,7 +137,7 @@ class _Gathering:
 class _Reducing:
     """Reductions of a step, each begun in turn once the gradient of the bucket is complete."""
 
-    def __init__(self, parts: Parts, reductions: Reductions) -> None:
+    def __init__(self, parts: ShardedUnits, reductions: BucketReductions) -> None:
         after = parts.reduced_after
         units = [after[number] for number in sorted(after, reverse=True)]
         self._waiting = [parts.after, *units, *parts.throughout, parts.before]
@@ -174,7 +174,7 @@ class _Reducing:
         self._reductions.finish()
 
 
-def _tell_of_backward(record: Record, name: str, outputs: Any) -> None:
+def _tell_of_backward(record: SilentRecorder, name: str, outputs: Any) -> None:
     """Record the time when the gradient of a unit's output arrives."""
     for output in tree_leaves(outputs):
         if isinstance(output, torch.Tensor) and output.requires_grad:
@@ -184,7 +184,7 @@ def _tell_of_backward(record: Record, name: str, outputs: Any) -> None:
 class _Answers:
     """Execution of the unit calls of one micro-batch, in place."""
 
-    def __init__(self, parts: Parts, batch: InlineBatch, gathering: _Gathering) -> None:
+    def __init__(self, parts: ShardedUnits, batch: InlineBatch, gathering: _Gathering) -> None:
         self._parts = parts
         self._batch = batch
         self._gathering = gathering
@@ -258,9 +258,11 @@ class _Answers:
         own = model_containers(unit, args, kwargs)
         captured = Captured(contextvars.copy_context(), own)
         state, dtype = ThreadState.capture(), self._batch.compute_dtype
-        once = Run(unit.name, unit.forward, state, captured, dtype, seed, arguments)
+        once = UnitRun(unit.name, unit.forward, state, captured, dtype, seed, arguments)
         sources = [t.detach() if isinstance(t, torch.Tensor) else t for t in inputs]
-        given = Given(sources, [isinstance(t, torch.Tensor) and t.requires_grad for t in inputs])
+        given = UnitInputs(
+            sources, [isinstance(t, torch.Tensor) and t.requires_grad for t in inputs]
+        )
         buffers = BufferCopies(unit.with_buffers)
 
         def again() -> Any:

@@ -9,14 +9,14 @@ from gpumix.engine.comm.communicator import Communicator
 from gpumix.engine.schedule.remote_stage_values import Elsewhere
 from gpumix.engine.sharding.shard_layout import Division
 from gpumix.engine.sharding.unit_discovery import Anatomy, Unit
-from gpumix.engine.tensor_parallel.parallelize import Changes, Part, all_of
+from gpumix.engine.tensor_parallel.parallelize import Changes, ModelPart, all_of
 from gpumix.engine.unit.sharded_units import Storage
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Stage, of_several
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedRoots:
     """Root parameters shared by several stages, with their division."""
 
     names: tuple[str, ...]
@@ -29,7 +29,7 @@ class Divisions:
     of the stage alone, and state shared by several stages."""
 
     alone: dict[int, Division]
-    shared: tuple[Shared, ...]
+    shared: tuple[SharedRoots, ...]
 
 
 def divisions(plan: Plan, comm: Communicator, teams: Mapping[int, Communicator]) -> Divisions:
@@ -44,7 +44,7 @@ def divisions(plan: Plan, comm: Communicator, teams: Mapping[int, Communicator])
         if (division := Division.of_stage(plan, comm, number, teams.get(number))) is not None
     }
     shared = [
-        Shared(tuple(names), division)
+        SharedRoots(tuple(names), division)
         for stages, names in of_several([stage.root or () for stage in plan.stages]).items()
         if (division := Division.of_stages(plan, comm, stages)) is not None
     ]
@@ -73,7 +73,7 @@ def part_of(anatomy: Anatomy, stage: Stage, divisions: Divisions) -> Anatomy:
     return Anatomy(units, Unit(root.name, root.module, root.kind, slots))
 
 
-def own_parts(anatomy: Anatomy, plan: Plan, rank: int) -> Part:
+def own_parts(anatomy: Anatomy, plan: Plan, rank: int) -> ModelPart:
     """Return the units and the unshared root parameters of a rank's stages."""
     if len(plan.stages) == 1:
         return all_of(anatomy)
@@ -82,7 +82,7 @@ def own_parts(anatomy: Anatomy, plan: Plan, rank: int) -> Part:
     shared = {name for names in together for name in names}
     used = {name for stage in own for name in stage.root or ()}
     units = frozenset(name for stage in own for name in stage.units)
-    return Part(units, frozenset(used - shared))
+    return ModelPart(units, frozenset(used - shared))
 
 
 def stand_ins(

@@ -2,9 +2,9 @@
 a part of the positions (Korthikanti et al. 2022).
 
 Inputs of a unit are divided, unless coming straight from another divided unit. Outputs look whole
-to the model's code (`Divided`), and are gathered on use. A unit's own code runs on a part of the
-positions; a rehearsal checks that each position comes out as among all positions, when a unit of
-its kind is first called.
+to the model's code (`DividedHidden`), and are gathered on use. A unit's own code runs on a part of
+the positions; a rehearsal checks that each position comes out as among all positions, when a unit
+of its kind is first called.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from gpumix.engine.sequence_parallel.collective_regions import (
     part_of,
     side_by_side,
 )
-from gpumix.engine.sequence_parallel.probe import DIM, Call, Subject, rehearse
+from gpumix.engine.sequence_parallel.probe import DIM, Call, ProbedUnit, rehearse
 from gpumix.schema.errors import first_line
 
 Forward = Callable[..., Any]
 WITHOUT = "make a plan without: `techniques: {sequence: false}`"
 
 
-class Divided(torch.Tensor):
+class DividedHidden(torch.Tensor):
     """Hidden states of which this rank has a part of the positions. The model's code sees whole
     hidden states: any use except of shape, dtype and the like gathers all positions.
 
@@ -59,8 +59,8 @@ class Divided(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls: type[Divided], part: torch.Tensor, positions: Positions, length: int
-    ) -> Divided:
+        cls: type[DividedHidden], part: torch.Tensor, positions: Positions, length: int
+    ) -> DividedHidden:
         self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
             (*part.shape[:DIM], length, *part.shape[DIM + 1 :]),
@@ -120,7 +120,7 @@ class Divided(torch.Tensor):
 
 
 register_pytree_node(
-    Divided,
+    DividedHidden,
     lambda divided: ([divided.part], (divided.positions, divided.length)),
     lambda parts, context: _rebuilt(*parts, *context),
 )
@@ -128,7 +128,7 @@ register_pytree_node(
 
 def _rebuilt(part: Any, positions: Positions, length: int) -> Any:
     """Wrap the result of mapping a part, if still a tensor."""
-    return Divided(part, positions, length) if isinstance(part, torch.Tensor) else part
+    return DividedHidden(part, positions, length) if isinstance(part, torch.Tensor) else part
 
 
 class _Divided:
@@ -181,7 +181,7 @@ class Positions:
                 leaves[number] = _whole(leaf)
             elif not is_divided(leaf):
                 self.entered += leaf.requires_grad
-                leaves[number] = Divided(part_of(leaf, DIM, self.team), self, leaf.shape[DIM])
+                leaves[number] = DividedHidden(part_of(leaf, DIM, self.team), self, leaf.shape[DIM])
         given: tuple[Any, Any] = tree_unflatten(leaves, structure)
         return given
 
@@ -215,11 +215,11 @@ class Positions:
 
         return forward
 
-    def _like(self, hidden: Divided, output: Any) -> Any:
-        """Wrap a unit's output as `Divided` if shaped like this rank's part of hidden states."""
+    def _like(self, hidden: DividedHidden, output: Any) -> Any:
+        """Wrap a unit's output as `DividedHidden` if shaped like this rank's part."""
         if not isinstance(output, torch.Tensor) or output.shape != hidden.part.shape:
             return output
-        return Divided(output, self, hidden.length)
+        return DividedHidden(output, self, hidden.length)
 
     def _run(self, call: Call, inner: Forward, given: tuple[Any, Any]) -> Any:
         args, kwargs = given
@@ -265,7 +265,7 @@ class Positions:
 
     # -- the first time ----------------------------------------------------------------------------
 
-    def _is_new(self, kind: str, hidden: Divided, given: Sequence[Any]) -> bool:
+    def _is_new(self, kind: str, hidden: DividedHidden, given: Sequence[Any]) -> bool:
         """Return True if no unit of the kind has run yet with tensors of such shapes."""
         sizes = {-(-hidden.length // self.team.world), hidden.length // self.team.world}
         looks = tuple(
@@ -285,7 +285,7 @@ class Positions:
         place, hidden = next((n, t) for n, t in enumerate(_leaves(given)) if is_divided(t))
         with torch.no_grad():
             args, kwargs = _mapped(lambda t: t.gathered() if is_divided(t) else t, given)
-        subject = Subject(
+        subject = ProbedUnit(
             lambda call, args, kwargs: self._run(call, inner, (args, kwargs)),
             unit,
             parts,
@@ -310,9 +310,9 @@ class Positions:
             )
 
 
-def is_divided(value: Any) -> TypeGuard[Divided]:
+def is_divided(value: Any) -> TypeGuard[DividedHidden]:
     """Return True if each rank of a group has a part of `value`."""
-    return isinstance(value, Divided)
+    return isinstance(value, DividedHidden)
 
 
 def _is_hidden(value: Any) -> bool:
@@ -320,11 +320,11 @@ def _is_hidden(value: Any) -> bool:
 
 
 def _whole(value: Any) -> Any:
-    return value.whole() if isinstance(value, Divided) else value
+    return value.whole() if isinstance(value, DividedHidden) else value
 
 
 def _part(value: Any) -> Any:
-    return value.part if isinstance(value, Divided) else value
+    return value.part if isinstance(value, DividedHidden) else value
 
 
 def _leaves(value: Any) -> list[Any]:

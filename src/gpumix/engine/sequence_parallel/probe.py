@@ -55,7 +55,7 @@ class Differs(Exception):
 
 
 @dataclass(frozen=True)
-class Subject:
+class ProbedUnit:
     """Unit to run with a part of the positions, with its arguments.
 
     Args:
@@ -77,7 +77,7 @@ class Subject:
     wants: bool
 
 
-def rehearse(subject: Subject, team: Communicator) -> None:
+def rehearse(subject: ProbedUnit, team: Communicator) -> None:
     """Check that a unit can run on parts of the positions.
 
     Raises:
@@ -111,7 +111,7 @@ class _Run:
         of_parameters: gradients of the subject's `parts`, by name.
     """
 
-    def __init__(self, subject: Subject, team: Communicator) -> None:
+    def __init__(self, subject: ProbedUnit, team: Communicator) -> None:
         self._subject, self._team = subject, team
         leaves, self._structure = tree_flatten((subject.args, subject.kwargs))
         self._given: list[Any] = [_leaf(value) for value in leaves]

@@ -178,7 +178,7 @@ def _together(reductions: Sequence[Iterator[list[Pending]]]) -> Iterator[list[Pe
         yield started
 
 
-class Reductions:
+class BucketReductions:
     """The reductions of a step, in the order in which buckets are done.
 
     Args:

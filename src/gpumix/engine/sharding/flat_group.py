@@ -26,8 +26,8 @@ from torch.utils.hooks import RemovableHandle
 from gpumix.engine.comm.communicator import Borrowed, Pending
 from gpumix.engine.model.forward_coroutine import ModelError
 from gpumix.engine.sharding.absent_parameter import AtRest, Away, refuse_thawed
-from gpumix.engine.sharding.parameter_slice import Window
-from gpumix.engine.sharding.shard import Member, Piece, Scale, Shard, Source
+from gpumix.engine.sharding.parameter_slice import ParameterSlice
+from gpumix.engine.sharding.shard import Piece, Scale, Shard, ShardMember, Source
 from gpumix.engine.sharding.shard_layout import Division, Kind
 from gpumix.engine.sharding.unit_discovery import Slot
 
@@ -43,7 +43,7 @@ class Dtypes:
 ROUND_NUMEL = 64  # a multiple keeps the next parameter aligned, in every dtype
 
 
-class Alike:
+class FlatGroupSpec:
     """Parameters of one flat buffer: alike in dtype, in being trained, and in division.
 
     Args:
@@ -69,7 +69,7 @@ class Alike:
         self.master_dtype = torch.float32 if self.trainable else self.gathered_dtype
 
     @classmethod
-    def among(cls, slots: list[Slot], dtypes: Dtypes, division: Division) -> list[Alike]:
+    def among(cls, slots: list[Slot], dtypes: Dtypes, division: Division) -> list[FlatGroupSpec]:
         """Group parameters by buffer; trained groups first."""
         alike: dict[tuple[bool, torch.dtype | None, Kind], list[Slot]] = {}
         # Odd sizes last: kernels want all other parameters to begin at round addresses.
@@ -80,10 +80,10 @@ class Alike:
         ordered = sorted(alike.items(), key=lambda item: str(item[0]), reverse=True)
         return [cls(of_kind, dtypes, division.by_kind(kind[-1])) for kind, of_kind in ordered]
 
-    def members(self, number: int) -> list[Member]:
+    def members(self, number: int) -> list[ShardMember]:
         """Return the members of the vector of a division."""
         windows = [(s.parts[number] if len(self.divisions) > 1 else s.window) for s in self.slots]
-        return [Member(s.name, s.parameter, w) for s, w in zip(self.slots, windows)]
+        return [ShardMember(s.name, s.parameter, w) for s, w in zip(self.slots, windows)]
 
     @property
     def full_bytes(self) -> int:
@@ -168,7 +168,7 @@ class FlatGroup:
     def __init__(
         self,
         label: str,
-        alike: Alike,
+        alike: FlatGroupSpec,
         *,
         full: torch.Tensor,
         gradient: torch.Tensor,
@@ -225,7 +225,7 @@ class FlatGroup:
         """Division of the buffer; of several parts, the first."""
         return self._division
 
-    def _install(self, alike: Alike) -> None:
+    def _install(self, alike: FlatGroupSpec) -> None:
         """Replace the modules' parameters by views of the buffer."""
         self.views: list[nn.Parameter] = []
         self._places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, Away]] = []
@@ -253,7 +253,7 @@ class FlatGroup:
         self.remove()
         self.rest()
 
-    def _point_gradients(self, alike: Alike) -> None:
+    def _point_gradients(self, alike: FlatGroupSpec) -> None:
         """Make autograd accumulate in fp32 into views of the gradient buffer.
 
         The first gradient of a step is copied as soon as autograd has it: the buffer need not be
@@ -471,12 +471,14 @@ class _Parts:
         views: the parameters, as this rank computes with them.
     """
 
-    def __init__(self, views: Sequence[nn.Parameter], alike: Alike) -> None:
+    def __init__(self, views: Sequence[nn.Parameter], alike: FlatGroupSpec) -> None:
         parts = len(alike.divisions)
         self._views = views
         self._windows = [
             [
-                Window(s.window.local_shape, s.parts[0].dim, parts, number, s.parts[0].packed)
+                ParameterSlice(
+                    s.window.local_shape, s.parts[0].dim, parts, number, s.parts[0].packed
+                )
                 for s in alike.slots
             ]
             for number in range(parts)
@@ -498,7 +500,7 @@ class _Parts:
             row.view(window.local_shape).copy_(window.of(view.grad))
 
 
-def _put_together(window: Window, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def _put_together(window: ParameterSlice, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Assemble a parameter from the elements of its windows."""
     if window.whole:
         return parts[0].view(window.shape)

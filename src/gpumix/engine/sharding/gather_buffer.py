@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 
-class Gathered(Protocol):
+class ArrivingBucket(Protocol):
     """Bucket whose parameters may be in flight."""
 
     def arrived(self) -> None:
@@ -33,13 +33,13 @@ class Arrivals:
         size = max(map(sum, sizes), default=0)
         self._memory = torch.empty(size, dtype=torch.uint8, device=device)
         # Weak, because the bucket references this object and neither may outlive the engine.
-        self._last: weakref.ref[Gathered] | None = None
+        self._last: weakref.ref[ArrivingBucket] | None = None
 
     def cut(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Return views of the memory for the flat groups of a bucket."""
         return [self._memory[end - size : end] for size, end in zip(sizes, accumulate(sizes))]
 
-    def take(self, bucket: Gathered) -> None:
+    def take(self, bucket: ArrivingBucket) -> None:
         """Claim the memory for `bucket`, after waiting for the previous bucket. Several gathers are
         in flight only at the start of a step, so the wait costs nothing."""
         last = self._last() if self._last is not None else None

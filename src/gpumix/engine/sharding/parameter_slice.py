@@ -20,7 +20,7 @@ Run = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Window:
+class ParameterSlice:
     """Part `part` of `parts` equal parts of a tensor of `shape`, along `dim`; if `packed` tensors
     lie there in a row, the part of each.
 
@@ -54,7 +54,7 @@ class Window:
         begins = (tensor * of_one + self.part * size for tensor in range(self.packed))
         return tuple((begin, begin + size) for begin in begins)
 
-    def of_member(self, part: int) -> Window:
+    def of_member(self, part: int) -> ParameterSlice:
         """Return the window of another part."""
         return replace(self, part=part)
 

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from gpumix.engine.comm.communicator import Pending
-from gpumix.engine.offload.copy_lanes import Lane
+from gpumix.engine.offload.copy_lanes import CopyLane
 from gpumix.engine.offload.host_offload import empty_on_host
 from gpumix.engine.offload.state_transfers import HostMasters
-from gpumix.engine.sharding.parameter_slice import Window
+from gpumix.engine.sharding.parameter_slice import ParameterSlice
 from gpumix.engine.sharding.shard_layout import Division
 
 # Returns initial values of a parameter's flat interval [start, end), in any dtype, on any device.
@@ -39,7 +39,7 @@ class Piece:
     """
 
     name: str
-    window: Window
+    window: ParameterSlice
     start: int
     end: int
     local: nn.Parameter
@@ -67,12 +67,12 @@ class Piece:
         return self.window.shape
 
 
-class Member(NamedTuple):
+class ShardMember(NamedTuple):
     """Parameter in a flat vector: the content of its window, flattened."""
 
     name: str
     parameter: nn.Parameter
-    window: Window
+    window: ParameterSlice
 
 
 class Shard:
@@ -90,7 +90,7 @@ class Shard:
     def __init__(
         self,
         label: str,
-        members: Sequence[Member],
+        members: Sequence[ShardMember],
         division: Division,
         *,
         dtypes: tuple[torch.dtype, torch.dtype],
@@ -133,7 +133,7 @@ class Shard:
             return self._host.master
         return torch.empty(own, dtype=self._dtypes[0], device=self._device)
 
-    def _fill(self, members: Sequence[Member], source: Source) -> Iterator[Piece]:
+    def _fill(self, members: Sequence[ShardMember], source: Source) -> Iterator[Piece]:
         """Fill the masters with initial values, and yield the pieces."""
         begin, division = 0, self._division
         for member in members:
@@ -261,7 +261,7 @@ class Shard:
             room.give_back()
 
     @property
-    def _lane(self) -> Lane:
+    def _lane(self) -> CopyLane:
         """Lane for gradients on the way to the host."""
         return self._division.comm.transfers.to_host
 
@@ -374,7 +374,7 @@ class Shard:
                 gradient.zero_()
 
 
-def _values(source: Source, member: Member, start: int, end: int) -> torch.Tensor:
+def _values(source: Source, member: ShardMember, start: int, end: int) -> torch.Tensor:
     """Return initial values of elements [start, end) of a parameter's window."""
     parameter = member.parameter
     if member.window.whole:

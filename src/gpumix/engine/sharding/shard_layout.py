@@ -50,7 +50,7 @@ class Division:
     shares: tuple[float, ...]
     comm: Communicator
     ranks: tuple[int, ...] = ()
-    copies: Copies | None = None
+    copies: HostSums | None = None
     first: bool = True
     on_host: bool = False
     team: Communicator | None = None
@@ -193,7 +193,7 @@ def ranks_by_host(workers: Sequence[Worker]) -> list[list[int]]:
     return list(hosts.values())
 
 
-class Copies(ABC):
+class HostSums(ABC):
     """Sums over hosts of the sums within each host."""
 
     @abstractmethod
@@ -207,7 +207,7 @@ class Copies(ABC):
 
 
 @dataclass(frozen=True)
-class _Likes(Copies):
+class _Likes(HostSums):
     """Copies cut equally on all hosts: ranks with equal intervals all-reduce."""
 
     likes: Communicator
@@ -220,7 +220,7 @@ class _Likes(Copies):
 
 
 @dataclass(frozen=True)
-class _Overlaps(Copies):
+class _Overlaps(HostSums):
     """Copies cut unequally: ranks exchange overlaps, and each rank sums in the order of hosts."""
 
     hosts: list[list[int]]
@@ -278,7 +278,7 @@ class _Overlaps(Copies):
 
 def _copies(
     hosts: list[list[int]], own: int, shares: list[tuple[float, ...]], comm: Communicator
-) -> Copies | None:
+) -> HostSums | None:
     if len(hosts) == 1:
         return None
     if all(of_host == shares[0] for of_host in shares):

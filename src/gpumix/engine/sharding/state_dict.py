@@ -19,7 +19,7 @@ from gpumix.engine.model.extra_state import with_extra_state
 from gpumix.engine.model.module_buffers import persistent_buffers
 from gpumix.engine.sharding.flat_group import FlatGroup
 from gpumix.engine.sharding.parameter_index import Inventory
-from gpumix.engine.sharding.parameter_slice import Window
+from gpumix.engine.sharding.parameter_slice import ParameterSlice
 from gpumix.engine.sharding.shard import Piece
 from gpumix.schema.errors import InputError
 
@@ -28,31 +28,31 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """Part of a tensor on this rank, cut like a parameter.
 
     `local` has elements [start, end) of the window's content, flattened; it may be empty.
     """
 
-    window: Window
+    window: ParameterSlice
     start: int
     end: int
     local: torch.Tensor
 
 
-Cut = tuple[Part, ...]
+Cut = tuple[TensorPart, ...]
 """A tensor on this rank: a part of each window here, usually one."""
 
 
 @dataclass(frozen=True)
-class Whole:
+class WholeTensor:
     """Uncut tensor of a full parameter, equal on every rank."""
 
     tensor: torch.Tensor
 
 
 # Parameter name -> name of a state -> its value.
-OptimizerState = dict[str, dict[str, Cut | Whole | Scalar]]
+OptimizerState = dict[str, dict[str, Cut | WholeTensor | Scalar]]
 
 
 # -- the model -------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ def optimizer_state(pieces: Iterable[Piece], optimizer: Optimizer) -> OptimizerS
         for name, value in optimizer.state[piece.local].items():
             if value is None:
                 continue
-            new = Whole(value.detach()) if name in wholes else _value(piece, name, value)
+            new = WholeTensor(value.detach()) if name in wholes else _value(piece, name, value)
             states[name] = beside(states.get(name), new)
     return found
 
@@ -218,7 +218,7 @@ def _check_ours(pieces: Iterable[Piece], optimizer: Optimizer) -> None:
 def _value(piece: Piece, name: str, value: object) -> Cut | Scalar:
     if isinstance(value, torch.Tensor):
         if value.shape == piece.local.shape:
-            return (Part(piece.window, piece.start, piece.end, value.detach()),)
+            return (TensorPart(piece.window, piece.start, piece.end, value.detach()),)
         if value.dim() == 0:
             return value.detach()
     elif isinstance(value, (bool, int, float)):
@@ -262,8 +262,8 @@ def load_optimizer_state(
     optimizer.load_state_dict(packed)
 
 
-def _local(piece: Piece, key: str, value: Cut | Whole | Scalar) -> Scalar:
-    if isinstance(value, Whole):
+def _local(piece: Piece, key: str, value: Cut | WholeTensor | Scalar) -> Scalar:
+    if isinstance(value, WholeTensor):
         return value.tensor
     if not isinstance(value, tuple):
         # Optimizers count in place: no two parameters may share a tensor.

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from gpumix.engine.sequence_parallel.positions import Positions
-from gpumix.engine.sharding.parameter_slice import Window
+from gpumix.engine.sharding.parameter_slice import ParameterSlice
 from gpumix.schema.errors import InputError
 from gpumix.schema.profile.profile import ROOT
 
@@ -36,9 +36,9 @@ class Slot:
     name: str
     parameter: nn.Parameter
     places: tuple[tuple[nn.Module, str], ...]
-    window: Window
+    window: ParameterSlice
     summed: bool = False
-    parts: tuple[Window, ...] = ()
+    parts: tuple[ParameterSlice, ...] = ()
 
     @property
     def divided(self) -> bool:
@@ -264,7 +264,7 @@ def _slots(model: nn.Module) -> list[Slot]:
             if parameter is not None:
                 places.setdefault(id(parameter), []).append((module, attribute))
     return [
-        Slot(name, parameter, tuple(places[id(parameter)]), Window(parameter.shape))
+        Slot(name, parameter, tuple(places[id(parameter)]), ParameterSlice(parameter.shape))
         for name, parameter in model.named_parameters()
     ]
 

@@ -6,8 +6,8 @@ In all other code of the model, values and gradients are equal on all ranks of t
 affects only the modules it names, and no unit's inputs or outputs change. Alternatively, each rank
 has a part of the positions there (`engine.sequence`).
 
-A parameter of a divided module has a smaller shape, a `Window` of the full parameter. For shards,
-checkpoints and the optimizer it is a parameter like any other.
+A parameter of a divided module has a smaller shape, a `ParameterSlice` of the full parameter. For
+shards, checkpoints and the optimizer it is a parameter like any other.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from torch import nn
 from gpumix.engine.comm.communicator import Communicator
 from gpumix.engine.sequence_parallel.module_inputs import Entrances, entering
 from gpumix.engine.sequence_parallel.positions import Positions
-from gpumix.engine.sharding.parameter_slice import Window
+from gpumix.engine.sharding.parameter_slice import ParameterSlice
 from gpumix.engine.sharding.unit_discovery import Anatomy, Slot, Unit
 from gpumix.engine.tensor_parallel.plans import style_of
-from gpumix.engine.tensor_parallel.styles import STYLES, Rowwise, Seat, Style, plain_forward
+from gpumix.engine.tensor_parallel.styles import STYLES, PartIndex, Rowwise, Style, plain_forward
 from gpumix.schema.errors import InputError
 from gpumix.schema.profile.profile import ROOT
 
@@ -69,17 +69,17 @@ class Changes:
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelPart:
     """Part of a model: names of units, and of root parameters."""
 
     units: frozenset[str]
     root: frozenset[str]
 
 
-def all_of(anatomy: Anatomy) -> Part:
+def all_of(anatomy: Anatomy) -> ModelPart:
     """Return a part with all of a model."""
     root = frozenset(slot.name for slot in anatomy.root.slots)
-    return Part(frozenset(unit.name for unit in anatomy.units), root)
+    return ModelPart(frozenset(unit.name for unit in anatomy.units), root)
 
 
 def divide(
@@ -87,7 +87,7 @@ def divide(
     team: Communicator,
     plan: Mapping[str, str],
     *,
-    part: Part,
+    part: ModelPart,
     whole: Collection[nn.Module] = (),
     sequence: Collection[str] = (),
     degree: int | None = None,
@@ -119,11 +119,11 @@ def divide(
     styles = {id(m): (m, s) for n, m in own if (s := _style(n, style_of(n, plan))) is not None}
     slots = [slot for unit in anatomy.all for slot in unit.slots]
     each = degree // team.world
-    windows = _windows(styles, slots, Seat(team.rank * each, degree), names, inside)
+    windows = _windows(styles, slots, PartIndex(team.rank * each, degree), names, inside)
     # A stage may have nothing to divide: BERT's embeddings are a unit.
     others = (n for n, m in model.named_modules() if inside.get(id(m), "") not in {"", *part.units})
     divided = any(
-        number in inside and s.windows(m, Seat(0, degree)) for number, (m, s) in styles.items()
+        number in inside and s.windows(m, PartIndex(0, degree)) for number, (m, s) in styles.items()
     )
     if not divided and not any(style_of(name, plan) for name in others):
         raise InputError(
@@ -262,7 +262,7 @@ class _Apart:
 
 
 def _own_modules(
-    anatomy: Anatomy, part: Part, inside: Mapping[int, str], whole: Collection[nn.Module]
+    anatomy: Anatomy, part: ModelPart, inside: Mapping[int, str], whole: Collection[nn.Module]
 ) -> list[tuple[str, nn.Module]]:
     """Return the modules in a part: in its units, or of the root with parameters in the part."""
     left = {id(module) for module in whole}
@@ -308,14 +308,14 @@ def _style(name: str, wanted: str | None) -> Style | None:
 def _windows(
     styles: dict[int, tuple[nn.Module, Style]],
     slots: list[Slot],
-    seat: Seat,
+    seat: PartIndex,
     names: Mapping[int, str],
     inside: Mapping[int, str],
-) -> dict[str, Window]:
+) -> dict[str, ParameterSlice]:
     """Return the window of each divided parameter, by name. Parameters outside of units that cannot
     be divided, and parameters also used in another way, stay whole: modules lose their styles."""
     while True:
-        found: dict[tuple[int, str], Window] = {}
+        found: dict[tuple[int, str], ParameterSlice] = {}
         undone: set[int] = set()
         for key, (module, style) in styles.items():
             try:
@@ -330,7 +330,7 @@ def _windows(
                 undone.add(key)
                 continue
             found |= {(key, attribute): window for attribute, window in windows.items()}
-        of_slots: dict[str, Window] = {}
+        of_slots: dict[str, ParameterSlice] = {}
         for slot in slots:
             wanted = {found.get((id(module), attribute)) for module, attribute in slot.places}
             if len(wanted) > 1:
@@ -345,7 +345,7 @@ def _windows(
 
 def _with_windows(
     anatomy: Anatomy,
-    windows: Mapping[str, Window],
+    windows: Mapping[str, ParameterSlice],
     styles: Mapping[int, tuple[nn.Module, Style]],
     team: Communicator,
 ) -> Anatomy:

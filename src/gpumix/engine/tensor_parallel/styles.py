@@ -15,12 +15,12 @@ from torch.nn import functional
 from gpumix.engine.comm.communicator import Communicator
 from gpumix.engine.sequence_parallel.collective_regions import leave, part_of, side_by_side
 from gpumix.engine.sequence_parallel.module_inputs import Entrances
-from gpumix.engine.sharding.parameter_slice import Window
+from gpumix.engine.sharding.parameter_slice import ParameterSlice
 
 Forward = Callable[..., Any]
 
 
-class Seat(NamedTuple):
+class PartIndex(NamedTuple):
     """Index of a part, and the number of equal parts into which modules are divided."""
 
     part: int
@@ -36,7 +36,7 @@ class Style:
 
     begins: ClassVar[bool] = False
 
-    def windows(self, module: nn.Module, seat: Seat) -> dict[str, Window]:
+    def windows(self, module: nn.Module, seat: PartIndex) -> dict[str, ParameterSlice]:
         """Return the windows of the divided parameters, for one seat.
 
         Raises:
@@ -70,7 +70,7 @@ class Colwise(Style):
     packed: int = 1
     begins: ClassVar[bool] = True
 
-    def windows(self, module: nn.Module, seat: Seat) -> dict[str, Window]:
+    def windows(self, module: nn.Module, seat: PartIndex) -> dict[str, ParameterSlice]:
         found = {"weight": _window(module, "weight", _outputs(module), seat, self.packed)}
         if module._parameters.get("bias") is not None:
             found["bias"] = _window(module, "bias", 0, seat, self.packed)
@@ -90,7 +90,7 @@ class Colwise(Style):
 class Rowwise(Style):
     """Linear layer divided by inputs; each rank has a part of the inputs."""
 
-    def windows(self, module: nn.Module, seat: Seat) -> dict[str, Window]:
+    def windows(self, module: nn.Module, seat: PartIndex) -> dict[str, ParameterSlice]:
         return {"weight": _window(module, "weight", 1 - _outputs(module), seat)}
 
     def forward(self, module: nn.Module, entrances: Entrances, team: Communicator) -> Forward:
@@ -108,7 +108,7 @@ class EmbeddingRowwise(Style):
     """Embedding table divided by rows: each rank looks up its own rows. Each rank applies further
     code of the module's class (Gemma scales the result) to its own result."""
 
-    def windows(self, module: nn.Module, seat: Seat) -> dict[str, Window]:
+    def windows(self, module: nn.Module, seat: PartIndex) -> dict[str, ParameterSlice]:
         _require(module, nn.Embedding)
         if module.max_norm is not None:
             raise ValueError("a table with `max_norm` is changed by looking things up")
@@ -134,7 +134,7 @@ class EmbeddingRowwise(Style):
 class EmbeddingColwise(Style):
     """Embedding table divided by columns, inside of a region."""
 
-    def windows(self, module: nn.Module, seat: Seat) -> dict[str, Window]:
+    def windows(self, module: nn.Module, seat: PartIndex) -> dict[str, ParameterSlice]:
         _require(module, nn.Embedding)
         return {"weight": _window(module, "weight", 1, seat)}
 
@@ -230,7 +230,9 @@ def _rows(table: nn.Module, team: Communicator) -> tuple[int, int]:
     return team.rank * count, count
 
 
-def _window(module: nn.Module, name: str, dim: int, seat: Seat, packed: int = 1) -> Window:
+def _window(
+    module: nn.Module, name: str, dim: int, seat: PartIndex, packed: int = 1
+) -> ParameterSlice:
     whole = module._parameters[name]
     assert whole is not None
-    return Window(whole.shape, dim, seat.parts, seat.part, packed)
+    return ParameterSlice(whole.shape, dim, seat.parts, seat.part, packed)

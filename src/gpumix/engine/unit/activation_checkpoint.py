@@ -26,7 +26,7 @@ EACH = 4  # values compared along each dimension
 UNLIKE = 2e-2  # relative: more is no rounding of the same computation, not even in bf16
 
 
-class Comparison:
+class RerunComparison:
     """Comparison of the outputs of units with the outputs of reruns. Saved tensors would not do:
     kernels leave parts of their workspaces unwritten."""
 
@@ -59,14 +59,14 @@ class Comparison:
         return _computes_otherwise(found[0], why) if found else None
 
 
-_now: Comparison | None = None  # of the current step, in all threads
+_now: RerunComparison | None = None  # of the current step, in all threads
 
 
 @contextmanager
-def comparing() -> Iterator[Comparison]:
+def comparing() -> Iterator[RerunComparison]:
     """Compare recomputed outputs with the original outputs inside."""
     global _now
-    _now = made = Comparison()
+    _now = made = RerunComparison()
     try:
         yield made
     finally:
@@ -220,7 +220,7 @@ def _computes_otherwise(label: str, why: str) -> ModelError:
     )
 
 
-class Kept(Generic[T]):
+class KeptRun(Generic[T]):
     """Run of a unit whose graph is kept, with all saved tensors."""
 
     def forward(self, run: Callable[[], T]) -> T:

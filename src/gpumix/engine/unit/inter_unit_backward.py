@@ -62,7 +62,7 @@ class _Handed(torch.autograd.Function):
         return gradients[0], None
 
 
-class Link(NamedTuple):
+class GradientTarget(NamedTuple):
     """Destination of the gradient of a unit's input: a leaf, or an edge of the graph of the model's
     own code. Does not hold the input's values. `handed` is a leaf that the input was directly
     handed for."""
@@ -75,7 +75,7 @@ class Link(NamedTuple):
     device: torch.device
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Link:
+    def of(cls, tensor: torch.Tensor) -> GradientTarget:
         """Return the link of an input that wants a gradient."""
         leaf = _leaf_of(tensor)
         edge = get_gradient_edge(tensor) if leaf is None else None
@@ -126,7 +126,7 @@ class Glue:
         """Gradients of roots still to be passed on."""
         return [r.gradient for r in self._roots.values() if r.gradient is not None]
 
-    def used(self, call: int, inputs: Iterable[Link]) -> None:
+    def used(self, call: int, inputs: Iterable[GradientTarget]) -> None:
         """Record that unit call number `call` takes `inputs`."""
         for link in inputs:
             if link.edge is not None:
@@ -150,7 +150,7 @@ class Glue:
     def backward(
         self,
         call: int,
-        inputs: Sequence[Link],
+        inputs: Sequence[GradientTarget],
         gradients: Sequence[torch.Tensor | None],
     ) -> None:
         """Pass on the gradients of the inputs of unit call number `call`, which is done."""

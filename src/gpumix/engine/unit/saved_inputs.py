@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gpumix.engine.offload.host_offload import HostStore, Kept
+from gpumix.engine.offload.host_offload import HostStore, OffloadedTensor
 
 
-class Given:
+class UnitInputs:
     """The inputs of a unit call.
 
     Args:
@@ -20,7 +20,7 @@ class Given:
     def __init__(self, inputs: Sequence[Any], wanted: Sequence[bool]) -> None:
         self._inputs = list(inputs)
         self._wanted = wanted
-        self._away: dict[int, Kept] = {}
+        self._away: dict[int, OffloadedTensor] = {}
 
     def send(self, host: HostStore) -> None:
         """Move the activations to the host."""

@@ -23,10 +23,10 @@ from gpumix.cost.layout.buffer_slots import (
     end_uses,
     share_slots,
 )
-from gpumix.engine.comm.step_recorder import Record
+from gpumix.engine.comm.step_recorder import SilentRecorder
 from gpumix.engine.loss.chunked_head import HeadInChunks
 from gpumix.engine.sharding.bucket import Bucket
-from gpumix.engine.sharding.flat_group import Alike, Dtypes, FlatGroup, expect_largest
+from gpumix.engine.sharding.flat_group import Dtypes, FlatGroup, FlatGroupSpec, expect_largest
 from gpumix.engine.sharding.gather_buffer import Arrivals
 from gpumix.engine.sharding.shard import Source
 from gpumix.engine.sharding.shard_layout import Division
@@ -60,7 +60,7 @@ class ShardedUnit:
 
 
 @dataclass(frozen=True)
-class Parts:
+class ShardedUnits:
     """A sharded model.
 
     The root unit's parameters are in separate buckets: parameters used only `before` the first
@@ -88,7 +88,7 @@ class Parts:
         return (*self.throughout, self.before, self.after, *self.of_units)
 
     @property
-    def record(self) -> Record:
+    def record(self) -> SilentRecorder:
         """Record of executed work."""
         return self.division.comm.record
 
@@ -157,7 +157,7 @@ def shard(
     storage: Storage,
     *,
     shared: Sequence[Bucket] = (),
-) -> Parts:
+) -> ShardedUnits:
     """Replace the parameters of a model by views of flat buffers sharded by `division`.
 
     Args:
@@ -176,7 +176,7 @@ def shard(
     after = [others.pop(name) for name in stage.after]
 
     def request(name: str, slots: list[Slot], *uses: BucketUses) -> _Request:
-        return _Request(name, Alike.among(slots, storage.dtypes, division), *uses)
+        return _Request(name, FlatGroupSpec.among(slots, storage.dtypes, division), *uses)
 
     of_units, ends = bucket_uses(sequence, len(rows)), end_uses(sequence)
     requests = [
@@ -191,7 +191,7 @@ def shard(
     *buckets, first, last, root = _place(requests, division, storage)
     _expect_reductions((*buckets, first, last, root), storage.head)
     units = {u.name: ShardedUnit(u, buckets[number[u.name]]) for u in anatomy.units}
-    return Parts(
+    return ShardedUnits(
         division,
         units,
         stage.units,
@@ -206,7 +206,7 @@ def shard(
 
 def share(slots: Sequence[Slot], division: Division, storage: Storage) -> Bucket:
     """Make the bucket of root parameters shared by several stages; see `shard`."""
-    request = _Request(ROOT, Alike.among(list(slots), storage.dtypes, division))
+    request = _Request(ROOT, FlatGroupSpec.among(list(slots), storage.dtypes, division))
     (bucket,) = _place([request], division, storage)
     _expect_reductions([bucket], storage.head)
     return bucket
@@ -222,7 +222,7 @@ def _expect_reductions(buckets: Iterable[Bucket], head: HeadInChunks | None) -> 
 
 def alone(unit: Unit, division: Division, storage: Storage) -> ShardedUnit:
     """Make a unit in separate memory; see `shard`."""
-    request = _Request(unit.name, Alike.among(list(unit.slots), storage.dtypes, division))
+    request = _Request(unit.name, FlatGroupSpec.among(list(unit.slots), storage.dtypes, division))
     return ShardedUnit(unit, *_place([request], division, storage))
 
 
@@ -231,7 +231,7 @@ class _Request:
     """A bucket to be placed in memory."""
 
     name: str
-    alike: list[Alike]
+    alike: list[FlatGroupSpec]
     uses: BucketUses = IN_USE
 
     def full(self, *, shared: bool) -> Buffer:
@@ -275,7 +275,7 @@ class _Request:
         return Bucket(self.name, groups, division, arrivals)
 
 
-def _arriving(alike: Alike, memory: torch.Tensor | None) -> torch.Tensor | None:
+def _arriving(alike: FlatGroupSpec, memory: torch.Tensor | None) -> torch.Tensor | None:
     if memory is None or not alike.arriving_bytes:
         return None
     return memory[: alike.arriving_bytes].view(alike.gathered_dtype)

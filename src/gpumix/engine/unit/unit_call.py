@@ -26,9 +26,14 @@ from gpumix.engine.offload.host_offload import HostStore
 from gpumix.engine.sequence_parallel.collective_regions import own_part
 from gpumix.engine.sequence_parallel.positions import DIM, is_divided
 from gpumix.engine.sharding.flat_group import storage_of
-from gpumix.engine.unit.activation_checkpoint import Kept, Recomputed
-from gpumix.engine.unit.inter_unit_backward import Link, hand, run_backward, without_memory
-from gpumix.engine.unit.saved_inputs import Given
+from gpumix.engine.unit.activation_checkpoint import KeptRun, Recomputed
+from gpumix.engine.unit.inter_unit_backward import (
+    GradientTarget,
+    hand,
+    run_backward,
+    without_memory,
+)
+from gpumix.engine.unit.saved_inputs import UnitInputs
 from gpumix.engine.unit.sharded_units import ShardedUnit
 from gpumix.engine.unit.split_backward import SplitBackward
 
@@ -70,7 +75,7 @@ class Cut:
         self._inputs, structure = Arguments.of(call.args, call.kwargs)
         self._captured = Captured(call.context, model_containers(unit, call.args, call.kwargs))
         self._gradients = call.state.gradients
-        self._run = Run(
+        self._run = UnitRun(
             unit.name,
             unit.forward,
             call.state,
@@ -83,13 +88,15 @@ class Cut:
         refuse_inputs(unit.name, self._inputs)
         # The inputs that want a gradient: outputs of earlier units, or made from them.
         self._wanted = [call.state.gradients and _wants_gradient(t) for t in self._inputs]
-        self.links = [Link.of(t) for t, wanted in zip(self._inputs, self._wanted) if wanted]
+        self.links = [
+            GradientTarget.of(t) for t, wanted in zip(self._inputs, self._wanted) if wanted
+        ]
         # Of a differentiable call, from forward to backward:
         self._sources: list[torch.Tensor] = []
         self._edges: list[GradientEdge | None] = []
         self._leaves: list[torch.Tensor | None] = []
-        self._given: Given | None = None
-        self._ran: Recomputed[Outputs] | Kept[Outputs] | None = None
+        self._given: UnitInputs | None = None
+        self._ran: Recomputed[Outputs] | KeptRun[Outputs] | None = None
 
     @property
     def leaves(self) -> list[torch.Tensor]:
@@ -126,11 +133,11 @@ class Cut:
         run = partial(self._run, handed)
         del handed
         if self._recompute:
-            self._given = Given(inputs, self._wanted)
+            self._given = UnitInputs(inputs, self._wanted)
             again = partial(self._run.again, self._given, buffers)
             self._ran = Recomputed(self.unit.name, again)
         else:
-            self._ran = Kept()
+            self._ran = KeptRun()
         outputs, structure = self._ran.forward(run)
         del run
         buffers.keep_changed()
@@ -191,7 +198,7 @@ class Cut:
             edges, gradients = zip(*ends)
             del ends
             assert self._ran is not None, "forward comes before backward"
-            if splits and isinstance(self._ran, Kept):
+            if splits and isinstance(self._ran, KeptRun):
                 self.weights = SplitBackward(edges, gradients, sources)
             else:
                 with self._ran.backward():
@@ -228,7 +235,7 @@ class Cut:
 
 
 @dataclass
-class Run:
+class UnitRun:
     """A repeatable run of a unit.
 
     A graph references this object for its recompute. It must not reference the cut, which holds the
@@ -255,7 +262,7 @@ class Run:
         structure = flatten(result, outputs)
         return outputs, structure
 
-    def again(self, given: Given, buffers: BufferCopies) -> Outputs:
+    def again(self, given: UnitInputs, buffers: BufferCopies) -> Outputs:
         """Recompute the unit with the original buffers and fresh inputs. Inputs must be fresh,
         since a hook that the unit sets on an input must not exist twice."""
         with buffers.in_place():

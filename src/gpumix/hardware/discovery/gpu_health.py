@@ -30,7 +30,7 @@ _PROHIBITED = 2  # NVML's compute mode without any contexts
 
 
 @dataclass(frozen=True)
-class Look:
+class GpuReading:
     """A reading of a GPU.
 
     Attributes:
@@ -140,9 +140,9 @@ def health(nvml: ModuleType | Any, handle: Any) -> GpuHealth:
     )
 
 
-def look(nvml: ModuleType | Any, handle: object, least_use: float) -> Look:
+def look(nvml: ModuleType | Any, handle: object, least_use: float) -> GpuReading:
     """Read a GPU, which counts as used above a utilization of `least_use`."""
-    return Look(
+    return GpuReading(
         used=nvml.nvmlDeviceGetUtilizationRates(handle).gpu > 100 * least_use,
         reasons=int(nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)),
         link=(

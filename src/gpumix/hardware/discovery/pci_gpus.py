@@ -24,28 +24,28 @@ _LEAST_OWN_BYTES = 4 * 2**30  # AMD GPUs inside CPUs have less
 
 
 @dataclass(frozen=True)
-class Card:
+class PciGpu:
     """A GPU on the bus, at an address such as "0000:65:00.0"."""
 
     maker: Maker
     address: str
 
 
-def cards_on_bus() -> tuple[Card, ...]:
+def cards_on_bus() -> tuple[PciGpu, ...]:
     """Return the GPUs by address; empty without GPUs, and on systems without `/sys`."""
     folders = sorted(_BUS.iterdir()) if _BUS.is_dir() else []
     found = (_card(folder) for folder in folders)
     return tuple(card for card in found if card is not None)
 
 
-def count(cards: tuple[Card, ...]) -> str:
+def count(cards: tuple[PciGpu, ...]) -> str:
     """Count GPUs in words, such as "2 NVIDIA GPUs and 1 AMD GPU"."""
     numbers = Counter(card.maker for card in cards)
     told = [f"{n} {maker} GPU{'s' if n > 1 else ''}" for maker, n in numbers.items()]
     return " and ".join(told)
 
 
-def _card(folder: Path) -> Card | None:
+def _card(folder: Path) -> PciGpu | None:
     maker = _MAKERS.get(_text(folder / "vendor"))
     kind = _text(folder / "class")[:6]
     if maker is None or (kind != _SHOWS_PICTURES and kind not in _COMPUTES):
@@ -59,7 +59,7 @@ def _card(folder: Path) -> Card | None:
         "AMD": kind == _SHOWS_PICTURES
         and int(_text(folder / "mem_info_vram_total") or 0) < _LEAST_OWN_BYTES,
     }[maker]
-    return None if inside_cpu else Card(maker, folder.name)
+    return None if inside_cpu else PciGpu(maker, folder.name)
 
 
 def _text(file: Path) -> str:

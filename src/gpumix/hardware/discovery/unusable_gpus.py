@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from gpumix.hardware.discovery.pci_gpus import Card, count
+from gpumix.hardware.discovery.pci_gpus import PciGpu, count
 from gpumix.hardware.discovery.torch_build import TOOLKITS, TorchBuild, cuda_wheel, wheel_for
 from gpumix.schema.errors import MachineError
 
@@ -45,7 +45,7 @@ def refuse_build(build: TorchBuild | None, *, driver: str, driver_cuda: str, hos
 
 
 def refuse_cards(
-    cards: tuple[Card, ...], build: TorchBuild | None, *, host: str, torch_says: str = ""
+    cards: tuple[PciGpu, ...], build: TorchBuild | None, *, host: str, torch_says: str = ""
 ) -> None:
     """Refuse a host with GPUs on the bus, but none visible to drivers and torch.
 

@@ -53,7 +53,7 @@ MEASURE = "measure it: `gpumix profile JOB.yaml`, then plan from the profile"
 
 
 @dataclass(frozen=True)
-class Part:
+class DividedDecoder:
     """Compute and collectives of a rank of a tensor-parallel group; `told` is by unit kind."""
 
     model: ModelProfile
@@ -94,10 +94,10 @@ class Decoder:
         sizes = (self.heads, self.kv_heads, self.feed_forward)
         return tuple(n for n in DEGREES if self.in_teams and not any(size % n for size in sizes))
 
-    def parts(self, tokens: int, dtype: ComputeDtype, name: str) -> dict[int, Part]:
+    def parts(self, tokens: int, dtype: ComputeDtype, name: str) -> dict[int, DividedDecoder]:
         """Return the part of a rank by tensor parallel degree, for samples of `tokens` tokens."""
         return {
-            degree: Part(part.model(tokens, dtype, name), part.told(tokens, dtype))
+            degree: DividedDecoder(part.model(tokens, dtype, name), part.told(tokens, dtype))
             for degree, part in ((n, self.part(n)) for n in self.degrees)
         }
 

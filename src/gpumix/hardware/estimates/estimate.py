@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from gpumix.hardware.estimates.decoder_shapes import Part
+from gpumix.hardware.estimates.decoder_shapes import DividedDecoder
 from gpumix.hardware.estimates.gpu_catalogue import Card, find
 from gpumix.hardware.estimates.roofline import (
     both,
@@ -39,11 +39,11 @@ FRAMEWORK_BYTES = 3 * 2**29
 ADAMW_STATE_BYTES = 8
 
 
-PartsIn = Callable[[ComputeDtype], Mapping[int, Part]]
+PartsIn = Callable[[ComputeDtype], Mapping[int, DividedDecoder]]
 """Function from dtype to the part of each rank by tensor parallel degree."""
 
 
-def no_parts(dtype: ComputeDtype) -> Mapping[int, Part]:
+def no_parts(dtype: ComputeDtype) -> Mapping[int, DividedDecoder]:
     """Return no parts: the model cannot be divided over tensor-parallel groups."""
     return {}
 

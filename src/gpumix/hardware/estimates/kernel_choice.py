@@ -31,7 +31,7 @@ class Installed:
 
 
 @dataclass(frozen=True)
-class Setting:
+class KernelSetting:
     """A class with its dtype, compilation and packages, as input of the table."""
 
     device_class: DeviceClass
@@ -63,7 +63,7 @@ Found = tuple[Any, str]
 
 
 @dataclass(frozen=True)
-class Row:
+class KernelRow:
     """Table row of a setting.
 
     Attributes:
@@ -71,11 +71,11 @@ class Row:
         obstacle: returns the reason why a class cannot use the job's value; empty if it can.
     """
 
-    auto: Callable[[Setting], Found]
-    obstacle: Callable[[Setting, Any], str]
+    auto: Callable[[KernelSetting], Found]
+    obstacle: Callable[[KernelSetting, Any], str]
 
 
-def _tf32(at: Setting) -> Found:
+def _tf32(at: KernelSetting) -> Found:
     if lacks := at.lacks(AMPERE):
         return False, lacks
     if at.dtype == "fp32":
@@ -83,7 +83,7 @@ def _tf32(at: Setting) -> Found:
     return True, f"beside {at.dtype} nothing needs the other 13 bits"
 
 
-def _attention(at: Setting) -> Found:
+def _attention(at: KernelSetting) -> Found:
     lacks = at.lacks(AMPERE)
     if lacks or at.dtype == "fp32":
         return "own", "torch has kernels for every device" if lacks else "flash-attn has no fp32"
@@ -92,7 +92,7 @@ def _attention(at: Setting) -> Found:
     return "flash", "flash-attn is installed, and made for these cards"
 
 
-def _kernels(at: Setting) -> Found:
+def _kernels(at: KernelSetting) -> Found:
     if lacks := at.lacks(AMPERE):
         return "torch", f"Liger's: {lacks}"
     if at.compiled:
@@ -102,7 +102,7 @@ def _kernels(at: Setting) -> Found:
     return "liger", "norms and gated layers in one kernel each, without their temporaries"
 
 
-def _loss(at: Setting) -> Found:
+def _loss(at: KernelSetting) -> Found:
     if lacks := at.lacks(VOLTA):
         return "torch", f"Triton's: {lacks}"
     if not at.installed.triton:
@@ -110,11 +110,11 @@ def _loss(at: Setting) -> Found:
     return "triton", "losses and their gradient in one kernel, where it is faster"
 
 
-def _fused_optimizer(at: Setting) -> Found:
+def _fused_optimizer(at: KernelSetting) -> Found:
     return True, "one pass over memory, and no temporaries"
 
 
-def _channels_last(at: Setting) -> Found:
+def _channels_last(at: KernelSetting) -> Found:
     if lacks := at.lacks(VOLTA):
         return False, f"convolutions on tensor cores: {lacks}"
     if at.dtype == "fp32":
@@ -122,28 +122,28 @@ def _channels_last(at: Setting) -> Found:
     return True, "tensor cores convolve images that lie so; other batches have none"
 
 
-def _never(at: Setting, wanted: Any) -> str:
+def _never(at: KernelSetting, wanted: Any) -> str:
     return ""
 
 
-def _no_tf32(at: Setting, wanted: Any) -> str:
+def _no_tf32(at: KernelSetting, wanted: Any) -> str:
     return at.lacks(AMPERE) if wanted else ""
 
 
-def _no_attention(at: Setting, wanted: Any) -> str:
+def _no_attention(at: KernelSetting, wanted: Any) -> str:
     if wanted != "flash":
         return ""
     lacks = at.lacks(AMPERE) or ("it has no fp32" if at.dtype == "fp32" else "")
     return lacks or _missing(at.installed.flash_attn, "flash-attn")
 
 
-def _no_liger(at: Setting, wanted: Any) -> str:
+def _no_liger(at: KernelSetting, wanted: Any) -> str:
     if wanted != "liger":
         return ""
     return at.lacks(AMPERE) or _missing(at.installed.liger_kernel, "liger-kernel")
 
 
-def _no_triton(at: Setting, wanted: Any) -> str:
+def _no_triton(at: KernelSetting, wanted: Any) -> str:
     return (at.lacks(VOLTA) or _missing(at.installed.triton, "triton")) * (wanted == "triton")
 
 
@@ -151,13 +151,13 @@ def _missing(installed: bool, package: str) -> str:
     return "" if installed else f"{package} is not installed (pip install {package})"
 
 
-TABLE: Mapping[str, Row] = {
-    "tf32": Row(_tf32, _no_tf32),
-    "attention": Row(_attention, _no_attention),
-    "kernels": Row(_kernels, _no_liger),
-    "loss": Row(_loss, _no_triton),
-    "fused_optimizer": Row(_fused_optimizer, _never),
-    "channels_last": Row(_channels_last, _never),
+TABLE: Mapping[str, KernelRow] = {
+    "tf32": KernelRow(_tf32, _no_tf32),
+    "attention": KernelRow(_attention, _no_attention),
+    "kernels": KernelRow(_kernels, _no_liger),
+    "loss": KernelRow(_loss, _no_triton),
+    "fused_optimizer": KernelRow(_fused_optimizer, _never),
+    "channels_last": KernelRow(_channels_last, _never),
 }
 
 
@@ -213,12 +213,12 @@ def choose(
     for key, name in spec.named():
         cluster.refuse_unknown(f"efficiency.{key}", [name])
     return {
-        c.name: _chosen(spec, Setting(c, dtypes[c.name], c.name in compiled, installed))
+        c.name: _chosen(spec, KernelSetting(c, dtypes[c.name], c.name in compiled, installed))
         for c in cluster.classes
     }
 
 
-def _chosen(spec: EfficiencySpec, at: Setting) -> Chosen:
+def _chosen(spec: EfficiencySpec, at: KernelSetting) -> Chosen:
     name, pins = at.device_class.name, spec.pins(at.device_class.name)
     compiled = "as asked" if at.compiled else "compiling takes a while: `compile: on` asks for it"
     choices = [

@@ -38,7 +38,7 @@ from gpumix.integrations.accelerate.arguments import (
     refuse_without_meaning,
 )
 from gpumix.integrations.accelerate.call_signature import KWARGS, NAME_PARTS, call_of
-from gpumix.integrations.accelerate.loader import Loader, part_at
+from gpumix.integrations.accelerate.loader import LoopLoader, part_at
 from gpumix.integrations.accelerate.loop_recorder import LoopRecord
 from gpumix.integrations.accelerate.outputs import stand_in_loss
 from gpumix.integrations.accelerate.pending_objects import Awaited
@@ -75,7 +75,7 @@ PRECISIONS: dict[str, Precision] = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"
 PLACES_OF_A_RANK = 2**40
 
 
-class Kept(NamedTuple):
+class GatheredRows(NamedTuple):
     """Row counts to keep of a gathered batch: the first `own` of each rank, and of all together the
     first `together` (None: all)."""
 
@@ -213,12 +213,12 @@ class Accelerator(accelerate.Accelerator):
             self._take_over(prepared, self._looped)
         return prepared
 
-    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Loader:
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> LoopLoader:
         if self._awaited.loader is None:
-            is_prepared = isinstance(data_loader, Loader)
+            is_prepared = isinstance(data_loader, LoopLoader)
             self._awaited.loader = data_loader.made_of if is_prepared else data_loader
             self._host_if_known()
-        if isinstance(data_loader, Loader):
+        if isinstance(data_loader, LoopLoader):
             return data_loader
         given = Batching.of(data_loader)
         collate = CollatedTree(data_loader.collate_fn, self._width, stand_ins=True)
@@ -229,7 +229,7 @@ class Accelerator(accelerate.Accelerator):
         rows = PlannedRows(
             lambda: self._engine, looped_rows, rank=self.process_index, world=world()
         )
-        loader = given.own_part(given.batch_size * world(), rows, collate, Loader)
+        loader = given.own_part(given.batch_size * world(), rows, collate, LoopLoader)
         loader.device, loader.next_of = self.device, self._next_of
         loader.made_of = data_loader
         return loader
@@ -335,7 +335,7 @@ class Accelerator(accelerate.Accelerator):
         optimizer.model, optimizer.record = looped, self._record
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        if not isinstance(dataloader, Loader):
+        if not isinstance(dataloader, LoopLoader):
             return super().skip_first_batches(dataloader, num_batches)
         skipping = copy(dataloader)
         skipping.skipped = dataloader.skipped + num_batches
@@ -428,11 +428,11 @@ class Accelerator(accelerate.Accelerator):
         gathered = self.gather(tree_map(lambda t: t[:own], lifted))
         return tree_map(lambda t: t[: kept.together], gathered)
 
-    def _of_samples(self, rows: Sequence[int]) -> Kept:
+    def _of_samples(self, rows: Sequence[int]) -> GatheredRows:
         """Return the counts of sample rows among each rank's `rows` of the current batch."""
         given = part_at()
         if given is None:
-            return Kept(rows, None)
+            return GatheredRows(rows, None)
         samples, own = given.samples, []
         for rank in range(len(rows)):
             of_rank = equal_rows(len(rows), rank, samples)
@@ -440,10 +440,10 @@ class Accelerator(accelerate.Accelerator):
                 of_rank = rows_of(self._engine.plan, rank, samples)
             own.append(sum(map(len, of_rank)))
         if all(found == max(1, number) for found, number in zip(rows, own)):
-            return Kept(own, None)
+            return GatheredRows(own, None)
         whole = self.gradient_state.active_dataloader.total_batch_size
         repeated = all(found == whole // len(rows) for found in rows)
-        return Kept(rows, samples if repeated else None)
+        return GatheredRows(rows, samples if repeated else None)
 
     def _ranks(self) -> Communicator:
         return all_ranks(device_of_group()) if self._engine is None else self._engine.comm

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from gpumix.integrations.dataloader.sharded_loader import OwnLoader, Part
+from gpumix.integrations.dataloader.sharded_loader import OwnLoader, RankPart
 
 
-class Loader(OwnLoader, DataLoaderStateMixin):
+class LoopLoader(OwnLoader, DataLoaderStateMixin):
     """Loader reporting the loop's position to Accelerate.
 
     Attributes:
@@ -32,7 +32,7 @@ class Loader(OwnLoader, DataLoaderStateMixin):
     next_of: Callable[[Iterator[Any]], Any]
     iteration = 0
     skipped = 0
-    given: Part | None = None
+    given: RankPart | None = None
     handed: Any = None
 
     def __len__(self) -> int:
@@ -62,16 +62,18 @@ class Loader(OwnLoader, DataLoaderStateMixin):
             self.gradient_state._remove_dataloader(self)
 
 
-def part_at(values: Any = None) -> Part | None:
+def part_at(values: Any = None) -> RankPart | None:
     """Return this rank's part of the loop's current batch. With several open loaders, the loader
     that some of the values come from counts; otherwise the loader opened last."""
     state = GradientState()
-    open_ones = [one for one in state.dataloader_references if isinstance(one, Loader)]
+    open_ones = [one for one in state.dataloader_references if isinstance(one, LoopLoader)]
     if len(open_ones) > 1 and (known := _storages(values)):
         for one in open_ones:
             if known & _storages(one.handed):
                 return one.given
-    return state.active_dataloader.given if isinstance(state.active_dataloader, Loader) else None
+    return (
+        state.active_dataloader.given if isinstance(state.active_dataloader, LoopLoader) else None
+    )
 
 
 def _storages(values: Any) -> set[int]:

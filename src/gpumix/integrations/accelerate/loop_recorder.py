@@ -12,10 +12,10 @@ from torch import Tensor
 
 from gpumix.engine.engine import Engine
 from gpumix.integrations.common.gather import all_texts
-from gpumix.integrations.common.run_recorder import Record, Recorded
+from gpumix.integrations.common.run_recorder import Recorded, TrainingRecord
 
 
-class LoopRecord(Record):
+class LoopRecord(TrainingRecord):
     """Counter of a loop's steps, recording steps if there is a folder. Made on all ranks.
 
     Args:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gpumix.engine.comm.async_read import Reading
+from gpumix.engine.comm.async_read import AsyncRead
 from gpumix.engine.comm.communicator import Communicator
 from gpumix.engine.loss.loss_graph import denominators_of, is_sum
 from gpumix.schema.errors import InputError
@@ -26,7 +26,7 @@ HAS, ROWS, GIVEN, TERMS, VALUE, SUM = 0, 1, 2, 3, -2, -1
 COUNT = "accelerator.backward(loss, count=N), N the number of items that the loss is a mean over"
 
 
-class Worth(NamedTuple):
+class LossWeight(NamedTuple):
     """Weight of a rank's loss among the losses of all ranks, float64 on the device.
 
     Attributes:
@@ -44,9 +44,9 @@ class LoopWeights:
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._is_known = False  # the graph shows how losses are reduced
-        self._told: Reading | None = None  # from the step before
+        self._told: AsyncRead | None = None  # from the step before
 
-    def of(self, loss: Tensor, own: int, rows: int, count: Tensor | float | None) -> Worth:
+    def of(self, loss: Tensor, own: int, rows: int, count: Tensor | float | None) -> LossWeight:
         """Return the worth of the loss. Collective.
 
         Args:
@@ -81,7 +81,7 @@ class LoopWeights:
             row[place].copy_(term)
         table = self._comm.exchanged(row, "weights of losses")
         if self._is_known:
-            self._told = Reading([table])
+            self._told = AsyncRead([table])
         column = TERMS
         if not self._is_known:
             column = _column(table.tolist())
@@ -91,7 +91,7 @@ class LoopWeights:
         of_ranks = torch.where(table[:, HAS] > 0, table[:, column], 0.0)
         share = of_ranks[self._comm.rank] / of_ranks.sum()
         sums = table[:, SUM].all() & (own > 0)
-        return Worth(torch.where(sums, torch.ones_like(share), share), share)
+        return LossWeight(torch.where(sums, torch.ones_like(share), share), share)
 
     def _refuse_ones(self) -> None:
         """Check the denominators of the step before.

@@ -14,7 +14,7 @@ from gpumix.integrations.accelerate.call_signature import ARGS, KWARGS
 from gpumix.schema.errors import InputError
 
 
-class Outputs(dict[str, Any]):
+class LoopOutputs(dict[str, Any]):
     """Outputs of a training call with the backward already done: the loss of the global batch."""
 
     def __init__(self, loss: Tensor) -> None:

@@ -27,9 +27,9 @@ from gpumix.integrations.accelerate.call_signature import ARGS, KWARGS
 from gpumix.integrations.accelerate.coupled_rows import refuse_coupled
 from gpumix.integrations.accelerate.loader import part_at
 from gpumix.integrations.accelerate.loop_recorder import LoopRecord
-from gpumix.integrations.accelerate.loss_weights import LoopWeights, Worth
+from gpumix.integrations.accelerate.loss_weights import LoopWeights, LossWeight
 from gpumix.integrations.accelerate.outputs import (
-    Outputs,
+    LoopOutputs,
     SumOfOutputs,
     as_leaves,
     differentiable,
@@ -43,7 +43,7 @@ from gpumix.integrations.accelerate.outputs import (
 )
 from gpumix.integrations.accelerate.unlike_rows import refuse_unlike_rows
 from gpumix.integrations.common.forward import detached
-from gpumix.integrations.dataloader.sharded_loader import Part
+from gpumix.integrations.dataloader.sharded_loader import RankPart
 from gpumix.schema.errors import InputError
 
 MOST_KINDS = 16  # of losses, to check
@@ -138,7 +138,7 @@ class Looped(nn.Module):
         self._alone = alone
         self._samples: int | None = None  # of the last call's batch
         self._begun: _Begun | None = None
-        self._last: tuple[Tensor, Worth | None] | None = None  # loss of the last backward
+        self._last: tuple[Tensor, LossWeight | None] | None = None  # loss of the last backward
         self._has_stepped = False  # the optimizer, since gradients were added
         self._like: Any = None  # the last outputs, without rows
 
@@ -195,7 +195,7 @@ class Looped(nn.Module):
             whole, made = self._computed(own)
             loss, self._has_loss = whole.float().requires_grad_(), True
             self._begun = _Begun(own, [loss], made)
-            return Outputs(loss)
+            return LoopOutputs(loss)
         return self._outside(batch, own)
 
     def _outside(self, batch: dict[str, Any], own: dict[str, Any]) -> Any:
@@ -244,7 +244,7 @@ class Looped(nn.Module):
         others = [one for one in leaves if isinstance(one, nn.Parameter) and id(one) not in own]
         return not leaves or len(others) < len(leaves)
 
-    def weight_of(self, loss: Tensor, count: Tensor | float | None) -> Worth | None:
+    def weight_of(self, loss: Tensor, count: Tensor | float | None) -> LossWeight | None:
         """Return the worth of this rank's loss before the loop's backward; None for a loss of all
         ranks' samples. Collective.
 
@@ -265,7 +265,7 @@ class Looped(nn.Module):
         own = _rows(self._begun.batch)
         return self._weights.of(loss, own, max(own, 1), count)
 
-    def backward_done(self, loss: Tensor, worth: Worth | None) -> None:
+    def backward_done(self, loss: Tensor, worth: LossWeight | None) -> None:
         """Finish the loop's backward from `loss`, arrived at the outputs: add gradients of
         parameters.
 
@@ -452,7 +452,7 @@ def _rows(batch: Any) -> int:
     return len(next(tensors))
 
 
-def _refuse_other_rows(rows: int, given: Part | None) -> None:
+def _refuse_other_rows(rows: int, given: RankPart | None) -> None:
     """Check the number of samples of a call.
 
     Raises:

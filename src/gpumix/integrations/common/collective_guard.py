@@ -18,7 +18,7 @@ from gpumix.schema.errors import InputError
 PATIENCE_S = 120.0
 
 
-class Meeting:
+class CollectiveGuard:
     """Barrier made by all ranks of the default process group, equally often on each."""
 
     def __init__(self) -> None:

@@ -76,7 +76,7 @@ class Training:
     couples: str = ""
 
 
-class Device:
+class OwnDevice:
     """Device of this process, opened for each model of the program in turn."""
 
     def __init__(self) -> None:
@@ -95,8 +95,8 @@ class Device:
 
 
 @cache
-def own_device() -> Device:
-    return Device()
+def own_device() -> OwnDevice:
+    return OwnDevice()
 
 
 def host(

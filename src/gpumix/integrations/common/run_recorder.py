@@ -13,17 +13,17 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from gpumix.engine.comm.async_read import Reading
+from gpumix.engine.comm.async_read import AsyncRead
 from gpumix.engine.engine import Engine
 from gpumix.hardware.device import device_in_use
 from gpumix.hardware.runtime import is_gpu
 from gpumix.hardware.timestamps import stamps_of
 from gpumix.integrations.common.gather import all_texts
 from gpumix.schema.errors import Interrupted
-from gpumix.train.monitor.step_timer import Ticks, Watch
+from gpumix.train.monitor.step_timer import StepTimer, Ticks
 from gpumix.train.run_log import run_files
 from gpumix.train.run_log.metrics import (
-    Part,
+    ComputedPart,
     RankRecord,
     RunLog,
     StepRecord,
@@ -49,11 +49,11 @@ class _Given:
     """
 
     number: int
-    numbers: Reading
+    numbers: AsyncRead
     ticks: list[Ticks]
     host_s: float
     learning_rate: float
-    part: Part
+    part: ComputedPart
     sent_bytes: float
 
 
@@ -85,7 +85,7 @@ class Recorded:
         self._ticks: list[Ticks] = []
         self._all_tokens = 0
         self._label_a_token = False
-        self._watch = Watch(stamps_of(engine.device), engine.comm.clock, engine.copies)
+        self._watch = StepTimer(stamps_of(engine.device), engine.comm.clock, engine.copies)
         self._pending: deque[_Given] = deque()
         late = "late" if is_gpu(engine.device) else ""
         # All ranks or none: reports of ranks are collective.
@@ -130,7 +130,7 @@ class Recorded:
         norm = norm if isinstance(norm, Tensor) else loss.new_full((), norm or 0.0)
         given = _Given(
             number,
-            Reading([loss, norm, *counted]),
+            AsyncRead([loss, norm, *counted]),
             ticks,
             time.perf_counter() - self._last,
             learning_rate,
@@ -195,7 +195,7 @@ class Recorded:
         """Start collecting for the next report of ranks."""
         self._times: list[float] = []
         self._tokens: list[float] = []
-        self._parts: list[Part] = []
+        self._parts: list[ComputedPart] = []
         self._spent = Account.of(0, 0.0, 0.0, 0.0, 0.0, 0.0)
         self._sent_bytes = 0.0
 
@@ -254,7 +254,7 @@ class Recorded:
         worker = plan.workers[engine.comm.rank]
         step_s = typical_s(self._times)
         tokens = typical_s(self._tokens) * worker.samples / plan.global_batch
-        speed = speed_of(plan, engine.comm.rank, step_s, tokens, Part.mean(self._parts))
+        speed = speed_of(plan, engine.comm.rank, step_s, tokens, ComputedPart.mean(self._parts))
         runtime = device_in_use()
         shares = self._spent.shares()
         return RankRecord(
@@ -273,13 +273,13 @@ class Recorded:
             hfu=speed.hfu,
         )
 
-    def _part(self) -> Part:
+    def _part(self) -> ComputedPart:
         """Return the computed part of the plan's batch in a step, which may have several
         batches."""
         plan = self._engine.plan
         computed, self._computed = self._computed or self._engine.computed, []
         samples = plan.workers[self._engine.comm.rank].samples
-        return Part.of(computed, samples, plan.sequence_length)
+        return ComputedPart.of(computed, samples, plan.sequence_length)
 
     def _tokens_of(self, counted: int) -> int:
         """Return the tokens of a batch: the `counted` labels, or all tokens if each sample has a
@@ -289,7 +289,7 @@ class Recorded:
         return counted if self._label_a_token else plan.global_batch * plan.sequence_length
 
 
-class Record:
+class TrainingRecord:
     """Recorder of a loop, from its begin to its end; a no-op before, after, and without a
     record."""
 

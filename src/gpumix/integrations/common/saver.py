@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from gpumix.engine.comm.process_groups import group_timeout
 from gpumix.engine.engine import Engine
 from gpumix.hardware.memory_limit import host_memory
-from gpumix.integrations.common.collective_guard import Meeting
+from gpumix.integrations.common.collective_guard import CollectiveGuard
 from gpumix.integrations.common.peft_adapters import adapters_in
 from gpumix.schema.errors import InputError
 from gpumix.train.checkpoint.checkpointer import Checkpointer
@@ -58,7 +58,7 @@ class Saver:
         self._dtypes = dtypes
         self._ranks_here = ranks_here
         alone = not dist.is_initialized() or dist.get_world_size() == 1
-        self._meeting = Meeting()
+        self._meeting = CollectiveGuard()
         self._group = None if alone else dist.new_group(backend="gloo", timeout=group_timeout())
 
     def model_state(self) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from gpumix.hardware.runtime import is_available
 from gpumix.integrations.common.batch_rows import Rows
-from gpumix.integrations.dataloader.samplers import Whole, alike
+from gpumix.integrations.dataloader.samplers import FullBatches, alike
 from gpumix.integrations.dataloader.sharded_loader import Collated, L, own_loader
 from gpumix.schema.errors import InputError
 
@@ -59,7 +59,7 @@ class Batching:
         filling a global batch are dropped."""
         if not self.drop_last or self.sampler is None:
             return self
-        return replace(self, sampler=Whole(alike(self.sampler), samples), drop_last=False)
+        return replace(self, sampler=FullBatches(alike(self.sampler), samples), drop_last=False)
 
     def own_part(
         self,

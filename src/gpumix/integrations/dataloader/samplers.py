@@ -15,7 +15,7 @@ from gpumix.engine.comm.process_groups import device_of_group
 from gpumix.integrations.common.plan_and_shard import rank, world
 
 
-class Alike(Sampler[Any]):
+class SharedRandomSampler(Sampler[Any]):
     """Sampler drawing from the process's random numbers, on all ranks from the first rank's.
 
     The first rank draws as it would alone; generators of other ranks are left unchanged.
@@ -40,7 +40,7 @@ class Alike(Sampler[Any]):
         yield from chain(first, indices)
 
 
-class Whole(Sampler[Any]):
+class FullBatches(Sampler[Any]):
     """A sampler's indices without a partial batch at the end.
 
     Args:
@@ -67,7 +67,7 @@ def alike(sampler: Any) -> Any:
     determine its order."""
     draws = hasattr(sampler, "generator") and sampler.generator is None
     draws = draws and not hasattr(sampler, "set_epoch")
-    return Alike(sampler) if draws else sampler
+    return SharedRandomSampler(sampler) if draws else sampler
 
 
 def grouped(sampler: Any) -> Any:

@@ -24,7 +24,7 @@ from gpumix.integrations.common.batch_rows import Rows
 from gpumix.schema.errors import InputError, in_a_line
 
 
-class Given(dict[str, Any]):
+class RankBatch(dict[str, Any]):
     """Collated samples of this rank's part of a batch, possibly none.
 
     Attributes:
@@ -34,14 +34,14 @@ class Given(dict[str, Any]):
     samples: int
 
     @classmethod
-    def of(cls, values: Mapping[str, Any], *, samples: int) -> Given:
+    def of(cls, values: Mapping[str, Any], *, samples: int) -> RankBatch:
         given = cls(values)
         given.samples = samples
         return given
 
 
 @dataclass(frozen=True)
-class Part:
+class RankPart:
     """This rank's part `values` of a batch, any tree of tensors. `samples` counts the global batch,
     `own` this rank: if 0, `values` may have a row that only shows shapes."""
 
@@ -63,7 +63,7 @@ class Width:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedSamples:
     """Samples of a batch that a rank reads.
 
     Attributes:
@@ -78,7 +78,7 @@ class Wanted:
     own: tuple[int, ...]
 
     @classmethod
-    def of(cls, batch: Sequence[Any], rows: Rows, width: Width) -> Wanted:
+    def of(cls, batch: Sequence[Any], rows: Rows, width: Width) -> WantedSamples:
         places = tuple(place for of in rows(len(batch)) for place in of)
         if width.common:
             return cls(len(batch), list(batch), places)
@@ -131,10 +131,10 @@ class OwnPart:
     def __len__(self) -> int:
         return len(self.batch_sampler)
 
-    def __iter__(self) -> Iterator[Wanted]:
+    def __iter__(self) -> Iterator[WantedSamples]:
         skipped, self.skipped = self.skipped, 0
         for batch in islice(self.batch_sampler, skipped, None):
-            yield Wanted.of(batch, self._rows, self._width)
+            yield WantedSamples.of(batch, self._rows, self._width)
 
 
 class Collated:
@@ -149,18 +149,18 @@ class Collated:
         self.collate = collate
         self.width = width or Width()
 
-    def __call__(self, read: tuple[list[Any], Wanted]) -> Any:
+    def __call__(self, read: tuple[list[Any], WantedSamples]) -> Any:
         samples, wanted = read
         with host_memory():
             return self._handed_over(samples, wanted)
 
-    def _handed_over(self, samples: list[Any], wanted: Wanted) -> Any:
+    def _handed_over(self, samples: list[Any], wanted: WantedSamples) -> Any:
         kept = _rows(wanted.own, collated(self.collate, samples))
-        return Given.of(kept, samples=wanted.samples)
+        return RankBatch.of(kept, samples=wanted.samples)
 
 
 class CollatedTree(Collated):
-    """Collator for programs with batches of any trees of tensors: returns a `Part`.
+    """Collator for programs with batches of any trees of tensors: returns a `RankPart`.
 
     Args:
         stand_ins: keep the row read for a rank without samples.
@@ -176,10 +176,10 @@ class CollatedTree(Collated):
         super().__init__(collate, width)
         self._stand_ins = stand_ins
 
-    def _handed_over(self, samples: list[Any], wanted: Wanted) -> Part:
+    def _handed_over(self, samples: list[Any], wanted: WantedSamples) -> RankPart:
         own = len(wanted.own)
         rows = wanted.own or ((0,) if self._stand_ins else ())
-        return Part(wanted.samples, own, _rows(rows, collated_tree(self.collate, samples)))
+        return RankPart(wanted.samples, own, _rows(rows, collated_tree(self.collate, samples)))
 
 
 def _rows(places: Sequence[int], batch: Any) -> Any:
@@ -205,7 +205,7 @@ class Readable(Dataset[Any]):
     def __getitem__(self, index: Any) -> Any:
         return self.dataset[index]
 
-    def __getitems__(self, wanted: Wanted) -> tuple[list[Any], Wanted]:
+    def __getitems__(self, wanted: WantedSamples) -> tuple[list[Any], WantedSamples]:
         several = getattr(self.dataset, "__getitems__", None)
         indices = wanted.read
         with host_memory():
@@ -240,12 +240,12 @@ class OwnOfStream(IterableDataset[Any]):
                 if len(batch) < self._batch_size and self._drop_last:
                     return
                 for part in _in_parts(batch, self._most):
-                    wanted = Wanted.of(part, self._rows, self._collate.width)
+                    wanted = WantedSamples.of(part, self._rows, self._collate.width)
                     yield self._collate((wanted.read, wanted))
 
 
 @dataclass(frozen=True)
-class Begun:
+class WorkerStart:
     """Start of a worker as in the program: `get_worker_info().dataset` is the program's own
     dataset.
 
@@ -319,7 +319,7 @@ def own_loader(  # a DataLoader has as many settings
     """
     most = batch_size if most is None else min(most, batch_size)
     if settings.get("num_workers"):
-        settings["worker_init_fn"] = Begun(settings.get("worker_init_fn"))
+        settings["worker_init_fn"] = WorkerStart(settings.get("worker_init_fn"))
     if isinstance(dataset, IterableDataset):
         stream = OwnOfStream(dataset, batch_size, rows, collate, most=most, drop_last=drop_last)
         loader = kind(stream, batch_size=None, **settings)

@@ -55,11 +55,11 @@ from gpumix.integrations.dataloader.inspect import Batching  # noqa: E402
 from gpumix.integrations.dataloader.sharded_loader import Width, collated_tree  # noqa: E402
 from gpumix.integrations.lightning.checkpoints import Checkpoints  # noqa: E402
 from gpumix.integrations.lightning.cluster_environment import Launched  # noqa: E402
-from gpumix.integrations.lightning.collectives import Together  # noqa: E402
+from gpumix.integrations.lightning.collectives import StrategyCollectives  # noqa: E402
 from gpumix.integrations.lightning.dataloader import PlannedLoader, planned_loader  # noqa: E402
 from gpumix.integrations.lightning.precision import PlannedPrecision  # noqa: E402
-from gpumix.integrations.lightning.run_recorder import Recording  # noqa: E402
-from gpumix.integrations.lightning.training_step import NOTHING, Steps  # noqa: E402
+from gpumix.integrations.lightning.run_recorder import FitRecord  # noqa: E402
+from gpumix.integrations.lightning.training_step import NOTHING, ModuleSteps  # noqa: E402
 from gpumix.integrations.lightning.unsupported import refuse_without_meaning  # noqa: E402
 from gpumix.schema.errors import InputError  # noqa: E402
 from gpumix.schema.job.search_space import EVERYTHING, Space  # noqa: E402
@@ -73,7 +73,7 @@ METRICS = EVERYTHING.model_copy(update={"tensor": (1,)})  # a team would count s
 ONE_OPTIMIZER = "return one torch optimizer, with or without schedulers"
 
 
-class GpumixStrategy(Together, Checkpoints):
+class GpumixStrategy(StrategyCollectives, Checkpoints):
     """Strategy training a module by a plan.
 
     Args:
@@ -103,7 +103,7 @@ class GpumixStrategy(Together, Checkpoints):
         self._planned_precision = PlannedPrecision()
         super().__init__(cluster_environment=Launched())
         self._given = plan_of(plan)
-        self._steps = Steps(count)
+        self._steps = ModuleSteps(count)
         self._couples = couples
         self._width = Width()
         self._space = space
@@ -112,7 +112,7 @@ class GpumixStrategy(Together, Checkpoints):
         self._trains = False  # False: the engine was made to evaluate
         self._adds = self._overflowed = False  # accumulates gradients; any overflowed
         self._like: Batching | None = None  # the loader to be read, for the shapes of batches
-        self._recording = Recording()
+        self._recording = FitRecord()
 
     @property
     def engine(self) -> Engine:

@@ -32,7 +32,7 @@ def tells(plan: Plan, rank: int) -> bool:
     return stage in plan.stages_of(rank) and plan.team_of(rank, stage)[0] == rank
 
 
-class Together:
+class StrategyCollectives:
     """Collectives of a strategy.
 
     Attributes:

@@ -19,7 +19,7 @@ RELATIVE, ABSOLUTE = 1e-4, 1e-7
 
 
 @dataclass(frozen=True)
-class Part:
+class LoggedPart:
     """Values logged for some samples.
 
     Attributes:
@@ -72,7 +72,7 @@ class Ways:
 
 
 def fitting_ways(
-    whole: Part, parts: tuple[Part, Part], reduced: Mapping[str, str]
+    whole: LoggedPart, parts: tuple[LoggedPart, LoggedPart], reduced: Mapping[str, str]
 ) -> dict[str, list[str]]:
     """Return rules that reproduce the full value, by name, the likeliest first.
 

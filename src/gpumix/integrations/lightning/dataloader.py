@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from gpumix.integrations.common.batch_rows import Rows
-from gpumix.integrations.common.run_recorder import Record
+from gpumix.integrations.common.run_recorder import TrainingRecord
 from gpumix.integrations.dataloader.inspect import Batching
 from gpumix.integrations.dataloader.sharded_loader import CollatedTree, OwnLoader, OwnPart, Width
 
@@ -28,7 +28,7 @@ class PlannedLoader:
         record: measures the wait for batches.
     """
 
-    def __init__(self, loader: OwnLoader, record: Record) -> None:
+    def __init__(self, loader: OwnLoader, record: TrainingRecord) -> None:
         self._loader = loader
         self._record = record
         self._batches = 0  # of this epoch, given so far
@@ -73,7 +73,7 @@ class PlannedLoader:
 
 
 def planned_loader(
-    given: Batching, batch_size: int, rows: Rows, record: Record, width: Width
+    given: Batching, batch_size: int, rows: Rows, record: TrainingRecord, width: Width
 ) -> PlannedLoader:
     """Return this rank's part of a loader's global batches of `batch_size` samples."""
     collate = CollatedTree(given.loader.collate_fn, width)

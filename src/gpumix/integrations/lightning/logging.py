@@ -34,7 +34,7 @@ from gpumix.integrations.lightning.combining import (
     MIN,
     SAMPLES,
     SUM,
-    Part,
+    LoggedPart,
     Ways,
     fitting_ways,
 )
@@ -47,7 +47,7 @@ OBJECT, EXPLICIT = "metric", "batch_size"
 PASSED_ON = ("prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx", REDUCED)
 
 
-class Value(NamedTuple):
+class LoggedValue(NamedTuple):
     """A logged value.
 
     Attributes:
@@ -68,7 +68,7 @@ class Logged:
 
     weight: Tensor
     samples: int
-    values: list[Value] = field(default_factory=list)
+    values: list[LoggedValue] = field(default_factory=list)
 
 
 # A micro-batch's forward is a coroutine, which may pause inside the module's step.
@@ -124,7 +124,7 @@ class Logs:
             self._seen.append(noted)
 
     @contextmanager
-    def part(self, weight: Tensor, samples: int, told: list[Part]) -> Iterator[Logged]:
+    def part(self, weight: Tensor, samples: int, told: list[LoggedPart]) -> Iterator[Logged]:
         """Receive values of compared samples inside the context; append them to `told`."""
         with self._noted(weight, samples) as noted:
             yield noted
@@ -135,7 +135,7 @@ class Logs:
                 weight = noted.weight if one.size is None else one.size
                 divided = math.nan if one.divided is None else one.divided
                 values[one.name] = _number(one.value), _number(weight), _number(divided)
-        told.append(Part(values, samples))
+        told.append(LoggedPart(values, samples))
 
     @contextmanager
     def _noted(self, weight: Tensor, samples: int) -> Iterator[Logged]:
@@ -146,7 +146,7 @@ class Logs:
         finally:
             _current.reset(token)
 
-    def compare(self, parts: Sequence[Part]) -> None:
+    def compare(self, parts: Sequence[LoggedPart]) -> None:
         """Find the rules combining values of micro-batches. Collective.
 
         Args:
@@ -183,7 +183,9 @@ class Logs:
             name, {**settings, "prog_bar": prog_bar, "logger": logger}, explicit=weight is not None
         )
         if not isinstance(value, Metric):
-            noted.values.append(Value(name, detached(value), own, weight, self._divided(value)))
+            noted.values.append(
+                LoggedValue(name, detached(value), own, weight, self._divided(value))
+            )
             return
         path = settings.get("metric_attribute") or _path_of(self._module, value)
         step = own["on_step"] if own["on_step"] is not None else self._by_step
@@ -192,13 +194,15 @@ class Logs:
         if step and value._forward_cache is not None:  # missing if the metric was only updated
             of_step = own | {"on_step": True, "on_epoch": False}
             told = (f"{name}_step" if both else name, detached(value._forward_cache))
-            noted.values.append(Value(*told, of_step, weight))
+            noted.values.append(LoggedValue(*told, of_step, weight))
         if epoch:
             of_epoch = own | {"on_step": False, "on_epoch": True, OBJECT: path}
-            noted.values.append(Value(f"{name}_epoch" if both else name, 0.0, of_epoch, weight))
+            noted.values.append(
+                LoggedValue(f"{name}_epoch" if both else name, 0.0, of_epoch, weight)
+            )
         if both:  # callbacks find the epoch's value by the bare name
             of_callbacks = of_epoch | {"logger": False, "prog_bar": False}
-            noted.values.append(Value(name, 0.0, of_callbacks, weight))
+            noted.values.append(LoggedValue(name, 0.0, of_callbacks, weight))
 
     def _divided(self, value: Any) -> Tensor | None:
         """Return the denominator in a value's graph, or None."""
@@ -267,7 +271,7 @@ class Logs:
         self._seen = []
         return {name: self._reduced(name, rows) for name, rows in by_name.items()}
 
-    def _weight(self, one: Value, noted: Logged) -> Any:
+    def _weight(self, one: LoggedValue, noted: Logged) -> Any:
         """Return the weight of a micro-batch's value in a mean.
 
         Raises:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gpumix.engine.engine import Engine
-from gpumix.integrations.dataloader.sharded_loader import Part
+from gpumix.integrations.dataloader.sharded_loader import RankPart
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.dtypes import Precision as Dtype
 
@@ -72,7 +72,7 @@ class PlannedPrecision(Precision):
         return module.to(halves[self.precision]) if self.precision in halves else module
 
     def convert_input(self, data: Any) -> Any:
-        if not isinstance(data, Part):
+        if not isinstance(data, RankPart):
             raise InputError(
                 "the trainer's batches come from several loaders at once",
                 why="each batch is cut by the plan, and must be that of one loader",

@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from gpumix.engine.engine import Engine
-from gpumix.integrations.common.run_recorder import Record, Recorded
+from gpumix.integrations.common.run_recorder import Recorded, TrainingRecord
 
 
-class Recording(Record):
+class FitRecord(TrainingRecord):
     """Record of a fit; a trainer without a logger has none."""
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ from gpumix.hardware.memory_limit import host_memory
 from gpumix.integrations.accelerate.unlike_rows import refuse_unlike_rows
 from gpumix.integrations.common.forward import by_places
 from gpumix.integrations.lightning.collectives import tells
-from gpumix.integrations.lightning.combining import Part
+from gpumix.integrations.lightning.combining import LoggedPart
 from gpumix.integrations.lightning.logging import Logged, Logs, silent
 from gpumix.schema.errors import InputError
 
@@ -33,7 +33,7 @@ COUNTS = ("forward", "update")  # methods of a metric, which torchmetrics wraps 
 NOTHING = (0,)  # the row shape for a `predict_step` returning nothing
 
 
-class Steps:
+class ModuleSteps:
     """Training, validation, test and prediction of a module.
 
     Args:
@@ -110,8 +110,8 @@ class Steps:
         """Let `logs` compare values of a batch with values of its parts. Collective."""
         assert self._engine is not None
 
-        def part(model: nn.Module, batch: Any) -> Part:
-            told: list[Part] = []
+        def part(model: nn.Module, batch: Any) -> LoggedPart:
+            told: list[LoggedPart] = []
             samples = samples_in(batch)
             with logs.part(self._weight(batch), samples, told) as noted, torch.enable_grad():
                 step(model, batch, noted)

@@ -35,15 +35,15 @@ from ray.util.placement_group import (  # noqa: E402
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: E402
 
 from gpumix.integrations.ray.placement import (  # noqa: E402
-    Place,
-    Wanted,
+    RankPlace,
+    WantedWorker,
     Workers,
     no_place,
     places,
     the_error,
     wanted,
 )
-from gpumix.integrations.ray.worker import ENDS_S, FunctionRank, JobRank, Look, numbers_of  # noqa: E402
+from gpumix.integrations.ray.worker import ENDS_S, FunctionRank, JobRank, ProcessState, numbers_of  # noqa: E402
 from gpumix.schema.errors import GpumixError, Interrupted, RankLost, error_from  # noqa: E402
 from gpumix.schema.reading.read import read_job  # noqa: E402
 from gpumix.train.run_log import run_files  # noqa: E402
@@ -142,8 +142,8 @@ def run(
 
 @contextmanager
 def _ranks(
-    kind: type[Any], asked: Sequence[Wanted], timeout_s: float
-) -> Iterator[list[tuple[Any, Place]]]:
+    kind: type[Any], asked: Sequence[WantedWorker], timeout_s: float
+) -> Iterator[list[tuple[Any, RankPlace]]]:
     """Yield an actor and a place for each rank, in order; kill the actors on exit."""
     if not ray.is_initialized():
         ray.init()
@@ -168,7 +168,7 @@ def _ranks(
         remove_placement_group(group)
 
 
-def _actor(kind: type[Any], group: PlacementGroup, number: int, one: Wanted) -> Any:
+def _actor(kind: type[Any], group: PlacementGroup, number: int, one: WantedWorker) -> Any:
     own = dict(one.workers.resources)
     return (
         ray.remote(kind)
@@ -216,10 +216,12 @@ def _results(calls: Mapping[int, Any], grace_s: float) -> dict[int, Any]:
     return found
 
 
-def _watched(actors: Sequence[Any], tell: Callable[[dict[str, Any]], None]) -> dict[int, Look]:
+def _watched(
+    actors: Sequence[Any], tell: Callable[[dict[str, Any]], None]
+) -> dict[int, ProcessState]:
     """Return the final look at each rank. After the first failure other ranks have a while to
     end."""
-    looks: dict[int, Look] = {}
+    looks: dict[int, ProcessState] = {}
     deadline: float | None = None
     while len(looks) < len(actors) and (deadline is None or time.monotonic() < deadline):
         time.sleep(LOOK_S)
@@ -227,9 +229,9 @@ def _watched(actors: Sequence[Any], tell: Callable[[dict[str, Any]], None]) -> d
             if rank in looks:
                 continue
             try:
-                look: Look = ray.get(actor.look.remote())
+                look: ProcessState = ray.get(actor.look.remote())
             except RayActorError as error:
-                look = Look(RankLost.exit_code, _lost(rank, error).as_dict())
+                look = ProcessState(RankLost.exit_code, _lost(rank, error).as_dict())
             for event in look.metrics:
                 tell(event)
             if look.code is not None:
@@ -245,14 +247,14 @@ def _interrupted(actors: Sequence[Any]) -> GpumixError:
         actor.interrupt.remote()
     deadline = time.monotonic() + ENDS_S
     while time.monotonic() < deadline:
-        looks: list[Look] = ray.get([actor.look.remote() for actor in actors])
+        looks: list[ProcessState] = ray.get([actor.look.remote() for actor in actors])
         if all(look.code is not None for look in looks):
             return _error(0, looks[0]) or Interrupted("the run had just come to its end")
         time.sleep(LOOK_S)
     return Interrupted(f"ranks that did not end within {ENDS_S:.0f} s were ended")
 
 
-def _error(rank: int, look: Look) -> GpumixError | None:
+def _error(rank: int, look: ProcessState) -> GpumixError | None:
     if not look.code:
         return None
     if isinstance(look.told, dict) and "error" in look.told:

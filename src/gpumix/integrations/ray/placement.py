@@ -37,7 +37,7 @@ class Workers:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedWorker:
     """A wanted worker, with the name of its kind."""
 
     name: str
@@ -49,7 +49,7 @@ class Wanted:
         return f"'{self.name}' ({', '.join([*kept, *labels])})"
 
 
-def wanted(workers: Mapping[str, int | Workers]) -> list[Wanted]:
+def wanted(workers: Mapping[str, int | Workers]) -> list[WantedWorker]:
     """Return each worker of all kinds, in order.
 
     Raises:
@@ -60,7 +60,7 @@ def wanted(workers: Mapping[str, int | Workers]) -> list[Wanted]:
         one = given if isinstance(given, Workers) else Workers(given, {ACCELERATOR: name})
         if not isinstance(one.count, int) or one.count < 1:
             raise InputError(f"{one.count!r} workers of '{name}'", fix="give a number of 1 or more")
-        found += [Wanted(name, one)] * one.count
+        found += [WantedWorker(name, one)] * one.count
     if not found:
         raise InputError("no workers are asked for", fix='workers={"A100": 2, "T4": 4}')
     return found
@@ -77,7 +77,7 @@ class Arrived:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Place of a rank in the terms of torchrun; `gpus` are of all ranks of the host, the rank's own
     GPU is the `local_rank`-th."""
 
@@ -90,7 +90,7 @@ class Place:
     gpus: tuple[str, ...] = ()
 
 
-def places(arrived: Sequence[Arrived]) -> list[tuple[int, Place]]:
+def places(arrived: Sequence[Arrived]) -> list[tuple[int, RankPlace]]:
     """Return worker numbers and places in the order of ranks, with the port still open.
 
     Ranks of a node are adjacent, in the order of GPUs or, without GPUs, of arrival.
@@ -109,12 +109,12 @@ def places(arrived: Sequence[Arrived]) -> list[tuple[int, Place]]:
     for number, one in enumerate(arrived):
         nodes.setdefault(one.node, []).append(number)
     address = LOOPBACK if len(nodes) == 1 else arrived[0].address
-    found: list[tuple[int, Place]] = []
+    found: list[tuple[int, RankPlace]] = []
     for here in nodes.values():
         here.sort(key=lambda number: _in_order(arrived[number].gpus))
         gpus = tuple(gpu for number in here for gpu in arrived[number].gpus)
         for local_rank, number in enumerate(here):
-            place = Place(
+            place = RankPlace(
                 rank=len(found),
                 world=len(arrived),
                 local_rank=local_rank,
@@ -133,7 +133,7 @@ def _in_order(gpus: Sequence[str]) -> tuple[int, str]:
 
 
 def no_place(
-    asked: Sequence[Wanted], nodes: Sequence[Mapping[str, Any]], waited_s: float
+    asked: Sequence[WantedWorker], nodes: Sequence[Mapping[str, Any]], waited_s: float
 ) -> MachineError:
     """Return the error for workers that Ray could not place.
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from gpumix.hardware.host.environment import place_settings, use_settings
-from gpumix.integrations.ray.placement import Arrived, Place
+from gpumix.integrations.ray.placement import Arrived, RankPlace
 from gpumix.schema.errors import InputError
 from gpumix.schema.files import opened
 
@@ -29,7 +29,7 @@ ENDS_S = 30.0  # for a rank's last checkpoint, after the request to end
 
 
 @dataclass(frozen=True)
-class Look:
+class ProcessState:
     """State of a rank's process.
 
     Attributes:
@@ -45,7 +45,7 @@ class Look:
     metrics: tuple[dict[str, Any], ...] = ()
 
 
-class Rank:
+class RayRank:
     """Base of both kinds of workers: reports its place."""
 
     def arrived(self) -> Arrived:
@@ -66,15 +66,15 @@ class Rank:
             return int(free.getsockname()[1])
 
 
-class FunctionRank(Rank):
+class FunctionRank(RayRank):
     """Rank calling a function."""
 
-    def call(self, place: Place, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+    def call(self, place: RankPlace, function: Callable[..., Any], args: Sequence[Any]) -> Any:
         use_settings(place_settings(**asdict(place)))
         return function(*args)
 
 
-class JobRank(Rank):
+class JobRank(RayRank):
     """Rank running `gpumix` with given arguments."""
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class JobRank(Rank):
         self._read = 0
 
     def begin(
-        self, place: Place, arguments: Sequence[str], folder: str, metrics: str | None
+        self, place: RankPlace, arguments: Sequence[str], folder: str, metrics: str | None
     ) -> None:
         """Start the process.
 
@@ -118,12 +118,12 @@ class JobRank(Rank):
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
 
-    def look(self) -> Look:
+    def look(self) -> ProcessState:
         assert self._process is not None
         code = self._process.poll()
         metrics = tuple(self._news())
         if code is None:
-            return Look(None, metrics=metrics)
+            return ProcessState(None, metrics=metrics)
         self._out.seek(0)
         lines = self._out.read().decode(errors="replace").strip().splitlines()
         told = None
@@ -131,7 +131,7 @@ class JobRank(Rank):
             told = json.loads(lines[-1])
         if self._listener is not None:
             self._listener.join(timeout=1.0)
-        return Look(code, told, "\n".join(self._said), metrics)
+        return ProcessState(code, told, "\n".join(self._said), metrics)
 
     def interrupt(self) -> None:
         """Ask the rank to save and to end."""

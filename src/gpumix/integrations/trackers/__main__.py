@@ -22,7 +22,7 @@ from typing import IO, Any
 from gpumix.hardware.host.environment import step_aside
 from gpumix.integrations.trackers.follower import Follower, Marks, marks_of
 from gpumix.integrations.trackers.metric_names import told
-from gpumix.integrations.trackers.tracker import Numbers, Run, Tracker
+from gpumix.integrations.trackers.tracker import Numbers, TrackedRun, Tracker
 from gpumix.schema.errors import GpumixError, InputError, MachineError, in_a_line
 from gpumix.schema.job.job import Job
 from gpumix.schema.plan.plan import Plan
@@ -52,7 +52,7 @@ def main() -> None:
             print(json.dumps(_not_ready(name, error)), file=answers, flush=True)
             return
         print(json.dumps({"ready": True}), file=answers, flush=True)
-        telling = Telling(name, tracker, job, marks, path)
+        telling = TrackerFeed(name, tracker, job, marks, path)
         try:
             for state in how_it_goes():
                 telling.tell(state)
@@ -104,7 +104,7 @@ def how_it_goes() -> Iterator[str]:
         yield ""
 
 
-class Telling:
+class TrackerFeed:
     """Forwarder of new lines to a tracker, from the first step on."""
 
     def __init__(self, name: str, tracker: Tracker, job: Job, marks: Marks, path: Path) -> None:
@@ -130,7 +130,7 @@ class Telling:
 
     def _begin(self, done: int) -> None:
         plan = Plan.load(self._job.output / run_files.PLAN)
-        self._marks.run = self._tracker.begin(Run(self._job, plan, self._marks.run, done))
+        self._marks.run = self._tracker.begin(TrackedRun(self._job, plan, self._marks.run, done))
         self._begun = True
         say(self._name, self._tracker.where)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from gpumix.integrations.trackers.tracker import Event, Numbers, Series
+from gpumix.integrations.trackers.tracker import Numbers, Series, TrackedEvent
 from gpumix.schema.units import show_seconds
 from gpumix.train.elastic.plan_change import in_words as plan_in_words
 
@@ -50,14 +50,14 @@ MEASURED = ("step", "classes", "ranks", "evaluation")
 """Kinds of lines with numbers only; all others are events."""
 
 
-def told(line: Mapping[str, Any]) -> Iterator[Numbers | Event]:
+def told(line: Mapping[str, Any]) -> Iterator[Numbers | TrackedEvent]:
     """Yield the numbers and the event of a line; nothing without known numbers."""
     kind, step, time_s = str(line["event"]), int(line["step"]), float(line["time"])
     values = dict(_values(kind, line))
     if values:
         yield Numbers(step, time_s, values)
     if kind not in MEASURED:
-        yield Event(step, time_s, kind, in_words(line))
+        yield TrackedEvent(step, time_s, kind, in_words(line))
 
 
 def _values(kind: str, line: Mapping[str, Any]) -> Iterator[tuple[Series, float]]:

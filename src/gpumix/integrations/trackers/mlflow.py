@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from gpumix.integrations.trackers.tracker import Event, Numbers, Run, without_secrets
+from gpumix.integrations.trackers.tracker import Numbers, TrackedEvent, TrackedRun, without_secrets
 from gpumix.schema.job.job import Job
 from gpumix.schema.job.trackers import MlflowSpec
 
@@ -45,7 +45,7 @@ class Mlflow:
         if self._settings.uri is None:
             self._folder.mkdir(parents=True, exist_ok=True)
 
-    def begin(self, run: Run) -> str:
+    def begin(self, run: TrackedRun) -> str:
         if run.id is not None:
             self._id = run.id
             self._client.update_run(self._id, status="RUNNING")
@@ -66,7 +66,7 @@ class Mlflow:
         for name, value in numbers.by_name().items():
             self._waiting.append(Metric(fit(name), value, at_ms, numbers.step))
 
-    def event(self, event: Event) -> None:
+    def event(self, event: TrackedEvent) -> None:
         self.numbers(Numbers(event.step, event.time_s, {event.series: 1.0}))
         text = f"step {event.step}: {event.text}"
         self._client.set_tag(self._id, fit(event.series.name), text[:LONGEST])
@@ -95,7 +95,7 @@ class Mlflow:
         local = (self._folder / ARTIFACTS).as_uri() if self._settings.uri is None else None
         return str(self._client.create_experiment(name, artifact_location=local))
 
-    def _describe(self, run: Run) -> None:
+    def _describe(self, run: TrackedRun) -> None:
         """Log the settings as parameters, and in full in a file."""
         from mlflow.entities import Param
 

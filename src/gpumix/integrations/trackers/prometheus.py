@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from gpumix.integrations.trackers.tracker import Event, Numbers, Run, Series, versions
+from gpumix.integrations.trackers.tracker import Numbers, Series, TrackedEvent, TrackedRun, versions
 from gpumix.schema.errors import MachineError
 from gpumix.schema.job.job import Job
 from gpumix.schema.job.trackers import PrometheusSpec
@@ -89,7 +89,7 @@ class Prometheus:
             ) from error
         self._address = f"{address}:{server.server_port}"
 
-    def begin(self, run: Run) -> str:
+    def begin(self, run: TrackedRun) -> str:
         board = self._board
         plan, version = run.plan, versions()["gpumix"]
         emulated = str(plan.emulated).lower()
@@ -110,7 +110,7 @@ class Prometheus:
                 self._board.put("step", numbers.step)
                 self._board.put("last_step_timestamp_seconds", numbers.time_s)
 
-    def event(self, event: Event) -> None:
+    def event(self, event: TrackedEvent) -> None:
         self._board.count("events", kind=event.kind)
 
     def flush(self) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from gpumix.integrations.trackers.tracker import Event, Numbers, Run
+from gpumix.integrations.trackers.tracker import Numbers, TrackedEvent, TrackedRun
 from gpumix.schema.job.job import Job
 from gpumix.schema.job.trackers import TensorBoardSpec
 
@@ -38,7 +38,7 @@ class TensorBoard:
 
         self._folder.mkdir(parents=True, exist_ok=True)
 
-    def begin(self, run: Run) -> str:
+    def begin(self, run: TrackedRun) -> str:
         from tensorboard.compat.proto.event_pb2 import Event as Record
         from tensorboard.compat.proto.event_pb2 import SessionLog
         from tensorboard.plugins.hparams.summary_v2 import hparams_pb
@@ -63,7 +63,7 @@ class TensorBoard:
         values = [Summary.Value(tag=n, simple_value=v) for n, v in numbers.by_name().items()]
         self._add(Summary(value=values), step=numbers.step, time_s=numbers.time_s)
 
-    def event(self, event: Event) -> None:
+    def event(self, event: TrackedEvent) -> None:
         self.numbers(Numbers(event.step, event.time_s, {event.series: 1.0}))
         self._text(f"events/{event.kind}", event.text, step=event.step, time_s=event.time_s)
 

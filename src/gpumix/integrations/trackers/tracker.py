@@ -46,7 +46,7 @@ class Numbers:
 
 
 @dataclass(frozen=True)
-class Event:
+class TrackedEvent:
     """An event after a step, with its kind and a text."""
 
     step: int
@@ -61,7 +61,7 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Run:
+class TrackedRun:
     """A run as reported to a tracker.
 
     `id` is the tracker's own id of a run to resume; None for a new run. `done` is the last step
@@ -108,7 +108,7 @@ class Tracker(Protocol):
         """
         ...
 
-    def begin(self, run: Run) -> str:
+    def begin(self, run: TrackedRun) -> str:
         """Begin after the first step. Return the tracker's id for resuming this run."""
         ...
 
@@ -116,7 +116,7 @@ class Tracker(Protocol):
         """Report numbers of a later step, or more of the current step."""
         ...
 
-    def event(self, event: Event) -> None: ...
+    def event(self, event: TrackedEvent) -> None: ...
 
     def flush(self) -> None:
         """Flush the values reported so far."""

@@ -9,7 +9,7 @@ import secrets
 from typing import Any
 
 from gpumix.hardware.host.environment import keep_trackio_in
-from gpumix.integrations.trackers.tracker import Event, Numbers, Run, without_secrets
+from gpumix.integrations.trackers.tracker import Numbers, TrackedEvent, TrackedRun, without_secrets
 from gpumix.schema.job.job import Job
 from gpumix.schema.job.trackers import TrackioSpec
 
@@ -37,7 +37,7 @@ class Trackio:
         TRACKIO_DIR.mkdir(parents=True, exist_ok=True)
         self._folder = str(TRACKIO_DIR)
 
-    def begin(self, run: Run) -> str:
+    def begin(self, run: TrackedRun) -> str:
         import trackio
 
         settings = self._settings
@@ -60,7 +60,7 @@ class Trackio:
         self._step = max(self._step, numbers.step)
         self._run.log(numbers.by_name(), step=numbers.step)
 
-    def event(self, event: Event) -> None:
+    def event(self, event: TrackedEvent) -> None:
         name = event.series.name
         self._run.log({name: 1.0, f"{name}/text": event.text}, step=event.step)
 

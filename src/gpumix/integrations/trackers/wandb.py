@@ -9,7 +9,7 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from gpumix.integrations.trackers.tracker import Event, Numbers, Run
+from gpumix.integrations.trackers.tracker import Numbers, TrackedEvent, TrackedRun
 from gpumix.schema.job.job import Job
 from gpumix.schema.job.trackers import WandbSpec
 
@@ -33,7 +33,7 @@ class Wandb:
 
         self._folder.mkdir(parents=True, exist_ok=True)
 
-    def begin(self, run: Run) -> str:
+    def begin(self, run: TrackedRun) -> str:
         import wandb
 
         settings = self._settings
@@ -56,7 +56,7 @@ class Wandb:
     def numbers(self, numbers: Numbers) -> None:
         self._log(dict(numbers.by_name()), numbers.step)
 
-    def event(self, event: Event) -> None:
+    def event(self, event: TrackedEvent) -> None:
         values = {event.series.name: 1.0, f"{event.series.name}/text": event.text}
         self._log(values, event.step)
 

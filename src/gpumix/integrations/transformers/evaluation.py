@@ -35,7 +35,7 @@ from gpumix.schema.errors import InputError
 SUM, COUNT, LOGITS, INPUTS, LOSSES = "sum", "count", "logits", "inputs", "losses"
 
 
-class Seen:
+class EvaluationResults:
     """Results of an evaluation so far, on the host.
 
     Args:
@@ -101,7 +101,7 @@ def evaluate(
     """Run `Trainer.evaluation_loop` by the plan. Collective."""
     args, metrics = trainer.args, None
     keep = not args.batch_eval_metrics or description == "Prediction"
-    seen = Seen(
+    seen = EvaluationResults(
         loader.total_batch_size,
         fills=isinstance(trainer, Seq2SeqTrainer),  # drops nothing gathered
         concatenates=args.eval_do_concat_batches,

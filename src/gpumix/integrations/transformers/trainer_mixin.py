@@ -37,7 +37,7 @@ from gpumix.integrations.common.skipped_steps import Skips, told_norm
 from gpumix.integrations.common.unsupported_arguments import Fields
 from gpumix.integrations.dataloader.example_batch import specimen_of
 from gpumix.integrations.dataloader.inspect import Batching
-from gpumix.integrations.dataloader.samplers import Whole, grouped, prepared
+from gpumix.integrations.dataloader.samplers import FullBatches, grouped, prepared
 from gpumix.integrations.dataloader.sharded_loader import Collated, OwnLoader, own_loader
 from gpumix.integrations.transformers.arguments import (
     TRAINING,
@@ -292,7 +292,7 @@ class Planned(LogsOfSteps, PlannedCheckpoints):
             sampler = self._sampler(SequentialSampler(dataset) if sampler is None else sampler)
             if args.dataloader_drop_last:
                 trained = self._global_batch // self._accumulates
-                sampler = Whole(sampler, trained if is_training else batch_size * world())
+                sampler = FullBatches(sampler, trained if is_training else batch_size * world())
             if is_training:
                 number, rank = args.dataloader_num_workers, args.process_index
                 begin = partial(seed_worker, num_workers=number, rank=rank)

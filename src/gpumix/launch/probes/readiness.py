@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any
 
-from gpumix.launch.commands import Meeting
+from gpumix.launch.commands import RendezvousAddress
 from gpumix.schema.errors import GpumixError, InputError, MachineError
 
 PYTHONS = ((3, 11), (3, 14))  # from, up to and excluding; as in pyproject.toml
 
 
 @dataclass(frozen=True)
-class Facts:
+class ProbeFacts:
     """Facts reported by the probe on a host; see `probe.py`."""
 
     host: str
@@ -33,7 +33,9 @@ class Facts:
         return (self.torch or "").partition("+")[0]
 
 
-def refuse_unready(found: Mapping[str, Facts], here: Facts, *, counted: Sequence[str]) -> None:
+def refuse_unready(
+    found: Mapping[str, ProbeFacts], here: ProbeFacts, *, counted: Sequence[str]
+) -> None:
     """Raise an error on unready hosts, by name; `here` has the facts of the launching host.
 
     Args:
@@ -60,7 +62,7 @@ def together(problems: Sequence[GpumixError]) -> None:
 
 
 def _own_problem(
-    name: str, facts: Facts, here: Facts, counted: Sequence[str]
+    name: str, facts: ProbeFacts, here: ProbeFacts, counted: Sequence[str]
 ) -> GpumixError | None:
     major, minor = (int(part) for part in facts.python.split(".")[:2])
     if not PYTHONS[0] <= (major, minor) < PYTHONS[1]:
@@ -85,7 +87,7 @@ def _own_problem(
     return _file_problem(name, facts, here) or _device_problem(name, facts, counted)
 
 
-def _file_problem(name: str, facts: Facts, here: Facts) -> GpumixError | None:
+def _file_problem(name: str, facts: ProbeFacts, here: ProbeFacts) -> GpumixError | None:
     for file, digest in facts.files.items():
         if digest is None or digest != here.files[file]:
             what = "is not there" if digest is None else "differs from the one here"
@@ -97,7 +99,7 @@ def _file_problem(name: str, facts: Facts, here: Facts) -> GpumixError | None:
     return None
 
 
-def _device_problem(name: str, facts: Facts, counted: Sequence[str]) -> GpumixError | None:
+def _device_problem(name: str, facts: ProbeFacts, counted: Sequence[str]) -> GpumixError | None:
     if name in counted and isinstance(facts.devices, str):
         return MachineError(
             "its devices cannot be counted",
@@ -108,7 +110,7 @@ def _device_problem(name: str, facts: Facts, counted: Sequence[str]) -> GpumixEr
     return None
 
 
-def _differences(found: Mapping[str, Facts]) -> list[GpumixError]:
+def _differences(found: Mapping[str, ProbeFacts]) -> list[GpumixError]:
     """Return errors on versions differing from the first host's: a library missing on either is not
     used."""
     (first, reference), *others = found.items()
@@ -128,7 +130,7 @@ def _differences(found: Mapping[str, Facts]) -> list[GpumixError]:
     ]
 
 
-def meeting_at(address: str, facts: Facts, *, host: str, alone: bool) -> Meeting:
+def meeting_at(address: str, facts: ProbeFacts, *, host: str, alone: bool) -> RendezvousAddress:
     """Return the address of the ranks' rendezvous on the first host.
 
     Args:
@@ -155,4 +157,4 @@ def meeting_at(address: str, facts: Facts, *, host: str, alone: bool) -> Meeting
             where=f"host {host}",
             fix="name an address of it that they reach (--address), or mend its /etc/hosts",
         )
-    return Meeting(address, int(told["port"]))
+    return RendezvousAddress(address, int(told["port"]))

@@ -14,7 +14,7 @@ from pathlib import Path
 from gpumix.launch.commands import NO_FOLDER, Ssh, Surroundings, probing
 from gpumix.launch.hosts import Host
 from gpumix.launch.probes import probe
-from gpumix.launch.probes.readiness import Facts, together
+from gpumix.launch.probes.readiness import ProbeFacts, together
 from gpumix.schema.errors import GpumixError, MachineError
 from gpumix.schema.files import read_text
 
@@ -30,7 +30,7 @@ _SAID = {
 
 def survey(
     hosts: Sequence[Host], ssh: Ssh, around: Surroundings, asked: Mapping[str, Mapping[str, object]]
-) -> dict[str, Facts]:
+) -> dict[str, ProbeFacts]:
     """Return the facts of each host, by name.
 
     Args:
@@ -46,13 +46,13 @@ def survey(
         )
     together([answer for answer in answers if isinstance(answer, GpumixError)])
     told = zip((host.name for host in hosts), answers)
-    return {name: facts for name, facts in told if isinstance(facts, Facts)}
+    return {name: facts for name, facts in told if isinstance(facts, ProbeFacts)}
 
 
-def here(files: Sequence[str]) -> Facts:
+def here(files: Sequence[str]) -> ProbeFacts:
     """Return the facts of this process."""
     version, digest = probe.package()
-    return Facts(
+    return ProbeFacts(
         host="here",
         python=".".join(map(str, sys.version_info[:3])),
         gpumix=version,
@@ -110,7 +110,7 @@ def _ended(asking: Sequence[subprocess.Popen[str]]) -> Iterator[None]:
 
 def _answer(
     host: Host, asking: subprocess.Popen[str], ssh: Ssh, around: Surroundings
-) -> Facts | GpumixError:
+) -> ProbeFacts | GpumixError:
     limit_s = ssh.timeout_s + PROBE_S
     try:
         out, said = asking.communicate(read_text(Path(probe.__file__)), limit_s)
@@ -118,7 +118,7 @@ def _answer(
         return MachineError(f"it did not answer within {limit_s:.0f} s", where=f"host {host.name}")
     answers = [line for line in out.splitlines() if line.startswith(probe.MARK)]
     if answers:
-        return Facts(**json.loads(answers[-1].removeprefix(probe.MARK)))
+        return ProbeFacts(**json.loads(answers[-1].removeprefix(probe.MARK)))
     return _silent(host, around, asking.returncode, said.strip())
 
 

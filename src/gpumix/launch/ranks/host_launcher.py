@@ -19,7 +19,7 @@ from contextlib import suppress
 from gpumix.hardware.host.environment import print_at_once, talk_inside_of_host
 from gpumix.launch.commands import HOST_MODULE
 from gpumix.launch.orders import Order, Orders
-from gpumix.launch.ranks.host_ranks import Share, started, watch
+from gpumix.launch.ranks.host_ranks import HostShare, started, watch
 from gpumix.schema.errors import GpumixError
 from gpumix.train.processes.tcp_liveness import is_visited, listen_at
 
@@ -31,7 +31,7 @@ LOST = 255  # ssh's exit code for a lost connection
 
 
 def run(
-    share: Share,
+    share: HostShare,
     words: Sequence[str],
     orders: Orders,
     *,
@@ -56,7 +56,7 @@ def run(
         print_at_once()
     server = _listen(share) if share.first == 0 else None
     if server is not None:
-        share = Share(
+        share = HostShare(
             share.first, share.processes, share.world, share.address, server.getsockname()[1]
         )
     with started(share, words, take, grace_s=grace_s) as ranks:
@@ -68,7 +68,7 @@ def run(
     return code, told
 
 
-def _listen(share: Share) -> socket.socket:
+def _listen(share: HostShare) -> socket.socket:
     deadline = time.monotonic() + KNOWN_S
     while time.monotonic() < deadline:
         with suppress(socket.gaierror):
@@ -78,7 +78,7 @@ def _listen(share: Share) -> socket.socket:
     return listen_at(share.address, share.port, one_host=share.one_host)
 
 
-def _serve(server: socket.socket, share: Share) -> object:
+def _serve(server: socket.socket, share: HostShare) -> object:
     """Serve the store; ranks connecting earlier wait, as the port is open."""
     from gpumix.train.processes.store import store_on
 
@@ -96,7 +96,7 @@ def _stay(port: int, orders: Orders) -> None:
 def main() -> None:
     asked = _arguments()
     orders = Orders(led=asked.led)
-    share = Share(asked.first_rank, asked.processes, asked.world, asked.address, asked.port)
+    share = HostShare(asked.first_rank, asked.processes, asked.world, asked.address, asked.port)
     with orders.by_signals():
         try:
             take = print_line if asked.led else None

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from gpumix.hardware.host.environment import rank_settings
 from gpumix.launch.orders import Order, Orders
-from gpumix.launch.ranks.line_forwarding import Lines
+from gpumix.launch.ranks.line_forwarding import LineForwarder
 from gpumix.schema.errors import EXIT_INTERRUPTED, TrainingError
 
 LOOK_S = 0.02
@@ -36,7 +36,7 @@ for group in sys.stdin.read().split():
 
 
 @dataclass(frozen=True)
-class Share:
+class HostShare:
     """A host's part of a launch: `processes` ranks of `world`, from `first` on, and the rendezvous
     address."""
 
@@ -51,7 +51,7 @@ class Share:
         return self.processes == self.world
 
 
-class Rank:
+class RankProcess:
     """Process of a rank. Output goes to this process's, or line by line to `take`."""
 
     def __init__(
@@ -71,7 +71,7 @@ class Rank:
             stderr=pipe,
             start_new_session=True,
         )
-        self._lines = Lines.of(self.process, take) if take is not None else []
+        self._lines = LineForwarder.of(self.process, take) if take is not None else []
 
     @property
     def code(self) -> int | None:
@@ -99,14 +99,14 @@ class Rank:
 
 @contextmanager
 def started(
-    share: Share,
+    share: HostShare,
     words: Sequence[str],
     take: Callable[[int, str], None] | None,
     *,
     grace_s: float,
-) -> Iterator[list[Rank]]:
+) -> Iterator[list[RankProcess]]:
     """Start a host's ranks; ranks end with the block, or with this process in any case."""
-    ranks: list[Rank] = []
+    ranks: list[RankProcess] = []
     with _guard() as tell:
         try:
             for local in range(share.processes):
@@ -119,7 +119,7 @@ def started(
                     port=share.port,
                     grace_s=grace_s,
                 )
-                ranks.append(Rank(share.first + local, words, env, take))
+                ranks.append(RankProcess(share.first + local, words, env, take))
                 tell(ranks[-1].process.pid)
             yield ranks
         finally:
@@ -147,18 +147,18 @@ def _guard() -> Iterator[Callable[[int], None]]:
         pipe.close()
 
 
-def end(ranks: Sequence[Rank]) -> None:
+def end(ranks: Sequence[RankProcess]) -> None:
     for rank in ranks:
         rank.kill()
 
 
-def watch(ranks: Sequence[Rank], orders: Orders, *, grace_s: float) -> tuple[int, str]:
+def watch(ranks: Sequence[RankProcess], orders: Orders, *, grace_s: float) -> tuple[int, str]:
     """Wait for all ranks, or end all; return the exit code of the first to fail, and how it ended.
 
     Args:
         grace_s: time limit of ranks asked to stop.
     """
-    first: Rank | None = None
+    first: RankProcess | None = None
     asked = False
     terminate_at = kill_at = float("inf")
     while any(rank.code is None for rank in ranks):
@@ -179,7 +179,9 @@ def watch(ranks: Sequence[Rank], orders: Orders, *, grace_s: float) -> tuple[int
     return _outcome(ranks, first, asked=asked)
 
 
-def _outcome(ranks: Sequence[Rank], first: Rank | None, *, asked: bool) -> tuple[int, str]:
+def _outcome(
+    ranks: Sequence[RankProcess], first: RankProcess | None, *, asked: bool
+) -> tuple[int, str]:
     if asked and first is None:
         first = next((r for r in ranks if r.code not in _LEFT_BY_STOP), None)
         if first is None:

@@ -11,7 +11,7 @@ from typing import IO
 LEFT_S = 2.0  # time to read pipes left open after a process's end
 
 
-class Lines:
+class LineForwarder:
     """Thread reading a process's pipe and passing on each line, without its end, with 1 for stdout
     or 2 for stderr."""
 
@@ -27,7 +27,9 @@ class Lines:
             self._take(self._to, line.rstrip("\n"))
 
     @classmethod
-    def of(cls, process: subprocess.Popen[bytes], take: Callable[[int, str], None]) -> list[Lines]:
+    def of(
+        cls, process: subprocess.Popen[bytes], take: Callable[[int, str], None]
+    ) -> list[LineForwarder]:
         """Return readers of all pipes of a process."""
         pipes = ((1, process.stdout), (2, process.stderr))
         return [cls(pipe, to, take) for to, pipe in pipes if pipe is not None]

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from gpumix.launch.hosts import Place
+from gpumix.launch.hosts import HostRanks
 from gpumix.launch.orders import ALIVE_S, Order, Orders
 from gpumix.launch.probes.survey import LOST
-from gpumix.launch.ranks.line_forwarding import Lines
+from gpumix.launch.ranks.line_forwarding import LineForwarder
 from gpumix.schema.errors import EXIT_INTERRUPTED, MachineError, TrainingError
 from gpumix.schema.files import opened_log
 
@@ -36,13 +36,13 @@ class Ended:
     """End of a host: `code` is the exit code of its first rank to fail, None if the host was lost.
     `said` has its last lines of stderr."""
 
-    place: Place
+    place: HostRanks
     code: int | None
     said: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Outcome:
+class LaunchOutcome:
     """End of all hosts; `first` is the host whose failure ended the launch, if any."""
 
     hosts: tuple[Ended, ...]
@@ -63,7 +63,7 @@ Take = Callable[[str, int, str], None]
 class _Remote:
     """The process of ssh to one host."""
 
-    def __init__(self, place: Place, command: Sequence[str], take: Take) -> None:
+    def __init__(self, place: HostRanks, command: Sequence[str], take: Take) -> None:
         self.place = place
         self._said: deque[str] = deque(maxlen=LAST_LINES)
         self._take = take
@@ -72,7 +72,7 @@ class _Remote:
         self.process = subprocess.Popen(
             command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
         )
-        self._lines = Lines.of(self.process, self._heard)
+        self._lines = LineForwarder.of(self.process, self._heard)
 
     def _heard(self, to: int, line: str) -> None:
         if to == 2:
@@ -103,8 +103,8 @@ class _Remote:
 
 
 def run(
-    commands: Mapping[Place, Sequence[str]], orders: Orders, take: Take, *, grace_s: float
-) -> Outcome:
+    commands: Mapping[HostRanks, Sequence[str]], orders: Orders, take: Take, *, grace_s: float
+) -> LaunchOutcome:
     """Run a command for each host until all have ended, or a failing host ends all."""
     remotes: list[_Remote] = []
     try:
@@ -114,7 +114,7 @@ def run(
     finally:
         for remote in remotes:
             remote.kill()
-    return Outcome(
+    return LaunchOutcome(
         hosts=tuple(remote.ended() for remote in remotes),
         first=first.ended() if first is not None else None,
         interrupted=orders.given is not Order.GO_ON,
@@ -155,7 +155,7 @@ def _tell(remotes: Sequence[_Remote], word: str) -> None:
         remote.tell(word)
 
 
-def account(outcome: Outcome, logs: Path | None) -> TrainingError | None:
+def account(outcome: LaunchOutcome, logs: Path | None) -> TrainingError | None:
     """Return the error for a failed launch; None without a failed host."""
     first = outcome.first
     if first is None:
@@ -179,7 +179,7 @@ def account(outcome: Outcome, logs: Path | None) -> TrainingError | None:
     )
 
 
-class Gathered:
+class GatheredOutput:
     """Output of all hosts, each line prefixed by its host, and in a file per host.
 
     Args:

@@ -18,7 +18,7 @@ import yaml
 
 from gpumix.launch.commands import HOST_MODULE, Surroundings, meeting_words, ranks_words
 from gpumix.launch.program import Program
-from gpumix.launch.schedulers.nodes import Component, Part, first_rank, parts_of, world_of
+from gpumix.launch.schedulers.nodes import Component, NodeGroup, first_rank, parts_of, world_of
 from gpumix.schema.errors import InputError
 
 API = "trainer.kubeflow.org/v1alpha1"
@@ -140,7 +140,7 @@ def _runtime(
 
 
 def _command(
-    part: Part, world: int, meeting: Sequence[str], program: Program, around: Surroundings
+    part: NodeGroup, world: int, meeting: Sequence[str], program: Program, around: Surroundings
 ) -> list[str]:
     number = first_rank(part, "JOB_COMPLETION_INDEX")
     words = ranks_words(number, part.component.devices, world)
@@ -151,7 +151,7 @@ def _command(
     return ["sh", "-c", "exec " + " ".join(run)]
 
 
-def _job(part: Part, command: list[str], around: Surroundings) -> dict[str, Any]:
+def _job(part: NodeGroup, command: list[str], around: Surroundings) -> dict[str, Any]:
     component = part.component
     pod = {
         "restartPolicy": "Never",

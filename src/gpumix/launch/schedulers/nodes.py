@@ -31,7 +31,7 @@ class Component:
 
 
 @dataclass(frozen=True)
-class Part:
+class NodeGroup:
     """A component with the global numbers of the first node and rank."""
 
     component: Component
@@ -99,11 +99,11 @@ def _label(name: str) -> str:
     return label if label[0].isalpha() else f"n{label}"
 
 
-def parts_of(components: Sequence[Component]) -> tuple[Part, ...]:
-    parts: list[Part] = []
+def parts_of(components: Sequence[Component]) -> tuple[NodeGroup, ...]:
+    parts: list[NodeGroup] = []
     node = rank = 0
     for component in components:
-        parts.append(Part(component, node, rank))
+        parts.append(NodeGroup(component, node, rank))
         node += component.nodes
         rank += component.nodes * component.devices
     return tuple(parts)
@@ -113,7 +113,7 @@ def world_of(components: Sequence[Component]) -> int:
     return sum(one.nodes * one.devices for one in components)
 
 
-def first_rank(part: Part, node: str) -> str:
+def first_rank(part: NodeGroup, node: str) -> str:
     """Return the first rank of a node as a shell expression: `node` is the node's number in its
     part."""
     ranks = f"{node} * {part.component.devices}"

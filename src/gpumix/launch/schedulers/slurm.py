@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from gpumix.launch.commands import HOST_MODULE, Surroundings, meeting_words, ranks_words
 from gpumix.launch.program import Program
-from gpumix.launch.schedulers.nodes import Component, Part, first_rank, parts_of, world_of
+from gpumix.launch.schedulers.nodes import Component, NodeGroup, first_rank, parts_of, world_of
 from gpumix.schema.errors import InputError
 from gpumix.schema.untrusted_text import directive
 
@@ -99,13 +99,13 @@ def _directives(component: Component) -> Iterator[str]:
         yield directive("nodelist", ",".join(component.hosts))
 
 
-def _step(number: int, part: Part, several: bool) -> str:
+def _step(number: int, part: NodeGroup, several: bool) -> str:
     group = f"--het-group={number} " if several else ""
     cpus = part.component.devices * CPUS_PER_DEVICE  # srun does not inherit them
     return f"{group}--ntasks={part.component.nodes} --cpus-per-task={cpus}"
 
 
-def _task(part: Part, program: Program, around: Surroundings, world: int) -> str:
+def _task(part: NodeGroup, program: Program, around: Surroundings, world: int) -> str:
     """Return the command of each task of a component, as one word for the script's shell."""
     node = f"(SLURM_PROCID - {part.first_node})" if part.first_node else "SLURM_PROCID"
     number = first_rank(part, node)

@@ -24,9 +24,9 @@ import numpy.typing as npt
 
 from gpumix.cost.layout.curves import FloatArray, IntArray, MicroBatches
 from gpumix.cost.step_time import pass_seconds
-from gpumix.planner.common.class_split import Division
+from gpumix.planner.common.class_split import ClassSplit
 from gpumix.planner.common.score import Load, capacities
-from gpumix.planner.common.sharding_setting import Setting, setting_of
+from gpumix.planner.common.sharding_setting import ShardingSetting, setting_of
 from gpumix.planner.common.strategy import PlanRequest, ranked_devices
 from gpumix.planner.common.why_policy_does_not_fit import lack, too_large
 from gpumix.planner.data_parallel.branch_and_bound import level
@@ -85,8 +85,8 @@ class _Options:
 class _Task:
     """A planning task: settings with equal and with unequal shares, and the mode of each class."""
 
-    equal: Setting
-    unequal: Setting
+    equal: ShardingSetting
+    unequal: ShardingSetting
     modes: Mapping[str, Mode]
     batch: int
 
@@ -185,7 +185,7 @@ class _Task:
         seconds = np.where(even, evenly, unevenly)
         return _Options(size[fits], number[fits], seconds[fits], even[fits], room[fits])
 
-    def _division(self, solution: Sequence[tuple[_Options, int]], factor: int) -> Division:
+    def _division(self, solution: Sequence[tuple[_Options, int]], factor: int) -> ClassSplit:
         setting = self.equal if _all_even(solution) else self.unequal
         shares = _shares(solution)
         samples = [int(o.size[k] * o.number[k]) * factor for o, k in solution]
@@ -195,7 +195,7 @@ class _Task:
             Load(name, count, int(o.size[k]), share, self.modes[name])
             for name, count, share, (o, k) in zip(self.names, samples, shares, solution)
         )
-        return Division(setting, tuple(loads.items()))
+        return ClassSplit(setting, tuple(loads.items()))
 
 
 def _modes(profile: Profile, request: PlanRequest, devices: tuple[Device, ...]) -> tuple[Mode, ...]:

@@ -15,8 +15,8 @@ from gpumix.cost.layout.curves import IntArray, MicroBatches
 from gpumix.cost.network.buckets import Buckets
 from gpumix.cost.peak_memory import Activations, Owned, free_bytes, owned_by_rank
 from gpumix.planner.common.score import Load, even_settings, host_excess, step_seconds
-from gpumix.planner.common.sharding_setting import Setting
-from gpumix.planner.common.strategy import Part, PlanRequest, assemble, ranked_devices
+from gpumix.planner.common.sharding_setting import ShardingSetting
+from gpumix.planner.common.strategy import DevicePart, PlanRequest, assemble, ranked_devices
 from gpumix.planner.common.why_policy_does_not_fit import Short, too_large
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.errors import InputError
@@ -63,7 +63,7 @@ def even_plans(profile: Profile, request: PlanRequest) -> Iterator[Plan]:
             strategy="even",
             global_batch=batch,
             parts={
-                device.id: Part(count, min(way.micro_batch, count), 1.0 / ranks, way.mode)
+                device.id: DevicePart(count, min(way.micro_batch, count), 1.0 / ranks, way.mode)
                 for device, count in zip(devices, samples)
             },
         )
@@ -74,14 +74,14 @@ class _Even:
     """Equal parts in one setting and mode: the largest micro-batch fitting all devices, if any, and
     the bytes each class exceeds its memory by at best."""
 
-    setting: Setting
+    setting: ShardingSetting
     mode: Mode
     micro_batch: int | None
     step_s: float
     excess: dict[str, Short]
 
     @classmethod
-    def of(cls, setting: Setting, mode: Mode, kinds: Sequence[_Kind]) -> _Even:
+    def of(cls, setting: ShardingSetting, mode: Mode, kinds: Sequence[_Kind]) -> _Even:
         most = max(kind.samples for kind in kinds)
         most = min(setting.largest_micro_batch(name, most) for name in setting.classes)
         sizes = np.arange(1, most + 1)
@@ -116,7 +116,7 @@ def _kinds(buckets: Buckets, devices: Sequence[Device], samples: Sequence[int]) 
 
 
 def _excess(
-    setting: Setting, mode: Mode, kind: _Kind, sizes: IntArray
+    setting: ShardingSetting, mode: Mode, kind: _Kind, sizes: IntArray
 ) -> tuple[IntArray, IntArray]:
     """Return the bytes over device memory, and over the host's memory, by micro-batch size."""
     micro = MicroBatches.of(np.full(len(sizes), kind.samples), sizes)

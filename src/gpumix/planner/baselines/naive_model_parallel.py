@@ -19,7 +19,7 @@ from gpumix.cost.predict import predict
 from gpumix.planner.common.stage_preconditions import NEEDED_ALONE, refuse_one_stage, refuse_without
 from gpumix.planner.common.strategy import PlanRequest, fit, predicted, ranked_devices
 from gpumix.planner.common.why_policy_does_not_fit import Misses
-from gpumix.planner.pipeline_parallel.candidate import Cut, Way, assemble_stages
+from gpumix.planner.pipeline_parallel.candidate import Cut, PlanCandidate, assemble_stages
 from gpumix.planner.pipeline_parallel.stage_memory import StageRoom
 from gpumix.planner.pipeline_parallel.stage_modes import ALONE, Manners, kind_of
 from gpumix.schema.cluster.cluster import Device
@@ -77,7 +77,7 @@ def _with_most_memory(
     return tuple(device for device in devices if device in kept)
 
 
-def _ways(manners: Manners, batch: int, devices: tuple[Device, ...]) -> Iterator[Way]:
+def _ways(manners: Manners, batch: int, devices: tuple[Device, ...]) -> Iterator[PlanCandidate]:
     """Yield ways by falling micro-batch size, each first without recompute if all devices can."""
     row = tuple((device,) for device in devices)
     every = [manners.of(kind_of(group), "1f1b", last=group is row[-1]) for group in row]
@@ -86,18 +86,18 @@ def _ways(manners: Manners, batch: int, devices: tuple[Device, ...]) -> Iterator
         for again in (False, True):
             alike = [[one for one in some if one.mode.recompute is again] for some in every]
             if all(alike):
-                yield Way(row, tuple(some[0] for some in alike), "1f1b", size)
+                yield PlanCandidate(row, tuple(some[0] for some in alike), "1f1b", size)
         size //= 2
 
 
-def _plan(profile: Profile, batch: int, way: Way) -> Plan:
+def _plan(profile: Profile, batch: int, way: PlanCandidate) -> Plan:
     count = ceil(batch / way.micro_batch)
     cut = _filled_alike(profile, way, count)
     plan = assemble_stages(profile, batch, way, cut, ((count,),) * len(way.row), strategy="model")
     return plan.model_copy(update={"prediction": predict(profile, plan)})
 
 
-def _filled_alike(profile: Profile, way: Way, count: int) -> Cut:
+def _filled_alike(profile: Profile, way: PlanCandidate, count: int) -> Cut:
     """Return the cut that fills the fullest device least."""
     edges = np.array([0, *profile.model.cuts, len(profile.model.calls)])
     room = StageRoom(profile)
@@ -113,7 +113,7 @@ def _filled_alike(profile: Profile, way: Way, count: int) -> Cut:
     return tuple(_least_most(edges, len(way.row), filled))
 
 
-def _left_before(profile: Profile, way: Way, stage: int) -> FloatArray:
+def _left_before(profile: Profile, way: PlanCandidate, stage: int) -> FloatArray:
     """Return the bytes left by a micro-batch at all calls before each, on a stage's device."""
     model, mode = profile.model_of(way.row[stage][0].device_class), way.manners[stage].mode
     kinds = map(model.kind, model.kind_of_call)

@@ -18,9 +18,9 @@ import numpy.typing as npt
 from gpumix.cost.layout.curves import FloatArray, IntArray, MicroBatches
 from gpumix.cost.network.collective_times import free_links
 from gpumix.cost.step_time import pass_seconds
-from gpumix.planner.common.class_split import Division, apportion, evenly_stored
+from gpumix.planner.common.class_split import ClassSplit, apportion, evenly_stored
 from gpumix.planner.common.score import capacities, even_settings
-from gpumix.planner.common.sharding_setting import Setting
+from gpumix.planner.common.sharding_setting import ShardingSetting
 from gpumix.planner.common.strategy import PlanRequest, ranked_devices
 from gpumix.planner.common.why_policy_does_not_fit import lacks, too_large
 from gpumix.planner.data_parallel.class_options import TOLERANCE
@@ -76,7 +76,7 @@ class _Speed:
         return np.searchsorted(self.seconds, seconds, side="right").astype(np.int64)
 
 
-def _division(setting: Setting, mode: Mode, batch: int) -> Division | None:
+def _division(setting: ShardingSetting, mode: Mode, batch: int) -> ClassSplit | None:
     """Return Poplar's division in a setting and mode; None if impossible."""
     speeds = [_speed(setting, name, mode, batch) for name in setting.classes]
     if not all(len(speed.seconds) for speed in speeds):
@@ -85,7 +85,7 @@ def _division(setting: Setting, mode: Mode, batch: int) -> Division | None:
     return by_stage(setting, mode, batch, speeds)
 
 
-def _speed(setting: Setting, name: str, mode: Mode, batch: int) -> _Speed:
+def _speed(setting: ShardingSetting, name: str, mode: Mode, batch: int) -> _Speed:
     sizes = np.arange(1, setting.largest_micro_batch(name, batch) + 1)
     micro = MicroBatches.of(sizes, sizes)
     free = free_links(setting.links.buckets)
@@ -94,7 +94,9 @@ def _speed(setting: Setting, name: str, mode: Mode, batch: int) -> _Speed:
     return _Speed(name, len(setting.classes[name]), (forward + backward)[fits])
 
 
-def _fits(setting: Setting, name: str, micro: MicroBatches, mode: Mode) -> npt.NDArray[np.bool_]:
+def _fits(
+    setting: ShardingSetting, name: str, micro: MicroBatches, mode: Mode
+) -> npt.NDArray[np.bool_]:
     """Return a mask of `micro` leaving room for an equal share."""
     return capacities(setting, name, micro, mode) >= 1.0 / len(setting.devices)
 
@@ -102,7 +104,9 @@ def _fits(setting: Setting, name: str, micro: MicroBatches, mode: Mode) -> npt.N
 # -- stages 0 and 1 --------------------------------------------------------------------------------
 
 
-def _own_pace(setting: Setting, mode: Mode, batch: int, speeds: list[_Speed]) -> Division | None:
+def _own_pace(
+    setting: ShardingSetting, mode: Mode, batch: int, speeds: list[_Speed]
+) -> ClassSplit | None:
     """Divide samples by speed, each device in micro-batches of its own best size."""
     most = []
     for speed in speeds:
@@ -118,7 +122,9 @@ def _own_pace(setting: Setting, mode: Mode, batch: int, speeds: list[_Speed]) ->
 # -- stages 2 and 3 --------------------------------------------------------------------------------
 
 
-def _common_pace(setting: Setting, mode: Mode, batch: int, speeds: list[_Speed]) -> Division | None:
+def _common_pace(
+    setting: ShardingSetting, mode: Mode, batch: int, speeds: list[_Speed]
+) -> ClassSplit | None:
     """Run equally many micro-batches on all devices, each as large as a common time allows.
 
     Of all numbers of micro-batches, each at the least sufficient time, the number counts at which
@@ -146,7 +152,7 @@ def _common_pace(setting: Setting, mode: Mode, batch: int, speeds: list[_Speed])
     return evenly_stored(setting, mode, tuple(runs), sizes)
 
 
-def _largest_by_number(setting: Setting, mode: Mode, batch: int, speed: _Speed) -> IntArray:
+def _largest_by_number(setting: ShardingSetting, mode: Mode, batch: int, speed: _Speed) -> IntArray:
     """Return the largest micro-batch of which 1, 2, ... `batch` fit, as activations waiting for the
     backward add up."""
     sizes = np.arange(1, len(speed.seconds) + 1)
@@ -186,7 +192,7 @@ def _least_times(
     return times[high], enough
 
 
-def _collective_seconds(setting: Setting) -> float:
+def _collective_seconds(setting: ShardingSetting) -> float:
     """Return seconds of a micro-batch's collectives; Poplar's engine gathers in each again."""
     links, counts = setting.links, setting.links.buckets.counts()
     return sum(

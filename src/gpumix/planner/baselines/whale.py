@@ -17,9 +17,9 @@ import numpy as np
 
 from gpumix.cost.layout.curves import FloatArray, IntArray, MicroBatches
 from gpumix.cost.peak_memory import usable_bytes
-from gpumix.planner.common.class_split import Division, Runs, apportion
+from gpumix.planner.common.class_split import ClassSplit, Runs, apportion
 from gpumix.planner.common.score import Load, capacities, even_settings, peak_bytes
-from gpumix.planner.common.sharding_setting import Setting
+from gpumix.planner.common.sharding_setting import ShardingSetting
 from gpumix.planner.common.strategy import PlanRequest, ranked_devices
 from gpumix.planner.common.why_policy_does_not_fit import lacks, too_large
 from gpumix.schema.cluster.cluster import Device
@@ -71,8 +71,8 @@ def peak_flops(profile: Profile, devices: tuple[Device, ...]) -> dict[str, float
 
 
 def _divisions(
-    setting: Setting, mode: Mode, batch: int, peaks: Mapping[str, float]
-) -> Iterator[Division]:
+    setting: ShardingSetting, mode: Mode, batch: int, peaks: Mapping[str, float]
+) -> Iterator[ClassSplit]:
     """Yield fitting divisions in a setting and mode, for 1, 2, 4, ... micro-batches."""
     start = apportion(
         batch,
@@ -93,9 +93,11 @@ def _divisions(
         number *= 2
 
 
-def _division(setting: Setting, mode: Mode, number: int, runs: tuple[Runs, ...]) -> Division:
+def _division(
+    setting: ShardingSetting, mode: Mode, number: int, runs: tuple[Runs, ...]
+) -> ClassSplit:
     share = 1.0 / len(setting.devices)
-    return Division(
+    return ClassSplit(
         setting,
         tuple(
             (Load(name, samples, _micro_batch(setting, name, samples, number), share, mode), count)
@@ -105,7 +107,7 @@ def _division(setting: Setting, mode: Mode, number: int, runs: tuple[Runs, ...])
     )
 
 
-def _micro_batch(setting: Setting, name: str, samples: int, number: int) -> int:
+def _micro_batch(setting: ShardingSetting, name: str, samples: int, number: int) -> int:
     """Return the size of `number` micro-batches of `samples`, at most the largest measured."""
     return setting.largest_micro_batch(name, -(-samples // number))
 
@@ -119,7 +121,7 @@ class _Held:
     most: int
 
     @classmethod
-    def of(cls, setting: Setting, name: str, mode: Mode, batch: int, number: int) -> _Held:
+    def of(cls, setting: ShardingSetting, name: str, mode: Mode, batch: int, number: int) -> _Held:
         samples: IntArray = np.arange(batch + 1)
         sizes = np.minimum(-(-samples // number), setting.largest_micro_batch(name, batch))
         micro = MicroBatches.of(samples, sizes)

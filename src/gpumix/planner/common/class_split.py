@@ -12,8 +12,8 @@ from functools import cached_property
 from itertools import chain, repeat
 
 from gpumix.planner.common.score import Load, step_seconds
-from gpumix.planner.common.sharding_setting import Setting
-from gpumix.planner.common.strategy import Part, assemble
+from gpumix.planner.common.sharding_setting import ShardingSetting
+from gpumix.planner.common.strategy import DevicePart, assemble
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Mode
 
@@ -22,10 +22,10 @@ Runs = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
-class Division:
+class ClassSplit:
     """Loads with the number of devices getting each: all devices of `setting`."""
 
-    setting: Setting
+    setting: ShardingSetting
     loads: tuple[tuple[Load, int], ...]
 
     @cached_property
@@ -36,7 +36,7 @@ class Division:
     def plan(self, strategy: str) -> Plan:
         """Build the plan giving its loads to the devices of each class by id, the largest first."""
         order = sorted(self.loads, key=lambda pair: (-pair[0].samples, -pair[0].share))
-        parts: dict[str, Part] = {}
+        parts: dict[str, DevicePart] = {}
         for name, devices in self.setting.classes.items():
             of_class = [pair for pair in order if pair[0].device_class == name]
             each = chain.from_iterable(repeat(_part(load), count) for load, count in of_class)
@@ -45,19 +45,19 @@ class Division:
         return assemble(self.setting, strategy=strategy, global_batch=batch, parts=parts)
 
 
-def _part(load: Load) -> Part:
-    return Part(load.samples, min(load.micro_batch, load.samples), load.share, load.mode)
+def _part(load: Load) -> DevicePart:
+    return DevicePart(load.samples, min(load.micro_batch, load.samples), load.share, load.mode)
 
 
 def evenly_stored(
-    setting: Setting, mode: Mode, runs: Sequence[Runs], micro_batches: Sequence[int]
-) -> Division:
+    setting: ShardingSetting, mode: Mode, runs: Sequence[Runs], micro_batches: Sequence[int]
+) -> ClassSplit:
     """Build a division with given samples and micro-batch sizes by class, and equal state shares.
 
     The sequences follow `setting.classes`.
     """
     share = 1.0 / len(setting.devices)
-    return Division(
+    return ClassSplit(
         setting,
         tuple(
             (Load(name, samples, size, share, mode), count)

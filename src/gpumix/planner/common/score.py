@@ -14,7 +14,7 @@ import numpy as np
 from gpumix.cost.layout.curves import FloatArray, MicroBatches
 from gpumix.cost.peak_memory import Activations
 from gpumix.cost.step_time import exposed_seconds, pass_seconds, passes_meet
-from gpumix.planner.common.sharding_setting import Setting, setting_of
+from gpumix.planner.common.sharding_setting import ShardingSetting, setting_of
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.job.search_space import Space
 from gpumix.schema.plan.plan import ZeroStage
@@ -33,7 +33,7 @@ class Load:
     mode: Mode
 
 
-def step_seconds(setting: Setting, loads: Iterable[Load]) -> float:
+def step_seconds(setting: ShardingSetting, loads: Iterable[Load]) -> float:
     """Return seconds of a step in which every device has one of `loads`."""
     forward, backward, both, update = 0.0, 0.0, 0.0, 0.0
     for load in set(loads):
@@ -47,14 +47,14 @@ def step_seconds(setting: Setting, loads: Iterable[Load]) -> float:
     return exposed_seconds(setting.profile, setting.links) + passes + update
 
 
-def capacities(setting: Setting, name: str, micro: MicroBatches, mode: Mode) -> FloatArray:
+def capacities(setting: ShardingSetting, name: str, micro: MicroBatches, mode: Mode) -> FloatArray:
     """Return the largest share with room on a device of class `name` next to each of `micro`; -1 if
     the device or its host has no room at all."""
     return setting.room(name, Activations(setting.profile.model_of(name), micro, mode))
 
 
 def peak_bytes(
-    setting: Setting, name: str, micro: MicroBatches, mode: Mode, share: float
+    setting: ShardingSetting, name: str, micro: MicroBatches, mode: Mode, share: float
 ) -> FloatArray:
     """Return bytes of each of `micro` on a device of class `name` with a share of the state,
     without the framework."""
@@ -65,7 +65,7 @@ def peak_bytes(
     return np.asarray(held)
 
 
-def host_excess(setting: Setting, name: str, micro: MicroBatches, mode: Mode) -> FloatArray:
+def host_excess(setting: ShardingSetting, name: str, micro: MicroBatches, mode: Mode) -> FloatArray:
     """Return bytes of each of `micro` beyond the host memory for a device of class `name`."""
     most = setting.profile.of_class(name).host_bytes
     if mode.boundary == "device" or most is None:
@@ -76,7 +76,7 @@ def host_excess(setting: Setting, name: str, micro: MicroBatches, mode: Mode) ->
 
 def even_settings(
     profile: Profile, devices: tuple[Device, ...], space: Space
-) -> Iterator[tuple[Setting, Mode]]:
+) -> Iterator[tuple[ShardingSetting, Mode]]:
     """Yield settings of equal shares at every ZeRO stage, with one mode for all devices."""
     for zero_stage in sorted(set(space.zero_stages), reverse=True):
         yield from even_settings_at(profile, devices, space, zero_stage)
@@ -84,7 +84,7 @@ def even_settings(
 
 def even_settings_at(
     profile: Profile, devices: tuple[Device, ...], space: Space, zero_stage: ZeroStage
-) -> Iterator[tuple[Setting, Mode]]:
+) -> Iterator[tuple[ShardingSetting, Mode]]:
     """Yield settings of equal shares at a single ZeRO stage; see `even_settings`."""
     modes = tuple(space.modes(zero_stage))
     setting = setting_of(profile, devices, zero_stage=zero_stage, cap=1.0, modes=modes)

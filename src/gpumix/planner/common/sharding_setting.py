@@ -14,7 +14,12 @@ import numpy as np
 
 from gpumix.cost.layout.curves import FloatArray
 from gpumix.cost.network.buckets import Joining
-from gpumix.cost.network.collective_times import Cuts, Layout, Links, links_for
+from gpumix.cost.network.collective_times import (
+    BufferCuts,
+    CollectiveSeconds,
+    ShardedLayout,
+    links_for,
+)
 from gpumix.cost.network.link_times import Operation, forms_for
 from gpumix.cost.peak_memory import Activations, MemoryModel, free_bytes
 from gpumix.cost.step_time import can_keep_state_on_host, moved_seconds, optimizer_seconds
@@ -32,7 +37,7 @@ PADDINGS = (1.0, 1.05, 1.1, 1.15, 1.2)
 
 
 @dataclass(frozen=True)
-class Setting:
+class ShardingSetting:
     """A fleet with a ZeRO stage, pools, and collectives.
 
     `cap` is the largest share of a device, times the devices of its pool: 1 for equal shares with
@@ -46,7 +51,7 @@ class Setting:
     collectives: Collectives
     cap: float
     joining: Joining
-    links: Links
+    links: CollectiveSeconds
     memory: MemoryModel
     modes: Mapping[str, tuple[Mode, ...]]
     on_host: frozenset[str] = frozenset()
@@ -105,14 +110,14 @@ class Setting:
         )
 
 
-def settings(fleet: Fleet, space: Space) -> Iterator[Setting]:
+def settings(fleet: Fleet, space: Space) -> Iterator[ShardingSetting]:
     """Yield all settings of a space, first by least state on hosts, then by least memory."""
     on_devices = list(_of_stages(fleet, space))
     for on_host in places_of_state(fleet, space):
         yield from (replace(setting, on_host=on_host) for setting in on_devices)
 
 
-def _of_stages(fleet: Fleet, space: Space) -> Iterator[Setting]:
+def _of_stages(fleet: Fleet, space: Space) -> Iterator[ShardingSetting]:
     for zero_stage in sorted(set(space.zero_stages), reverse=True):
         for sharding in space.shardings:
             if sharding == "all" or _worth_a_pool(fleet, zero_stage):
@@ -139,7 +144,7 @@ def _worth_a_pool(fleet: Fleet, zero_stage: ZeroStage) -> bool:
 
 def _forms(
     fleet: Fleet, space: Space, zero_stage: ZeroStage, sharding: Sharding
-) -> Iterator[Setting]:
+) -> Iterator[ShardingSetting]:
     named = forms_for(fleet.profile)
     group: RankGroup = "inside" if sharding == "host" else "all"
     native = [op for op in OPERATIONS if fleet.wire.knows(op, "native", group)]
@@ -171,7 +176,7 @@ def setting_of(
     collectives: Collectives | None = None,
     cap: float = float("inf"),
     modes: tuple[Mode, ...] = (PLAIN,),
-) -> Setting:
+) -> ShardingSetting:
     """Build a setting; without `collectives`, by the forms best for unequal intervals."""
     fleet = Fleet.of(profile, devices)
     collectives = collectives or forms_for(profile)
@@ -180,10 +185,10 @@ def setting_of(
 
 
 def _setting(
-    fleet: Fleet, layout: Layout, cap: float, modes: Mapping[str, tuple[Mode, ...]]
-) -> Setting:
+    fleet: Fleet, layout: ShardedLayout, cap: float, modes: Mapping[str, tuple[Mode, ...]]
+) -> ShardingSetting:
     links = links_for(fleet.profile, fleet.wire, layout)
-    return Setting(
+    return ShardingSetting(
         fleet=fleet,
         zero_stage=layout.zero_stage,
         sharding=layout.sharding,
@@ -198,10 +203,10 @@ def _setting(
 
 def _layout(
     fleet: Fleet, zero_stage: ZeroStage, sharding: Sharding, collectives: Collectives, cap: float
-) -> Layout:
+) -> ShardedLayout:
     """Build a layout; hosts surely cut alike with equally many devices and equal shares."""
     root = fleet.profile.model.root
-    return Layout(
+    return ShardedLayout(
         zero_stage,
         sharding,
         collectives,
@@ -213,7 +218,7 @@ def _layout(
     )
 
 
-def _cuts(fleet: Fleet, sharding: Sharding, cap: float) -> Cuts:
+def _cuts(fleet: Fleet, sharding: Sharding, cap: float) -> BufferCuts:
     """Return cuts of the highest cost among all shares of a setting, in the largest pool."""
     ranks = max(fleet.per_host) if sharding == "host" else fleet.size
-    return Cuts.alike(ranks) if cap == 1.0 else Cuts.unlike(ranks)
+    return BufferCuts.alike(ranks) if cap == 1.0 else BufferCuts.unlike(ranks)

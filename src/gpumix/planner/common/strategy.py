@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pydantic import Field
 
 from gpumix.cost.predict import predict
-from gpumix.planner.common.sharding_setting import Setting
+from gpumix.planner.common.sharding_setting import ShardingSetting
 from gpumix.schema.cluster.cluster import Cluster, Device
 from gpumix.schema.errors import InputError
 from gpumix.schema.job.search_space import EVERYTHING, Space
@@ -40,7 +40,7 @@ Strategy = Callable[[Profile, PlanRequest], Plan]
 
 
 @dataclass(frozen=True)
-class Part:
+class DevicePart:
     """The work and state of one device."""
 
     samples: int
@@ -68,11 +68,11 @@ def ranked_devices(profile: Profile, request: PlanRequest) -> tuple[Device, ...]
 
 
 def assemble(
-    setting: Setting,
+    setting: ShardingSetting,
     *,
     strategy: str,
     global_batch: int,
-    parts: Mapping[str, Part],
+    parts: Mapping[str, DevicePart],
     bound_s: float | None = None,
 ) -> Plan:
     """Build the plan giving each device (by id) its part, with the cost model's prediction."""
@@ -109,7 +109,7 @@ def assemble(
     return bounded(plan.model_copy(update={"prediction": predict(profile, plan)}), bound_s)
 
 
-def _stage(setting: Setting, workers: tuple[Worker, ...]) -> Stage:
+def _stage(setting: ShardingSetting, workers: tuple[Worker, ...]) -> Stage:
     model, joining = setting.profile.model, setting.joining
     return Stage(
         units=model.calls,

@@ -14,7 +14,7 @@ import numpy as np
 from gpumix.cost.layout.curves import IntArray, MicroBatches
 from gpumix.cost.peak_memory import free_bytes, usable_bytes
 from gpumix.planner.common.score import host_excess, peak_bytes
-from gpumix.planner.common.sharding_setting import Setting
+from gpumix.planner.common.sharding_setting import ShardingSetting
 from gpumix.planner.common.stage_preconditions import ONE_STAGE
 from gpumix.schema.errors import NoFeasiblePlanError
 from gpumix.schema.plan.plan import Plan, WorkerPrediction
@@ -38,7 +38,7 @@ class Short(NamedTuple):
 
 
 # A setting, and the shortage of each class.
-Lack = tuple[Setting, Mapping[str, Short]]
+Lack = tuple[ShardingSetting, Mapping[str, Short]]
 
 
 def too_large(what: str, lacks: Iterable[Lack]) -> NoFeasiblePlanError:
@@ -112,7 +112,7 @@ class Misses:
         )
 
 
-def lacks(ways: Iterable[tuple[Setting, Mode]], batch: int) -> Iterator[Lack]:
+def lacks(ways: Iterable[tuple[ShardingSetting, Mode]], batch: int) -> Iterator[Lack]:
     """Yield the shortage of each setting and mode, with equal samples and shares on all devices,
     each class at the best micro-batch."""
     for setting, mode in ways:
@@ -120,7 +120,7 @@ def lacks(ways: Iterable[tuple[Setting, Mode]], batch: int) -> Iterator[Lack]:
         yield setting, {name: lack(setting, name, mode, samples) for name in setting.classes}
 
 
-def lack(setting: Setting, name: str, mode: Mode, samples: int) -> Short:
+def lack(setting: ShardingSetting, name: str, mode: Mode, samples: int) -> Short:
     """Return the shortage of a device of class `name` with `samples` samples and an equal share."""
     sizes = np.arange(1, setting.largest_micro_batch(name, samples) + 1)
     micro = MicroBatches.of(np.full(len(sizes), samples), sizes)

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from gpumix.cost.layout.curves import FloatArray, IntArray
-from gpumix.planner.common.sharding_setting import Setting
-from gpumix.planner.common.strategy import Part
-from gpumix.planner.data_parallel.branch_and_bound import Choice, level
-from gpumix.planner.data_parallel.class_options import Limits, Member, PoolOptions
+from gpumix.planner.common.sharding_setting import ShardingSetting
+from gpumix.planner.common.strategy import DevicePart
+from gpumix.planner.data_parallel.branch_and_bound import SampleLimits, level
+from gpumix.planner.data_parallel.class_options import PoolMember, PoolOptions, TimeLimits
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,14 @@ class _Row:
     `most` has shape [pools, devices]; `work_s` has one entry per row of the class's options.
     """
 
-    member: Member
+    member: PoolMember
     most: IntArray
     work_s: FloatArray
 
 
 def parts(
-    setting: Setting, pools: Sequence[PoolOptions], choice: Choice, batch: int
-) -> dict[str, Part]:
+    setting: ShardingSetting, pools: Sequence[PoolOptions], choice: SampleLimits, batch: int
+) -> dict[str, DevicePart]:
     """Return the part of each device by id."""
     rows = [
         _Row(member, _spread(runs, pool.alike), _least_work(member, choice.limits))
@@ -42,14 +42,14 @@ def parts(
         for member, runs in zip(pool.members, chosen)
     ]
     counts = iter(_balanced(rows, batch))
-    given: dict[str, Part] = {}
+    given: dict[str, DevicePart] = {}
     for pool, kind in zip(pools, setting.pools):
         of_pool = [next(counts) for _ in pool.members]
         shares = _shares(setting, pool, of_pool, choice.limits)
         for member, (_, devices), samples, share in zip(
             pool.members, kind.classes, of_pool, shares
         ):
-            made: dict[tuple[int, float], Part] = {}
+            made: dict[tuple[int, float], DevicePart] = {}
             for names, some, parts_of in zip(devices, samples.tolist(), share.tolist()):
                 for device, n, s in zip(names, some, parts_of):
                     if (n, s) not in made:
@@ -80,7 +80,7 @@ def _balanced(rows: Sequence[_Row], batch: int) -> list[IntArray]:
     return _trimmed(counts, [_within(row, floor) for row in rows], batch)
 
 
-def _least_work(member: Member, limits: Limits) -> FloatArray:
+def _least_work(member: PoolMember, limits: TimeLimits) -> FloatArray:
     """Return the least seconds of work for each row of samples, never falling with more samples."""
     options = member.options
     allowed = np.where(options.allowed(limits), options.work_s, np.inf)
@@ -113,7 +113,7 @@ def _trimmed(counts: list[IntArray], floor: list[IntArray], batch: int) -> list[
 
 
 def _shares(
-    setting: Setting, pool: PoolOptions, counts: Sequence[IntArray], limits: Limits
+    setting: ShardingSetting, pool: PoolOptions, counts: Sequence[IntArray], limits: TimeLimits
 ) -> Iterator[FloatArray]:
     """Return state shares, as even as the room next to the samples and the update's limit allow."""
     width = [c.shape[1] for c in counts]
@@ -139,9 +139,9 @@ def _filled(
     return most.clip(max=level(most, np.ones(len(most))))
 
 
-def _part(member: Member, samples: int, share: float, limits: Limits) -> Part:
+def _part(member: PoolMember, samples: int, share: float, limits: TimeLimits) -> DevicePart:
     options = member.options
     option = options.pick(samples, share, limits)
-    return Part(
+    return DevicePart(
         samples, int(options.micro_batch[option]), share, options.modes[options.mode[option]]
     )

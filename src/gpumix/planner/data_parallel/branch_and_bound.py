@@ -20,7 +20,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from gpumix.cost.layout.curves import FloatArray
-from gpumix.planner.data_parallel.class_options import TOLERANCE, ClassOptions, Limits, PoolOptions
+from gpumix.planner.data_parallel.class_options import (
+    TOLERANCE,
+    ClassOptions,
+    PoolOptions,
+    TimeLimits,
+)
 from gpumix.planner.data_parallel.knapsack import Undecided, select_in_pools, staircase
 
 IMPROVEMENT = 1e-10
@@ -33,18 +38,20 @@ Samples = tuple[tuple[tuple[tuple[int, int], ...], ...], ...]
 
 
 @dataclass(frozen=True)
-class Choice:
+class SampleLimits:
     """The most samples that each device may take, and the limits attained.
 
     No choice takes less than `bound_s`.
     """
 
     samples: Samples
-    limits: Limits
+    limits: TimeLimits
     bound_s: float = 0.0
 
 
-def fastest(pools: Sequence[PoolOptions], batch: int, gap: float = IMPROVEMENT) -> Choice | None:
+def fastest(
+    pools: Sequence[PoolOptions], batch: int, gap: float = IMPROVEMENT
+) -> SampleLimits | None:
     """Return the choice with the least sum of limits, within `gap`; None if memory allows none."""
     return _Search(pools, batch, gap).run()
 
@@ -82,16 +89,16 @@ class _Search:
         options = {m.options.name: m.options for pool in pools for m in pool.members}.values()
         self.forward: FloatArray = np.unique(np.concatenate([o.forward_s for o in options]))
         self.backward: FloatArray = np.unique(np.concatenate([o.backward_s for o in options]))
-        self.best = Choice((), Limits())
+        self.best = SampleLimits((), TimeLimits())
         self.undecided_s = float("inf")  # least seconds of an undecided choice
 
-    def run(self) -> Choice | None:
-        if not self._ask(Limits()):
+    def run(self) -> SampleLimits | None:
+        if not self._ask(TimeLimits()):
             return None
         reach_f = self._within(self.forward, lambda o: o.least_forward_s)
         reach_b = self._within(self.backward, lambda o: o.least_backward_s)
-        low_f = self._least(self.forward, reach_f, lambda t: Limits(forward_s=t))
-        low_b = self._least(self.backward, reach_b, lambda t: Limits(backward_s=t))
+        low_f = self._least(self.forward, reach_f, lambda t: TimeLimits(forward_s=t))
+        low_b = self._least(self.backward, reach_b, lambda t: TimeLimits(backward_s=t))
         update = self._least_update()
         boxes = [self._box(low_f, len(self.forward) - 1, low_b, len(self.backward) - 1)]
         while boxes:
@@ -99,7 +106,7 @@ class _Search:
             budget = self._target() - low
             if budget < update:
                 break
-            answer = self._ask(Limits(self.forward[f1], self.backward[b1], budget))
+            answer = self._ask(TimeLimits(self.forward[f1], self.backward[b1], budget))
             if answer is False:
                 continue
             if f0 == f1 and b0 == b1:
@@ -109,9 +116,9 @@ class _Search:
                 heapq.heappush(boxes, half)
         # Dropped boxes could not beat the target, which only fell since.
         bound = min(self.undecided_s, self._target())
-        return Choice(self.best.samples, self.best.limits, bound)
+        return SampleLimits(self.best.samples, self.best.limits, bound)
 
-    def _ask(self, limits: Limits) -> bool | None:
+    def _ask(self, limits: TimeLimits) -> bool | None:
         """Return True if a choice exists within `limits`, None if undecided; keep the best."""
         rooms = [[m.room_by_row(limits) for m in pool.members] for pool in self.pools]
         stairs = [
@@ -151,8 +158,8 @@ class _Search:
         return forward + backward
 
     def _attained(
-        self, samples: Samples, by_row: Sequence[Sequence[FloatArray]], limits: Limits
-    ) -> Choice:
+        self, samples: Samples, by_row: Sequence[Sequence[FloatArray]], limits: TimeLimits
+    ) -> SampleLimits:
         """Return the choice with the limits attained, often lower than the limits of the search."""
         rooms = [
             np.concatenate(
@@ -176,18 +183,18 @@ class _Search:
                     option = member.options.pick(count, share, limits)
                     forward = max(forward, float(member.options.forward_s[option]))
                     backward = max(backward, float(member.options.backward_s[option]))
-        return Choice(samples, Limits(forward, backward, update))
+        return SampleLimits(samples, TimeLimits(forward, backward, update))
 
     def _settle(self, forward_s: float, backward_s: float, low: float) -> None:
         """Find the least update at one pair of limits, if better than the best choice."""
         while (high := self._target() - forward_s - backward_s) > low:
-            if not self._decided(Limits(forward_s, backward_s, high), low):
+            if not self._decided(TimeLimits(forward_s, backward_s, high), low):
                 return
             middle = (low + min(high, self._target() - forward_s - backward_s)) / 2
-            if not self._decided(Limits(forward_s, backward_s, middle), low):
+            if not self._decided(TimeLimits(forward_s, backward_s, middle), low):
                 low = middle
 
-    def _decided(self, limits: Limits, low: float) -> bool:
+    def _decided(self, limits: TimeLimits, low: float) -> bool:
         """Return True if a choice exists; if undecided, note a possible choice from `low` on."""
         answer = self._ask(limits)
         if answer is None:
@@ -223,7 +230,7 @@ class _Search:
                 reached += pool.alike * member.devices * each
         return min(int(np.searchsorted(reached, self.batch)), len(values) - 1)
 
-    def _least(self, values: FloatArray, low: int, limits: Callable[[float], Limits]) -> int:
+    def _least(self, values: FloatArray, low: int, limits: Callable[[float], TimeLimits]) -> int:
         """Return the place of the least of `values` from `low` on that may allow a choice, with
         nothing else limited."""
         high = len(values) - 1

@@ -20,7 +20,7 @@ from gpumix.cost.network.buckets import SINGLE, buckets_of
 from gpumix.cost.network.collective_times import free_links
 from gpumix.cost.peak_memory import Activations, MemoryModel, free_bytes
 from gpumix.cost.step_time import pass_seconds, passes_meet, work_seconds
-from gpumix.planner.common.sharding_setting import Setting
+from gpumix.planner.common.sharding_setting import ShardingSetting
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.plan import ZeroStage
 from gpumix.schema.plan.stage import Mode, Place
@@ -43,7 +43,7 @@ EVERY = slice(None)
 
 
 @dataclass(frozen=True)
-class Limits:
+class TimeLimits:
     """The longest time of any device for each part of a step, in seconds."""
 
     forward_s: float = float("inf")
@@ -88,14 +88,14 @@ class ClassOptions:
         """The least backward seconds for each of `rows`."""
         return np.asarray(np.minimum.reduceat(self.backward_s, self.starts))
 
-    def allowed(self, limits: Limits, span: slice = EVERY) -> npt.NDArray[np.bool_]:
+    def allowed(self, limits: TimeLimits, span: slice = EVERY) -> npt.NDArray[np.bool_]:
         """Return a mask of the options of `span` within the limits of both passes."""
         slack = 1.0 + TOLERANCE
         return (self.forward_s[span] <= limits.forward_s * slack) & (
             self.backward_s[span] <= limits.backward_s * slack
         )
 
-    def capacity_by_row(self, limits: Limits) -> FloatArray:
+    def capacity_by_row(self, limits: TimeLimits) -> FloatArray:
         """Return the largest capacity for each of `rows`; -1 where no option is allowed."""
         if not len(self.rows):
             return np.zeros(0)
@@ -112,7 +112,7 @@ class ClassOptions:
         """Shares updated per second by a device; infinite if the update takes no time."""
         return 1.0 / self.optimizer_s if self.optimizer_s > 0 else float("inf")
 
-    def pick(self, samples: int, share: float, limits: Limits) -> int:
+    def pick(self, samples: int, share: float, limits: TimeLimits) -> int:
         """Return the allowed option of least work with `samples` samples and room for `share`.
 
         Ties go to the smaller micro-batch, then to the plainer mode. An option must exist.
@@ -125,7 +125,7 @@ class ClassOptions:
 
 
 @dataclass(frozen=True)
-class Member:
+class PoolMember:
     """The devices of a class in a pool: each stores at most, or exactly (`equal`), `cap`."""
 
     options: ClassOptions
@@ -133,14 +133,14 @@ class Member:
     cap: float
     equal: bool
 
-    def room_by_row(self, limits: Limits) -> FloatArray:
+    def room_by_row(self, limits: TimeLimits) -> FloatArray:
         """Return the largest share to store next to each row of samples; -1 if none is allowed."""
         capacity = self.options.capacity_by_row(limits)
         if self.equal:
             return np.where(capacity >= self.cap, self.cap, -1.0)
         return np.minimum(capacity, self.cap)
 
-    def room_of(self, counts: npt.ArrayLike, limits: Limits) -> FloatArray:
+    def room_of(self, counts: npt.ArrayLike, limits: TimeLimits) -> FloatArray:
         """Return the largest share to store next to each of `counts` samples."""
         return self.room_by_row(limits)[np.searchsorted(self.options.rows, counts)]
 
@@ -149,16 +149,18 @@ class Member:
 class PoolOptions:
     """A pool, standing for `alike` like pools."""
 
-    members: tuple[Member, ...]
+    members: tuple[PoolMember, ...]
     alike: int
 
 
-def pool_options(setting: Setting, options: Mapping[str, ClassOptions]) -> tuple[PoolOptions, ...]:
+def pool_options(
+    setting: ShardingSetting, options: Mapping[str, ClassOptions]
+) -> tuple[PoolOptions, ...]:
     """Return the pools of a setting with the options of each class."""
     return tuple(
         PoolOptions(
             tuple(
-                Member(
+                PoolMember(
                     options[name],
                     len(devices[0]),
                     min(1.0, setting.cap / pool.size),
@@ -241,7 +243,7 @@ class _Table:
     capacity: FloatArray
 
 
-def tabulate(setting: Setting, name: str, grid: Grid, within_s: float) -> ClassOptions:
+def tabulate(setting: ShardingSetting, name: str, grid: Grid, within_s: float) -> ClassOptions:
     """Tabulate the options of class `name` on a grid with both passes in at most `within_s`."""
     modes = setting.modes[name]
     tables = [_table(setting, name, grid, mode) for mode in modes]
@@ -272,7 +274,7 @@ def tabulate(setting: Setting, name: str, grid: Grid, within_s: float) -> ClassO
     )
 
 
-def _table(setting: Setting, name: str, grid: Grid, mode: Mode) -> _Table:
+def _table(setting: ShardingSetting, name: str, grid: Grid, mode: Mode) -> _Table:
     profile, held = setting.profile, grid.held(name, mode)
     forward, backward = pass_seconds(profile, name, setting.links, grid.micro, mode)
     if not passes_meet(setting.zero_stage):
@@ -325,16 +327,16 @@ class Paces:
         self._paces: dict[tuple[str, ZeroStage, Place], _Pace] = {}
         self._least: dict[tuple[str, ZeroStage, Place], _Least] = {}
 
-    def seconds_per_sample(self, setting: Setting, name: str) -> float:
+    def seconds_per_sample(self, setting: ShardingSetting, name: str) -> float:
         """Return the least seconds per sample on a device of class `name`, in any micro-batch."""
         return self._pace(setting, name).per_sample_s
 
-    def largest_micro_batch(self, setting: Setting, name: str) -> int:
+    def largest_micro_batch(self, setting: ShardingSetting, name: str) -> int:
         """Return an upper bound of the micro-batch on a device of class `name`, by room and by
         measured sizes; at least 1."""
         return self._pace(setting, name).largest
 
-    def most_samples(self, setting: Setting, name: str, within_s: float) -> int:
+    def most_samples(self, setting: ShardingSetting, name: str, within_s: float) -> int:
         """Return an upper bound of samples in `within_s` on class `name`; -1 if collectives alone
         take longer."""
         per_sample_s = self.seconds_per_sample(setting, name)
@@ -344,7 +346,7 @@ class Paces:
             return self.batch
         return int(within_s / per_sample_s * (1.0 + TOLERANCE))
 
-    def enough(self, setting: Setting, within_s: float) -> bool:
+    def enough(self, setting: ShardingSetting, within_s: float) -> bool:
         """Return False if all devices together cannot do the batch in `within_s`."""
         most = {name: self.most_samples(setting, name, within_s) for name in setting.classes}
         if min(most.values()) < 0:
@@ -360,7 +362,7 @@ class Paces:
                 return False
         return True
 
-    def least_seconds(self, setting: Setting) -> float:
+    def least_seconds(self, setting: ShardingSetting) -> float:
         """Return a lower bound of the passes: all devices at their best, or collectives alone."""
         speed = 0.0
         for name, devices in setting.classes.items():
@@ -368,7 +370,7 @@ class Paces:
             speed += len(devices) / per_sample if per_sample > 0 else float("inf")
         return max(sum(setting.moved_s), self.batch / speed)
 
-    def _pace(self, setting: Setting, name: str) -> _Pace:
+    def _pace(self, setting: ShardingSetting, name: str) -> _Pace:
         key = (name, setting.zero_stage, setting.state_on(name))
         if key not in self._paces:
             limits = {mode: self._largest(setting, name, mode) for mode in setting.modes[name]}
@@ -376,19 +378,19 @@ class Paces:
             self._paces[key] = _Pace(max(limits.values()), min(per_sample))
         return self._paces[key]
 
-    def _per_sample_s(self, setting: Setting, name: str, mode: Mode, largest: int) -> float:
+    def _per_sample_s(self, setting: ShardingSetting, name: str, mode: Mode, largest: int) -> float:
         sizes = np.asarray(corners(setting.profile, name, largest))
         whole = MicroBatches.of(sizes, sizes)
         passes = pass_seconds(setting.profile, name, self._free, whole, _plain(mode))
         return float(np.min(np.add(*passes) / sizes))
 
-    def _least_of(self, setting: Setting, name: str) -> _Least:
+    def _least_of(self, setting: ShardingSetting, name: str) -> _Least:
         key = (name, setting.zero_stage, setting.state_on(name))
         if key not in self._least:
             self._least[key] = self._measure(setting, name)
         return self._least[key]
 
-    def _measure(self, setting: Setting, name: str) -> _Least:
+    def _measure(self, setting: ShardingSetting, name: str) -> _Least:
         rows, largest = min(self.batch, FEW_ROWS), self.largest_micro_batch(setting, name)
         grid = self.grids.of(0, rows, np.arange(1, min(rows, largest) + 1))
         least = []
@@ -399,7 +401,7 @@ class Paces:
             least.append(np.where(fits, every, np.inf).min(axis=2))
         return _Least(*np.min(least, axis=0)[:, : rows + 1])
 
-    def _largest(self, setting: Setting, name: str, mode: Mode) -> int:
+    def _largest(self, setting: ShardingSetting, name: str, mode: Mode) -> int:
         """Return an upper bound of the micro-batch by room in a mode, however the rest is run: a
         micro-batch run alone takes the least memory, and more with more samples. If sizes are few,
         return the limit."""
@@ -417,7 +419,9 @@ class Paces:
         above = int(fits[-1]) + 1 if len(fits) else 0
         return max(1, int(sizes[above]) - 1) if above < len(sizes) else limit
 
-    def _fits(self, setting: Setting, name: str, held: Activations) -> npt.NDArray[np.bool_]:
+    def _fits(
+        self, setting: ShardingSetting, name: str, held: Activations
+    ) -> npt.NDArray[np.bool_]:
         """Return a mask of activations with room on a device of class `name` storing no state."""
         zero_stage = setting.zero_stage
         if zero_stage not in self._stateless:

@@ -8,15 +8,15 @@ import numpy as np
 
 from gpumix.cost.layout.curves import IntArray, MicroBatches
 from gpumix.cost.peak_memory import Activations
-from gpumix.planner.common.sharding_setting import Setting
-from gpumix.planner.data_parallel.class_options import ClassOptions, Limits, pool_options
+from gpumix.planner.common.sharding_setting import ShardingSetting
+from gpumix.planner.data_parallel.class_options import ClassOptions, TimeLimits, pool_options
 from gpumix.planner.data_parallel.knapsack import Undecided, select_in_pools, staircase
 from gpumix.schema.plan.stage import Mode
 
 STEPS = 128  # numbers of samples tried
 
 
-def may_fit(setting: Setting, batch: int) -> bool:
+def may_fit(setting: ShardingSetting, batch: int) -> bool:
     """Return False only if no choice of samples, micro-batches and modes has room.
 
     Samples run in micro-batches of one, which take the least memory, and are counted in steps: the
@@ -29,7 +29,7 @@ def may_fit(setting: Setting, batch: int) -> bool:
     held = _held(setting, ones)
     last = np.append(first[1:] - 1, batch)
     options = {name: _roomiest(setting, name, last, held) for name in setting.classes}
-    pools, anything = pool_options(setting, options), Limits()
+    pools, anything = pool_options(setting, options), TimeLimits()
     stairs = [
         [staircase(m, m.room_by_row(anything), anything.optimizer_s) for m in pool.members]
         for pool in pools
@@ -40,7 +40,7 @@ def may_fit(setting: Setting, batch: int) -> bool:
         return True
 
 
-def _held(setting: Setting, ones: MicroBatches) -> dict[tuple[int, Mode], Activations]:
+def _held(setting: ShardingSetting, ones: MicroBatches) -> dict[tuple[int, Mode], Activations]:
     """Return the activations of each model, by identity, and of each mode."""
     models = {name: setting.profile.model_of(name) for name in setting.classes}
     ways = {
@@ -50,7 +50,7 @@ def _held(setting: Setting, ones: MicroBatches) -> dict[tuple[int, Mode], Activa
 
 
 def _roomiest(
-    setting: Setting,
+    setting: ShardingSetting,
     name: str,
     samples: IntArray,
     held: Mapping[tuple[int, Mode], Activations],

@@ -16,7 +16,7 @@ from itertools import pairwise
 import numpy as np
 
 from gpumix.cost.layout.curves import FloatArray, IntArray
-from gpumix.planner.data_parallel.class_options import TOLERANCE, Member, PoolOptions
+from gpumix.planner.data_parallel.class_options import TOLERANCE, PoolMember, PoolOptions
 
 WHOLE = 1.0 - TOLERANCE  # shares adding up to this hold all of the state
 
@@ -59,7 +59,7 @@ class Move:
     end: int
 
 
-def staircase(member: Member, room: FloatArray, optimizer_s: float) -> Staircase:
+def staircase(member: PoolMember, room: FloatArray, optimizer_s: float) -> Staircase:
     """Return the staircase of a class in a pool, with `room` next to each row of samples and a
     limit on the update; no steps if nothing is allowed."""
     share = np.minimum(room, member.options.most_share(optimizer_s))

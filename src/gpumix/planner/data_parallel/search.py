@@ -19,10 +19,10 @@ import numpy as np
 from gpumix.cost.layout.curves import IntArray
 from gpumix.cost.step_time import exposed_seconds
 from gpumix.planner.common.device_pool import Fleet, fewer
-from gpumix.planner.common.sharding_setting import Setting, settings
+from gpumix.planner.common.sharding_setting import ShardingSetting, settings
 from gpumix.planner.common.strategy import PlanRequest, assemble, predicted, ranked_devices
 from gpumix.planner.data_parallel.balance import parts
-from gpumix.planner.data_parallel.branch_and_bound import IMPROVEMENT, Choice, fastest
+from gpumix.planner.data_parallel.branch_and_bound import IMPROVEMENT, SampleLimits, fastest
 from gpumix.planner.data_parallel.class_options import (
     TOLERANCE,
     ClassOptions,
@@ -52,9 +52,9 @@ LARGE_GAP = 5e-4  # beyond, no plan is faster by more than this fraction
 class Solution:
     """The fastest choice in a setting, with the pools searched, and seconds no choice changes."""
 
-    setting: Setting
+    setting: ShardingSetting
     pools: tuple[PoolOptions, ...]
-    choice: Choice
+    choice: SampleLimits
     fixed_s: float
 
     @property
@@ -181,7 +181,7 @@ class _Best:
 class _Search:
     """The search for the fastest choice in a setting."""
 
-    def __init__(self, setting: Setting, paces: Paces) -> None:
+    def __init__(self, setting: ShardingSetting, paces: Paces) -> None:
         self.setting = setting
         self.batch = paces.batch
         self.paces = paces
@@ -315,7 +315,7 @@ class _Search:
         return None if choice is None else (pools, choice)
 
 
-Found = tuple[tuple[PoolOptions, ...], Choice]
+Found = tuple[tuple[PoolOptions, ...], SampleLimits]
 
 
 def _few(largest: int) -> IntArray:

@@ -16,7 +16,12 @@ from gpumix.cost.layout.curves import FloatArray, MicroBatches
 from gpumix.cost.peak_memory import Activations, Demands, free_bytes, usable_bytes
 from gpumix.cost.step_time import can_keep_state_on_host
 from gpumix.planner.common.device_pool import Fleet
-from gpumix.planner.common.sharding_setting import Setting, places_of_state, setting_of, settings
+from gpumix.planner.common.sharding_setting import (
+    ShardingSetting,
+    places_of_state,
+    setting_of,
+    settings,
+)
 from gpumix.planner.data_parallel.knapsack import Staircase, Undecided, select
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.curve import Curve
@@ -221,7 +226,7 @@ class _Needs:
     """Memory needs of a setting: bytes by number of samples (rows) and micro-batch size (columns),
     for each class and mode."""
 
-    def __init__(self, setting: Setting, batch: int) -> None:
+    def __init__(self, setting: ShardingSetting, batch: int) -> None:
         self.setting = setting
         self.batch = batch
         most = 1 if setting.memory.ones_are_least(batch) else batch
@@ -272,7 +277,9 @@ class _Needs:
         return np.where(best >= 0, 1.0, -1.0) if self.setting.zero_stage == 0 else best
 
 
-def _settings(profile: Profile, devices: tuple[Device, ...], space: Space) -> Iterator[Setting]:
+def _settings(
+    profile: Profile, devices: tuple[Device, ...], space: Space
+) -> Iterator[ShardingSetting]:
     """Yield the settings of least memory, and of least host memory, of each ZeRO stage."""
     for zero_stage in sorted(set(space.zero_stages), reverse=True):
         modes = tuple(space.modes(zero_stage))

@@ -15,14 +15,14 @@ from gpumix.cost.network.link_times import Messages, Operation, forms_for, wire_
 from gpumix.cost.step_time import Computing
 from gpumix.cost.teams import in_team
 from gpumix.planner.pipeline_parallel.stage_memory import StageRoom
-from gpumix.planner.pipeline_parallel.stage_modes import ALONE, Kind, Team
+from gpumix.planner.pipeline_parallel.stage_modes import ALONE, GroupKind, Team
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.plan.stage import Mode
 from gpumix.schema.profile.profile import ROOT, Profile
 
 
 @dataclass(frozen=True)
-class Pace:
+class CallTimes:
     """Times of one micro-batch, for each of some sizes, on a device of a class.
 
     Attributes:
@@ -40,7 +40,7 @@ class Pace:
     last_s: FloatArray
 
     @classmethod
-    def of(cls, profile: Profile, name: str, sizes: Sequence[int], mode: Mode) -> Pace:
+    def of(cls, profile: Profile, name: str, sizes: Sequence[int], mode: Mode) -> CallTimes:
         """Build the pace of class `name`."""
         device = profile.of_class(name)
         micro = MicroBatches.of(sizes, sizes)
@@ -82,16 +82,16 @@ class PaceOf:
             team: in_team(profile, team.degree, sequence=team.sequence) for team in teams
         }
         self.rooms = {team: StageRoom(one) for team, one in self.profiles.items()}
-        self._known: dict[tuple[str, Team, Mode, tuple[int, ...]], Pace] = {}
-        self._rates: dict[tuple[Kind, Team], float] = {}
+        self._known: dict[tuple[str, Team, Mode, tuple[int, ...]], CallTimes] = {}
+        self._rates: dict[tuple[GroupKind, Team], float] = {}
         self._messages = Messages(self.profiles[ALONE])
         self._sent: dict[tuple[Hashable, float], float] = {}
 
-    def __call__(self, name: str, team: Team, mode: Mode, sizes: tuple[int, ...]) -> Pace:
+    def __call__(self, name: str, team: Team, mode: Mode, sizes: tuple[int, ...]) -> CallTimes:
         """Return the pace of a class, or of teams of the class."""
         key = (name, team, mode, sizes)
         if key not in self._known:
-            self._known[key] = Pace.of(self.profiles[team], name, sizes, mode)
+            self._known[key] = CallTimes.of(self.profiles[team], name, sizes, mode)
         return self._known[key]
 
     def sent_s(self, giver: Device, taker: Device, size: float) -> float:
@@ -101,7 +101,7 @@ class PaceOf:
             self._sent[key] = self._messages.seconds(giver, taker, size)
         return self._sent[key]
 
-    def s_per_byte(self, kind: Kind, team: Team) -> float:
+    def s_per_byte(self, kind: GroupKind, team: Team) -> float:
         """Return seconds to sum a byte of gradients over the workers of a group, in large sums."""
         key = (kind, team)
         if key not in self._rates:

@@ -29,7 +29,7 @@ ROUNDS = 2  # stages of each group, if interleaved
 
 
 @dataclass(frozen=True)
-class Way:
+class PlanCandidate:
     """A plan without a cut: a row of groups with `rounds` stages each (several if interleaved), a
     manner for each stage, a schedule and a micro-batch size."""
 
@@ -82,7 +82,7 @@ def members(group: Group, degree: int) -> tuple[Group, ...]:
 def assemble_stages(
     profile: Profile,
     batch: int,
-    way: Way,
+    way: PlanCandidate,
     cut: Cut,
     counts: Counts,
     *,

@@ -22,7 +22,7 @@ from gpumix.planner.pipeline_parallel.candidate import (
     Counts,
     Cut,
     Deal,
-    Way,
+    PlanCandidate,
     assemble_stages,
     leaders,
 )
@@ -45,7 +45,7 @@ class Candidate:
         waves: None: some numbers are tried.
     """
 
-    way: Way
+    way: PlanCandidate
     zero_stage: ZeroStage
     cut: Cut
     deal: Counts | None = None
@@ -53,7 +53,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundPlan:
     """A dealt candidate as a fitting plan, and the seconds of its step."""
 
     seconds: float
@@ -76,7 +76,7 @@ class Counting:
         self.work = 0
         self.misses = Misses("a plan of several stages")
 
-    def best(self, candidate: Candidate, below_s: float) -> Found | None:
+    def best(self, candidate: Candidate, below_s: float) -> FoundPlan | None:
         """Return the fastest plan of a candidate; None if none fits or is faster than `below_s`."""
         dealt, best = self._dealt(candidate), None
         for waves in _waves(dealt):
@@ -85,7 +85,7 @@ class Counting:
                 best, below_s = found, found.seconds
         return best
 
-    def best_deal(self, candidate: Candidate, below_s: float) -> tuple[Found | None, bool]:
+    def best_deal(self, candidate: Candidate, below_s: float) -> tuple[FoundPlan | None, bool]:
         """Return the fastest plan of all deals, if few, and True if all plans were tried."""
         count, seconds = self._count(candidate.way), self._seconds(candidate)
         deals: Iterable[Counts] = [self._dealt(candidate).deal or ()]
@@ -94,7 +94,7 @@ class Counting:
             whole = self._batch // candidate.way.micro_batch
             every = product(*(_deals_within(count, one, below_s, count - whole) for one in seconds))
             deals = dict.fromkeys(chain(deals, every))  # the best come first
-        best: Found | None = None
+        best: FoundPlan | None = None
         for deal in deals:
             dealt = replace(candidate, deal=deal)
             most = _most_waves(dealt)
@@ -112,7 +112,7 @@ class Counting:
         deal = tuple(spread(count, seconds) for seconds in self._seconds(candidate))
         return replace(candidate, deal=deal)
 
-    def _counted(self, candidate: Candidate, below_s: float) -> Found | None:
+    def _counted(self, candidate: Candidate, below_s: float) -> FoundPlan | None:
         assert candidate.deal is not None and candidate.waves is not None
         plan = assemble_stages(
             self._profile,
@@ -137,14 +137,14 @@ class Counting:
             plan = moved
         if step.seconds >= below_s * (1 - ENOUGH):
             return None
-        return Found(step.seconds, candidate, plan)
+        return FoundPlan(step.seconds, candidate, plan)
 
     def _step(self, plan: Plan) -> StagedStep:
         step = StagedStep(self._profile, plan)
         self.work += sum(map(len, step.pipeline.orders.values())) + BESIDE_ACTIONS
         return step
 
-    def _count(self, way: Way) -> int:
+    def _count(self, way: PlanCandidate) -> int:
         """Return the micro-batches of a step."""
         return ceil(self._batch / way.micro_batch)
 

@@ -22,12 +22,12 @@ from gpumix.cost.layout.curves import FloatArray, IntArray, bytes_at
 from gpumix.cost.network.buckets import GRADIENT_BYTES
 from gpumix.cost.peak_memory import element_bytes, free_bytes
 from gpumix.planner.pipeline_parallel.call_times import PaceOf
-from gpumix.planner.pipeline_parallel.candidate import Way, rounds_of
+from gpumix.planner.pipeline_parallel.candidate import PlanCandidate, rounds_of
 from gpumix.planner.pipeline_parallel.device_order import Row, cell_of
 from gpumix.planner.pipeline_parallel.micro_batch_counts import Candidate
 from gpumix.planner.pipeline_parallel.stage_modes import (
     ALONE,
-    Kind,
+    GroupKind,
     Manner,
     Manners,
     kind_of,
@@ -49,7 +49,7 @@ Values = npt.NDArray[np.floating[Any]]
 """Seconds or bytes, in single precision."""
 
 
-class Place(NamedTuple):
+class StageInputs(NamedTuple):
     """The inputs of a stage estimate: the group, the schedule, and the place among the stages.
 
     Attributes:
@@ -58,7 +58,7 @@ class Place(NamedTuple):
         waves: in which all workers of the stage compute together; 0: each computes alone.
     """
 
-    kind: Kind
+    kind: GroupKind
     schedule: Schedule
     last: bool
     waiting: float
@@ -93,7 +93,7 @@ class _Stage:
 
 
 @dataclass(frozen=True)
-class Divided:
+class StageDivision:
     """The best division of a model among the stages of a row.
 
     Attributes:
@@ -178,7 +178,7 @@ class PipelineEstimates:
 
     # -- one stage -----------------------------------------------------------------------------
 
-    def _stage(self, place: Place, zero_stage: ZeroStage) -> _Stage:
+    def _stage(self, place: StageInputs, zero_stage: ZeroStage) -> _Stage:
         """Return the best manner for each range. From ZeRO stage 2 on, each wave sums gradients and
         gathers parameters while computing; without waves, the whole step sums gradients."""
         computing = self._computing(place)
@@ -202,7 +202,7 @@ class PipelineEstimates:
             manner[:, :-1] = best
         return _Stage(busy_s, one_s, manner)
 
-    def _computing_of(self, place: Place) -> _Computing:
+    def _computing_of(self, place: StageInputs) -> _Computing:
         kind, rounds = place.kind, rounds_of(place.schedule)
         manners = self.manners.of(kind, place.schedule, last=place.last)
         if not manners:
@@ -260,7 +260,7 @@ class PipelineEstimates:
         return np.stack([room.elements(self._begin, self._end) for room in rooms])[:, None]
 
     def _fits(
-        self, computing: _Computing, zero_stage: ZeroStage, place: Place
+        self, computing: _Computing, zero_stage: ZeroStage, place: StageInputs
     ) -> npt.NDArray[np.bool_]:
         """Return a mask of room: each worker for the undivided state, and all workers together for
         the rest. Several stages of a worker divide the memory equally."""
@@ -280,7 +280,7 @@ class PipelineEstimates:
         return np.asarray((least >= 0) & (room >= needed))
 
     def _moved_s(
-        self, place: Place, manners: tuple[Manner, ...], zero_stage: ZeroStage
+        self, place: StageInputs, manners: tuple[Manner, ...], zero_stage: ZeroStage
     ) -> FloatArray:
         """Return seconds of gradient sums and parameter gathers between a group's workers: in a
         step, from ZeRO stage 2 on in a wave."""
@@ -333,7 +333,7 @@ class RowEstimates:
         """The most waves by size: each group has a worker with a micro-batch in every wave."""
         return np.asarray(-(-self._estimates.counts // max(map(len, self.row))))
 
-    def _divided(self, zero_stage: ZeroStage, schedule: Schedule, waves: int) -> Divided:
+    def _divided(self, zero_stage: ZeroStage, schedule: Schedule, waves: int) -> StageDivision:
         """Divide the model among the row's stages; see `PipelineEstimates.stage`."""
         estimates, rounds = self._estimates, rounds_of(schedule)
         sizes, edges = len(estimates.sizes), len(estimates.edges)
@@ -345,7 +345,7 @@ class RowEstimates:
         for number, kind in enumerate(self._kinds * rounds):
             last = number == len(self._kinds) * rounds - 1
             waiting = self._waiting(number % len(self._kinds), schedule, waves)
-            stage = estimates.stage(Place(kind, schedule, last, waiting, waves), zero_stage)
+            stage = estimates.stage(StageInputs(kind, schedule, last, waiting, waves), zero_stage)
             most = np.maximum(busy[:, None, :], stage.busy_s[:, estimates.range_of])
             total = others[:, None, :] + stage.one_s[:, estimates.range_of]
             begin = (most + total).argmin(axis=-1)
@@ -354,7 +354,7 @@ class RowEstimates:
             begins.append(begin.astype(np.int8))
             if not np.isfinite(busy).any():
                 nothing = np.full(sizes, np.inf)
-                return Divided(nothing, nothing, False, (), ())
+                return StageDivision(nothing, nothing, False, (), ())
         through = np.where(np.isfinite(busy[:, -1]), others[:, -1], 0.0)
         sent_s, linked_s, queued_s = self._sent_s
         counts, first = estimates.counts, 1 if waves else len(self.row[0])
@@ -371,7 +371,9 @@ class RowEstimates:
         seconds = np.maximum(busiest, returned_s) + fixed_s
         seconds += least if schedule == "zero-bubble" else through
         waits = bool((returned_s > busiest).any())
-        return Divided(seconds, busiest + fixed_s + least, waits, tuple(stages), tuple(begins))
+        return StageDivision(
+            seconds, busiest + fixed_s + least, waits, tuple(stages), tuple(begins)
+        )
 
     def candidate(
         self, zero_stage: ZeroStage, schedule: Schedule, waves: int, number: int
@@ -391,7 +393,7 @@ class RowEstimates:
         teams = [manner.team for manner in reversed(manners)]
         if teams != teams[: len(self.row)] * rounds_of(schedule):
             return None  # a group cannot change its teams between its stages
-        way = Way(self.row, tuple(reversed(manners)), schedule, estimates.sizes[number])
+        way = PlanCandidate(self.row, tuple(reversed(manners)), schedule, estimates.sizes[number])
         return Candidate(way, zero_stage, tuple(reversed(ends)), waves=max(1, waves))
 
     def _waiting(self, place: int, schedule: Schedule, waves: int) -> float:

@@ -46,13 +46,13 @@ from gpumix.planner.common.strategy import (
     worth_leaving,
 )
 from gpumix.planner.pipeline_parallel.call_times import PaceOf
-from gpumix.planner.pipeline_parallel.candidate import Way, rounds_of
+from gpumix.planner.pipeline_parallel.candidate import PlanCandidate, rounds_of
 from gpumix.planner.pipeline_parallel.device_order import Row, cell_of, rows
 from gpumix.planner.pipeline_parallel.micro_batch_counts import (
     ENOUGH,
     Candidate,
     Counting,
-    Found,
+    FoundPlan,
     deals_near,
 )
 from gpumix.planner.pipeline_parallel.pipeline_estimate import PipelineEstimates, RowEstimates
@@ -173,7 +173,7 @@ class _Search:
         self._cutter = Cutter(pace_of, self._batch)
         self._counting = Counting(pace_of, self._batch)
         self._estimates = PipelineEstimates(pace_of, self._manners, self._batch, self._sizes)
-        self._best: Found | None = None
+        self._best: FoundPlan | None = None
         self._seen: set[Candidate] = set()
 
     def run(self) -> tuple[Plan | None, float]:
@@ -381,7 +381,7 @@ class _Search:
         return float(elements) * min(each) <= sum(room)
 
     def _count_what_is_alike(self) -> None:
-        before: Found | None = None
+        before: FoundPlan | None = None
         while self._best is not None and self._best is not before:
             before = self._best
             for candidate in self._alike(before.candidate):
@@ -466,7 +466,7 @@ class _Search:
                 return 0
         return PROVING if total <= FEW_WAYS else PROVING_SOME
 
-    def _ways(self) -> Iterator[tuple[float, Way]]:
+    def _ways(self) -> Iterator[tuple[float, PlanCandidate]]:
         """Yield ways that may beat the best plan, with lower bounds."""
         for row, schedule in product(self._rows[0], self._schedules):
             stages = len(row) * rounds_of(schedule)
@@ -481,7 +481,7 @@ class _Search:
                 least = self._cutter.least_of_ways(row, manners, self._sizes)
                 for size, least_s in zip(self._sizes, least):
                     if size <= largest and least_s < self._best_s * (1 - ENOUGH):
-                        yield float(least_s), Way(row, manners, schedule, size)
+                        yield float(least_s), PlanCandidate(row, manners, schedule, size)
 
     def _nearest_first(self, most_work: int) -> Iterator[tuple[float, Candidate | None]]:
         """Yield candidates with room for the state of units, by lower bound, the least first. None
@@ -512,7 +512,7 @@ class _Search:
                 put(number, self._cut(way, way_s))
         yield from due(float("inf"))
 
-    def _cut(self, way: Way, way_s: float) -> Iterator[tuple[float, Candidate]]:
+    def _cut(self, way: PlanCandidate, way_s: float) -> Iterator[tuple[float, Candidate]]:
         """Yield a way's candidates by lower bound, at least `way_s` each."""
         cuts, stages = self._cutter.cuts(way), self._zero_stages(way.row, way.schedule)
         if not stages:

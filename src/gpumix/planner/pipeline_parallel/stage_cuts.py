@@ -13,8 +13,8 @@ import numpy.typing as npt
 from gpumix.cost.layout.curves import FloatArray, IntArray, bytes_at
 from gpumix.cost.network.buckets import GRADIENT_BYTES
 from gpumix.planner.data_parallel.class_options import corners
-from gpumix.planner.pipeline_parallel.call_times import Pace, PaceOf
-from gpumix.planner.pipeline_parallel.candidate import Cut, Way
+from gpumix.planner.pipeline_parallel.call_times import CallTimes, PaceOf
+from gpumix.planner.pipeline_parallel.candidate import Cut, PlanCandidate
 from gpumix.planner.pipeline_parallel.device_order import Row, cell_of
 from gpumix.planner.pipeline_parallel.stage_modes import ALONE, Manner, Manners, kind_of, teams_of
 from gpumix.schema.plan.plan import ZeroStage
@@ -25,7 +25,7 @@ HALVINGS = 10
 
 
 @dataclass(frozen=True)
-class Cuts:
+class StageCuts:
     """Cuts of one way: the first call of each stage and the call after the last, as [cuts, stages]
     numbers, and a lower bound of each step in seconds."""
 
@@ -47,7 +47,7 @@ class Cutter:
         self._sizes: dict[int, float] = {}
         self._known_jobs: dict[tuple[str, Manner, tuple[int, ...]], FloatArray] = {}
 
-    def cuts(self, way: Way) -> Cuts:
+    def cuts(self, way: PlanCandidate) -> StageCuts:
         """Return all cuts of a way."""
         stages, calls = len(way.stages), len(self._profile.model.calls)
         allowed = self._profile.model.cuts
@@ -55,12 +55,12 @@ class Cutter:
         inner = inner.reshape(-1, stages - 1)
         ends = np.concatenate([inner, np.full((len(inner), 1), calls)], axis=1)
         begins = np.concatenate([np.zeros((len(inner), 1), np.int64), inner], axis=1)
-        return Cuts(begins, ends, self._least_s(way, begins, ends))
+        return StageCuts(begins, ends, self._least_s(way, begins, ends))
 
-    def least_of_cut(self, way: Way, cut: Cut, zero_stage: ZeroStage) -> float:
+    def least_of_cut(self, way: PlanCandidate, cut: Cut, zero_stage: ZeroStage) -> float:
         """Return a lower bound of the step of a single cut of a way; see `least_s`."""
         begins, ends = np.array([(0, *cut[:-1])]), np.array([cut])
-        cuts = Cuts(begins, ends, self._least_s(way, begins, ends))
+        cuts = StageCuts(begins, ends, self._least_s(way, begins, ends))
         return float(self.least_s(way, cuts, zero_stage)[0])
 
     def least_of(self, classes: Iterable[tuple[str, int]], manners: Manners) -> float:
@@ -112,7 +112,7 @@ class Cutter:
         seconds = np.diff(both_s, axis=1) * manner.team.degree
         return np.asarray((seconds / sizes[:, None]).min(axis=0))
 
-    def _least_s(self, way: Way, begins: IntArray, ends: IntArray) -> FloatArray:
+    def _least_s(self, way: PlanCandidate, begins: IntArray, ends: IntArray) -> FloatArray:
         """Return a lower bound of each cut's step: a worker's computing, plus the way of a
         micro-batch through earlier stages, and of gradients back."""
         least, passed = np.zeros(len(begins)), np.zeros(len(begins))
@@ -148,16 +148,16 @@ class Cutter:
                 passed = passed + go + self._sent_s(way, place)
         return least + self._profile.step_overhead_s
 
-    def _samples_left(self, way: Way) -> int:
+    def _samples_left(self, way: PlanCandidate) -> int:
         """Return the samples of a smaller last micro-batch; 0 if none."""
         return self._batch % way.micro_batch if self._batch > way.micro_batch else 0
 
-    def _left(self, way: Way, stage: int, name: str) -> Pace | None:
+    def _left(self, way: PlanCandidate, stage: int, name: str) -> CallTimes | None:
         """Return the pace of a smaller last micro-batch, if any."""
         left, manner = self._samples_left(way), way.manners[stage]
         return self._pace_of(name, manner.team, manner.mode, (left,)) if left else None
 
-    def _sent_s(self, way: Way, place: int) -> float:
+    def _sent_s(self, way: PlanCandidate, place: int) -> float:
         """Return a lower bound of a micro-batch's message to the next group, for any cut."""
         if place + 1 == len(way.row):
             return 0.0
@@ -175,17 +175,17 @@ class Cutter:
         )
         return min(self._pace_of.sent_s(a, b, size) for a, b in product(here, there))
 
-    def _count(self, way: Way) -> int:
+    def _count(self, way: PlanCandidate) -> int:
         """Count full micro-batches; a smaller last micro-batch may take next to no time."""
         return max(1, self._batch // way.micro_batch)
 
-    def _pace(self, way: Way, stage: int, name: str) -> Pace:
+    def _pace(self, way: PlanCandidate, stage: int, name: str) -> CallTimes:
         manner = way.manners[stage]
         return self._pace_of(name, manner.team, manner.mode, (min(way.micro_batch, self._batch),))
 
     # -- memory --------------------------------------------------------------------------------
 
-    def least_s(self, way: Way, cuts: Cuts, zero_stage: ZeroStage) -> FloatArray:
+    def least_s(self, way: PlanCandidate, cuts: StageCuts, zero_stage: ZeroStage) -> FloatArray:
         """Return lower bounds of the step at a ZeRO stage; infinite where the state has no room.
         Gradients of units are summed over a group, below stage 2 not before its last pass."""
         least = cuts.least_s
@@ -202,7 +202,7 @@ class Cutter:
             least = np.maximum(least, np.where(summed > 0, moved + computed, 0.0))
         return np.where(self._may_fit(way, cuts, zero_stage), least, np.inf)
 
-    def _busy_s(self, way: Way, cuts: Cuts, place: int) -> FloatArray:
+    def _busy_s(self, way: PlanCandidate, cuts: StageCuts, place: int) -> FloatArray:
         """Return the least work of a group's busiest device, for any deal of micro-batches."""
         speed = np.zeros(len(cuts.least_s))
         for name, count in way.teams[place]:
@@ -213,7 +213,9 @@ class Cutter:
             speed += count / np.maximum(seconds, TINY_S)
         return np.asarray(self._count(way) / speed)
 
-    def _may_fit(self, way: Way, cuts: Cuts, zero_stage: ZeroStage) -> npt.NDArray[np.bool_]:
+    def _may_fit(
+        self, way: PlanCandidate, cuts: StageCuts, zero_stage: ZeroStage
+    ) -> npt.NDArray[np.bool_]:
         """Return True where the state of units has room, without any micro-batch."""
         fits = np.ones(len(cuts.begins), dtype=bool)
         for place, workers in enumerate(way.teams):
@@ -221,7 +223,7 @@ class Cutter:
             fits &= room.fits(workers, self._least_elements(way, cuts, place), zero_stage)
         return fits
 
-    def _least_elements(self, way: Way, cuts: Cuts, place: int) -> FloatArray:
+    def _least_elements(self, way: PlanCandidate, cuts: StageCuts, place: int) -> FloatArray:
         """Return the trained elements belonging to a group alone, in all stages of the group."""
         room = self._pace_of.rooms[way.manners[place].team]
         stages = range(place, len(way.stages), len(way.row))

@@ -19,7 +19,7 @@ from gpumix.schema.plan.stage import Head, Mode
 from gpumix.schema.profile.profile import Profile
 
 
-class Kind(NamedTuple):
+class GroupKind(NamedTuple):
     """The makeup of a group: devices by host and class, each island apart; and their nearness."""
 
     hosts: tuple[tuple[tuple[str, int], ...], ...]
@@ -61,16 +61,16 @@ class Manner:
     mode: Mode
 
 
-def kind_of(group: Sequence[Device]) -> Kind:
+def kind_of(group: Sequence[Device]) -> GroupKind:
     """Return the kind of a group. Groups of a kind do equal work in equal time, sends apart."""
     hosts: dict[str, Counter[tuple[str, str]]] = {}
     for device in group:
         hosts.setdefault(device.host, Counter())[device.device_class, device.island] += 1
     counts = ([(name, n) for (name, _), n in count.items()] for count in hosts.values())
-    return Kind(tuple(sorted(tuple(sorted(of_host)) for of_host in counts)), near(group))
+    return GroupKind(tuple(sorted(tuple(sorted(of_host)) for of_host in counts)), near(group))
 
 
-def teams_of(kind: Kind, degree: int) -> Teams:
+def teams_of(kind: GroupKind, degree: int) -> Teams:
     """Count the teams of `degree` by class; all devices of the group are in teams."""
     found: Counter[str] = Counter()
     for host in kind.hosts:
@@ -92,7 +92,7 @@ class Manners:
         self._space = space
         self.of = lru_cache(maxsize=None)(self._of)
 
-    def largest(self, kind: Kind, team: Team) -> float:
+    def largest(self, kind: GroupKind, team: Team) -> float:
         """Return the largest micro-batch of a group's teams; infinite if unlimited."""
         classes = (self._profiles[team].of_class(name) for name in _classes(kind))
         limits = (of_class.largest_micro_batch for of_class in classes)
@@ -111,7 +111,7 @@ class Manners:
     def largest_of_class(self, name: str) -> float:
         """Return the largest micro-batch of a class in any manner."""
         return max(
-            self.largest(Kind((((name, 1),),)), manner.team) for manner in self.of_class(name)
+            self.largest(GroupKind((((name, 1),),)), manner.team) for manner in self.of_class(name)
         )
 
     def lacking(self, names: Iterable[str], schedule: Schedule) -> Refusal | None:
@@ -137,14 +137,14 @@ class Manners:
         """Return the size of the smallest teams."""
         return min((team.degree for team in self._profiles), default=1)
 
-    def can_team_up(self, kind: Kind) -> bool:
+    def can_team_up(self, kind: GroupKind) -> bool:
         """Return True if teams of a single size can take all devices of a group."""
         return any(
             all(count % team.degree == 0 for host in kind.hosts for _, count in host)
             for team in self._teams_of(_classes(kind))
         )
 
-    def _of(self, kind: Kind, schedule: Schedule, *, last: bool) -> tuple[Manner, ...]:
+    def _of(self, kind: GroupKind, schedule: Schedule, *, last: bool) -> tuple[Manner, ...]:
         """Return the manners of a kind of group, the least demanding first."""
         found, names = [], _classes(kind)
         for team in self._teams_of(names):
@@ -188,7 +188,7 @@ class Manners:
         return [*whole, *chunked]
 
 
-def _classes(kind: Kind) -> list[str]:
+def _classes(kind: GroupKind) -> list[str]:
     return sorted({name for host in kind.hosts for name, _ in host})
 
 

@@ -32,7 +32,7 @@ from gpumix.hardware.estimates.kernel_choice import Chosen
 from gpumix.hardware.memory_limit import is_out_of_memory
 from gpumix.hardware.runtime import is_gpu
 from gpumix.profiler.compute.sweep import Progress, on_device
-from gpumix.profiler.compute.unit_fixture import Outputs, Specimens
+from gpumix.profiler.compute.unit_fixture import KnownOutputs, Specimens
 from gpumix.profiler.compute.unit_kinds import tell_apart
 from gpumix.schema.cluster.kernels import PLAIN_EFFICIENCY, Efficiency
 from gpumix.schema.errors import first_line
@@ -186,7 +186,7 @@ def _computed(
                 _fill(group.full.data, generator)
     found: Computed = {}
     root_gradients(specimens, batch, found)
-    seen: dict[str, Outputs] = {}
+    seen: dict[str, KnownOutputs] = {}
     with specimens.start(on_device(specimens, batch)) as walk:
         walk.go_on()
         while walk.call is not None and len(seen) < len(specimens.of_kind):
@@ -216,13 +216,13 @@ def root_gradients(specimens: Specimens, batch: Any, found: Computed) -> None:
                 found[name] = part.float().cpu().clone()
 
 
-def run_unit(specimens: Specimens, call: Any, kind: str, found: Computed) -> Outputs:
+def run_unit(specimens: Specimens, call: Any, kind: str, found: Computed) -> KnownOutputs:
     """Run forward and backward of a call, and add the results to `found`."""
     unit, generator = specimens.of_kind[kind], torch.Generator().manual_seed(1)
     for group in unit.bucket.trainable:
         group.begin_gradient()
     cut = specimens.cut(call, recompute=False)
-    outputs = Outputs.of(cut)
+    outputs = KnownOutputs.of(cut)
     tensors = [t for t in tree_leaves(outputs.value) if isinstance(t, torch.Tensor)]
     for number, tensor in enumerate(t for t in tensors if t.is_floating_point()):
         found[f"{kind}, output {number}"] = tensor.detach().float().cpu()
@@ -243,7 +243,7 @@ def compiled_error(specimens: Specimens, batch: Any) -> float | None:
     found: list[Computed] = [{}, {}, {}]
     with specimens.start(on_device(specimens, batch)) as walk:
         walk.go_on()
-        seen: dict[str, Outputs] = {}
+        seen: dict[str, KnownOutputs] = {}
         while walk.call is not None and len(seen) < len(specimens.of_kind):
             call, kind = walk.call, specimens.kind_of[walk.call.unit]
             if kind not in seen:

@@ -32,7 +32,7 @@ from gpumix.hardware.memory_limit import is_out_of_memory
 from gpumix.profiler.compute.call_order import all_called
 from gpumix.profiler.compute.dataflow import Flows, find_flows
 from gpumix.profiler.compute.memory_counter import FlopCount, MemoryCounter
-from gpumix.profiler.compute.unit_fixture import Outputs, Specimens, Told, Walk, tensor_bytes
+from gpumix.profiler.compute.unit_fixture import KnownOutputs, Specimens, Told, Walk, tensor_bytes
 from gpumix.schema.profile.profile import ROOT
 
 # A micro-batch less than this much faster per sample than the previous, twice in a row, ends it.
@@ -205,8 +205,8 @@ class _Measurement:
         self._runtime = runtime
         self._memory = memory
         self._splits = not split_backward.why_not()
-        self._seen: dict[str, tuple[UnitCall, Outputs]] = {}
-        self._outputs: dict[object, Outputs] = {}  # by kind and inputs of a call
+        self._seen: dict[str, tuple[UnitCall, KnownOutputs]] = {}
+        self._outputs: dict[object, KnownOutputs] = {}  # by kind and inputs of a call
         self.ends: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
     def warm_up(self, batch: Batch) -> tuple[str, ...]:
@@ -356,7 +356,7 @@ class _Measurement:
         self._point.kept[ROOT] += self._memory.added(move)
         return made[0]
 
-    def _forward_counted(self, kind: str, call: UnitCall) -> Outputs:
+    def _forward_counted(self, kind: str, call: UnitCall) -> KnownOutputs:
         with FlopCount() as flops:  # compiled code hides operations
             returned = self._specimens.returned(call)
         sizes = {n: t.nbytes for n, t in enumerate(returned.leaves) if torch.is_tensor(t)}
@@ -371,7 +371,7 @@ class _Measurement:
         self._memory.reset_peak()
         cut = self._specimens.cut(call)
         with self._listening(kind, "forward"):
-            outputs = Outputs.of(cut)
+            outputs = KnownOutputs.of(cut)
         kept = self._memory.current() - before  # includes the cut's memory for its backward
         self._point.kept[kind] = max(0, kept)
         self._point.forward_bytes[kind] = max(0, self._memory.peak() - before - kept)
@@ -510,7 +510,7 @@ class _Measurement:
         assert walk.call is not None
         alike = self._alike(walk.call)
         if alike not in self._outputs:
-            self._outputs[alike] = Outputs.of(self._specimens.cut(walk.call))
+            self._outputs[alike] = KnownOutputs.of(self._specimens.cut(walk.call))
         return self._outputs[alike].again(walk.call)
 
     def _alike(self, call: UnitCall) -> object:

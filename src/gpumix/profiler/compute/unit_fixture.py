@@ -29,7 +29,7 @@ from gpumix.engine.sharding.flat_group import Dtypes, FlatGroup
 from gpumix.engine.sharding.shard_layout import Division
 from gpumix.engine.sharding.unit_discovery import Anatomy, Unit
 from gpumix.engine.unit import own_checkpointing
-from gpumix.engine.unit.inter_unit_backward import Glue, Link, hand, without_memory
+from gpumix.engine.unit.inter_unit_backward import Glue, GradientTarget, hand, without_memory
 from gpumix.engine.unit.regional_compile import compile_units, plain_forward
 from gpumix.engine.unit.sharded_units import ShardedUnit, Storage, alone
 from gpumix.engine.unit.unit_call import Cut, cast, taken
@@ -165,7 +165,7 @@ class Specimens:
 
     def cut(self, call: UnitCall, *, recompute: bool = True) -> Cut:
         """Return the specimen of the called unit with the call's inputs. It can run repeatedly: the
-        model's captures from inside are handed over only by `Outputs`."""
+        model's captures from inside are handed over only by `KnownOutputs`."""
         context, _ = Captured(call.context).apart()
         leaves, arguments = Arguments.of(call.args, call.kwargs)
         args, kwargs = arguments.filled(leaves)  # with containers of its own
@@ -197,7 +197,7 @@ class Walk:
         self._coroutine = coroutine
         self._inside = ExitStack()
         self._glue = Glue()
-        self._links: list[list[Link]] = []
+        self._links: list[list[GradientTarget]] = []
         self._leaves: list[torch.Tensor] = []
         self._from: list[int] = []  # by call, the index of its first leaf
         self._at: UnitCall | Finished | None = None
@@ -276,13 +276,13 @@ class Walk:
         links = self._links[number]
         self._glue.backward(number, links, _ones(links))
 
-    def root_backward(self, inputs: list[Link]) -> None:
+    def root_backward(self, inputs: list[GradientTarget]) -> None:
         """Run backward through the code before the first call, which took `inputs`."""
         self._glue.backward(0, inputs, _ones(inputs))
 
 
 @dataclass(frozen=True)
-class Outputs:
+class KnownOutputs:
     """Outputs of a call, and the model's captures from inside, for calls of equal kind without
     computation."""
 
@@ -290,7 +290,7 @@ class Outputs:
     collected: Collected
 
     @classmethod
-    def of(cls, cut: Cut) -> Outputs:
+    def of(cls, cut: Cut) -> KnownOutputs:
         """Compute the outputs of a call."""
         return cls(cut.forward(), cut.collected)
 
@@ -359,7 +359,7 @@ class _Bystander(Communicator):
         self.rank, self.world = 1, 2
 
 
-def _ones(links: Sequence[Link]) -> list[torch.Tensor]:
+def _ones(links: Sequence[GradientTarget]) -> list[torch.Tensor]:
     return [torch.ones(one.shape, dtype=one.dtype, device=one.device) for one in links]
 
 

@@ -16,8 +16,8 @@ import torch
 
 from gpumix.engine.model.forward_coroutine import UnitCall
 from gpumix.engine.schedule.remote_stage_values import (
-    Look,
     Returned,
+    TensorMeta,
     Untold,
     given_looks,
     hand_over,
@@ -77,10 +77,10 @@ def _another(kind: str, taken: set[str]) -> str:
 
 def _looks(returned: Returned) -> object:
     looks = (
-        Look.of(leaf)
+        TensorMeta.of(leaf)
         if isinstance(leaf, torch.Tensor)
         else leaf
-        if isinstance(leaf, Look | int | float | str | None)
+        if isinstance(leaf, TensorMeta | int | float | str | None)
         else type(leaf)
         for leaf in returned.leaves
     )
@@ -89,7 +89,7 @@ def _looks(returned: Returned) -> object:
 
 def _values(leaf: Any, call: UnitCall, device: torch.device) -> Any:
     """Return values to continue the model with: arbitrary values if only the look is known."""
-    if isinstance(leaf, Look):
+    if isinstance(leaf, TensorMeta):
         values = torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
         values = values.normal_(0.0, WEIGHT_STD) if values.is_floating_point() else values
     elif isinstance(leaf, torch.Tensor):

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from gpumix.report import words
 from gpumix.report.draw import bar, picture
-from gpumix.report.facts import Facts
+from gpumix.report.facts import RunFacts
 from gpumix.report.html import Markup, el
 from gpumix.report.parts.section import aside, labels, too_busy
-from gpumix.report.speed import Answer, Speed
+from gpumix.report.speed import SpeedAnswer, StepSpeed
 from gpumix.schema.units import plural
 
 MOST = 0.985  # fraction of the width taken by the longest bar
 
 
-def answer(facts: Facts) -> Markup:
+def answer(facts: RunFacts) -> Markup:
     found = facts.answer
     return el(
         "section",
@@ -37,7 +37,7 @@ def _figure(number: str, what: str, how: str, class_: str = "figure") -> Markup:
     )
 
 
-def _speed(found: Answer) -> Markup:
+def _speed(found: SpeedAnswer) -> Markup:
     best = found.best
     if not best:
         return _figure(words.UNKNOWN, "tokens/s", best.why)
@@ -47,7 +47,7 @@ def _speed(found: Answer) -> Markup:
     return _figure(words.count(best.tokens_per_s), "tokens/s", how, "figure first")
 
 
-def _even(found: Answer) -> Markup:
+def _even(found: SpeedAnswer) -> Markup:
     if found.against_even is None:
         why = found.even.why or found.like_even.why
         return _figure(words.UNKNOWN, "against an even split", why)
@@ -55,19 +55,19 @@ def _even(found: Answer) -> Markup:
     return _figure(words.times(found.against_even), what, _held(found.like_even, found.even))
 
 
-def _ideal(found: Answer) -> Markup:
+def _ideal(found: SpeedAnswer) -> Markup:
     what = "of what all devices reach alone, added up"
     if found.of_ideal is None:
         return _figure(words.UNKNOWN, what, found.ideal.why or found.best.why)
     return _figure(f"{found.of_ideal:.0%}", what, _held(found.best, found.ideal))
 
 
-def _held(here: Speed, other: Speed) -> str:
+def _held(here: StepSpeed, other: StepSpeed) -> str:
     """Describe both sides of a comparison."""
     return f"{here.source} here; {words.rate(other.tokens_per_s)} there, {other.source}"
 
 
-def _bars(found: Answer) -> Markup | None:
+def _bars(found: SpeedAnswer) -> Markup | None:
     rows = [
         ("even split", found.even, "bar-other"),
         ("this plan", found.predicted, "bar-predicted"),
@@ -81,7 +81,7 @@ def _bars(found: Answer) -> Markup | None:
     return el("div", (_bar(*row, longest) for row in known), class_="bars")
 
 
-def _bar(name: str, speed: Speed, class_: str, longest: float) -> Markup:
+def _bar(name: str, speed: StepSpeed, class_: str, longest: float) -> Markup:
     told = words.rate(speed.tokens_per_s)
     part = MOST * (speed.tokens_per_s or 0.0) / longest
     title = f"{name}: {told}, {speed.source}"
@@ -94,7 +94,7 @@ def _bar(name: str, speed: Speed, class_: str, longest: float) -> Markup:
     )
 
 
-def _note(facts: Facts) -> str:
+def _note(facts: RunFacts) -> str:
     steps = len(facts.run.history.counted())
     every = facts.run.history.every
     one_in = f", one in {every}" if every > 1 else ""

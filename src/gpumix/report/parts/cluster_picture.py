@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterator
 
 from gpumix.report import words
-from gpumix.report.cluster import Box, Member, Part, Rate
+from gpumix.report.cluster import Box, BoxMember, PlanPart, Rate
 from gpumix.report.draw import Entry, bar, colour, legend, picture, tick
-from gpumix.report.facts import Facts
+from gpumix.report.facts import RunFacts
 from gpumix.report.html import Markup, el
 from gpumix.report.parts.plan_picture import class_names
 from gpumix.report.parts.section import aside, section
@@ -20,7 +20,7 @@ BAR = 9  # pixels
 THINNEST, THICKEST = 1.0, 7.0  # pixels, for links of 10 MB/s and of 1 TB/s
 
 
-def cluster_picture(facts: Facts) -> Markup:
+def cluster_picture(facts: RunFacts) -> Markup:
     whole = facts.cluster
     many = whole.devices > len(whole.all_members)
     return section(
@@ -34,17 +34,17 @@ def cluster_picture(facts: Facts) -> Markup:
     )
 
 
-def _legend(facts: Facts) -> Iterator[Entry]:
+def _legend(facts: RunFacts) -> Iterator[Entry]:
     for name in class_names(facts):
         yield _colour(facts, name), name
     yield "even", "as much as an even split", "mark"
 
 
-def _colour(facts: Facts, name: str) -> str:
+def _colour(facts: RunFacts, name: str) -> str:
     return colour(class_names(facts).index(name))
 
 
-def _note(facts: Facts, *, many: bool) -> str:
+def _note(facts: RunFacts, *, many: bool) -> str:
     parts = ["Bars are drawn to one scale."]
     if many:
         parts.append("Devices of a class that stand together are one, with the mean of each.")
@@ -64,7 +64,7 @@ def _linked(box: Box) -> bool:
 class _Scale:
     """Scale of bars: the longest bar fills its track."""
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: RunFacts) -> None:
         parts = [m.part for m in facts.cluster.all_members if m.part is not None]
         self.facts = facts
         self.longest = max((x for part in parts for x in _lengths(part)), default=1.0) or 1.0
@@ -73,7 +73,7 @@ class _Scale:
         return part / self.longest
 
 
-def _lengths(part: Part) -> Iterator[float]:
+def _lengths(part: PlanPart) -> Iterator[float]:
     yield from (part.computed, part.even_computed)
     if part.stored is not None and part.even_stored is not None:
         yield from (part.stored, part.even_stored)
@@ -152,7 +152,7 @@ def _line(link: Rate) -> Markup:
     return el("svg", line, ends, width=44, height=12, aria_hidden="true", class_="wire")
 
 
-def _member(one: Member, scale: _Scale) -> Markup:
+def _member(one: BoxMember, scale: _Scale) -> Markup:
     name = f"{one.count:,} × {one.device_class}" if one.count > 1 else one.device
     what = "" if one.count > 1 else one.device_class
     class_ = _colour(scale.facts, one.device_class) if one.part is not None else "idle"
@@ -177,7 +177,7 @@ def _member(one: Member, scale: _Scale) -> Markup:
     )
 
 
-def _place(part: Part) -> Iterator[str]:
+def _place(part: PlanPart) -> Iterator[str]:
     if part.stages:
         numbers = ", ".join(map(str, part.stages))
         yield f"stage {numbers}" if len(part.stages) == 1 else f"stages {numbers}"
@@ -185,7 +185,7 @@ def _place(part: Part) -> Iterator[str]:
         yield f"team of {part.team}"
 
 
-def _bars(one: Member, part: Part, scale: _Scale, class_: str) -> Iterator[Markup]:
+def _bars(one: BoxMember, part: PlanPart, scale: _Scale, class_: str) -> Iterator[Markup]:
     samples = f"{one.samples.shown(words.count)} samples{' a team' if part.team > 1 else ''}"
     yield from _row("computes", part.computed, part.even_computed, scale, class_, samples)
     if part.stored is None or part.even_stored is None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gpumix.report import words
-from gpumix.report.facts import ClassFacts, Facts
+from gpumix.report.facts import ClassFacts, RunFacts
 from gpumix.report.html import Markup
 from gpumix.report.parts.section import aside, section, table
 
 
-def compared(facts: Facts) -> Markup:
+def compared(facts: RunFacts) -> Markup:
     answer = facts.answer
     rows = [
         _row("step time", answer.predicted.step_s, answer.measured.step_s, words.seconds),
@@ -48,7 +48,7 @@ def _of_class(one: ClassFacts) -> list[list[str]]:
     ]
 
 
-def _note(facts: Facts) -> str:
+def _note(facts: RunFacts) -> str:
     peaks = {one.device_class: one.peak_source or "not known" for one in facts.classes}
     told = ", ".join(f"{name} {source}" for name, source in peaks.items())
     return (

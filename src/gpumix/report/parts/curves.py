@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from gpumix.report import words
 from gpumix.report.draw import Shape, label, legend, percent, ticks
-from gpumix.report.facts import Facts
+from gpumix.report.facts import RunFacts
 from gpumix.report.html import Markup, el
 from gpumix.report.parts.section import aside, section
 
@@ -20,7 +20,7 @@ Points = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True)
-class Line:
+class CurveLine:
     """A curve, or dots, with a class of the style sheet."""
 
     points: Points
@@ -29,14 +29,14 @@ class Line:
     shape: Shape = "line"
 
 
-def curves(facts: Facts) -> Markup:
+def curves(facts: RunFacts) -> Markup:
     history = facts.run.history
     if not history.steps:
         return section(facts, "curves", "Loss and throughput", aside("No step was done yet."))
     losses = [(one.step, one.loss) for one in history.steps]
     held_out = [(one.step, one.loss) for one in history.evaluations]
-    lines = [Line(losses, "line-main", "training loss")]
-    lines += [Line(held_out, "line-dot", "held-out loss", "dot")] if held_out else []
+    lines = [CurveLine(losses, "line-main", "training loss")]
+    lines += [CurveLine(held_out, "line-dot", "held-out loss", "dot")] if held_out else []
     return section(
         facts,
         "curves",
@@ -51,21 +51,21 @@ def curves(facts: Facts) -> Markup:
     )
 
 
-def _speeds(facts: Facts) -> list[Line]:
+def _speeds(facts: RunFacts) -> list[CurveLine]:
     steps = facts.run.history.steps
     answer = facts.answer
-    lines = [Line([(one.step, one.tokens_per_s) for one in steps], "line-main", "this run")]
+    lines = [CurveLine([(one.step, one.tokens_per_s) for one in steps], "line-main", "this run")]
     for speed, class_, name in (
         (answer.predicted, "line-predicted", "predicted"),
         (answer.even, "line-even", f"even split, {answer.even.source}"),
     ):
         if speed.tokens_per_s:
             ends = [(steps[0].step, speed.tokens_per_s), (steps[-1].step, speed.tokens_per_s)]
-            lines.append(Line(ends, class_, name))
+            lines.append(CurveLine(ends, class_, name))
     return lines
 
 
-def _chart(name: str, lines: Sequence[Line], facts: Facts, *, from_zero: bool) -> Markup:
+def _chart(name: str, lines: Sequence[CurveLine], facts: RunFacts, *, from_zero: bool) -> Markup:
     xs = [x for line in lines for x, _ in line.points]
     ys = [y for line in lines for _, y in line.points]
     left, right = min(xs), max(xs)
@@ -133,7 +133,7 @@ class _Frame:
         marks = [v for v in ticks(self.left, self.right, 5) if v == int(v)] or [self.left]
         return [label(self.x(v), HEIGHT + 16, f"{v:,.0f}", class_="axis-word") for v in marks]
 
-    def events(self, facts: Facts) -> list[Markup]:
+    def events(self, facts: RunFacts) -> list[Markup]:
         """Return a vertical line for each change of the run's course."""
         told = [one for one in facts.events if one.weight != "note" or one.event == "restart"]
         found = []
@@ -144,7 +144,7 @@ class _Frame:
             found.append(line)
         return found
 
-    def drawn(self, line: Line) -> Markup | list[Markup]:
+    def drawn(self, line: CurveLine) -> Markup | list[Markup]:
         if line.shape == "dot":
             return [
                 el(
@@ -169,7 +169,7 @@ class _Frame:
             height=HEIGHT,
         )
 
-    def hovers(self, line: Line) -> list[Markup]:
+    def hovers(self, line: CurveLine) -> list[Markup]:
         """Return strips showing the value under the pointer."""
         points = line.points[:: max(1, len(line.points) // HOVERS)]
         half = 0.5 / max(1, len(points))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from gpumix.report import words
-from gpumix.report.events import Told
-from gpumix.report.facts import Facts
+from gpumix.report.events import ShownEvent
+from gpumix.report.facts import RunFacts
 from gpumix.report.html import Child, Markup, el
 from gpumix.report.parts.section import aside, section, table
 from gpumix.schema.units import plural
@@ -13,10 +13,10 @@ CHECKPOINTS = 6  # listed among all events; more are folded into a list of check
 MOST = 500
 
 
-def happened(facts: Facts) -> Markup:
+def happened(facts: RunFacts) -> Markup:
     told = list(facts.events)
     saves = [one for one in told if one.event == "checkpoint"]
-    folded: list[Told] = []
+    folded: list[ShownEvent] = []
     if len(saves) > CHECKPOINTS:
         folded = saves
         told = [one for one in told if one.event != "checkpoint"]
@@ -37,7 +37,7 @@ def happened(facts: Facts) -> Markup:
     )
 
 
-def _table(caption: str, told: list[Told]) -> Markup:
+def _table(caption: str, told: list[ShownEvent]) -> Markup:
     rows: list[list[Child]] = [
         [f"{one.step:,}", words.moment(one.time), _what(one), one.why] for one in told[-MOST:]
     ]
@@ -46,5 +46,5 @@ def _table(caption: str, told: list[Told]) -> Markup:
     return table(caption, ["step", "time", "what", "why"], rows)
 
 
-def _what(one: Told) -> Markup:
+def _what(one: ShownEvent) -> Markup:
     return el("span", one.what, class_=f"weight {one.weight}")

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from gpumix.cost.layout.causes import PARTS, in_parts
 from gpumix.report import words
 from gpumix.report.draw import Entry, bar, colour, legend, picture, tick
-from gpumix.report.facts import ClassFacts, Facts
+from gpumix.report.facts import ClassFacts, RunFacts
 from gpumix.report.html import Child, Markup, el
 from gpumix.report.parts.section import aside, section, table
 
 LIMIT_AT = 0.94  # fraction of the width, leaving room to show memory beyond the limit
 
 
-def memory_bars(facts: Facts) -> Markup:
+def memory_bars(facts: RunFacts) -> Markup:
     known = [one for one in facts.classes if one.memory_limit_bytes]
     if not known:
         why = "The plan holds no prediction, so its memory is not known."

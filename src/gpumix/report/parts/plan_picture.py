@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from gpumix.report import words
 from gpumix.report.draw import bar, colour, picture
-from gpumix.report.facts import Facts, Group
+from gpumix.report.facts import Group, RunFacts
 from gpumix.report.html import Markup, el
 from gpumix.report.parts.section import aside, section
 from gpumix.schema.plan.stage import Stage
@@ -18,7 +18,7 @@ SQUARE, GAP, TEAM_GAP, LINE = 9, 3, 6, 190  # pixels
 STAGES = 24  # stages drawn; more are counted
 
 
-def plan_picture(facts: Facts) -> Markup:
+def plan_picture(facts: RunFacts) -> Markup:
     plan = facts.run.plan
     shown = plan.stages[:STAGES]
     first, *rest = why(plan) or [""]
@@ -40,7 +40,7 @@ def plan_picture(facts: Facts) -> Markup:
     )
 
 
-def _head(facts: Facts) -> list[Markup]:
+def _head(facts: RunFacts) -> list[Markup]:
     plan = facts.run.plan
     what = "the state" if len(plan.stages) == 1 else "its stage's state"
     return [
@@ -50,7 +50,7 @@ def _head(facts: Facts) -> list[Markup]:
     ]
 
 
-def _stage(facts: Facts, stage: Stage, number: int) -> Markup:
+def _stage(facts: RunFacts, stage: Stage, number: int) -> Markup:
     plan = facts.run.plan
     groups = [group for group in facts.groups if group.stage == number]
     rows = [_row(facts, group) for group in groups]
@@ -60,14 +60,14 @@ def _stage(facts: Facts, stage: Stage, number: int) -> Markup:
     return el("div", arrow, el("h3", _named(facts, stage, number)), rows, class_="stage several")
 
 
-def _named(facts: Facts, stage: Stage, number: int) -> str:
+def _named(facts: RunFacts, stage: Stage, number: int) -> str:
     """Format a stage's number and range of blocks."""
     units = stage.units
     names = units[0] if units[0] == units[-1] else f"{units[0]} to {units[-1]}"
     return f"Stage {number + 1}: {plural(len(units), 'block')}, {names}"
 
 
-def _row(facts: Facts, group: Group) -> Markup:
+def _row(facts: RunFacts, group: Group) -> Markup:
     place = _place(facts, group.device_class)
     each = _each(group)
     computes = words.part(group.computed)
@@ -99,7 +99,7 @@ def _half(title: str, part: float, class_: str, told: str, *, left: bool) -> Mar
     )
 
 
-def _who(facts: Facts, group: Group, place: int) -> Iterator[Markup]:
+def _who(facts: RunFacts, group: Group, place: int) -> Iterator[Markup]:
     yield el("strong", group.device_class)
     yield _glyphs(group, place)
     what = next((c.what for c in facts.classes if c.device_class == group.device_class), "")
@@ -151,23 +151,23 @@ def _each(group: Group) -> str:
     return "; ".join(parts)
 
 
-def _place(facts: Facts, name: str) -> int:
+def _place(facts: RunFacts, name: str) -> int:
     return class_names(facts).index(name)
 
 
-def class_names(facts: Facts) -> Sequence[str]:
+def class_names(facts: RunFacts) -> Sequence[str]:
     """Return class names in plan order, which determines colors."""
     return [one.device_class for one in facts.classes]
 
 
-def _left_out(facts: Facts) -> Markup | None:
+def _left_out(facts: RunFacts) -> Markup | None:
     if not facts.left_out:
         return None
     names = words.some(facts.left_out)
     return aside(f"Left out of the plan: {names}.")
 
 
-def _split_anew(facts: Facts) -> Markup | None:
+def _split_anew(facts: RunFacts) -> Markup | None:
     if facts.split_anew is None:
         return None
     return aside(

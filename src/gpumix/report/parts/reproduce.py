@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from gpumix.hardware.host.environment import CLUSTER
 from gpumix.report import words
-from gpumix.report.facts import Facts
+from gpumix.report.facts import RunFacts
 from gpumix.report.html import Markup, el
 from gpumix.report.parts.section import aside, section, table
 from gpumix.train.run_log import run_files
@@ -17,7 +17,7 @@ from gpumix.train.run_manifest import HIDDEN, RunRecord, Script
 JOB = "job.yaml"
 
 
-def reproduce(facts: Facts) -> Markup:
+def reproduce(facts: RunFacts) -> Markup:
     record = facts.run.record
     commands = _commands(facts)
     return section(
@@ -33,7 +33,7 @@ def reproduce(facts: Facts) -> Markup:
     )
 
 
-def _before(facts: Facts) -> Iterator[str]:
+def _before(facts: RunFacts) -> Iterator[str]:
     """Yield the prerequisites of the commands."""
     record = facts.run.record
     if record is None:
@@ -48,7 +48,7 @@ def _before(facts: Facts) -> Iterator[str]:
         yield f"Save the job below as {JOB}{where}."
 
 
-def _before_script(facts: Facts, record: RunRecord, script: Script) -> Iterator[str]:
+def _before_script(facts: RunFacts, record: RunRecord, script: Script) -> Iterator[str]:
     if script.words:
         yield f"Start it in {record.folder}."
     else:
@@ -67,7 +67,7 @@ def _calls(record: RunRecord) -> list[str]:
     return list(dict.fromkeys(f.partition(":")[0] for f in factories if isinstance(f, str)))
 
 
-def _commands(facts: Facts) -> list[str]:
+def _commands(facts: RunFacts) -> list[str]:
     """Return the commands, each with its purpose."""
     run = facts.run
     script = run.record.script if run.record is not None else None
@@ -82,7 +82,7 @@ def _commands(facts: Facts) -> list[str]:
     return [f"{command:<{width}}  # {why}" for command, why in commands]
 
 
-def _of_job(facts: Facts) -> Iterator[tuple[str, str]]:
+def _of_job(facts: RunFacts) -> Iterator[tuple[str, str]]:
     run = facts.run
     plan = shlex.quote(str(run.folder / run_files.PLAN))
     calls = _calls(run.record) if run.record is not None else []
@@ -93,13 +93,13 @@ def _of_job(facts: Facts) -> Iterator[tuple[str, str]]:
     yield f"{train} --set output=runs/again", "measured and planned anew"
 
 
-def _of_script(facts: Facts, script: Script) -> Iterator[tuple[str, str]]:
+def _of_script(facts: RunFacts, script: Script) -> Iterator[tuple[str, str]]:
     if script.words:
         words = [*_started(facts, script), *script.words]
         yield shlex.join(words), "what was measured is known, and planned anew"
 
 
-def _started(facts: Facts, script: Script) -> list[str]:
+def _started(facts: RunFacts, script: Script) -> list[str]:
     """Return the launcher command of a script's processes, with the devices."""
     hosts = Counter(worker.host for worker in facts.run.plan.workers)
     if len(hosts) > 1:
@@ -115,7 +115,7 @@ def _started(facts: Facts, script: Script) -> list[str]:
     return ["gpumix", "launch", "--cluster", script.cluster]
 
 
-def _known(facts: Facts) -> list[list[str]]:
+def _known(facts: RunFacts) -> list[list[str]]:
     run, plan = facts.run, facts.run.plan
     rows = [
         ["plan", f"{plan.digest()}, strategy {plan.strategy}, ZeRO stage {plan.zero_stage}"],

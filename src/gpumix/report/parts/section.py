@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from gpumix.report import words
-from gpumix.report.facts import Facts
+from gpumix.report.facts import RunFacts
 from gpumix.report.html import Child, Markup, el
 
 
-def section(facts: Facts, name: str, heading: str, *children: Child, lead: str = "") -> Markup:
+def section(facts: RunFacts, name: str, heading: str, *children: Child, lead: str = "") -> Markup:
     """Return a part with heading; labels next to it mark emulated or estimated devices."""
     return el(
         "section",
@@ -21,7 +21,7 @@ def section(facts: Facts, name: str, heading: str, *children: Child, lead: str =
     )
 
 
-def labels(facts: Facts) -> list[Markup]:
+def labels(facts: RunFacts) -> list[Markup]:
     """Return labels for numbers not measured on real devices."""
     found = []
     if facts.emulated:
@@ -65,7 +65,7 @@ def table(
     )
 
 
-def too_busy(facts: Facts) -> Markup | None:
+def too_busy(facts: RunFacts) -> Markup | None:
     """Return a warning about measured times after overruns of emulated devices."""
     overruns = sum(one.overruns for one in facts.classes)
     if not overruns:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from gpumix.report import words
 from gpumix.report.draw import bar, legend, picture
-from gpumix.report.facts import ClassFacts, Facts
+from gpumix.report.facts import ClassFacts, RunFacts
 from gpumix.report.html import Child, Markup, el
 from gpumix.report.parts.section import aside, section
 
@@ -20,7 +20,7 @@ SHARES = {
 }
 
 
-def spent(facts: Facts) -> Markup:
+def spent(facts: RunFacts) -> Markup:
     known = [one for one in facts.classes if one.shares is not None]
     if not known:
         return section(facts, "spent", "What steps were spent on", aside(_why_not(facts)))
@@ -34,7 +34,7 @@ def spent(facts: Facts) -> Markup:
     )
 
 
-def _why_not(facts: Facts) -> str:
+def _why_not(facts: RunFacts) -> str:
     run = facts.run
     if run.history.windows:
         return "Not known: what the run told of its devices does not say it."

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from gpumix.report import words
 from gpumix.report.draw import bar, label, legend, picture, tick, ticks
-from gpumix.report.facts import Facts
+from gpumix.report.facts import RunFacts
 from gpumix.report.html import Child, Markup, el
 from gpumix.report.parts.section import aside, section
-from gpumix.report.step_rows import COPIES, WAITING, Bar, Row, Step, simulated, traced
+from gpumix.report.step_rows import COPIES, WAITING, Bar, DeviceBars, StepRows, simulated, traced
 from gpumix.schema.units import plural
 
 # Kinds of bars, with style sheet class and label.
@@ -26,7 +26,7 @@ COPYING = ("c3", "copies to and from the host")
 LEAST_PART = 2e-4  # of the width; shorter bars are not drawn
 
 
-def timeline(facts: Facts) -> Markup:
+def timeline(facts: RunFacts) -> Markup:
     run = facts.run
     planned = None if run.profile is None else simulated(run.profile, run.plan)
     measured = None if run.trace is None else traced(run.trace, run.plan)
@@ -55,7 +55,7 @@ def _how_to_measure() -> Markup:
     return el("p", command, " puts a measured one beside it.", class_="aside")
 
 
-def _used(steps: Iterator[Step]) -> list[tuple[str, str]]:
+def _used(steps: Iterator[StepRows]) -> list[tuple[str, str]]:
     """Return the legend entries of the kinds in use."""
     rows = [row for step in steps for row in step.rows]
     kinds = {one.kind for row in rows for one in row.computes}
@@ -66,7 +66,7 @@ def _used(steps: Iterator[Step]) -> list[tuple[str, str]]:
     return entries
 
 
-def _panel(name: str, step: Step, longest: float) -> Markup:
+def _panel(name: str, step: StepRows, longest: float) -> Markup:
     return el(
         "div",
         el("h3", f"{name}: {words.seconds(step.step_s)}"),
@@ -77,7 +77,7 @@ def _panel(name: str, step: Step, longest: float) -> Markup:
     )
 
 
-def _row(row: Row, longest: float, name: str) -> Markup:
+def _row(row: DeviceBars, longest: float, name: str) -> Markup:
     device, what = row.device, row.device_class
     if row.others:
         device, what = row.device_class, f"{row.others + 1} alike, such as {row.device}"
@@ -96,7 +96,7 @@ def _row(row: Row, longest: float, name: str) -> Markup:
     )
 
 
-def _bars(row: Row, longest: float) -> Iterator[Child]:
+def _bars(row: DeviceBars, longest: float) -> Iterator[Child]:
     for one in row.computes:
         class_, _ = KINDS.get(one.kind, ("idle", one.kind))
         yield _drawn(one, longest, class_, y=0, height=18)

@@ -21,7 +21,7 @@ Shares = Sequence[int] | Plan
 
 
 @dataclass(frozen=True)
-class Share:
+class BatchShare:
     """A rank's part of a global batch.
 
     Attributes:
@@ -66,7 +66,7 @@ def workers_of(shares: Shares) -> tuple[Taker, ...]:
     return shares.takers
 
 
-def share_of(shares: Shares, rank: int) -> Share:
+def share_of(shares: Shares, rank: int) -> BatchShare:
     """Return the part of `rank`.
 
     Raises:
@@ -75,11 +75,11 @@ def share_of(shares: Shares, rank: int) -> Share:
     if isinstance(shares, Plan):
         if not 0 <= rank < len(shares.workers):
             raise InputError(f"there is no rank {rank} in a plan for {len(shares.workers)}")
-        return Share(shares.sizes, shares.parts_read_by(rank))
+        return BatchShare(shares.sizes, shares.parts_read_by(rank))
     sizes = _checked(shares)
     if not 0 <= rank < len(sizes):
         raise InputError(f"there is no rank {rank} among {len(sizes)} shares of the batch")
-    return Share(sizes, (rank,))
+    return BatchShare(sizes, (rank,))
 
 
 def rows_of(plan: Plan, rank: int, samples: int) -> tuple[range, ...]:

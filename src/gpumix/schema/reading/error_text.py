@@ -21,7 +21,7 @@ from pydantic_core import ErrorDetails
 from gpumix.schema.cluster.cluster import CLASS_NAME
 from gpumix.schema.errors import InputError
 from gpumix.schema.job.job import FACTORY
-from gpumix.schema.reading.yaml_places import Keys, Place, Tree, show_keys, show_value
+from gpumix.schema.reading.yaml_places import Keys, Tree, YamlPlace, show_keys, show_value
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -107,11 +107,11 @@ def nearest(word: str, choices: Collection[str]) -> str | None:
     return near[0] if near else None
 
 
-def _order(place: Place) -> tuple[bool, int, int]:
+def _order(place: YamlPlace) -> tuple[bool, int, int]:
     return (place.line == 0, place.line, place.column)
 
 
-def _told(problem: Problem, tree: Tree) -> tuple[Place, str, str]:
+def _told(problem: Problem, tree: Tree) -> tuple[YamlPlace, str, str]:
     first = "" if problem.first is None else f" (first at {tree.place(problem.first)})"
     place, what = tree.place(problem.keys), problem.what
     if problem.between:

@@ -12,9 +12,9 @@ from gpumix.schema.errors import InputError
 from gpumix.schema.reading.yaml_places import (
     UNFIT,
     Keys,
-    Place,
-    Source,
     Tree,
+    YamlPlace,
+    YamlSource,
     parse_yaml,
     show_keys,
     show_value,
@@ -33,7 +33,7 @@ def overridden(tree: Tree, argument: str) -> Tree:
         InputError: the argument is not key=value, its value is not YAML, or its key leads through a
             value that is not a mapping.
     """
-    source = Source(f"--set {argument}", Path.cwd())
+    source = YamlSource(f"--set {argument}", Path.cwd())
     key, equals, text = argument.partition("=")
     keys: Keys = tuple(key_of(argument).split("."))
     if not equals or not all(keys) or UNFIT.search(key):
@@ -42,15 +42,15 @@ def overridden(tree: Tree, argument: str) -> Tree:
             where=source.name,
             fix="write a dotted key, '=' and a value, such as --set optimizer.lr=1e-4",
         )
-    new = parse_yaml(text, source, lines=False) or Tree(None, {(): Place(source)})
+    new = parse_yaml(text, source, lines=False) or Tree(None, {(): YamlPlace(source)})
     places = {k: p for k, p in tree.places.items() if k[: len(keys)] != keys}
     for depth in range(1, len(keys)):
-        places.setdefault(keys[:depth], Place(source))
+        places.setdefault(keys[:depth], YamlPlace(source))
     places |= {(*keys, *k): p for k, p in new.places.items()}
     return Tree(_with(tree.value, keys, 0, new.value, source), places)
 
 
-def _with(holder: object, keys: Keys, depth: int, value: object, source: Source) -> object:
+def _with(holder: object, keys: Keys, depth: int, value: object, source: YamlSource) -> object:
     """Return `holder`, a mapping at keys[:depth], with `value` set at `keys`."""
     if depth == len(keys):
         return value

@@ -19,7 +19,7 @@ from gpumix.schema.job.job import Job
 from gpumix.schema.reading.cluster_file import assemble
 from gpumix.schema.reading.error_text import did_you_mean, input_error, nearest, validated
 from gpumix.schema.reading.overrides import overridden
-from gpumix.schema.reading.yaml_places import Keys, Place, Tree, load_yaml, show_value
+from gpumix.schema.reading.yaml_places import Keys, Tree, YamlPlace, load_yaml, show_value
 from gpumix.schema.value import Value
 
 AUTO: Literal["auto"] = "auto"
@@ -131,7 +131,7 @@ def _with_paths(value: Any, tree: Tree, keys: Keys) -> Any:
     return value
 
 
-def _absolute(path: Path, place: Place) -> Path:
+def _absolute(path: Path, place: YamlPlace) -> Path:
     try:
         found = place.source.folder / path.expanduser()
         str(found).encode()
@@ -147,7 +147,7 @@ def _absolute(path: Path, place: Place) -> Path:
     return found
 
 
-def _check_model_config(config: Path | dict[str, Any], place: Place) -> None:
+def _check_model_config(config: Path | dict[str, Any], place: YamlPlace) -> None:
     """Check that a model configuration, in a file or inline, has a `model_type` for
     `transformers`."""
     found = _read_json(config, place) if isinstance(config, Path) else config
@@ -157,7 +157,7 @@ def _check_model_config(config: Path | dict[str, Any], place: Place) -> None:
         raise InputError(what, where=str(place), fix=CONFIG_FIX)
 
 
-def _read_json(path: Path, place: Place) -> object:
+def _read_json(path: Path, place: YamlPlace) -> object:
     try:
         return json.loads(read_text(path))
     except OSError as error:

@@ -38,7 +38,7 @@ NEEDS_QUOTES = """put a value that begins with one of * & ! % @ ` in quotes: '"*
 
 
 @dataclass(frozen=True)
-class Source:
+class YamlSource:
     """A file, or a `--set` argument; relative paths in the source start at `folder`."""
 
     name: str
@@ -46,10 +46,10 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Place:
+class YamlPlace:
     """The location of a value; `line` counts from 1 and is 0 in a `--set` argument."""
 
-    source: Source
+    source: YamlSource
     line: int = 0
     column: int = 0
 
@@ -62,15 +62,15 @@ class Tree:
     """Plain values, with the location of every key and list item; the keys of the top are ()."""
 
     value: object
-    places: dict[Keys, Place]
+    places: dict[Keys, YamlPlace]
 
-    def place(self, keys: Keys) -> Place:
+    def place(self, keys: Keys) -> YamlPlace:
         """Return the location of `keys`; for a missing value, of the nearest existing parent."""
         while keys not in self.places:
             keys = keys[:-1]
         return self.places[keys]
 
-    def overrides(self, keys: Keys) -> Iterator[Place]:
+    def overrides(self, keys: Keys) -> Iterator[YamlPlace]:
         """Yield the locations of `--set` values below `keys`."""
         for below, place in self.places.items():
             if not place.line and len(below) > len(keys) and below[: len(keys)] == keys:
@@ -112,14 +112,14 @@ def load_yaml(path: Path, what: str) -> Tree:
         ) from error
     if len(data) > MAX_BYTES:
         raise InputError(f"a {what} file may not be longer than 10 MB", where=str(path))
-    tree = parse_yaml(text, Source(str(path), path.parent.absolute()))
+    tree = parse_yaml(text, YamlSource(str(path), path.parent.absolute()))
     if tree is None:
         fix = f"write the {what} into it, or give another file"
         raise InputError(f"the {what} file is empty", where=str(path), fix=fix)
     return tree
 
 
-def parse_yaml(text: str, source: Source, *, lines: bool = True) -> Tree | None:
+def parse_yaml(text: str, source: YamlSource, *, lines: bool = True) -> Tree | None:
     """Parse `text`; return None if empty. Without `lines` all values are located at `source`
     itself.
 
@@ -181,14 +181,18 @@ def _compose(text: str, reader: _Reader) -> yaml.Node | None:
 class _Reader:
     """Converts nodes of one text to values and records the location of each."""
 
-    def __init__(self, source: Source, lines: bool) -> None:
+    def __init__(self, source: YamlSource, lines: bool) -> None:
         self.source = source
         self.lines = lines
-        self.places: dict[Keys, Place] = {}
+        self.places: dict[Keys, YamlPlace] = {}
         self.scalars = yaml.constructor.SafeConstructor()
 
-    def place(self, mark: yaml.Mark) -> Place:
-        return Place(self.source, mark.line + 1, mark.column) if self.lines else Place(self.source)
+    def place(self, mark: yaml.Mark) -> YamlPlace:
+        return (
+            YamlPlace(self.source, mark.line + 1, mark.column)
+            if self.lines
+            else YamlPlace(self.source)
+        )
 
     def exact(self, mark: yaml.Mark | None) -> str:
         """Return `file:line:column`, for syntax errors."""

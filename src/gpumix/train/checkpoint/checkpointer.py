@@ -27,7 +27,7 @@ from gpumix.schema.files import INDEX_BYTES, read_bytes
 from gpumix.train.checkpoint import checkpoint_folder
 from gpumix.train.checkpoint import content as content
 from gpumix.train.checkpoint.background import Background, Overdue
-from gpumix.train.checkpoint.collective_errors import NOTHING, Together, not_in_time
+from gpumix.train.checkpoint.collective_errors import NOTHING, CollectiveErrors, not_in_time
 from gpumix.train.checkpoint.dcp_storage import Index, read, write
 from gpumix.train.checkpoint.host_copy import HostCopy, Tensors, no_room, room_for, size_of
 from gpumix.train.checkpoint.manifest import (
@@ -105,7 +105,7 @@ class Checkpointer:
             raise InputError(f"cannot keep {keep} checkpoints", fix="keep at least 1")
         self.folder = folder
         self.keep = keep
-        self._ranks = Together(group)
+        self._ranks = CollectiveErrors(group)
         self._ranks_here = ranks_here
         self._patience_s = patience_s
         self.not_copied = ""

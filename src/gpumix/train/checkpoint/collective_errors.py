@@ -32,7 +32,7 @@ _OTHERWISE = dict.fromkeys(FULL, "if need be by removing this run's older checkp
 )
 
 
-class Together:
+class CollectiveErrors:
     """The ranks of `group`, a group of CPU tensors; None for a single process."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:

@@ -27,9 +27,9 @@ from gpumix.engine.sharding.shard import Piece
 from gpumix.engine.sharding.state_dict import (
     Cut,
     OptimizerState,
-    Part,
     Scalar,
-    Whole,
+    TensorPart,
+    WholeTensor,
     beside,
     check_names_and_shapes,
 )
@@ -169,8 +169,8 @@ def _boxed(piece: Piece, flat: torch.Tensor) -> Boxed:
     return Boxed.interval(piece.window, piece.start, flat)
 
 
-def _tensor(value: Whole | Scalar) -> torch.Tensor:
-    if isinstance(value, Whole):
+def _tensor(value: WholeTensor | Scalar) -> torch.Tensor:
+    if isinstance(value, WholeTensor):
         return value.tensor
     return torch.as_tensor(value, dtype=_DTYPES.get(_kind(value)))
 
@@ -199,10 +199,10 @@ def merged_kinds(found: Iterable[dict[str, StateKind]]) -> dict[str, StateKind]:
     return merged
 
 
-def _kind(value: Cut | Whole | Scalar) -> StateKind:
+def _kind(value: Cut | WholeTensor | Scalar) -> StateKind:
     if isinstance(value, tuple):
         return "elements"
-    if isinstance(value, Whole):
+    if isinstance(value, WholeTensor):
         return "whole"
     if isinstance(value, torch.Tensor):
         return "tensor"
@@ -363,7 +363,7 @@ def model_to_load(engine: Engine) -> dict[str, Boxed]:
     return boxed
 
 
-Room = Cut | Whole | torch.Tensor
+Room = Cut | WholeTensor | torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -401,7 +401,7 @@ class OptimizerRoom:
             for parameter, states in self.tensors.items()
         }
 
-    def _typed(self, name: str, room: Room) -> Cut | Whole | Scalar:
+    def _typed(self, name: str, room: Room) -> Cut | WholeTensor | Scalar:
         number = _NUMBERS.get(self.kinds[name])
         if number is None or not isinstance(room, torch.Tensor):
             return room
@@ -409,7 +409,7 @@ class OptimizerRoom:
 
 
 def _boxed_room(room: Room) -> Boxed:
-    if isinstance(room, Whole):
+    if isinstance(room, WholeTensor):
         return Boxed.whole(room.tensor)
     if isinstance(room, torch.Tensor):
         return Boxed.whole(room)
@@ -420,8 +420,8 @@ def _boxed_room(room: Room) -> Boxed:
 def _room(piece: Piece, kind: StateKind, stored: StoredTensor) -> Room:
     if kind == "elements":
         flat = torch.zeros_like(piece.local, dtype=stored.torch_dtype)
-        return (Part(piece.window, piece.start, piece.end, flat.detach()),)
+        return (TensorPart(piece.window, piece.start, piece.end, flat.detach()),)
     if kind == "whole":
         device = piece.local.device
-        return Whole(torch.zeros(stored.shape, dtype=stored.torch_dtype, device=device))
+        return WholeTensor(torch.zeros(stored.shape, dtype=stored.torch_dtype, device=device))
     return torch.zeros((), dtype=stored.torch_dtype)

@@ -48,11 +48,11 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from gpumix.engine.sharding.parameter_slice import Window
+from gpumix.engine.sharding.parameter_slice import ParameterSlice
 from gpumix.hardware.memory_limit import host_memory
 from gpumix.schema.errors import GpumixError, first_line
 from gpumix.schema.value import Value
-from gpumix.train.checkpoint.collective_errors import NOTHING, Together, explained
+from gpumix.train.checkpoint.collective_errors import NOTHING, CollectiveErrors, explained
 from gpumix.train.checkpoint.manifest import INDEX, FileName, SavedFile, damaged
 
 
@@ -67,7 +67,7 @@ class Boxed:
     views: dict[torch.Size, torch.Tensor]
 
     @classmethod
-    def interval(cls, window: Window, start: int, flat: torch.Tensor) -> Boxed:
+    def interval(cls, window: ParameterSlice, start: int, flat: torch.Tensor) -> Boxed:
         """Box `flat`: the flattened elements from `start` on of the tensor part seen by a
         window."""
         views = window.boxes(start, flat.detach())
@@ -284,7 +284,7 @@ class Index(Value):
 
 
 def write(
-    folder: Path, tensors: Mapping[str, Mapping[str, Any]], ranks: Together
+    folder: Path, tensors: Mapping[str, Mapping[str, Any]], ranks: CollectiveErrors
 ) -> tuple[Index, dict[str, SavedFile]]:
     """Write all ranks' boxes into `folder`, a file per rank. Collective.
 
@@ -340,7 +340,7 @@ def _describe(folder: Path, index: Index, written: Sequence[_Written]) -> None:
     dcp.FileSystemWriter(folder).finish(metadata, [results])
 
 
-def read(folder: Path, index: Index, tensors: Mapping[str, Boxed], ranks: Together) -> None:
+def read(folder: Path, index: Index, tensors: Mapping[str, Boxed], ranks: CollectiveErrors) -> None:
     """Fill the boxes in `tensors` with the values stored under the boxes' names. Collective.
 
     Raises:
@@ -359,7 +359,9 @@ class Bytes(Protocol):
     def bytes_of(self, box: StoredBox) -> torch.Tensor: ...
 
 
-def read_from(index: Index, tensors: Mapping[str, Boxed], ranks: Together, source: Bytes) -> None:
+def read_from(
+    index: Index, tensors: Mapping[str, Boxed], ranks: CollectiveErrors, source: Bytes
+) -> None:
     """Fill the boxes in `tensors` like `read`, from memory."""
     reader = _BytesReader(index, source)
     ranks.each(

@@ -26,7 +26,7 @@ from gpumix.schema import files
 from gpumix.schema.errors import GpumixError, InputError, MachineError, first_line
 from gpumix.train.checkpoint.checkpoint_folder import choices, first_whole
 from gpumix.train.checkpoint.checkpointer import opened
-from gpumix.train.checkpoint.collective_errors import Together
+from gpumix.train.checkpoint.collective_errors import CollectiveErrors
 from gpumix.train.checkpoint.content import MODEL
 from gpumix.train.checkpoint.dcp_storage import Boxed, Index, StoredTensor, read
 from gpumix.train.checkpoint.manifest import MANIFEST, Manifest, damaged, verify
@@ -273,7 +273,7 @@ def _read(
         tensor = index.tensors[name]
         tensors[name] = torch.empty(tensor.shape, dtype=_saved_dtype(tensor, dtype))
     boxed = {name: Boxed.whole(tensor) for name, tensor in tensors.items()}
-    read(checkpoint, index, boxed, Together(None))
+    read(checkpoint, index, boxed, CollectiveErrors(None))
     return tensors
 
 

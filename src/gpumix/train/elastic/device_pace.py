@@ -12,7 +12,7 @@ from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Stage, Worker
 
 
-class Pace(NamedTuple):
+class DevicePace(NamedTuple):
     """Compute time of a tensor-parallel group: `fixed_s` per step plus `sample_s` per sample."""
 
     fixed_s: float
@@ -21,28 +21,28 @@ class Pace(NamedTuple):
     def seconds(self, samples: int) -> float:
         return self.fixed_s + samples * self.sample_s
 
-    def times(self, factor: float) -> Pace:
-        return Pace(self.fixed_s * factor, self.sample_s * factor)
+    def times(self, factor: float) -> DevicePace:
+        return DevicePace(self.fixed_s * factor, self.sample_s * factor)
 
-    def for_each(self, samples: int) -> Pace:
+    def for_each(self, samples: int) -> DevicePace:
         """Return the pace counted in units of `samples` samples."""
-        return Pace(self.fixed_s, self.sample_s * samples)
+        return DevicePace(self.fixed_s, self.sample_s * samples)
 
 
-def planned_pace(plan: Plan, worker: Worker) -> Pace:
+def planned_pace(plan: Plan, worker: Worker) -> DevicePace:
     """Return a worker's pace by the plan's prediction. Without a prediction all time is per sample,
     equal for all workers."""
     told = plan.prediction.workers if plan.prediction is not None else ()
     expected = next((one for one in told if one.device == worker.device), None)
     if expected is None or not worker.samples or expected.busy_s <= expected.optimizer_s:
-        return Pace(0.0, 1.0)
+        return DevicePace(0.0, 1.0)
     sample_s = (expected.busy_s - expected.optimizer_s) / worker.samples
-    return Pace(expected.optimizer_s, sample_s)
+    return DevicePace(expected.optimizer_s, sample_s)
 
 
 def with_data(
-    paces: Sequence[Pace], hosts: Sequence[str], read_per_s: Mapping[str, float]
-) -> list[Pace]:
+    paces: Sequence[DevicePace], hosts: Sequence[str], read_per_s: Mapping[str, float]
+) -> list[DevicePace]:
     """Slow down groups that, together on a host, compute faster than the host reads samples. Groups
     of no host (`""`) have read no samples so far."""
     together: dict[str, float] = defaultdict(float)
@@ -51,21 +51,23 @@ def with_data(
     slower = {host: max(1.0, rate / read_per_s.get(host, inf)) for host, rate in together.items()}
     if all(times == 1.0 for times in slower.values()):
         return list(paces)
-    return [Pace(pace.fixed_s, pace.sample_s * slower[host]) for pace, host in zip(paces, hosts)]
+    return [
+        DevicePace(pace.fixed_s, pace.sample_s * slower[host]) for pace, host in zip(paces, hosts)
+    ]
 
 
-def slowest_s(paces: Sequence[Pace], samples: Sequence[int]) -> float:
+def slowest_s(paces: Sequence[DevicePace], samples: Sequence[int]) -> float:
     return max(pace.seconds(n) for pace, n in zip(paces, samples))
 
 
-def bound_s(paces: Sequence[Pace], total: int) -> float:
+def bound_s(paces: Sequence[DevicePace], total: int) -> float:
     """Return the lower bound of any split: all groups end at once, with divisible samples."""
     rate = sum(1.0 / pace.sample_s for pace in paces)
     return (total + sum(p.fixed_s / p.sample_s for p in paces)) / rate
 
 
 def split(
-    total: int, paces: Sequence[Pace], most: Sequence[int], least: Sequence[int] | None = None
+    total: int, paces: Sequence[DevicePace], most: Sequence[int], least: Sequence[int] | None = None
 ) -> tuple[int, ...] | None:
     """Split samples over groups to minimize the slowest group's time; None if `most` or `least`
     rule out `total`.

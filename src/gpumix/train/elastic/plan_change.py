@@ -23,7 +23,7 @@ from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Stage, Worker
 from gpumix.schema.units import plural, show_seconds
 from gpumix.train.run_log import run_files
-from gpumix.train.run_log.metrics import Told
+from gpumix.train.run_log.metrics import RunEvent
 from gpumix.train.run_log.run_id import is_later
 from gpumix.train.run_manifest import RunRecord
 
@@ -35,7 +35,7 @@ MOST = 6  # devices listed in a text
 
 
 @dataclass(frozen=True)
-class Parts:
+class PlanParts:
     """Each device's part of a plan; all by device, except the first two.
 
     `shares` are fractions of the state divided by a stage's workers, empty at ZeRO stage 0;
@@ -54,7 +54,7 @@ class Parts:
     devices: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, plan: Plan, cluster: Cluster | None = None) -> Parts:
+    def of(cls, plan: Plan, cluster: Cluster | None = None) -> PlanParts:
         placed: dict[str, list[tuple[int, Stage, Worker]]] = {}
         for number, stage in enumerate(plan.stages, 1):
             for worker in stage.workers:
@@ -82,7 +82,7 @@ def _described(cluster: Cluster, devices: Iterable[str]) -> dict[str, str]:
     return {device: there[device].describe() for device in devices if device in there}
 
 
-def change(before: Parts, after: Parts) -> dict[str, Any]:
+def change(before: PlanParts, after: PlanParts) -> dict[str, Any]:
     """Return the event's fields: changed values, new and old; empty without changes."""
     both = before.devices.keys() & after.devices.keys()
     before, after = (
@@ -99,10 +99,10 @@ def change(before: Parts, after: Parts) -> dict[str, Any]:
     return fields
 
 
-def started(before: Parts, now: Parts, why: str) -> Told | None:
+def started(before: PlanParts, now: PlanParts, why: str) -> RunEvent | None:
     """Return the event of a start by a plan unlike `before`; None if equal."""
     fields = change(before, now)
-    return Told(EVENT, {"why": why, "live": False} | fields, "") if fields else None
+    return RunEvent(EVENT, {"why": why, "live": False} | fields, "") if fields else None
 
 
 def dealt_anew(
@@ -114,7 +114,7 @@ def dealt_anew(
     before_s: float,
     after_s: float,
     moving_s: float | None = None,
-) -> Told:
+) -> RunEvent:
     """Return the event of a rebalance while the run trains.
 
     Args:
@@ -124,20 +124,20 @@ def dealt_anew(
     fields = {
         "why": why,
         "live": True,
-        **change(Parts.of(before), Parts.of(after)),
+        **change(PlanParts.of(before), PlanParts.of(after)),
         "expected_s": after_s,
         "expected_before_s": before_s,
     }
     if moving_s is not None:
         fields["moving_s"] = moving_s
     expected = f"{what} is to take {show_seconds(after_s)} instead of {show_seconds(before_s)}"
-    return Told(EVENT, fields, f"split anew, for {why}: {in_words(fields)}; {expected}")
+    return RunEvent(EVENT, fields, f"split anew, for {why}: {in_words(fields)}; {expected}")
 
 
-def in_force(folder: Path, *, fresh: bool = False) -> Parts | None:
+def in_force(folder: Path, *, fresh: bool = False) -> PlanParts | None:
     """Return the parts of a run's last plan; see `plan_in_force`."""
     plan = plan_in_force(folder, fresh=fresh)
-    return None if plan is None else Parts.of(plan, _devices_of(folder))
+    return None if plan is None else PlanParts.of(plan, _devices_of(folder))
 
 
 def plan_in_force(folder: Path, *, fresh: bool = False) -> Plan | None:

@@ -13,8 +13,8 @@ from gpumix.cost.network.link_times import on_hosts, wire_for
 from gpumix.cost.predict import predict
 from gpumix.schema.plan.plan import Plan, Prediction
 from gpumix.schema.profile.profile import Profile
-from gpumix.train.elastic.device_pace import Pace, planned_pace, split, with_samples
-from gpumix.train.elastic.rebalancer import WINDOW_STEPS, Fixed, Moved, Rebalancer
+from gpumix.train.elastic.device_pace import DevicePace, planned_pace, split, with_samples
+from gpumix.train.elastic.rebalancer import WINDOW_STEPS, Fixed, MovedShares, Rebalancer
 
 # Part used of the predicted room for state: cuts are rounded.
 USED = 0.98
@@ -51,7 +51,7 @@ def _most(
     return tuple(low)
 
 
-def idle_paces(profile: Profile, plan: Plan) -> dict[int, Pace]:
+def idle_paces(profile: Profile, plan: Plan) -> dict[int, DevicePace]:
     """Return the predicted paces, by number, of groups without samples in the plan."""
     (stage,) = plan.stages
     counts = [team[0].samples for team in stage.teams]
@@ -79,7 +79,7 @@ class Movable:
             lambda samples: [room >= 0 for room in self._room(samples)],
         )
 
-    def moved(self, paces: Sequence[Pace]) -> Moved | None:
+    def moved(self, paces: Sequence[DevicePace]) -> MovedShares | None:
         """Return a split with state moved to make room for samples; None if impossible.
 
         Args:
@@ -91,7 +91,7 @@ class Movable:
             samples = split(self._plan.global_batch, paces, most, self._least)
             shares = None if samples is None else self._shares_beside(samples)
             if samples is not None and shares is not None:
-                return Moved(samples, shares, self._seconds(shares))
+                return MovedShares(samples, shares, self._seconds(shares))
         return None
 
     def _shares_beside(self, samples: Sequence[int]) -> tuple[float, ...] | None:

@@ -21,7 +21,7 @@ from typing import Protocol
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.units import show_seconds
 from gpumix.train.elastic.device_pace import (
-    Pace,
+    DevicePace,
     bound_s,
     planned_pace,
     slowest_s,
@@ -64,7 +64,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Moved:
+class MovedShares:
     """Samples and state shares of each device after a move, and the time of the move."""
 
     samples: tuple[int, ...]
@@ -78,7 +78,7 @@ class Room(Protocol):
     @property
     def most(self) -> Sequence[int]: ...
 
-    def moved(self, paces: Sequence[Pace]) -> Moved | None:
+    def moved(self, paces: Sequence[DevicePace]) -> MovedShares | None:
         """Return the best split with state moved to where there is room, for groups of these paces;
         None if impossible."""
 
@@ -89,7 +89,7 @@ class Fixed:
 
     most: Sequence[int]
 
-    def moved(self, paces: Sequence[Pace]) -> Moved | None:
+    def moved(self, paces: Sequence[DevicePace]) -> MovedShares | None:
         return None
 
 
@@ -136,7 +136,7 @@ class Rebalancer:
         *,
         steps: int,
         read_per_s: Mapping[str, float] = {},
-        idle: Mapping[int, Pace] = {},
+        idle: Mapping[int, DevicePace] = {},
     ) -> None:
         (stage,) = plan.stages
         leaders = [team[0] for team in stage.teams]
@@ -169,7 +169,7 @@ class Rebalancer:
             self._idle.get(team) or planned_pace(plan, worker)
             for team, worker in enumerate(leaders)
         ]
-        self._refused: list[Pace] = []  # paces for which no state moves
+        self._refused: list[DevicePace] = []  # paces for which no state moves
 
     def observe(self, compute_s: Sequence[float]) -> Change | None:
         """Record the compute times of the step before this one; return a worthwhile change of the
@@ -273,7 +273,7 @@ class Rebalancer:
             return None
         return Change(samples, before_s, after_s, self._why(seconds))
 
-    def _moved(self, paces: list[Pace], still_s: float) -> Moved | None:
+    def _moved(self, paces: list[DevicePace], still_s: float) -> MovedShares | None:
         """Return a split with moved state, if clearly faster than `still_s` without moves, and if
         the remaining steps make up for the move."""
         limits = [sum(self.samples) if most else 0 for most in self._most]
@@ -291,7 +291,7 @@ class Rebalancer:
         self._refused = paces
         return None
 
-    def _paces(self, seconds: Sequence[float]) -> list[Pace]:
+    def _paces(self, seconds: Sequence[float]) -> list[DevicePace]:
         """Return the present paces. Groups without samples have the planned pace times the median
         deviation."""
         factors = self._factors(seconds)
@@ -330,5 +330,5 @@ def _median(factors: Collection[float]) -> float:
     return sorted(factors)[len(factors) // 2]
 
 
-def _alike(one: Pace, other: Pace) -> bool:
+def _alike(one: DevicePace, other: DevicePace) -> bool:
     return abs(one.sample_s - other.sample_s) <= LEAST_GAIN_EACH * other.sample_s

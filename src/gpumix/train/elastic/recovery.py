@@ -24,7 +24,7 @@ from gpumix.schema.errors import (
 from gpumix.schema.plan.plan import Plan, WorkerPrediction
 from gpumix.schema.profile.profile import Profile
 from gpumix.schema.units import plural
-from gpumix.train.elastic.plan_change import Parts, change, devices_in_words
+from gpumix.train.elastic.plan_change import PlanParts, change, devices_in_words
 
 # A device losing its rank this often in a row, without a step between, is left out. A restart some
 # steps later tries it once more, and leaves it out if its rank is lost at once.
@@ -225,7 +225,7 @@ def taken_up(
     else:
         changes = devices_in_words(before, there, taking)
         otherwise = "a rank was lost, or failed: the same devices are there"
-        other = change(Parts.of(before), Parts.of(after))
+        other = change(PlanParts.of(before), PlanParts.of(after))
         how = "trains on with {}, by " + ("another plan" if other else "the same plan")
     if restart.decided and not changes:
         return restart

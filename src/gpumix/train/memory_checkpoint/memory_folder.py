@@ -42,7 +42,7 @@ def copies(hosts: int) -> int:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldState:
     """A complete copy of a rank's state: slot, step, and number of ranks."""
 
     generation: int
@@ -53,7 +53,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Found:
+class NewestState:
     """The newest state with a copy of every rank on some host.
 
     Attributes:
@@ -106,7 +106,7 @@ class Home:
         folder.mkdir(mode=0o700, exist_ok=True)
         return folder
 
-    def held(self) -> list[Held]:
+    def held(self) -> list[HeldState]:
         """Return the complete copies of the run on this host."""
         return [one for path, number in self._generations() for one in _held_in(path, number)]
 
@@ -154,7 +154,7 @@ def index_file(rank: int, slot: int) -> str:
     return f"{data_file(rank, slot)}.index"
 
 
-def _held_in(path: Path, generation: int) -> Iterator[Held]:
+def _held_in(path: Path, generation: int) -> Iterator[HeldState]:
     for file in path.iterdir():
         if found := _SEAL.fullmatch(file.name):
             with suppress(OSError, ValueError, KeyError, TypeError):
@@ -162,19 +162,19 @@ def _held_in(path: Path, generation: int) -> Iterator[Held]:
                 rank, slot = int(found[1]), int(found[2])
                 step, world = int(told["manifest"]["step"]), int(told["world"])
                 if (path / data_file(rank, slot)).is_file():
-                    yield Held(generation, world, rank, slot, step)
+                    yield HeldState(generation, world, rank, slot, step)
 
 
-def to_text(held: Iterable[Held]) -> str:
+def to_text(held: Iterable[HeldState]) -> str:
     """Return the copies as text for other ranks."""
     return json.dumps([asdict(one) for one in held])
 
 
-def from_text(text: str) -> list[Held]:
-    return [Held(**one) for one in json.loads(text)]
+def from_text(text: str) -> list[HeldState]:
+    return [HeldState(**one) for one in json.loads(text)]
 
 
-def newest(told: Sequence[Sequence[Held]]) -> Found | None:
+def newest(told: Sequence[Sequence[HeldState]]) -> NewestState | None:
     """Return the newest state to resume from, given the copies found by each current rank on its
     host: the latest state of the latest start with a copy of every rank."""
     givers: dict[tuple[int, int, int], dict[int, tuple[int, int]]] = {}
@@ -187,7 +187,7 @@ def newest(told: Sequence[Sequence[Held]]) -> Found | None:
         return None
     generation, step, world = max(whole)
     ranks = givers[generation, step, world]
-    return Found(
+    return NewestState(
         generation,
         step,
         slots=tuple(ranks[rank][1] for rank in range(world)),
@@ -195,6 +195,6 @@ def newest(told: Sequence[Sequence[Held]]) -> Found | None:
     )
 
 
-def latest_generation(told: Iterable[Iterable[Held]]) -> int:
+def latest_generation(told: Iterable[Iterable[HeldState]]) -> int:
     """Return the latest generation, 0 without copies."""
     return max((one.generation for held in told for one in held), default=0)

@@ -16,11 +16,11 @@ from gpumix.engine.engine import Engine
 from gpumix.engine.rank_group import Ranks
 from gpumix.schema.files import INDEX_BYTES, read_text
 from gpumix.train.checkpoint import content as content
-from gpumix.train.checkpoint.collective_errors import Together
+from gpumix.train.checkpoint.collective_errors import CollectiveErrors
 from gpumix.train.checkpoint.dcp_storage import Boxed, Index, StoredBox, read_from
 from gpumix.train.checkpoint.manifest import Manifest
 from gpumix.train.memory_checkpoint import memory_folder as folder
-from gpumix.train.memory_checkpoint.memory_folder import Found, Held, Home
+from gpumix.train.memory_checkpoint.memory_folder import HeldState, Home, NewestState
 from gpumix.train.memory_checkpoint.mmap_file import mapped
 
 PIECE_BYTES = 1 << 28  # per message
@@ -28,8 +28,8 @@ PIECE_BYTES = 1 << 28  # per message
 
 def load(
     home: Home,
-    held: Sequence[Held],
-    found: Found,
+    held: Sequence[HeldState],
+    found: NewestState,
     ranks: Ranks,
     group: dist.ProcessGroup | None,
     engine: Engine,
@@ -52,13 +52,13 @@ def load(
     copies = _Copies(home, held, found, ranks, group)
 
     def read(tensors: Mapping[str, Boxed]) -> None:
-        read_from(index, tensors, Together(group), copies)
+        read_from(index, tensors, CollectiveErrors(group), copies)
 
     content.restore(engine, optimizer, manifest, index, read)
     return manifest
 
 
-def _described(home: Home, found: Found, ranks: Ranks) -> tuple[Manifest, Index]:
+def _described(home: Home, found: NewestState, ranks: Ranks) -> tuple[Manifest, Index]:
     """Return the merged manifest and index of all copies. Collective."""
     own = {
         rank: _description(home, found.generation, rank, found.slots[rank])
@@ -90,8 +90,8 @@ class _Copies:
     """Bytes of the copies, local or fetched."""
 
     home: Home
-    held: Sequence[Held]
-    found: Found
+    held: Sequence[HeldState]
+    found: NewestState
     ranks: Ranks
     group: dist.ProcessGroup | None
     _files: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -143,7 +143,7 @@ class _Copies:
                     self._fetched[file, start] = room
 
 
-def _rank_of(found: Found, file: str) -> int:
+def _rank_of(found: NewestState, file: str) -> int:
     """Return the rank that saved a file."""
     names = [folder.data_file(rank, slot) for rank, slot in enumerate(found.slots)]
     return names.index(file)

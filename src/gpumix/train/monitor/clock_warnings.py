@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from gpumix.schema.cluster.clocks import APART
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import Profile
-from gpumix.train.run_log.metrics import RankRecord, Told
+from gpumix.train.run_log.metrics import RankRecord, RunEvent
 
 
 class ClockWatch:
@@ -26,7 +26,7 @@ class ClockWatch:
         self._before: set[int] = set()  # ranks apart the last time: once is no reason
         self._told: set[str] = set()
 
-    def differ(self, plan: Plan, records: Sequence[RankRecord]) -> list[Told]:
+    def differ(self, plan: Plan, records: Sequence[RankRecord]) -> list[RunEvent]:
         """Return the reports for the ranks' last records."""
         apart = {rank for rank, one in enumerate(records) if self._is_apart(one)}
         lasting, self._before = apart & self._before, apart
@@ -47,12 +47,12 @@ class ClockWatch:
             and abs(one.sm_mhz / measured - 1) > APART
         )
 
-    def _of(self, device: str, one: RankRecord) -> Told:
+    def _of(self, device: str, one: RankRecord) -> RunEvent:
         measured, now = self._measured[one.device_class], one.sm_mhz
         assert now is not None, "it is apart"
         fields = {"device": device, "sm_mhz": now, "measured_sm_mhz": measured}
         way = "slower" if now < measured else "faster"
-        return Told(
+        return RunEvent(
             "clocks",
             fields,
             f"{device} runs at {now:.0f} MHz, class '{one.device_class}' was measured at "

@@ -21,7 +21,7 @@ from gpumix.train.monitor.replay_verdict import (
     tolerance,
     verdict,
 )
-from gpumix.train.run_log.metrics import Told
+from gpumix.train.run_log.metrics import RunEvent
 from gpumix.train.worker.context import Context
 
 
@@ -44,7 +44,7 @@ class Soundness:
         if self._every_steps and (reason := not_replayed(plan)):
             self._every_steps, self.why_not = 0, reason
 
-    def after_step(self, step: int, exchanged: Exchanged) -> list[Told]:
+    def after_step(self, step: int, exchanged: Exchanged) -> list[RunEvent]:
         """Return the findings after `step`, in which all ranks exchanged `exchanged`. Collective
         where a batch is replayed."""
         spikes: list[Spike] = []
@@ -57,7 +57,7 @@ class Soundness:
             told += self._replay()
         return told
 
-    def _replay(self) -> list[Told]:
+    def _replay(self) -> list[RunEvent]:
         ranks, plan = self._context.ranks, self._engine.plan
         prints = Fingerprints()
         computes = plan.workers[ranks.rank].samples > 0
@@ -74,11 +74,11 @@ class Soundness:
         ]
         return [self._of_verdict(one) for one in wrong if one is not None]
 
-    def _of_spike(self, spike: Spike, step: int) -> Told:
+    def _of_spike(self, spike: Spike, step: int) -> RunEvent:
         name = self._context.ranks.names[spike.rank]
         device = self._plan.workers[spike.rank].device
         fields = asdict(spike) | {"device": device, "of_step": step, "times": _told(spike.times)}
-        return Told(
+        return RunEvent(
             "norm-spike",
             fields,
             f"the gradient of {name} in step {step} was {spike.times:.0f} times as large as usual, "
@@ -86,12 +86,12 @@ class Soundness:
             "wrong; replay_every_steps tells them apart",
         )
 
-    def _of_verdict(self, wrong: Verdict) -> Told:
+    def _of_verdict(self, wrong: Verdict) -> RunEvent:
         names = " and ".join(self._context.ranks.names[rank] for rank in wrong.ranks)
         devices = [self._plan.workers[rank].device for rank in wrong.ranks]
         fields = asdict(wrong) | {"devices": devices, "deviation": _told(wrong.deviation)}
         who = f"{names} computes wrong" if wrong.sure else f"one of {names} computes wrong"
-        return Told(
+        return RunEvent(
             "replay",
             fields,
             f"{who}: of the same batch its gradient, from '{wrong.where}' backward, is "

@@ -8,7 +8,7 @@ from typing import TypeVar, overload
 
 from gpumix.hardware.device import DeviceRuntime
 from gpumix.schema.plan.plan import Plan
-from gpumix.train.run_log.metrics import WARM_UP_STEPS, Part, Speed, speed_of, typical_s
+from gpumix.train.run_log.metrics import WARM_UP_STEPS, ComputedPart, RankSpeed, speed_of, typical_s
 
 T = TypeVar("T")
 KEPT_STEPS = 1000
@@ -63,10 +63,12 @@ class StepsTaken:
         self.times_s = Newest[float]()
         self.tokens = Newest[int]()
         self.own_tokens = Newest[int]()
-        self.parts = Newest[Part]()
+        self.parts = Newest[ComputedPart]()
         self.losses = Newest[float]()
 
-    def add(self, step_s: float, loss: float, tokens: int, own_tokens: int, part: Part) -> None:
+    def add(
+        self, step_s: float, loss: float, tokens: int, own_tokens: int, part: ComputedPart
+    ) -> None:
         self.times_s.append(step_s)
         self.losses.append(loss)
         self.tokens.append(tokens)
@@ -96,7 +98,7 @@ class StepsTaken:
         step_s = self.step_s(last)
         return fmean(self.tokens[-last:]) / step_s if step_s else 0.0
 
-    def speed(self, plan: Plan, rank: int, last: int) -> Speed:
+    def speed(self, plan: Plan, rank: int, last: int) -> RankSpeed:
         """Return this rank's speed in the last steps."""
-        tokens, part = fmean(self.own_tokens[-last:]), Part.mean(self.parts[-last:])
+        tokens, part = fmean(self.own_tokens[-last:]), ComputedPart.mean(self.parts[-last:])
         return speed_of(plan, rank, self.step_s(last), tokens, part)

@@ -50,7 +50,7 @@ class Ticks(NamedTuple):
     copied: tuple[Any, Any]
 
 
-class Watch:
+class StepTimer:
     """Account of a rank's steps. Each step calls `begin`, `next_of` the loader, maybe several
     times, `computes` when its first work is issued, and `given` after its last. The account is
     known after `read`.

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
 
-from gpumix.engine.comm.step_recorder import Activity, Moved, Recording
+from gpumix.engine.comm.step_recorder import Activity, RecordedMove, RecordedStep
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Worker
 from gpumix.schema.plan.step_trace import Cause, Span, Trace, cause_of, event, process_of, wait
 from gpumix.schema.profile.profile import ROOT
 
 
-def trace_of(plan: Plan, recordings: Sequence[Recording]) -> Trace:
+def trace_of(plan: Plan, recordings: Sequence[RecordedStep]) -> Trace:
     """Build the trace of a step from the recordings of all ranks, in rank order."""
     keys = [tuple(_keys(recording.moves)) for recording in recordings]
     begun_s: dict[_Key, float] = {}
@@ -35,7 +35,7 @@ def trace_of(plan: Plan, recordings: Sequence[Recording]) -> Trace:
 _Key = tuple[str, int]
 
 
-def _keys(moves: Sequence[Moved]) -> Iterator[_Key]:
+def _keys(moves: Sequence[RecordedMove]) -> Iterator[_Key]:
     """Yield a key per collective, equal on all participants: the name, and the count of earlier
     uses."""
     before: Counter[str] = Counter()
@@ -50,7 +50,7 @@ class _Rank:
 
     plan: Plan
     worker: Worker
-    recording: Recording
+    recording: RecordedStep
     begun_s: tuple[float, ...]
 
     def spans(self) -> Iterator[Span]:
@@ -94,7 +94,7 @@ class _Rank:
             yield "other stage" if message else "slower rank", waited.start_s, begun_s
         yield "message" if message else self._cause(move), begun_s, waited.end_s
 
-    def _cause(self, move: Moved) -> Cause:
+    def _cause(self, move: RecordedMove) -> Cause:
         """Return the cause of a wait for a collective. With several stages, others compute during
         the first and last collectives too."""
         assert move.kind != "receive", "that is a message"

@@ -56,7 +56,7 @@ KILLED_S = 10.0
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankAddress:
     """Identity of a rank: number, device, and connection to its peers.
 
     `run` separates the keys of several runs in one store. `holds_store`: this process owns the
@@ -75,7 +75,7 @@ class Seat:
 
 
 @dataclass
-class Asked:
+class StopTime:
     """Time of a request to stop and save a run, by `time.monotonic()`, or None. Kept over several
     launches: restarted ranks have yet to comply."""
 
@@ -100,7 +100,7 @@ def launch(
     devices: Sequence[Device],
     *args: Any,
     debug: bool = False,
-    stop: Asked | None = None,
+    stop: StopTime | None = None,
     silence_s: float = math.inf,
     spare: bool = False,
 ) -> list[Any]:
@@ -129,7 +129,7 @@ def launch(
         try:
             for rank, device in enumerate(devices):
                 asked_at = None if stop is None else stop.at
-                seat = Seat(rank, len(devices), device, port, stop_asked_at=asked_at)
+                seat = RankAddress(rank, len(devices), device, port, stop_asked_at=asked_at)
                 mine, theirs = context.Pipe(duplex=False)
                 note = notes / str(rank)
                 write_bytes(note, NOTHING_READ)
@@ -194,7 +194,7 @@ def _interrupts_ignored() -> Iterator[None]:
 
 
 @contextmanager
-def _stops_taken(children: list[_Child], stop: Asked | None) -> Iterator[None]:
+def _stops_taken(children: list[_Child], stop: StopTime | None) -> Iterator[None]:
     """Note the first Ctrl-C or SIGTERM and forward it to `children`; a later Ctrl-C raises
     KeyboardInterrupt, as does the first without `stop`."""
 
@@ -222,7 +222,7 @@ def _in_main_thread() -> bool:
 
 @dataclass
 class _Child:
-    seat: Seat
+    seat: RankAddress
     process: Any
     pipe: Connection
     note: Path  # of the sample its data reads
@@ -504,7 +504,7 @@ def _raise_cause(children: list[_Child]) -> None:
 
 
 def _child(
-    work: Work, seat: Seat, args: tuple[Any, ...], pipe: Connection, note: Path, debug: bool
+    work: Work, seat: RankAddress, args: tuple[Any, ...], pipe: Connection, note: Path, debug: bool
 ) -> None:
     """Run a rank's process, reporting any error to the parent."""
     StopRequest.asked_before = seat.stop_asked_at

@@ -28,9 +28,9 @@ from gpumix.engine.rank_group import STORE_ERRORS, beat_of, report_failure, stor
 from gpumix.hardware.host.environment import begun, is_stopped
 from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.errors import GpumixError, RankLost, first_line
-from gpumix.train.processes.local_launcher import Seat
+from gpumix.train.processes.local_launcher import RankAddress
 from gpumix.train.processes.store import store_of
-from gpumix.train.processes.tcp_liveness import Line, Presence
+from gpumix.train.processes.tcp_liveness import Presence, WatchedConnection
 from gpumix.train.processes.torchrun_runner import Arrival
 
 # Time for a rank whose store is gone to report it itself.
@@ -49,7 +49,7 @@ class Lookout:
 
     def __init__(
         self,
-        seat: Seat,
+        seat: RankAddress,
         arrivals: Sequence[Arrival],
         devices: Sequence[Device],
         tell: Callable[[GpumixError], None],
@@ -63,7 +63,7 @@ class Lookout:
         every = dict.fromkeys(one.host for one in arrivals)
         first = {host: [one.host for one in arrivals].index(host) for host in every}
         self._lines = {
-            rank: Line(arrivals[rank].address, arrivals[rank].port)
+            rank: WatchedConnection(arrivals[rank].address, arrivals[rank].port)
             for host, rank in first.items()
             if host != own
         }

@@ -14,7 +14,7 @@ from gpumix.hardware.host.environment import refuse_part_of_a_place, torchrun_pl
 from gpumix.schema.cluster.cluster import Cluster, Device
 from gpumix.schema.errors import GpumixError, InputError
 from gpumix.train.elastic.recovery import Lessons
-from gpumix.train.processes.local_launcher import Asked, launch, warm_up
+from gpumix.train.processes.local_launcher import StopTime, launch, warm_up
 from gpumix.train.processes.torchrun_runner import TorchrunRunner
 from gpumix.train.run_log.summary import Summary
 
@@ -121,7 +121,7 @@ class LocalRunner:
     restarts: bool = False
     speaks: bool = True
     decides_alone: bool = True
-    _stop: Asked = field(default_factory=Asked)
+    _stop: StopTime = field(default_factory=StopTime)
 
     def cluster(self, wanted: Cluster | None) -> Cluster:
         return wanted or discover()

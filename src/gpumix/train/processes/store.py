@@ -15,7 +15,7 @@ import torch.distributed as dist
 from gpumix.engine.comm.heartbeat import STOPPED_S
 from gpumix.hardware.host.environment import talk_inside_of_host
 from gpumix.schema.errors import MachineError, first_line
-from gpumix.train.processes.local_launcher import Seat
+from gpumix.train.processes.local_launcher import RankAddress
 from gpumix.train.processes.tcp_liveness import give_up_after, listen_at, wait_until_left
 
 # How long the process with the store stays for the others at its end.
@@ -24,7 +24,7 @@ LOOK_S = 0.05
 MISSED_S = 2.0  # until a store that does not answer is looked up again
 
 
-def store_of(seat: Seat, timeout_s: float) -> dist.Store:
+def store_of(seat: RankAddress, timeout_s: float) -> dist.Store:
     """Connect to the rendezvous store, with keys of the seat's run. A process with the store keeps
     it until the end, and ends after the processes connected.
 
@@ -40,7 +40,7 @@ def store_of(seat: Seat, timeout_s: float) -> dist.Store:
     return dist.PrefixStore(seat.run, store)
 
 
-def leave(seat: Seat, start: int) -> None:
+def leave(seat: RankAddress, start: int) -> None:
     """Leave the store before the `start`th restart of all processes. The process with the store
     waits until no rank needs it."""
     store = dist.PrefixStore("leaving", _connect(seat, STAY_S))
@@ -51,7 +51,7 @@ def leave(seat: Seat, start: int) -> None:
         time.sleep(LOOK_S)
 
 
-def meet_anew(seat: Seat, start: int, timeout_s: float) -> None:
+def meet_anew(seat: RankAddress, start: int, timeout_s: float) -> None:
     """Wait for the store of a restart, after `leave`. The store may have ended with its process,
     and starts with it again.
 
@@ -74,7 +74,7 @@ def meet_anew(seat: Seat, start: int, timeout_s: float) -> None:
     )
 
 
-def _connect(seat: Seat, timeout_s: float) -> dist.TCPStore:
+def _connect(seat: RankAddress, timeout_s: float) -> dist.TCPStore:
     try:
         return dist.TCPStore(
             seat.host,

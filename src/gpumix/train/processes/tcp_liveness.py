@@ -67,7 +67,8 @@ def own_address(host: str, port: int, *, within_s: float = 60.0) -> str | None:
 
 def watched_at(host: str) -> socket.socket | None:
     """Return a socket listening at an address of this host and never accepting, or None if
-    impossible: the system ends the connections when this process is gone; see `Line`."""
+    impossible. The system ends the connections when this process is gone, see
+    `WatchedConnection`."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address, family=family, backlog=MOST_WATCHERS)
@@ -75,7 +76,7 @@ def watched_at(host: str) -> socket.socket | None:
         return None
 
 
-class Line:
+class WatchedConnection:
     """A connection to a process listening by `watched_at`, made by the first `look`."""
 
     def __init__(self, host: str, port: int) -> None:

@@ -38,7 +38,7 @@ from gpumix.schema.errors import (
 )
 from gpumix.schema.files import read_text, remove, write_at_once
 from gpumix.train.elastic.recovery import Lessons, Restart
-from gpumix.train.processes.local_launcher import Seat
+from gpumix.train.processes.local_launcher import RankAddress
 from gpumix.train.processes.stop_signals import StopRequest
 from gpumix.train.processes.tcp_liveness import own_address, watched_at
 from gpumix.train.run_log import run_files
@@ -322,9 +322,9 @@ class TorchrunRunner:
         return store_of(replace(seat_in(self._place, NO_DEVICE), run=prefix), MEETING_S)
 
 
-def seat_in(place: TorchrunPlace, device: Device) -> Seat:
+def seat_in(place: TorchrunPlace, device: Device) -> RankAddress:
     """Return the seat of a process started by torchrun."""
-    return Seat(
+    return RankAddress(
         rank=place.rank,
         world=place.world,
         device=device,

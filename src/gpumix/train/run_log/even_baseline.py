@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from gpumix.schema.job.job import Job
     from gpumix.schema.plan.plan import Plan
     from gpumix.schema.profile.profile import Profile
-    from gpumix.train.controller import Pipeline
-    from gpumix.train.run_log.summary import Trial
+    from gpumix.train.controller import JobController
+    from gpumix.train.run_log.summary import TrialResult
 
 # A plan predicted slower than the fastest by more than this share is not tried.
 DOUBT = 0.05
@@ -28,7 +28,7 @@ class EvenSplit:
     """The fastest even plan, its trial, and the number of plans tried; `overruns` of all trials."""
 
     plan: Plan
-    trial: Trial
+    trial: TrialResult
     tried: int
     overruns: int
 
@@ -41,7 +41,7 @@ class EvenSplit:
         return f"ZeRO stage {self.plan.zero_stage}, {kept}, micro-batches of {micro_batch}"
 
 
-def best_even_split(pipeline: Pipeline, profile: Profile, steps: int) -> EvenSplit:
+def best_even_split(pipeline: JobController, profile: Profile, steps: int) -> EvenSplit:
     """Try the possibly fastest even plans for `steps` steps each.
 
     Raises:

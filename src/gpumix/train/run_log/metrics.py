@@ -51,7 +51,7 @@ def typical_s(times: Iterable[float]) -> float:
 
 
 @dataclass(frozen=True)
-class Told:
+class RunEvent:
     """Event of `metrics.jsonl` with fields, and a line of text for people, if any."""
 
     event: str
@@ -122,7 +122,7 @@ class RankRecord:
         return cls(**told, shares=None if shares is None else Shares(**shares))
 
 
-class Speed(NamedTuple):
+class RankSpeed(NamedTuple):
     """Speed of a rank; see `RankRecord`. Ranks of a tensor-parallel group divide the tokens; each
     pipeline stage counts all tokens passing through."""
 
@@ -131,7 +131,7 @@ class Speed(NamedTuple):
     hfu: float | None = None
 
 
-class Part(NamedTuple):
+class ComputedPart(NamedTuple):
     """Computed fraction of the plan's full-length samples: with cost linear in tokens, and with
     quadratic cost like attention scores. The truth lies between both."""
 
@@ -139,7 +139,9 @@ class Part(NamedTuple):
     by_squares: float = 1.0
 
     @classmethod
-    def of(cls, computed: Iterable[tuple[int, int | None]], samples: int, length: int) -> Part:
+    def of(
+        cls, computed: Iterable[tuple[int, int | None]], samples: int, length: int
+    ) -> ComputedPart:
         """Compare computed samples with the rank's planned samples.
 
         Args:
@@ -155,7 +157,7 @@ class Part(NamedTuple):
         )
 
     @classmethod
-    def mean(cls, parts: Sequence[Part]) -> Part:
+    def mean(cls, parts: Sequence[ComputedPart]) -> ComputedPart:
         return cls(*map(fmean, zip(*parts)))
 
     @property
@@ -165,24 +167,24 @@ class Part(NamedTuple):
         return (low + high) / 2 if high - low <= APART * high else None
 
 
-ALL_PLANNED = Part()
+ALL_PLANNED = ComputedPart()
 
 
 def speed_of(
-    plan: Plan, rank: int, step_s: float, tokens: float, part: Part = ALL_PLANNED
-) -> Speed:
+    plan: Plan, rank: int, step_s: float, tokens: float, part: ComputedPart = ALL_PLANNED
+) -> RankSpeed:
     """Return a rank's speed from its typical step and the tokens of its samples per step. `part` is
     the computed fraction of the planned work."""
     if step_s <= 0:
-        return Speed()
+        return RankSpeed()
     worker = plan.workers[rank]
     team = len(plan.team_of(rank, plan.stages_of(rank)[0]))
     tokens_per_s = tokens / team / step_s
     expected, peak = plan.expected_of(rank), _peak_of(plan, worker.device_class)
     if (done := part.known) is None:
-        return Speed(tokens_per_s)
+        return RankSpeed(tokens_per_s)
     used = utilisation(expected, peak, step_s)
-    return Speed(tokens_per_s, *(None if one is None else one * done for one in used))
+    return RankSpeed(tokens_per_s, *(None if one is None else one * done for one in used))
 
 
 def utilisation(
@@ -422,7 +424,7 @@ class RunLog:
             self._rule = rule
             self._write("losses", {"step": step, "rule": rule})
 
-    def tell(self, step: int, told: Told) -> None:
+    def tell(self, step: int, told: RunEvent) -> None:
         """Record a finding or an action after a step."""
         self._write(told.event, {"step": step, **told.fields})
 
@@ -482,7 +484,7 @@ def _in_words(file: Path) -> Iterator[None]:
         ) from error
 
 
-def tell_afterwards(folder: Path, step: int, told: Told) -> None:
+def tell_afterwards(folder: Path, step: int, told: RunEvent) -> None:
     """Append a later finding to the `metrics.jsonl` of an ended run."""
     line = json.dumps({"event": told.event, "time": time.time(), "step": step, **told.fields})
     with opened_log(folder / run_files.METRICS) as file:

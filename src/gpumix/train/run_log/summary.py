@@ -28,7 +28,7 @@ class Summary:
 
 
 @dataclass(frozen=True)
-class Trial:
+class TrialResult:
     """Result of a few steps by a plan; times exclude the first steps.
 
     Attributes:

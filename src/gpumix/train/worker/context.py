@@ -27,7 +27,7 @@ from gpumix.schema.errors import InputError, OutOfMemory, RankLost, first_line
 from gpumix.schema.job.job import Job
 from gpumix.schema.units import show_bytes
 from gpumix.train.processes.error_translation import in_words
-from gpumix.train.processes.local_launcher import Seat
+from gpumix.train.processes.local_launcher import RankAddress
 from gpumix.train.processes.store import store_of
 from gpumix.train.run_log import run_files
 from gpumix.train.run_log.terminal import stderr
@@ -75,7 +75,7 @@ class Context:
 
 
 @contextmanager
-def joined(seat: Seat, task: Task) -> Iterator[Context]:
+def joined(seat: RankAddress, task: Task) -> Iterator[Context]:
     """Take `seat`: open the device, join the group of ranks, open the data.
 
     Raises:

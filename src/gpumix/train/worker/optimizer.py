@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from gpumix.engine.optimizers.adafactor import Adafactor
-from gpumix.engine.optimizers.layout import Layout
+from gpumix.engine.optimizers.layout import OptimizerLayout
 from gpumix.engine.optimizers.muon import Muon
 from gpumix.engine.optimizers.parameter_groups import matches
 from gpumix.engine.sharding.shard import Piece
@@ -21,7 +21,7 @@ from gpumix.schema.job.job import Job, OptimizerSpec, ParameterGroup, ScheduleSp
 def optimizer_for(
     spec: OptimizerSpec,
     pieces: Iterable[Piece],
-    layout: Callable[[], Layout] | None = None,
+    layout: Callable[[], OptimizerLayout] | None = None,
     *,
     names: Sequence[str] | None = None,
     fused: bool = True,
@@ -73,7 +73,7 @@ def trial_optimizer(
 def _make(
     spec: OptimizerSpec,
     groups: list[dict[str, Any]],
-    layout: Callable[[], Layout] | None,
+    layout: Callable[[], OptimizerLayout] | None,
     *,
     fused: bool,
 ) -> torch.optim.Optimizer:
