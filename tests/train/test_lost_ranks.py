@@ -109,6 +109,7 @@ def test_a_stopped_rank_is_named_and_ended(tmp_path):
     in_what = r"(in|after) the (reduction of|all-gather of|exchange) .+"
     place = rf"((?:rank \d(?:, )?)+) stood at \w+\.py:\d+ in .+ \({in_what}\)"
     told = [re.fullmatch(place, other) for other in others]  # one, where both stand at one place
+    assert all(told), error.why
     assert ", ".join(sorted(match[1] for match in told)) == "rank 0, rank 2"
 
 
