@@ -102,7 +102,7 @@ def _without_ranks(launched: list[str]) -> Iterator[None]:
 
 
 def _open(task: Any) -> None:
-    """Data and model of a job, with errors told as `train.context.joined` does."""
+    """Data and model of a job, with errors told as `train.worker.context.joined` does."""
     from gpumix.data.sources.open_data import open_data
     from gpumix.hardware.host.environment import cache_folder
     from gpumix.train.processes.error_translation import in_words

@@ -3,7 +3,7 @@
 Its `TrainSchedule` alternates steps of forward and of backward; neighbours are in unlike ones, and
 at a step's begin the two tell each other things: first the gradient goes back, then the activation
 of the micro-batch before goes on. So an activation waits here until a gradient has come, which in
-gpumix it does not: `cost.staged` alone tells the time of our engine, not of theirs.
+gpumix it does not: `cost.pipeline.staged_step` alone tells the time of our engine, not of theirs.
 
 A message that NCCL sends lies in buffers of its own (4 MiB a channel, more than any message here)
 until the network has taken it: who sends goes on, who receives waits. A host's network adapter

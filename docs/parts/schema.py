@@ -53,7 +53,8 @@ def _of(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def _cluster(schema: dict[str, Any]) -> dict[str, Any]:
-    """As `spec.cluster_file` reads it; adds what it is made of to the definitions of `schema`."""
+    """As `schema.reading.cluster_file` reads it; adds what it is made of to the definitions of
+    `schema`."""
     known = schema["$defs"]
     for kept in (Cluster, Device, DeviceClass):  # what becomes of what is written
         del known[kept.__name__]

@@ -5,7 +5,7 @@ in `cost.teams`; here the smaller models differ in size. All leaders together ga
 largest of these models: between them, a group's ranks do as much, at the same time.
 
 Undivided parameters are sharded over all ranks of all groups and reduced separately
-(`engine.division`).
+(`engine.sharding.shard_layout`).
 """
 
 from __future__ import annotations

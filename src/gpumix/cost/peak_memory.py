@@ -1,10 +1,11 @@
 """Peak memory of a worker, by cause. All amounts are bytes.
 
 Parameters, gradients and collective buffers are laid out by the engine before the first step.
-Memory of samples peaks at one of the phases in `cost.phases`. The layout is linear in the worker's
-share of the state (its state, and the buffer that receives gradients), so a choice of samples and
-micro-batch leaves room for a largest share: `MemoryModel.capacity`, used by the planner's search.
-`cost.predict` counts a finished plan exactly, from the intervals of `spec.cut.cut`.
+Memory of samples peaks at one of the phases in `cost.layout.activation_phases`. The layout is
+linear in the worker's share of the state (its state, and the buffer that receives gradients), so a
+choice of samples and micro-batch leaves room for a largest share: `MemoryModel.capacity`, used by
+the planner's search. `cost.predict` counts a finished plan exactly, from the intervals of
+`schema.plan.splitting.cut`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Prediction of a plan's step time and memory: the cost model applied to a whole plan.
 
 The planner, the simulator, the memory check and the report all use this module. Time follows the
-formula in `cost.time`, memory the phases in `cost.phases`.
+formula in `cost.step_time`, memory the phases in `cost.layout.activation_phases`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from gpumix.schema.profile.profile import ModelProfile, Profile
 
 
 def predict(profile: Profile, plan: Plan) -> Prediction:
-    """Predict one step of `plan` with `cost.time` and `cost.memory`.
+    """Predict one step of `plan` with `cost.step_time` and `cost.peak_memory`.
 
     `exposed_communication_s` is the reduction of the step time if collectives took no time.
 

@@ -57,8 +57,9 @@ class Loader(Iterator[Batch]):
 
     Batch s is positions [s*B, (s+1)*B) of the endless sequence of epochs, with B the sum of
     `shares`. Rank r gets its contiguous part, in rank order, or the part a plan of several stages
-    assigns; samples of different lengths are assigned by `data.deal`. Batches are dictionaries of
-    tensors with samples in the first dimension; a share of zero gives tensors without rows.
+    assigns; samples of different lengths are assigned by `data.order.balance_by_length`. Batches
+    are dictionaries of tensors with samples in the first dimension; a share of zero gives tensors
+    without rows.
 
         with Loader(dataset, [6, 2], rank, device="cuda:0") as loader:
             for step, batch in zip(range(1000), loader):
@@ -74,7 +75,7 @@ class Loader(Iterator[Batch]):
     Args:
         dataset: a `Source`, or any map-style dataset whose samples are dictionaries of tensors; or
             a stream: an iterable, a generator function or a generator. A stream is read in its own
-            order; see `data.streams`.
+            order; see `data.sources.iterable`.
         shares: samples of each global batch per rank, in rank order, zeros allowed; or a plan.
         rank: the rank whose share is read.
         seed: seed of the global order; equal on every rank.

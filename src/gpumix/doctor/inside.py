@@ -41,7 +41,7 @@ class SeenInside:
 
 @dataclass
 class Inside:
-    """An implementation of `train.watcher.Watcher`.
+    """An implementation of `train.monitor.trial_hook.Watcher`.
 
     Attributes:
         changes: of `CODE`.

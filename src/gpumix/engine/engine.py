@@ -19,13 +19,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from gpumix.cost.schedule import MicroBatchSchedule
-from gpumix.engine.batch.batch_split import (
-    Samples,
-    compare_samples,
-    padded_from,
-    parts_of,
-    samples_in,
-)
+from gpumix.engine.batch import batch_split
+from gpumix.engine.batch.batch_split import Samples
 from gpumix.engine.comm import collective_progress
 from gpumix.engine.comm.communicator import Communicator
 from gpumix.engine.comm.step_exchange import Exchanged, Makeup, scale_of
@@ -156,7 +151,7 @@ class Engine(Settling, ByBlocks):
             optimizer: if it `may_update_early`, steps parameters as gradients are done, while
                 others are computed. It must not be stepped again.
             samples: size of a global batch shorter than the plan's, as the last batch of an epoch
-                may be; this rank's share is then given by `spec.shares.rows_of`.
+                may be; this rank's share is then given by `schema.plan.batch_shares.rows_of`.
 
         Returns:
             The loss of the global batch, equal on every rank: the sum of all losses over their
@@ -188,7 +183,7 @@ class Engine(Settling, ByBlocks):
             cut = self._cut(batch, rows)
             self.computed = [(len(of_one), one.width) for of_one, one in zip(rows, cut)]
             if self._tells_samples:  # first: wrong samples may have lengths that no rank expects
-                compare_samples(self.comm, self.plan, batch, rows)
+                batch_split.compare_samples(self.comm, self.plan, batch, rows)
                 self._tells_samples = False
             undo = Undo.before(self.keepers, self.losses_counted)
             self.round_ahead()
@@ -556,7 +551,7 @@ class Engine(Settling, ByBlocks):
     ) -> list[Samples]:
         """Cut a batch into micro-batches, whose samples are `rows` of the global batch."""
         own = self._seen if objective is None else objective
-        if (given := samples_in(batch)) != (wanted := sum(map(len, rows))):
+        if (given := batch_split.samples_in(batch)) != (wanted := sum(map(len, rows))):
             raise InputError(
                 f"rank {self.comm.rank} was given {given} samples, the plan gives it {wanted}",
                 fix="feed it with gpumix.Loader(dataset, plan, rank), or cut batches as "
@@ -564,7 +559,8 @@ class Engine(Settling, ByBlocks):
             )
         widths: list[int | None] = [None] * len(rows)
         if self._trims and objective in (None, self._objective):
-            widths = padded_from(batch, rows)  # asks the host, before any copy to the device
+            # Asks the host, before any copy to the device.
+            widths = batch_split.padded_from(batch, rows)
         with self.copies:
             batch = tree_map(self._to_device, batch)
         return [
@@ -573,7 +569,7 @@ class Engine(Settling, ByBlocks):
                 functools.partial(own, self.model, part),
                 Randomness(self._seed, self.steps, of_one.start, self.device, self._others),
             )
-            for of_one, part in zip(rows, parts_of(batch, rows, widths))
+            for of_one, part in zip(rows, batch_split.parts_of(batch, rows, widths))
         ]
 
     def _to_device(self, value: Any) -> Any:

@@ -78,7 +78,7 @@ def prepare(
         loss: function(model, micro-batch) returning (summed loss, count); default: the result of
             forward: a loss, alone or with further values, or (summed loss, count).
         units: class or module names of the units; default: detected.
-        tensor: tensor-parallel styles by patterns of module names (`engine.tensor_plans`);
+        tensor: tensor-parallel styles by patterns of module names (`engine.tensor_parallel.plans`);
             default: the model's own plan.
         seed: seed of dropout.
         couples: for a loss that couples samples of a batch: "micro-batch" if each micro-batch may

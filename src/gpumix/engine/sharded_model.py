@@ -169,7 +169,8 @@ class ShardedModel:
             bucket.values_changed()
 
     def optimizer_state(self, optimizer: Optimizer) -> OptimizerState:
-        """Return the state of `optimizer` for this rank's pieces by name; see `engine.state`."""
+        """Return the state of `optimizer` for this rank's pieces by name; see
+        `engine.sharding.state_dict`."""
         elementwise_check.check(optimizer, self.parameters())
         return state.optimizer_state(self.pieces(), optimizer)
 

@@ -2,8 +2,8 @@
 
 A file from anybody may name a host `-oProxyCommand=...`, or a device with a terminal escape
 sequence. Terminals get printable text only, scripts a single word, commands no option. Host and
-device names are checked when files become values (`spec.cluster`), so later code needs no checks.
-Pages are escaped separately (`report.html`).
+device names are checked when files become values (`schema.cluster.cluster`), so later code needs no
+checks. Pages are escaped separately (`report.html`).
 """
 
 from __future__ import annotations

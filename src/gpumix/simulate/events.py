@@ -5,7 +5,7 @@ A collective starts once all ranks have issued it and the previous one is done, 
 long on all of them. A call ends when computed and copied. While a collective runs, all ranks
 compute at 1 / (1 + contention) of their speed, and so does the collective while any rank computes:
 of two that start together, the last to end takes longer by contention x the shorter one, as counted
-by `cost.time`.
+by `cost.step_time`.
 
 Every event knows the event whose end let it start, so the walk back from the last event is the
 critical path.

@@ -1,7 +1,7 @@
 """A step of a plan with several pipeline stages as events: passes, messages, reductions, updates.
 
-The times are those of `cost.staged`, whose replay of the schedule this shows. In a wave, all ranks
-of a stage take the time of the slowest.
+The times are those of `cost.pipeline.staged_step`, whose replay of the schedule this shows. In a
+wave, all ranks of a stage take the time of the slowest.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Reading the loss at once leaves a GPU idle until the host has reported it to all ranks and prepared
 the next step. So with a GPU the host issues the next step first. A bad step changes nothing
-meanwhile (`engine.guard`).
+meanwhile (`engine.update_guard`).
 """
 
 from __future__ import annotations

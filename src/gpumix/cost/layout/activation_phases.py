@@ -1,10 +1,10 @@
 """Phases of a step by the samples' memory, named but not yet counted in bytes.
 
-All other memory of the engine is laid out before the first step (`cost.buckets`), so only samples
-make memory differ between phases. `phases` follows a step and lists the phases at which the peak
-can occur. Of phases that differ only in the number of kept outputs, the one keeping the most is
-listed. So the list has one entry per kind of unit, however many calls the model has. Exceptions:
-more gradients waiting at earlier calls, and workers that keep some graphs, where each call differs.
+All other memory of the engine is laid out before the first step (`cost.network.buckets`), so only
+samples make memory differ between phases. `phases` follows a step and lists the phases at which the
+peak can occur. Of phases that differ only in the number of kept outputs, the phase keeping the most
+is listed: an entry per kind of unit, however many calls the model has. Exceptions: more gradients
+waiting at earlier calls, and workers that keep some graphs, where each call differs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Buckets of a step: parameters gathered and reduced together, by model profile and plan.
 
-As in `engine.parts`, consecutive units share a bucket, and the root's parameters are in up to
-three. A *run* is a row of unit calls that compute with one bucket. A unit bucket is named by the
-kinds of its units, so equal buckets are counted once; the root's are `ROOT`, `BEFORE` and `AFTER`.
+As in `engine.unit.sharded_units`, consecutive units share a bucket, and the root's parameters are
+in up to three. A *run* is a row of unit calls that compute with one bucket. A unit bucket is named
+by the kinds of its units, so equal buckets are counted once; the root's are `ROOT`, `BEFORE` and
+`AFTER`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Time and memory of one pass of micro-batches through one stage, for each worker.
 
-The stage is a model of its own (`cost.of_stage`), so the cost model of one stage applies.
-`cost.staged` combines a rank's passes into a step.
+The stage is a model of its own (`cost.pipeline.stage_model`), so the cost model of one stage
+applies. `cost.pipeline.staged_step` combines a rank's passes into a step.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Prediction of one step of a plan with several pipeline stages.
 
-Each stage is a model of its own (`cost.of_stage`). The rest of the cost model gives the time of one
-pass of one micro-batch on each of its workers, and the memory left behind. `cost.pipeline` gives
-the order; a replay of the order, with the messages between stages, is the step:
+Each stage is a model of its own (`cost.pipeline.stage_model`). The rest of the cost model gives the
+time of one pass of one micro-batch on each of its workers, and the memory left behind.
+`cost.schedule` gives the order; a replay of the order, with the messages between stages, is the
+step:
 
 * Below ZeRO stage 2 the first forward of a stage waits for its parameters, and its gradients are
   reduced after its last backward; at stage 0, if a rank has one stage, concurrently with it.

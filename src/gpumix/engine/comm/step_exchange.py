@@ -13,7 +13,7 @@ from gpumix.engine.comm.communicator import Pending
 
 
 class Makeup(NamedTuple):
-    """Composition of a rank's losses (`engine.loss_watch`).
+    """Composition of a rank's losses (`engine.rehearsal.loss_watch`).
 
     Attributes:
         kind: kind of all losses; 0 if there are several kinds, or losses are not watched.

@@ -1,8 +1,8 @@
 """Recording of a rank's activities in one step, with times.
 
 `SILENT` records nothing; every communicator has it except in traced steps. Times are the device's:
-on CUDA, events on its streams, read after the step, so that nothing waits for them. `train.trace`
-merges the recordings of all ranks.
+on CUDA, events on its streams, read after the step, so that nothing waits for them.
+`train.monitor.step_trace` merges the recordings of all ranks.
 
 With one stage, units are recorded; with several, passes of micro-batches through a stage, as in a
 schedule.
@@ -106,7 +106,8 @@ class PendingWork(Protocol):
 
 
 class SilentRecorder:
-    """Recorder that notes nothing, and only reports the rank's position (`engine.stands`)."""
+    """Recorder that notes nothing, and only reports the rank's position
+    (`engine.comm.collective_progress`)."""
 
     def begin(self) -> float:
         """Begin a step; return a reading of the host's clock."""

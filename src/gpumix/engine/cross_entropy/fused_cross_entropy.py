@@ -1,8 +1,9 @@
 """Fused cross-entropy: losses of rows of logits, and their gradient in place, as a Triton kernel.
 
-The plain version (`engine.chunked_loss`) reads and writes a chunk's logits about eight times and
-keeps an fp32 copy. This kernel reads them once in forward and, if gradients are wanted, once more,
-and writes them once. A program handles one row. Triton is imported on first use and may be absent.
+The plain version (`engine.cross_entropy.linear_cross_entropy`) reads and writes a chunk's logits
+about eight times and keeps an fp32 copy. This kernel reads them once in forward and, if gradients
+are wanted, once more, and writes them once. A program handles one row. Triton is imported on first
+use and may be absent.
 """
 
 from __future__ import annotations

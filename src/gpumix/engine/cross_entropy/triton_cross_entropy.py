@@ -1,4 +1,4 @@
-"""Triton kernel of `engine.fused_loss`, the only importer."""
+"""Triton kernel of `engine.cross_entropy.fused_cross_entropy`, the only importer."""
 
 from __future__ import annotations
 

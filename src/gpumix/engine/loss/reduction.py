@@ -2,7 +2,7 @@
 
 The sum over a batch is the sum of the means over its parts, each times its denominator. A `Rule`
 says which number is the denominator (labels, samples, class weights); a rehearsal finds the rule
-that holds (`engine.additivity`), before the first step.
+that holds (`engine.rehearsal.additivity`), before the first step.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Most causal models of `transformers` separate documents themselves, by `position_ids` that restart
 with each document; their own mask also handles windows and the attention implementation. For other
-models, a mask is made here. `train.documents` tests whether it works with a model.
+models, a mask is made here. `train.checks.packed_documents` tests whether it works with a model.
 """
 
 from __future__ import annotations

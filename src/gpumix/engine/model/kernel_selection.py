@@ -1,8 +1,8 @@
 """Applies the chosen efficiency options of a device to a model: attention, kernels, TF32.
 
-`hardware.efficiency` chooses, `profiler.agreement` checks. Only objects of this model are changed,
-never classes or modules of a library, which all models in the process share. TF32 alone is a
-setting of torch for the process: it is switched on where chosen, never off.
+`hardware.estimates.kernel_choice` chooses, `profiler.compute.numerics_check` checks. Only objects
+of this model are changed, never classes or modules of a library, which all models in the process
+share. TF32 alone is a setting of torch for the process: it is switched on where chosen, never off.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ mark, which blocks the stream, not the host.
 * Host memory read by a lane may be written once its mark is reached, and host memory written by it
 may be read; the host, or a thread of it, waits for the mark.
 * Buffers used by a lane live as long as the engine; other tensors are registered with torch's
-allocator (`uses`). Pinned pages are freed after all copies (`hardware.pinned`).
+allocator (`uses`). Pinned pages are freed after all copies (`hardware.host.pinned`).
 """
 
 from __future__ import annotations

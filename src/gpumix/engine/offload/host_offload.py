@@ -1,6 +1,6 @@
 """Host memory for tensors offloaded from a device.
 
-Copies run in a separate lane (`engine.lanes`) and overlap with compute.
+Copies run in a separate lane (`engine.offload.copy_lanes`) and overlap with compute.
 """
 
 from __future__ import annotations

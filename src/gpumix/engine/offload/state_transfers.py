@@ -1,6 +1,6 @@
 """Copies of state between a device and its host, with a separate lane for each direction
-(`engine.lanes`): a link carries both at once. Lanes and threads of a rank, and the masters of a
-shard on the host.
+(`engine.offload.copy_lanes`): a link carries both at once. Lanes and threads of a rank, and the
+masters of a shard on the host.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class Settling(Trials):
 
     def settle(self, batch: Any, samples: int | None = None, *, in_step: bool = False) -> None:
         """Find the rule by which losses of micro-batches add up, if unknown, by a rehearsal with
-        the first batch; see `engine.additivity`. Collective; `step` and `evaluate` do so.
+        the first batch; see `engine.rehearsal.additivity`. Collective; `step` and `evaluate` do so.
 
         Raises:
             ModelError: no rule holds, and the plan cuts the batch.
@@ -262,7 +262,7 @@ class Settling(Trials):
         start: int = 0,
     ) -> list[Any]:
         """Return the results of `run` for a few samples of a batch, at once and in two parts; see
-        `engine.additivity.in_parts`."""
+        `engine.rehearsal.additivity.in_parts`."""
         rows = self._rows_of(batch, samples, in_step=in_step)
         return additivity.in_parts(self, batch, rows, self._reduces, run, start=start)
 

@@ -1,10 +1,11 @@
 """Tensor parallelism: the ranks of a group compute each unit together.
 
 A linear layer is divided by outputs (`colwise`) or by inputs (`rowwise`). Between a `colwise` and a
-`rowwise` layer, each rank computes its part of the heads, or of the inner width (`engine.regions`).
-In all other code of the model, values and gradients are equal on all ranks of the group: a plan
-affects only the modules it names, and no unit's inputs or outputs change. Alternatively, each rank
-has a part of the positions there (`engine.sequence`).
+`rowwise` layer, each rank computes its part of the heads, or of the inner width
+(`engine.sequence_parallel.collective_regions`). In all other code of the model, values and
+gradients are equal on all ranks of the group: a plan affects only the modules it names, and no
+unit's inputs or outputs change. Alternatively, each rank has a part of the positions there
+(`engine.sequence_parallel.positions`).
 
 A parameter of a divided module has a smaller shape, a `ParameterSlice` of the full parameter. For
 shards, checkpoints and the optimizer it is a parameter like any other.

@@ -1,8 +1,8 @@
 """Tensor-parallel plans: styles of a model's modules, by `transformers`, or given here for
 architectures without a plan.
 
-A plan maps patterns of names to styles (`engine.tensor`). In a pattern, `*` matches one part of a
-name, and `**` any number of parts.
+A plan maps patterns of names to styles (`engine.tensor_parallel.parallelize`). In a pattern, `*`
+matches one part of a name, and `**` any number of parts.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Tensor-parallel styles: a rank's part of a module, and the computation with the part.
-`engine.tensor` chooses the modules."""
+`engine.tensor_parallel.parallelize` chooses the modules."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Sharded models: units, and buckets of parameters.
 
 The memory of each bucket is decided here, once. At ZeRO stage 3, buckets that are never gathered
-simultaneously share a slot in turn, and so do gradient buffers at stages 2 and 3 (`cost.slots`).
+simultaneously share a slot in turn, and so do gradient buffers at stages 2 and 3
+(`cost.layout.buffer_slots`).
 """
 
 from __future__ import annotations

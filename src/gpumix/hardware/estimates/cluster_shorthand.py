@@ -78,7 +78,7 @@ def cluster(
 
     Args:
         precision: compute dtypes.
-        network: the link between hosts, parsed by `spec.network.link`.
+        network: the link between hosts, parsed by `schema.cluster.network.link`.
         option: the command-line option of `network`, for errors.
 
     Raises:

@@ -1,8 +1,8 @@
 """Best performance settings of each device class: a table with reasons.
 
-Every choice is checked on the device while measuring (`profiler.agreement`): a choice whose results
-differ from plain fp32 beyond a tolerance is not used. A job may pin any setting. Pure; the table's
-sources are in `docs/design/efficiency.md`.
+Every choice is checked on the device while measuring (`profiler.compute.numerics_check`): a choice
+whose results differ from plain fp32 beyond a tolerance is not used. A job may pin any setting.
+Pure; the table's sources are in `docs/design/efficiency.md`.
 """
 
 from __future__ import annotations

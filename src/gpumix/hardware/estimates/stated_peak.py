@@ -1,6 +1,6 @@
 """Peak rates of device classes, if stated anywhere; never another card's figure.
 
-Pure, on top of the catalogue. `profiler.peak` measures peaks that are not stated.
+Pure, on top of the catalogue. `profiler.compute.peak_flops` measures peaks that are not stated.
 """
 
 from __future__ import annotations

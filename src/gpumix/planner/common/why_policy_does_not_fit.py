@@ -1,7 +1,7 @@
 """Reasons why a policy's plan does not fit: the short device class and the missing bytes.
 
-`planner.shortage` does so for all possible plans. Here only the plans of one policy count, with
-equal shares, and the way out is the policy without the rule.
+`planner.data_parallel.why_nothing_fits` does so for all possible plans. Here only the plans of one
+policy count, with equal shares, and the way out is the policy without the rule.
 """
 
 from __future__ import annotations

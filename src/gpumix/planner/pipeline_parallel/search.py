@@ -1,18 +1,19 @@
 """The fastest plan of several stages: the groups, the calls, the micro-batches.
 
-A *way* is a row of groups (`planner.arrange`), a manner for each stage (`planner.manner`), a
-schedule and a micro-batch size. All rows, with the best cut and manners of each, are estimated at
-once (`planner.pipeline_estimate`): every row as if gradients were summed in no time, then the
-fastest rows at all ZeRO stages and by all schedules. The fastest estimates are counted exactly
-(`planner.counted`), then the neighbors of the best plan: other schedules, sizes, manners, and a
-call more or less in a stage.
+A *way* is a row of groups (`planner.pipeline_parallel.device_order`), a manner for each stage
+(`planner.pipeline_parallel.stage_modes`), a schedule and a micro-batch size. All rows, with the
+best cut and manners of each, are estimated at once (`planner.pipeline_parallel.pipeline_estimate`):
+every row as if gradients were summed in no time, then the fastest rows at all ZeRO stages and by
+all schedules. The fastest estimates are counted exactly
+(`planner.pipeline_parallel.micro_batch_counts`), then the neighbors of the best plan: other
+schedules, sizes, manners, and a call more or less in a stage.
 
 With few ways, candidates are counted in the order of a lower bound, the computing of the busiest
-worker and the time before and after (`planner.cuts`), until none can be shorter than the best plan;
-a way is cut when the turn of its own bound comes. `bound_s` is the least bound of everything not
-counted: the time of the plan itself, unless candidates, cuts, micro-batch sizes or deals of
-micro-batches to workers are too many. Devices of one stage run in one mode, and share its state as
-equally as room allows.
+worker and the time before and after (`planner.pipeline_parallel.stage_cuts`), until none can be
+shorter than the best plan; a way is cut when the turn of its own bound comes. `bound_s` is the
+least bound of everything not counted: the time of the plan itself, unless candidates, cuts,
+micro-batch sizes or deals of micro-batches to workers are too many. Devices of one stage run in one
+mode, and share its state as equally as room allows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The job: model, data and settings of a training run, in one YAML file.
 
-Paths in a job are relative to the job file's folder. `spec.read` turns the file into a `Job` and
-words the errors; this module only defines the fields.
+Paths in a job are relative to the job file's folder. `schema.reading.read` turns the file into a
+`Job` and words the errors; this module only defines the fields.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Cluster files: the format in which users write a cluster, in a file or inline in a job.
 
 The long form lists classes and then devices. In the short form each row of a list also defines its
-class. `assemble` turns either form into a `Cluster` or reports problems; `spec.read` calls it.
-`written` converts a `Cluster` back.
+class. `assemble` turns either form into a `Cluster` or reports problems; `schema.reading.read`
+calls it. `written` converts a `Cluster` back.
 """
 
 from __future__ import annotations

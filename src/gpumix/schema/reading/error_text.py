@@ -1,7 +1,7 @@
 """Input errors in plain English: the problem, its line, and the nearest valid word.
 
 Translates pydantic's errors, removes the noise of unions, and combines all problems of a file into
-one `InputError`. Used by `spec.read`.
+one `InputError`. Used by `schema.reading.read`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Replacement of single values of a job from the command line with `--set key=value`.
 
 The key is dotted, the value is YAML. The job's own validation checks that the key exists and
-reports the argument as the location. Used by `spec.read`.
+reports the argument as the location. Used by `schema.reading.read`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """YAML text as plain values, with the location of every key, so that errors can name the line.
 
-PyYAML's node tree (`compose`) has lines and columns, and never runs code. Used by `spec.read`. The
-values are those of JSON: mappings with text keys, lists, text, numbers, booleans.
+PyYAML's node tree (`compose`) has lines and columns, and never runs code. Used by
+`schema.reading.read`. The values are those of JSON: mappings with text keys, lists, text, numbers,
+booleans.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class StepTimer:
     known after `read`.
 
     Args:
-        stamps: the device's time; see `hardware.stamps`.
+        stamps: the device's time; see `hardware.timestamps`.
         communication, copies: clocks of the device's waits.
         clock: the host's.
     """

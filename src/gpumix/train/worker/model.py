@@ -50,7 +50,7 @@ _AUTO_CLASSES = {
 
 
 def model_of(spec: ModelSpec, *, folder: Path, seed: int) -> nn.Module:
-    """Build the model, without its large tensors (see `engine.deferred`).
+    """Build the model, without its large tensors (see `engine.model.deferred_init`).
 
     Raises:
         InputError: the configuration is invalid, or the factory returns no module.
