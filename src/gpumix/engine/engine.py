@@ -62,12 +62,10 @@ Function = Callable[[nn.Module, Any], Any]
 class Engine(Settling, ByBlocks):
     """A model sharded over ranks by a plan, made by `prepare`.
 
-    `ended`: the model is an ordinary one again. `overflowed`: fp16 gradients of the last step
-    overflowed, and were dropped. `notice` and `report` are sent to all ranks in the next step at no
-    extra cost; `exchanged` has the values of all ranks in the last step. `losses_counted` is the
-    denominator of the last step's loss, float64 on the device. `computed` has, for each micro-batch
-    of this rank in the last step, the samples and the padded tokens per sample. `copies` is the
-    clock of waits for copies.
+    `ended`: the model is ordinary again. Of the last step: `overflowed`, fp16 gradients overflowed
+    and were dropped; `losses_counted`, the loss's denominator, float64 on the device; `computed`,
+    each micro-batch's samples and padded tokens per sample; `exchanged`, values of all ranks, to
+    which `notice` and `report` add in the next step at no extra cost. `copies` times copies.
     """
 
     def __init__(
