@@ -82,6 +82,10 @@ REFUSED: dict[str, tuple[str, str]] = {
         LIGHTNING,
         "the callbacks\n",
     ),
+    r"batches are read before the devices were measured": (
+        LIGHTNING,
+        "`trainer.estimated_stepping_batches` of a stream",
+    ),
     r"forward changes the values of parameter '\S*base_layer": (TRAINER, "`target_parameters`"),
     r"^InputError: SFTConfig: (activation_offloading|padding_free)=": (
         TRAINER,
