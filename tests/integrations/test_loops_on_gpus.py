@@ -28,7 +28,7 @@ pytestmark = [
 ]
 OURS = str(Path(gpumix.__file__).parent)
 # Who waits for the results of the step before the last one, which was given meanwhile.
-OF_THE_STEP_BEFORE = {"reading.py", "stamps.py"}
+OF_THE_STEP_BEFORE = {"async_read.py", "timestamps.py"}
 BATCH = 4
 
 

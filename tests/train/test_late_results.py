@@ -115,8 +115,8 @@ def test_a_bad_step_leaves_the_state_before_it(tmp_path):
 # -- on a GPU, or the CUDA device for tests --------------------------------------------------------
 
 DEVICE_FOR_TESTS = pytest.mark.skipif(not is_here(), reason="waits are counted by the test device")
-COMPARED = {"recompute.py"}
-COPIES = {"host_copy.py", "checkpoint_shards.py"}  # beside the loop, in threads of their own
+COMPARED = {"activation_checkpoint.py"}
+COPIES = {"host_copy.py", "dcp_storage.py"}  # beside the loop, in threads of their own
 
 
 @pytest.mark.gpu
@@ -131,7 +131,7 @@ def test_no_step_of_the_loop_waits_for_the_device(tmp_path, optimizer):
     losses, waits = on_gpu(tmp_path, late_runs.waits, **changes)
     assert len(losses) == len(waits) == 9
     files = [{Path(place.rpartition(":")[0]).name for place in one} - COPIES for one in waits]
-    assert files == [{"reading.py", *COMPARED}, *[set()] * 8]
+    assert files == [{"async_read.py", *COMPARED}, *[set()] * 8]
 
 
 @pytest.mark.gpu

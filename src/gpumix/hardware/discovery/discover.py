@@ -1,8 +1,9 @@
 """Discovery of this host's devices for `cluster: auto`: GPUs, or the CPU without GPUs.
 
 NVIDIA GPUs are found through NVML, without torch or a CUDA context; other GPUs through torch
-(`torch_gpus.py`). Unclear cases are reported instead of guessed: see `visible.py` for
-`CUDA_VISIBLE_DEVICES` and GPUs divided into MIG instances, `unusable.py` for GPUs torch cannot use.
+(`torch_gpus.py`). Unclear cases are reported instead of guessed: see `cuda_visible_devices.py` for
+`CUDA_VISIBLE_DEVICES` and GPUs divided into MIG instances, `unusable_gpus.py` for GPUs that torch
+cannot use.
 """
 
 from __future__ import annotations
