@@ -30,7 +30,7 @@ class Loop:
     def __init__(self, folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         clock = lambda: self.now  # noqa: E731
-        monkeypatch.setattr(run_recorder, "Watch", partial(StepTimer, clock=clock))
+        monkeypatch.setattr(run_recorder, "StepTimer", partial(StepTimer, clock=clock))
         monkeypatch.setattr(run_recorder, "stamps_of", lambda device: HostStamps(clock))
         engine: Any = SimpleNamespace(
             comm=all_ranks(HOST),
