@@ -5,14 +5,17 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 from jobs import CLUSTER, write_job
 from sweeps import costly_model, subject, virtual_time
 
+import gpumix
 from gpumix.engine.rank_group import Ranks
 from gpumix.hardware.device import open_device
 from gpumix.profiler.cache.measurement_cache import MeasurementCache
+from gpumix.profiler.cache.measurement_files import MEASURED_CODE, own_files
 from gpumix.profiler.cluster import ClusterProfiler
 from gpumix.schema.profile.measurements import ClassMeasurement, InputMeasurement
 from gpumix.schema.profile.profile import HostInput, Profile
@@ -285,3 +288,9 @@ def test_times_of_a_machine_that_was_too_busy_are_not_kept(tmp_path, stall_s):
         ).run(told.append)
     assert kept.missing() == (["one"] if stall_s else [])
     assert any("too busy to measure one" in line for line in told) == bool(stall_s)
+
+
+@pytest.mark.parametrize("package", MEASURED_CODE)
+def test_a_measurement_depends_on_the_code_that_measures_and_is_measured(package):
+    folders = [file.parts[len(Path(gpumix.__file__).parent.parts)] for file in own_files()]
+    assert folders.count(package) > 5

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import numpy as np
 
+import gpumix
 from gpumix.data.core import sample_rng
 from gpumix.data.core.host_limits import waited_for_core_s
 from gpumix.data.core.read_policy import (
@@ -38,7 +39,7 @@ TRIES = 8  # candidates for the replacement of a bad sample
 # Exceptions a dataset may raise: none may end a worker silently. Ctrl-C is raised in the main
 # thread, which waits for readers and catches none of these.
 FAILURES = (BaseException,)
-_PACKAGE = str(Path(__file__).parents[1])
+_PACKAGE = str(Path(gpumix.__file__).parent)
 
 
 class DataChangedError(InputError):

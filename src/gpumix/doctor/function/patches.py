@@ -9,7 +9,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-_PACKAGE = str(Path(__file__).parents[2])
+import gpumix
+
+_PACKAGE = str(Path(gpumix.__file__).parent)
 _STANDARD = (f"{sys.base_prefix}/lib/python", "<frozen", "<string>", "<eval_with_key>")
 _PACKAGES = ("site-packages", "dist-packages")
 _TORCH = tuple(f"{folder}/torch/" for folder in _PACKAGES)

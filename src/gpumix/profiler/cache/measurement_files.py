@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
+import gpumix
 from gpumix.hardware.estimates.kernel_choice import Chosen
 from gpumix.hardware.host.environment import cache_folder
 from gpumix.profiler.cache.source_hash import hash_of_files
@@ -138,8 +139,13 @@ def software_key() -> dict[str, object]:
 @functools.cache
 def _own_code() -> str:
     """Hash the measuring and the measured code."""
-    home = Path(__file__).parents[1]
-    return hash_of_files(f for package in MEASURED_CODE for f in (home / package).rglob("*.py"))
+    return hash_of_files(own_files())
+
+
+def own_files() -> list[Path]:
+    """Return the files of gpumix whose code measures or is measured."""
+    home = Path(gpumix.__file__).parent
+    return [file for package in MEASURED_CODE for file in (home / package).rglob("*.py")]
 
 
 def _version_of(package: str) -> str:
