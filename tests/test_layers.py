@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -39,7 +39,13 @@ MAY_IMPORT = {
 
 def imported_modules(source: str, module: tuple[str, ...], is_package: bool) -> Iterator[str]:
     """Dotted names of all that `source` imports, wherever in it; `module` is its own name."""
-    for node in ast.walk(ast.parse(source)):
+    return imported_by(ast.walk(ast.parse(source)), module, is_package)
+
+
+def imported_by(
+    nodes: Iterable[ast.AST], module: tuple[str, ...], is_package: bool
+) -> Iterator[str]:
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -156,21 +162,18 @@ def module_imports() -> dict[Path, set[Path]]:
         known[".".join(parts).removesuffix(".__init__")] = file
     found: dict[Path, set[Path]] = {}
     for name, file in known.items():
-        tree = ast.parse(file.read_text())
-        for function in [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]:
-            function.body = []
-        module, is_package = tuple(name.split(".")), file.name == "__init__.py"
-        names = imported_modules(ast.unparse(with_bodies(tree)), module, is_package)
+        nodes, module = outside_functions(ast.parse(file.read_text())), tuple(name.split("."))
+        names = imported_by(nodes, module, file.name == "__init__.py")
         targets = {known.get(n) or known.get(n.rpartition(".")[0]) for n in names} - {None, file}
         found[file] = {one for one in targets if one.name != "__init__.py"}
     return found
 
 
-def with_bodies(tree: ast.Module) -> ast.Module:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and not node.body:
-            node.body = [ast.Pass()]
-    return tree
+def outside_functions(node: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            yield child
+            yield from outside_functions(child)
 
 
 def circle(graph: dict[Path, set[Path]]) -> set[Path]:

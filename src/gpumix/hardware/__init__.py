@@ -1,4 +1,5 @@
 """Discovery of devices, their common interface, and emulated devices.
 
-`discover` needs no torch; `runtime`, `memory` and `emulation` import it.
+`discovery`, `estimates` and `host` need no torch; `runtime`, `memory_limit` and `emulation` import
+it.
 """

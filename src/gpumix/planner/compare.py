@@ -34,7 +34,7 @@ class StrategyRow(Value):
 
 
 class Comparison(Value):
-    """A row for each strategy, in the order of `explain.STRATEGIES`."""
+    """A row for each strategy, in the order of `plan.STRATEGIES`."""
 
     global_batch: int
     best: str = Field(description="the fastest; the first one of those that are equally fast")

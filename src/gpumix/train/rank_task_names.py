@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 
 def work_of(name: Literal["profile", "train", "try_out"]) -> Callable[..., Any]:
-    """Return the function `name` of `work`, imported when called."""
+    """Return the function `name` of `rank_tasks`, imported when called."""
     return partial(_call, name)
 
 

@@ -1,4 +1,4 @@
-"""Rebalancing of a run's samples among ranks during training; `rebalance` decides on the split."""
+"""Rebalancing of a run's samples among ranks during training; `rebalancer` decides on the split."""
 
 from __future__ import annotations
 

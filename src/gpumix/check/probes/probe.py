@@ -1,6 +1,6 @@
 """Tasks of a rank's probe process: inspect the host, test the device, and test links to peers.
 
-Any task may hang, since hangs are among the problems tested for. The asking side (`attend`) then
+Any task may hang, since hangs are among the problems tested for. The asking side (`worker`) then
 kills the process and starts another, which opens its device again on demand.
 """
 

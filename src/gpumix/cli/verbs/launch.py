@@ -258,8 +258,6 @@ def _devices(
 
 
 def _print_template(template: Template, asked: LaunchRequest) -> None:
-    import sys
-
     from gpumix.launch.schedulers.kubernetes import manifests
     from gpumix.launch.schedulers.nodes import components_of
     from gpumix.launch.schedulers.slurm import sbatch
@@ -282,8 +280,6 @@ def _print_template(template: Template, asked: LaunchRequest) -> None:
 
 
 def _print_commands(asked: LaunchRequest) -> None:
-    import sys
-
     from gpumix.launch.launcher import commands_of
 
     commands = commands_of(asked)
@@ -294,8 +290,6 @@ def _print_commands(asked: LaunchRequest) -> None:
 
 
 def _run(asked: LaunchRequest) -> None:
-    import sys
-
     from gpumix.launch.launcher import launch_here, launch_there
 
     if not asked.hosts and asked.program.kind == "job":

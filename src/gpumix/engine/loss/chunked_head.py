@@ -1,8 +1,8 @@
 """Chunked loss of the head: the full logits of a large vocabulary never exist.
 
 The model's output layer returns lazy logits (`lazy_logits`), and the model's loss on them runs
-chunk by chunk (`chunked_loss`). A model that uses its logits in any other way gets full logits,
-from then on immediately.
+chunk by chunk (`linear_cross_entropy`). A model that uses its logits in any other way gets full
+logits, from then on immediately.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Values logged for micro-batches, combined to one value per batch, equal on all ranks.
 
 Ranks have different numbers of micro-batches, possibly none, so a rank's value means nothing alone.
-Values combine by a rule found by comparison (`strategy.combining`). Means run over the items of the
+Values combine by a rule found by comparison (`combining`). Means run over the items of the
 loss's mean on all ranks, or over `batch_size=` if given. Lightning receives values once, after the
 step.
 """

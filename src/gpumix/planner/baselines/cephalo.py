@@ -70,8 +70,7 @@ class _Options:
     """Options of a device of one class: `number` micro-batches of `size`, times the factor.
 
     `even` marks options leaving room for an equal share. `room` is the largest share next to each
-    if
-    shares are unequal, -1 without room. Sorted by size, then number.
+    if shares are unequal, -1 without room. Sorted by size, then number.
     """
 
     size: IntArray

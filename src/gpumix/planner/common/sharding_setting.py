@@ -30,9 +30,9 @@ from gpumix.schema.plan.plan import Collectives, Sharding, ZeroStage
 from gpumix.schema.plan.stage import PLAIN, Mode, Place
 from gpumix.schema.profile.profile import Profile, RankGroup
 
+OPERATIONS: tuple[Operation, ...] = ("gather", "reduce")
 # Lengths of padded intervals, relative to equal intervals. Per-owner collectives cost a quarter
 # more than native collectives (`cost.network.link_times`), so more padding hardly ever pays.
-OPERATIONS: tuple[Operation, ...] = ("gather", "reduce")
 PADDINGS = (1.0, 1.05, 1.1, 1.15, 1.2)
 
 

@@ -398,7 +398,7 @@ class RowEstimates:
 
     def _waiting(self, place: int, schedule: Schedule, waves: int) -> float:
         """Return the micro-batches waiting at a group in addition to the running ones, of which a
-        worker has a part; or the waves (`Pipeline.in_flight`)."""
+        worker has a part; or the waves (`MicroBatchSchedule.in_flight`)."""
         if schedule == "gpipe":
             return float("inf")
         groups = len(self.row)

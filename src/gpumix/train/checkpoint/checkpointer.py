@@ -1,7 +1,7 @@
 """Saving and loading of a run, under any plan and any number of ranks.
 
-See `checkpoint_file` for the files, `checkpoint_folder` for creating and removing checkpoints,
-`checkpoint_content` for the content.
+See `manifest` for the files, `checkpoint_folder` for creating and removing checkpoints,
+`content` for the content.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ no pickle from the network.
 It follows torch's `c10d` backend and leaves all decisions to torch. There, the agents' store
 listens everywhere, as does a second store for ranks, and the agents' state is a pickle in the
 first: anyone reaching the port can run code on all hosts. Here the store listens at the endpoint,
-the state is JSON, and the first rank owns the ranks' store (`rendezvous`).
+the state is JSON, and the first rank owns the ranks' store (`store`).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Values for the time spent in training steps. `watch`, which measures, imports torch; readers of
-the values need not."""
+"""Values for the time spent in training steps. `step_timer`, which measures, imports torch; readers
+of the values need not."""
 
 from __future__ import annotations
 
