@@ -62,6 +62,7 @@ extras: | $(BIN)/pip
 
 test-extras: extras $(STAMP)
 	PYTHONPATH=$(BESIDE) $(BIN)/pytest tests/integrations/test_ray.py \
+		tests/integrations/test_ray_places.py \
 		tests/docs/test_ray_page.py tests/examples/test_ray_example.py \
 		tests/integrations/trackers/test_larger_trackers.py
 	PYTHONPATH=$(BESIDE) $(BIN)/pytest tests/docs/test_page_snippets.py -k ray.md

@@ -252,8 +252,10 @@ def test_that_samples_draw_is_told(caplog):
     assert sum("draw at random, which was not seen" in r.message for r in caplog.records) == 2
 
 
-def test_it_is_looked_for_where_nobody_waits_for_data():
+def test_it_is_looked_for_where_nobody_waits_for_data(monkeypatch):
     """Batches lie ready, and samples draw from the 20th batch on."""
+    # As long as a busy machine takes, not a fraction of a step.
+    monkeypatch.setattr(Loader, "_patience_s", lambda *_: 60.0)
     order = GlobalOrder(8000, 0).span(0, 8 * 20)
 
     class Much(Late):

@@ -10,6 +10,8 @@ from unittest import mock
 
 import pytest
 
+pytest.importorskip("ray")
+
 from gpumix.hardware.host.environment import place_settings
 from gpumix.integrations.ray.placement import (
     Arrived,

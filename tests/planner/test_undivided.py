@@ -12,7 +12,7 @@ from policies import plan_by, ways
 from profiles import fleet
 
 from draws import examples
-from gpumix.cost.peak_memory import free_bytes
+from gpumix.cost.peak_memory import usable_bytes
 from gpumix.planner.common.strategy import DevicePart, PlanRequest, assemble
 from gpumix.planner.data_parallel.branch_and_bound import level as fill
 from gpumix.planner.optimal import fastest
@@ -26,10 +26,12 @@ SPACES = [EVERYTHING, Space(zero_stages=3, recompute=True, state_on="device"), S
 
 
 def fits(profile, plan) -> bool:
-    """By memory that is counted by hand."""
-    workers = range(len(plan.workers))
-    free = [free_bytes(profile, worker.device_class) for worker in plan.workers]
-    return all(peak_bytes(profile, plan, rank)[0] <= free[rank] for rank in workers)
+    """By memory that is counted by hand, the framework's with it."""
+    return all(
+        peak_bytes(profile, plan, rank)[0]
+        <= usable_bytes(profile.cluster.class_named(worker.device_class))
+        for rank, worker in enumerate(plan.workers)
+    )
 
 
 @pytest.mark.parametrize("space", SPACES, ids=["everything", "layers", "nothing is divided"])

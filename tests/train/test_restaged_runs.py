@@ -40,7 +40,7 @@ def test_a_slow_device_gets_fewer_units(tmp_path):
     plan = pipeline.plan(profile)
     pipeline.train(plan, resume=False, made_from=profile)
     device = max(plan.workers, key=lambda worker: _work_of(plan, worker.device)).device
-    rank = [d.id for d in pipeline.cluster.in_rank_order()].index(device)
+    rank = [worker.device for worker in plan.workers].index(device)
     slow = toy(blocks=6, width=64, rank=rank, at=10, sample_s=0.05)
     job = write_job(tmp_path, model=slow, steps=100_000, **usual)
     profile.save(tmp_path / "plan.profile.json")
