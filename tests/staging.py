@@ -295,6 +295,24 @@ class Branching(Regression):
         return error, count
 
 
+class CountedBlock(nn.Module):
+    """Scales by how often it ran, as a warm-up inside a model does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+        self.register_buffer("runs", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.runs += 1
+        return x + self.inner(self.linear(x)) * self.runs
+
+
+def counters() -> nn.Module:
+    return Regression([CountedBlock() for _ in range(4)])
+
+
 EVERY = (
     ARCHITECTURES
     | DEEP
@@ -316,6 +334,7 @@ EVERY = (
             "looks_inside": looks_inside,
             "goes_by_numbers": GoesByNumbers,
             "frozen_bottom": frozen_bottom,
+            "counters": counters,
             "branching_blocks": Branching,
             "branching": partial(Branching, branches=True),
         }.items()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from gpumix.schema.plan.plan import Plan
 from harness import run_ranks
 from models import WIDTH, Regression, mean_loss, vectors
 from reference import (
@@ -17,6 +18,7 @@ from reference import (
     initialised,
     own_rows,
 )
+from staging import EVERY, counters, own_samples, rows, staged_engine, staged_plan
 
 
 class Normed(nn.Module):
@@ -29,20 +31,6 @@ class Normed(nn.Module):
 
     def forward(self, x):
         return x + self.norm(torch.relu(self.linear(x)).transpose(1, 2)).transpose(1, 2)
-
-
-class Counter(nn.Module):
-    """Scales by how often it ran, as a warm-up inside a model does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH))
-        self.register_buffer("runs", torch.zeros(()))
-
-    def forward(self, x):
-        self.runs += 1
-        return x + self.inner(self.linear(x)) * self.runs
 
 
 def batch_norm():
@@ -58,10 +46,6 @@ def instance_norm():
     return Regression(
         [Normed(kind(WIDTH, affine=True, track_running_stats=True)) for _ in range(2)]
     )
-
-
-def counters():
-    return Regression([Counter() for _ in range(2)])
 
 
 @pytest.mark.parametrize("factory", [batch_norm, moving_average, instance_norm, counters])
@@ -144,3 +128,45 @@ def test_a_step_that_is_taken_back_leaves_running_statistics_as_they_were():
     assert engine.steps == 1
     for name, buffer in engine.model.named_buffers():
         assert torch.equal(buffer, before[name]), name
+
+
+def outputs_of_one_process(factory, batch, micro_batch):
+    """Of each micro-batch in turn, which finds the buffers as those before have left them."""
+    model, size = initialised(factory), len(next(iter(batch.values())))
+    with torch.no_grad():
+        return [
+            mean_loss(
+                model, {key: value[begin : begin + micro_batch] for key, value in batch.items()}
+            ).item()
+            for begin in range(0, size, micro_batch)
+        ]
+
+
+@pytest.mark.parametrize("state", [1, 3])
+def test_what_a_step_returns_and_trains_on_is_of_micro_batches_in_order(state):
+    """Three of them, and more units than one: any other order scales them otherwise."""
+    batch = vectors(6, torch.Generator().manual_seed(0))
+    engine = engine_alone(counters, 6, 2, zero_stage=state)
+    found = engine.outputs(mean_loss, batch, as_trained=True)
+    expected = outputs_of_one_process(counters, batch, 2)
+    assert [loss.item() for loss in found.values()] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "waves"), [("gpipe", 2), ("1f1b", 1), ("zero-bubble", 2)])
+def test_micro_batches_of_a_wave_keep_their_order(schedule, waves):
+    """Each stage has two units and four micro-batches at once."""
+    plan = staged_plan("counters", rows([8], [8], micro_batch=1), schedule=schedule, waves=waves)
+    found = run_ranks(_loss_of_a_step, 2, plan.model_dump_json())
+    expected = outputs_of_one_process(counters, _batch_for_stages(), 1)
+    assert found == pytest.approx([sum(expected) / len(expected)] * 2, rel=1e-5)
+
+
+def _batch_for_stages():
+    return EVERY["counters"].batch(8, torch.Generator().manual_seed(0))
+
+
+def _loss_of_a_step(plan_json):
+    plan = Plan.model_validate_json(plan_json)
+    engine = staged_engine("counters", plan)
+    return engine.step(own_samples(plan, engine.comm.rank, _batch_for_stages())).item()

@@ -13,7 +13,7 @@ from gpumix.engine.engine import Engine
 from gpumix.engine.model.forward_coroutine import ModelError
 from gpumix.engine.model.rng import OtherGenerators, Randomness, program_untouched
 from harness import run_ranks
-from models import Block, Regression, gpt2, packed_lm, vectors
+from models import WIDTH, Block, Regression, gpt2, packed_lm, vectors
 from reference import (
     Share,
     assert_gradients_equal,
@@ -103,6 +103,37 @@ def test_a_unit_that_draws_by_a_generator_of_its_own_is_refused():
     """Its plan cuts no batch, and nothing is rehearsed: the step itself shows it."""
     generator = np.random.default_rng(1)
     engine = engine_alone(masking(generator.random), 5, 5)
+    with pytest.raises(ModelError, match="computes something else when it is run again") as caught:
+        engine.step(vectors(5, torch.Generator().manual_seed(1)))
+    assert caught.value.why == "what it returns has other values then"
+
+
+class ReturnsMore(nn.Module):
+    """Saves the same whenever it runs, and returns one number more each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+        self.runs = 0
+
+    def forward(self, x):
+        self.runs += 1
+        return self.inner(x), torch.zeros(self.runs)
+
+
+class FirstOfTwo(Regression):
+    def __init__(self) -> None:
+        super().__init__([ReturnsMore() for _ in range(2)])
+
+    def forward(self, x, target):
+        x = self.enter(x)
+        for block in self.blocks:
+            x, _ = block(x)
+        return self.error(x, target)
+
+
+def test_a_unit_that_returns_other_shapes_when_it_is_run_again_is_refused():
+    engine = engine_alone(FirstOfTwo, 5, 5)
     with pytest.raises(ModelError, match="computes something else when it is run again") as caught:
         engine.step(vectors(5, torch.Generator().manual_seed(1)))
     assert caught.value.why == "what it returns has other values then"

@@ -134,6 +134,27 @@ def test_running_statistics_are_read_too(tmp_path):
     assert (engine.model.blocks[0].mlp[3].running_mean == 3).all()
 
 
+@pytest.mark.parametrize("kept", ["first", "second"])
+def test_running_statistics_that_two_modules_share_are_in_a_file_under_one_name(tmp_path, kept):
+    def factory():
+        model = own_blocks()
+        first, second = nn.BatchNorm1d(12), nn.BatchNorm1d(12)
+        second.running_mean = first.running_mean
+        model.blocks[0].mlp.append(first)
+        model.blocks[1].mlp.append(second)
+        return model
+
+    model = factory()
+    model.blocks[0].mlp[3].running_mean.fill_(3.0)
+    state = model.state_dict()
+    del state[f"blocks.{int(kept == 'first')}.mlp.3.running_mean"]
+    save_file(state, tmp_path / "weights.safetensors")
+    engine = engine_alone(factory, 2, 1, weights=tmp_path)
+    first, second = (engine.model.blocks[n].mlp[3].running_mean for n in range(2))
+    assert first is second
+    assert (first == 3).all()
+
+
 def test_tied_parameters_are_found_by_any_of_their_names(tmp_path):
     def factory():
         model = own_blocks()

@@ -124,8 +124,7 @@ class Engine(Settling, ByBlocks):
         self.guard: Guard | None = None
         self.changes = changes
         self.outside = calls.outside = OutsideSteps(self, forwards)
-        self._settled = objective.rule is not None
-        self._trims = objective.trims
+        self._settled, self._trims = objective.rule is not None, objective.trims
         self.reduction = objective.rule.name if objective.rule is not None else ""
         self._failed, self.ended = "", False
         self._updates: Updates | None = None
@@ -286,13 +285,8 @@ class Engine(Settling, ByBlocks):
         scale: torch.Tensor,
         updates: Updates | None,
     ) -> torch.Tensor:
-        assert self._pipeline is not None
-        actions = self._pipeline.actions_of(self.plan, self.comm.rank)
-        make, empty = self._maker(cut, keep=True), self._empty(rows)
-        step = pipeline_parallel.PipelineStep(
-            self.places, actions, make, scale.float(), empty=empty
-        )
-        table, gradient_scale = self._exchange(step.run(), scale)
+        results = self._through_stages(cut, rows, scale.float())
+        table, gradient_scale = self._exchange(results, scale)
         self.comm.record.meets("other stage")
         gradient_scale()
         self.comm.record.goes_on()
@@ -452,7 +446,7 @@ class Engine(Settling, ByBlocks):
         self.agree_on_buffers()
         self.round_ahead()
         with untouched(self.device), self._drawn(), torch.no_grad():
-            results = self._through_stages(cut, rows) if self.places else self._through(cut)
+            results = self._through_stages(cut, rows, None) if self.places else self._through(cut)
         self._leave()
         return results
 
@@ -463,17 +457,23 @@ class Engine(Settling, ByBlocks):
         results: list[Loss] = []
         with closing(batches):
             for some in [[b] for b in batches] if whole else [batches]:
-                turns = layered.Turns(some)
-                layered.forward(self._parts, turns, keep=False)
+                turns = layered.Turns(some, in_order=bool(self.keepers))
+                layered.forward(self._parts, turns, keep=False, leaves_out=self._leaves_out)
                 results += layered.head(self._parts, turns, None, layered.GradientProgress())
         return results
 
-    def _through_stages(self, cut: list[Samples], rows: Sequence[range]) -> list[Loss]:
+    def _through_stages(
+        self, cut: list[Samples], rows: Sequence[range], scale: torch.Tensor | None
+    ) -> list[Loss]:
+        """Run this rank's part of the pipeline; without a `scale` of losses, forward only."""
         assert self._pipeline is not None
         actions = self._pipeline.actions_of(self.plan, self.comm.rank)
-        forwards = [action for action in actions if action.kind == "forward"]
-        make, empty = self._maker(cut, keep=False), self._empty(rows)
-        return pipeline_parallel.PipelineStep(self.places, forwards, make, None, empty=empty).run()
+        if scale is None:
+            actions = tuple(action for action in actions if action.kind == "forward")
+        make, empty = self._maker(cut, keep=scale is not None), self._empty(rows)
+        return pipeline_parallel.PipelineStep(
+            self.places, actions, make, scale, in_order=bool(self.keepers), empty=empty
+        ).run()
 
     def _empty(self, rows: Sequence[range]) -> list[int]:
         """Return numbers of this rank's micro-batches in stages without samples."""

@@ -217,6 +217,7 @@ class PipelineStep:
     Args:
         places: the rank's stages.
         scale: factor of each loss before its backward; None: no backward.
+        in_order: see `Turns`.
         empty: numbers of micro-batches without samples, skipped.
     """
 
@@ -227,8 +228,10 @@ class PipelineStep:
         make: Make,
         scale: torch.Tensor | None,
         *,
+        in_order: bool = False,
         empty: Collection[int] = (),
     ) -> None:
+        self._in_order = in_order
         self._empty = frozenset(empty)
         self._places = {place.stage: place for place in places}
         self._shared = places[0].shared
@@ -244,6 +247,9 @@ class PipelineStep:
         self._beside = division.replicated and len(places) == 1
         self._in_waves = not division.whole_gradients
         self._reductions = BucketReductions(None, at_once=division.replicated)
+
+    def _turns(self, running: Sequence[Running]) -> Turns:
+        return Turns([one.batch for one in running], in_order=self._in_order)
 
     def run(self) -> list[Loss]:
         """Run all actions; the caller settles the gradients afterwards.
@@ -325,7 +331,7 @@ class PipelineStep:
         running = self._running_of(place, action)
         for bucket in self._shared:  # the model uses shared parameters in every stage
             bucket.arrived()
-        layered.forward(place.parts, _turns(running), keep=self._scale is not None)
+        layered.forward(place.parts, self._turns(running), keep=self._scale is not None)
         for one in running:
             for to, taken in place.gives:
                 value = one.batch.sent[taken.call - place.first_call, taken.output]
@@ -334,13 +340,13 @@ class PipelineStep:
             one.batch.sent.clear()
         if self._scale is None:
             if place.last:
-                self._results += layered.head(place.parts, _turns(running), None, self._begun)
+                self._results += layered.head(place.parts, self._turns(running), None, self._begun)
             self._close(place, running)
 
     def _backward(self, place: StagePlace, action: Action, *, last: bool) -> None:
         running = self._running_of(place, action)
         if place.last:
-            turns = _turns(running)
+            turns = self._turns(running)
             self._results += layered.head(place.parts, turns, self._scale, self._begun)
         else:
             for one in running:
@@ -350,7 +356,7 @@ class PipelineStep:
                     call = message.taken.call - place.first_call
                     one.batch.add_gradient(call, message.taken.output, gradient)
         splits, reductions = place.puts_off, self._reduced_in(last)
-        layered.backward(place.parts, _turns(running), reductions, self._begun, splits=splits)
+        layered.backward(place.parts, self._turns(running), reductions, self._begun, splits=splits)
         for one in running:
             one.entrance.send_gradients()
         if not splits:
@@ -360,7 +366,7 @@ class PipelineStep:
 
     def _weights(self, place: StagePlace, action: Action, *, last: bool) -> None:
         running = self._running_of(place, action)
-        layered.weights(place.parts, _turns(running), self._reduced_in(last), self._begun)
+        layered.weights(place.parts, self._turns(running), self._reduced_in(last), self._begun)
         self._close(place, running)
         if self._in_waves:
             self._reductions.finish()
@@ -390,7 +396,3 @@ def _refuse_gradient(taken: Taken, _: torch.Tensor) -> None:
 
 def _backward_of(action: Action) -> Action:
     return Action("backward", action.stage, action.batch)
-
-
-def _turns(running: Sequence[Running]) -> Turns:
-    return Turns([one.batch for one in running])

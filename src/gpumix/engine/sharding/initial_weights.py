@@ -44,13 +44,19 @@ def load_buffers(model: nn.Module, weights: Path) -> None:
     """Load `model`'s persistent buffers (running statistics, say) from `weights`; buffers not in
     there stay as is."""
     files = _Files(weights)
+    loaded: dict[torch.Tensor, torch.Tensor] = {}  # files hold shared buffers under one name
+    owned: list[tuple[nn.Module, str, torch.Tensor]] = []
     for prefix, module in model.named_modules():
         for key, buffer in module._buffers.items():
             name = f"{prefix}.{key}" if prefix else key
-            transient = key in module._non_persistent_buffers_set
-            if buffer is not None and not transient and name in files.holding:
+            if buffer is None or key in module._non_persistent_buffers_set:
+                continue
+            owned.append((module, key, buffer))
+            if buffer not in loaded and name in files.holding:
                 with files.opened(name) as tensor:
-                    module._buffers[key] = tensor[...].to(buffer.dtype)
+                    loaded[buffer] = tensor[...].to(buffer.dtype)
+    for module, key, buffer in owned:
+        module._buffers[key] = loaded.get(buffer, buffer)
 
 
 def _own_values(model: nn.Module) -> Source:

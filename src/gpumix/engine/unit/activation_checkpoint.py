@@ -9,7 +9,7 @@ compiler (a second in every process), and fails where a backward requests a tens
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum, auto
 from typing import Generic, TypeVar
@@ -33,16 +33,22 @@ class RerunComparison:
     def __init__(self) -> None:
         self._unlike: list[tuple[str, torch.Tensor]] = []
 
-    def compare(self, label: str, one: torch.Tensor, other: torch.Tensor) -> None:
-        """Compare two samples of a unit's output, without waiting for devices.
+    def compare(
+        self, label: str, first: Sequence[torch.Tensor], again: Sequence[torch.Tensor]
+    ) -> None:
+        """Compare samples of a unit's outputs, without waiting for devices.
 
         Args:
             label: name of the unit.
-            one, other: results of `sample`.
+            first, again: results of `samples` for the first run and the rerun.
         """
+        if [one.shape for one in first] != [one.shape for one in again]:
+            self._unlike.append((label, torch.tensor(True)))
+            return
         with torch.no_grad():
-            far = (one - other).abs() > UNLIKE * one.abs().amax()
-            self._unlike.append((label, far.any()))
+            for one, other in zip(first, again):
+                far = (one - other).abs() > UNLIKE * one.abs().amax()
+                self._unlike.append((label, far.any()))
 
     def error(self) -> ModelError | None:
         """Return the error of the first unit that differs; the host waits once per device."""
@@ -191,15 +197,14 @@ class Recomputed(Generic[T]):
                 saved_tensors_hooks(keep, lambda number: self._found[number][0]),
             ):
                 returned = self._again()
-            if self._comparison is not None:
-                for one, other in zip(self._samples, samples(returned)):
-                    self._comparison.compare(self._label, one, other)
         except _Enough:
             return
         except Exception:
             if count < len(self._saved):
                 raise
             return  # TorchScript replaces exceptions passing through it by its own
+        if self._comparison is not None:
+            self._comparison.compare(self._label, self._samples, samples(returned))
         if count < len(self._saved):
             raise self._differs(count, None)
 
