@@ -10,6 +10,7 @@ import importlib
 import os
 import pickle
 import re
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ from typing import Any
 import pytest
 from _pytest.runner import runtestprotocol
 
+from gpumix.hardware.host.environment import cache_folder
+from gpumix.hardware.memory_limit.build_allocator import LIBRARIES
 from gpumix.schema.errors import GpumixError
 from suites_of import results, stand_ins, swaps
 from zoo_of.forking import kill_group
@@ -100,6 +103,7 @@ class Walk:
         try:
             os.setpgid(0, 0)
             with tempfile.TemporaryDirectory(prefix="suites-") as folder:
+                _with_libraries(Path(folder))
                 os.environ["XDG_CACHE_HOME"] = folder
                 self.used = False
                 reports = runtestprotocol(item, log=False, nextitem=None)
@@ -119,6 +123,15 @@ class Walk:
         if call.excinfo is not None and not self._refusal:  # of unittest's it is there only now
             self._refusal = refusal_in(call.excinfo.value)
         return report
+
+
+def _with_libraries(folder: Path) -> None:
+    """Put what gpumix compiled before into a cache folder that is else empty."""
+    compiled = cache_folder() / LIBRARIES
+    if compiled.is_dir():
+        own = folder / cache_folder().name
+        own.mkdir(mode=0o700)
+        shutil.copytree(compiled, own / LIBRARIES)
 
 
 def _wait(pid: int, limit: float) -> bool:

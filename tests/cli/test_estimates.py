@@ -90,6 +90,11 @@ def test_what_each_card_computes_in_is_told_where_they_differ():
     assert "v100-16gb-pcie computes in bf16: as asked; bf16 is computed in software" in slow
 
 
+def test_a_cluster_may_be_longer_than_the_name_of_a_file():
+    many = ", ".join(["rtx3090"] * 40)
+    assert "rtx3090" in refused("plan", "--cluster", f"{many}, no-such-card", *SMALL)
+
+
 def test_a_card_that_cannot_compute_in_a_dtype_is_refused():
     error = refused("plan", "--cluster", CARDS, *SMALL, "--precision", "bf16")
     assert "device class 'p40' does not compute in bf16" in error

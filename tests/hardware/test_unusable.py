@@ -41,6 +41,13 @@ def test_a_driver_that_is_too_old_for_torch(nvml):
     assert "built for CUDA 13.0" in str(error) and "cu126" in error.fix
 
 
+def test_a_driver_that_is_too_old_for_any_torch(nvml):
+    nvml.cuda = 11040
+    error = refused()
+    assert error.fix.startswith("install a newer driver; ")
+    assert "pip install" not in error.fix
+
+
 def test_a_driver_that_is_newer_than_torch_runs_it(nvml, monkeypatch):
     built_for(monkeypatch, "CUDA", "12.6")
     assert discover().classes[0].accelerator == "cuda"

@@ -316,7 +316,11 @@ def validated_first(folder: Path, ours: bool) -> list[float]:
     processes, validated = (2 if ours else 1), Validated()
     evaluated = DataLoader(Texts(11, seed=2), batch_size=6 // processes)
     (before,) = trainer.validate(validated, evaluated, verbose=False)
-    trainer.fit(validated, DataLoader(Texts(), batch_size=GLOBAL_BATCH // processes), evaluated)
+    texts = DataLoader(Texts(), batch_size=GLOBAL_BATCH // processes)
+    if ours:
+        with pytest.raises(InputError, match="another module already"):
+            trainer.fit(Validated(), texts, evaluated)
+    trainer.fit(validated, texts, evaluated)
     (after,) = trainer.validate(validated, evaluated, verbose=False)
     return [before["val_loss"], after["val_loss"]]
 

@@ -208,6 +208,17 @@ def test_stages_that_there_may_be_make_no_plan_slower(batch):
     assert predicted(make_plan(found, batch)).step_s <= one_stage * (1 + 1e-9)
 
 
+def test_a_class_alone_is_compared_with_what_its_host_reads():
+    """Either alone waits for its host: no less than reading the batch takes there."""
+    found = hosts(16e-3)
+    plan = make_plan(found, BATCH, space=Space(most_stages=1, tensor=1))
+    assert plan.reasons is not None
+    alone = {one.strategy: one.step_s for one in plan.reasons.alternatives}
+    for name, cores in (("fast", 4), ("slow", 12)):
+        assert alone[f"only {name}"] >= BATCH * 16e-3 / cores * (1 - 1e-9)
+    assert plan.reasons.worth == ()
+
+
 def test_what_is_predicted_says_what_the_data_takes():
     found = hosts(16e-3)
     plan = make_plan(found, BATCH, space=ONE_STAGE)

@@ -7,7 +7,7 @@ import json
 import pytest
 from folders import event_line, planned, step_line
 
-from gpumix.report.history import read_history
+from gpumix.report.history import MOST_WINDOWS, read_history
 
 
 def window(step: int, **told: float) -> str:
@@ -109,6 +109,13 @@ def test_all_steps_count_where_there_are_no_others():
 def test_means_over_windows_are_by_their_steps():
     (fast,) = read_history([window(10, busy_share=0.5), window(40, busy_share=0.9)]).over_all()
     assert fast.busy_share == pytest.approx((10 * 0.5 + 30 * 0.9) / 40)
+
+
+@pytest.mark.parametrize("count", [MOST_WINDOWS, MOST_WINDOWS + 1, 3 * MOST_WINDOWS - 1])
+def test_of_many_evaluations_the_newest_is_among_those_kept(count):
+    found = read_history([event_line("evaluation", n, loss=1.0) for n in range(1, count + 1)])
+    assert found.evaluations[-1].step == count
+    assert len(found.evaluations) <= MOST_WINDOWS
 
 
 def test_peaks_are_the_highest():

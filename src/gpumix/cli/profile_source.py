@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -211,7 +212,8 @@ class PlanOptions:
                 "there is nothing to plan for",
                 fix='give a job file, or --cluster "4x rtx3090, 2x p40"',
             )
-        if self.cluster is not None and Path(self.cluster).is_file():
+        # Not `Path.is_file`, which fails on a text too long for a path.
+        if self.cluster is not None and os.path.isfile(self.cluster):  # noqa: PTH113
             raise InputError(
                 f"'{self.cluster}' is a file, and --cluster has the names of cards here",
                 fix="--cluster '4x rtx3090, 2x p40'; the devices of a file are those of a job: "

@@ -16,7 +16,7 @@ from gpumix.planner.baselines.whale import proportional
 from gpumix.planner.class_worth import Worths
 from gpumix.planner.common.stage_preconditions import refuse_least_stages
 from gpumix.planner.common.strategy import PlanRequest, Strategy, predicted
-from gpumix.planner.data_parallel.input_bound import minding_data
+from gpumix.planner.data_parallel.input_bound import held_back, minding_data
 from gpumix.planner.data_parallel.search import least_step_s
 from gpumix.planner.optimal import Fastest, fastest
 from gpumix.planner.pipeline_parallel.search import staged
@@ -110,7 +110,8 @@ def plan(
     others = [
         _alternative(name, partial(planned, name), chosen) for name in WEIGHED if name != strategy
     ]
-    single = _single_classes(searched, chosen)
+    slow_hosts = bool(profile.inputs) and held_back(profile) is not None
+    single = _single_classes(searched, chosen, slow_hosts=slow_hosts)
     best = searched.alone
     few = _in_no_team(profile, request, chosen)
     able = tuple(d for d in profile.cluster.devices if d.id not in few)
@@ -122,7 +123,9 @@ def plan(
         dtypes=_dtypes(profile, chosen),
         binds=binding(profile, chosen),
         worth=Worths(profile, request, best, searched.paces).all()
-        if best is not None and len(chosen.stages) == 1 and not chosen.in_teams
+        if best is not None
+        and len(chosen.stages) == 1
+        and not (chosen.in_teams or slow_hosts)  # else the search's times are not the plan's
         else (),
         alternatives=(*others, *single),
     )
@@ -139,16 +142,21 @@ def _within(space: Space, plan: Plan) -> Plan:
     return plan
 
 
-def _single_classes(searched: Fastest, chosen: Plan) -> list[Alternative]:
-    """Return the fastest plan on each class alone; empty for a single class."""
+def _single_classes(searched: Fastest, chosen: Plan, *, slow_hosts: bool) -> list[Alternative]:
+    """Return the fastest plan on each class alone; empty for a single class.
+
+    Args:
+        slow_hosts: whether reading samples holds devices back, which the search does not see.
+    """
     profile, paces = searched.profile, searched.paces
     if len(searched.of_classes) == 1:
         return []
-    found, plain = [], not _has_more(profile, searched.request)
+    found, plain = [], not (slow_hosts or _has_more(profile, searched.request))
     for name, alone in searched.of_classes.items():
         step_s = least_step_s(profile, alone.request, paces) if plain else None
         if step_s is None:
-            found.append(_alternative(SINGLE + name, alone.plan, chosen))
+            whole = partial(STRATEGIES["optimal"], profile, alone.request)
+            found.append(_alternative(SINGLE + name, whole if slow_hosts else alone.plan, chosen))
         else:
             why = against(step_s, predicted(chosen).step_s)
             found.append(Alternative(strategy=SINGLE + name, step_s=step_s, why=why))

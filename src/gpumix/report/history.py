@@ -229,7 +229,7 @@ def read_history(lines: Iterable[str | bytes]) -> History:
     by_number = {one.step: one for one in steps}  # the last record of a repeated step
     return History(
         steps=tuple(by_number[number] for number in sorted(by_number)),
-        evaluations=tuple(evaluations[:: len(evaluations) // MOST_WINDOWS + 1]),
+        evaluations=tuple(evaluations[:: -(len(evaluations) // MOST_WINDOWS + 1)][::-1]),
         windows=tuple(windows),
         ranks=next(reversed(newest), ()),
         events=tuple(events),

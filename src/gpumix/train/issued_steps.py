@@ -68,7 +68,7 @@ class GivenStep:
         number: counted from 1.
         results: results to come.
         cursor: position of the data before the step; `samples` are some of this rank's.
-        learning_rate: of the first group.
+        learning_rate: of parameters whose group has none of its own.
         tokens: of all ranks in the step, `own_tokens` of this rank, `all_tokens` of the run so far.
         part: computed fraction of this rank's plan.
         samples_of_batch: of all ranks.

@@ -243,7 +243,7 @@ class Trainer:
             for _ in range(WARM_UP_STEPS):
                 self.train_step(stop)
             self._telling.exchange(self.step, **self._so_far())
-            waited_s = self.engine.comm.clock.total_s()
+            waited_s, before = self.engine.comm.clock.total_s(), self._counters()
             records, tokens, padded = [], 0, 0
             if watcher is not None:
                 watcher.begins()
@@ -258,6 +258,7 @@ class Trainer:
                 watcher.ends()
             tokens_a_step = fmean(self.taken.tokens[-steps:])
             waited_s = self.engine.comm.clock.total_s() - waited_s
+            counted = [now - then for now, then in zip(self._counters(), before)]
             shares = self.watch.take().shares()
             if beside and self.job.evaluation.every_steps:
                 evaluation = Interlude(still_s=seconds_of(self._evaluate))
@@ -280,14 +281,15 @@ class Trainer:
         busy = gather("busy", str(1.0 - waited_s / sum(times)))
         starved = gather("starved", str(shares.input))
         peaks = gather("peaks", json.dumps(self.context.runtime.peak_bytes()))
-        overruns = gather("overruns", str(self.taken.overruns))
+        overruns, retries = (
+            gather(name, str(n)) for name, n in zip(("overruns", "retries"), counted)
+        )
         limits = gather("limits", self.loader.limit.value)
-        retries = gather("retries", str(self.context.runtime.allocator_retries))
         # All ranks return the first rank's findings.
         seen = json.loads(gather("syncs", json.dumps(syncs()))[0])
         told = gather("told", json.dumps(watcher.told() if watcher is not None else None))[0]
-        counted = [json.loads(text) for text in gather("tokens", json.dumps([tokens, padded]))]
-        all_tokens, all_padded = map(sum, zip(*counted))
+        of_ranks = [json.loads(text) for text in gather("tokens", json.dumps([tokens, padded]))]
+        all_tokens, all_padded = map(sum, zip(*of_ranks))
         return TrialResult(
             step_s=step_s,
             mean_s=sum(times) / len(times),
@@ -305,6 +307,10 @@ class Trainer:
             syncs=[(place, times) for place, times in seen],
             told=json.loads(told),
         )
+
+    def _counters(self) -> tuple[int, int]:
+        """Return this rank's overruns of emulated devices and retries of its allocator so far."""
+        return self.taken.overruns, self.context.runtime.allocator_retries
 
     def _so_far(self) -> dict[str, float]:
         """Return the arguments of `RunLogger.exchange` for all steps given so far."""

@@ -62,7 +62,8 @@ def data(survey: Survey) -> Iterator[Finding]:
 
 
 def data_fine(survey: Survey) -> str:
-    return next((f"readable: {job.data.partition(',')[0]}" for _, job in _hosts(survey)), "")
+    read = (job.data.partition(",")[0] for _, job in _hosts(survey) if job.data)
+    return next((f"readable: {data}" for data in read), "")
 
 
 def _troubles(survey: Survey, check: str) -> Iterator[Finding]:

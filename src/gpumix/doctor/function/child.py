@@ -74,6 +74,7 @@ def watch_function(order: WindowOrder, patches: Patches, send: Any) -> None:
     watch.install(patches, gpu=gpu)
     kernels, attention = Kernels(), WrittenOut()
     found: list[Observations] = []
+    measured = 0  # steps before the profiled ones
 
     def begins() -> None:
         attention.end()
@@ -82,14 +83,16 @@ def watch_function(order: WindowOrder, patches: Patches, send: Any) -> None:
         send(("begun", None))
 
     def ends() -> None:
+        nonlocal measured
+        measured = steps.done
         found.append(watch.end(steps))
         if order.profiled and steps.counted >= order.steps:
             kernels.begin()
 
     def leaves() -> None:
-        computing_s = kernels.seconds()
-        if computing_s is not None:
-            computing_s /= order.profiled
+        computing_s, profiled = kernels.seconds(), steps.done - measured
+        if computing_s is not None:  # the function may have ended before all profiled steps
+            computing_s = computing_s / profiled if profiled else None
         places = tuple(attention.places)
         send(("seen", replace(found[0], kernels_s=computing_s, attention=places)))
 

@@ -180,7 +180,8 @@ class SummedLoss:
 def probe_of_sum(loss: Tensor, count: Any) -> LossProbe:
     """Return the probe of (summed loss, count), as a mean."""
     count = torch.as_tensor(count)
-    return LossProbe(loss / count.clamp(min=1).to(loss.device), (count,), ())
+    divisor = torch.where(count > 0, count, 1).to(loss.device)  # a sum of weights may be below one
+    return LossProbe(loss / divisor, (count,), ())
 
 
 def reducing(objective: Objective | Reduces) -> Reduces:

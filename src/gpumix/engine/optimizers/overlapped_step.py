@@ -54,6 +54,8 @@ class StepsOnHost:
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if holds_any(optimizer, self._on_host):
+            while self._inside:  # of a step that failed
+                self._inside.pop().close()
             self._inside.append(ExitStack())
             self._inside[-1].enter_context(host_memory())
 

@@ -155,8 +155,8 @@ def _with_labels(counted: Tensor | None, samples: int) -> list[int]:
 def _least_proportional(counted: Tensor | None, rows: Sequence[int]) -> tuple[int, float]:
     """Return the sample whose counts by rules, [rules, samples], are least proportional to the
     first sample's counts, and the deviation."""
-    if counted is None or not counted.numel():
-        return rows[0], 0.0
+    if counted is None or not counted.numel() or not rows:
+        return next(iter(rows), 0), 0.0
     counts = counted[:, list(rows)].double()
     ratios = counts / counts.norm(dim=0).clamp(min=1e-30)
     difference = (ratios - ratios[:, :1]).abs().sum(0)

@@ -88,8 +88,8 @@ class Anatomy:
         return {u.name: u for u in self.units}[name]
 
     def of_kinds(self, kinds: Mapping[str, str]) -> Anatomy:
-        """Return a copy with new kinds, by names of units."""
-        units = (replace(unit, kind=kinds[unit.name]) for unit in self.units)
+        """Return a copy with new kinds, by names of units; the rest keep theirs."""
+        units = (replace(unit, kind=kinds.get(unit.name, unit.kind)) for unit in self.units)
         return Anatomy(tuple(units), self.root)
 
     def fingerprint(self) -> str:

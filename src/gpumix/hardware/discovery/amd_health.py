@@ -40,7 +40,7 @@ def amd_handle_of(smi: ModuleType | Any, device_id: str, ordinal: int) -> Any:
     """Return the GPU with torch's UUID, otherwise the GPU with HIP's number, otherwise None."""
     wanted = _hip_uuid(device_id)
     numbered = {}
-    for handle in smi.amdsmi_get_processor_handles():
+    for handle in _told(smi, smi.amdsmi_get_processor_handles) or ():
         told = _told(smi, smi.amdsmi_get_gpu_enumeration_info, handle) or {}
         if wanted and str(told.get("hip_uuid", "")).lower() == wanted:
             return handle

@@ -21,6 +21,7 @@ _INDEX = "pip install --force-reinstall torch --index-url https://download.pytor
 _NAMES: tuple[tuple[str, Toolkit], ...] = (("hip", "ROCm"), ("xpu", "XPU"), ("cuda", "CUDA"))
 
 
+OLDEST_CUDA = 12  # of any torch that gpumix runs with
 TOOLKITS: dict[str, Toolkit] = {"NVIDIA": "CUDA", "AMD": "ROCm", "Intel": "XPU"}  # by maker
 
 
@@ -79,8 +80,11 @@ def _build(values: Mapping[str, str]) -> TorchBuild | None:
 
 def cuda_wheel(driver_cuda: str) -> str:
     """Return the command to install a torch for a driver supporting CUDA up to `driver_cuda`
-    ("12.4"). All drivers of a major version run its wheels."""
+    ("12.4"). All drivers of a major version run its wheels; empty for drivers of CUDA 11 and older,
+    which run none."""
     major = driver_cuda.partition(".")[0]
+    if major.isdigit() and int(major) < OLDEST_CUDA:
+        return ""
     return _INDEX + ("cu126" if major == "12" else "cu130")
 
 

@@ -10,6 +10,7 @@ from gpumix.hardware.discovery.pci_gpus import PciGpu, count
 from gpumix.hardware.discovery.torch_build import TOOLKITS, TorchBuild, cuda_wheel, wheel_for
 from gpumix.schema.errors import MachineError
 
+NEWER_DRIVER = "install a newer driver"
 ON_THE_CPU = "to train on the CPU all the same: export CUDA_VISIBLE_DEVICES="
 _NVIDIA_MODULE = Path("/proc/driver/nvidia/version")
 _KFD = Path("/dev/kfd")  # access to AMD GPUs
@@ -32,15 +33,16 @@ def refuse_build(build: TorchBuild | None, *, driver: str, driver_cuda: str, hos
         raise MachineError(
             f"torch cannot use the NVIDIA GPUs of this host: it has no CUDA built in ({build})",
             where=host,
-            fix=f"{cuda_wheel(driver_cuda)}; {ON_THE_CPU}",
+            fix=f"{cuda_wheel(driver_cuda) or NEWER_DRIVER}; {ON_THE_CPU}",
         )
+    wheel = cuda_wheel(driver_cuda)
+    older_torch = f", or a torch for it: {wheel}" if wheel else ""
     if driver_cuda and _major(driver_cuda) < _major(build.toolkit_version):
         raise MachineError(
             f"the NVIDIA driver is too old for this torch: driver {driver} is for CUDA "
             f"{driver_cuda} and older, {build}",
             where=host,
-            fix=f"install a newer driver, or a torch for it: {cuda_wheel(driver_cuda)}; "
-            f"{ON_THE_CPU}",
+            fix=f"{NEWER_DRIVER}{older_torch}; {ON_THE_CPU}",
         )
 
 

@@ -161,19 +161,18 @@ class GpumixStrategy(StrategyCollectives, Checkpoints):
         # The plan assigns samples to ranks.
         trainer._accelerator_connector.use_distributed_sampler = False
         fitting = trainer.state.fn == TrainerFn.FITTING
-        if self._engine is None or (fitting and not self._trains):
-            unshard(module)  # from another trainer, or from evaluation
-            if self._engine is not None:
-                self._engine = self._like = None
-            vars(module).pop("zero_grad", None)
-            self._host(trainer, module, fitting=fitting)
-            self._trains = fitting
-        elif self._engine.model is not module:
+        if self._engine is not None and self._engine.model is not module:
             raise InputError(
                 "this strategy has another module already",
                 why="a module is sharded over all devices, once",
                 fix="make a trainer and a GpumixStrategy of its own for each module",
             )
+        if self._engine is None or (fitting and not self._trains):
+            unshard(module)  # from another trainer, or from evaluation
+            self._engine = self._like = None
+            vars(module).pop("zero_grad", None)
+            self._host(trainer, module, fitting=fitting)
+            self._trains = fitting
         elif fitting:
             self.setup_optimizers(trainer)
             names = {id(p): name for name, p in module.named_parameters()}

@@ -247,7 +247,10 @@ def _interrupted(actors: Sequence[Any]) -> GpumixError:
         actor.interrupt.remote()
     deadline = time.monotonic() + ENDS_S
     while time.monotonic() < deadline:
-        looks: list[ProcessState] = ray.get([actor.look.remote() for actor in actors])
+        try:
+            looks: list[ProcessState] = ray.get([actor.look.remote() for actor in actors])
+        except RayActorError as error:
+            return Interrupted("a worker was lost before all ranks had ended", why=str(error))
         if all(look.code is not None for look in looks):
             return _error(0, looks[0]) or Interrupted("the run had just come to its end")
         time.sleep(LOOK_S)

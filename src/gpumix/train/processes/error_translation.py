@@ -25,6 +25,8 @@ _PACKAGE = Path(gpumix.__file__).parent
 _BETWEEN = (
     "hardware/emulation/pacer.py",
     "profiler/compute/memory_counter.py",
+    "doctor/function/attention.py",
+    "doctor/function/lines.py",
     "doctor/function/watching.py",
     "doctor/function/changing.py",
     "doctor/function/roots.py",
