@@ -157,13 +157,14 @@ class _Best:
         first, self._places = self._places, self._places + len(searches)
         least = [search.least_s for search in searches]
         for number in sorted(range(len(searches)), key=lambda n: (least[n], n)):
-            below_s = self._step_s
-            if least[number] == float("inf") or least[number] > below_s * (1.0 + TOLERANCE):
+            place, below_s = first + number, self._step_s * (1.0 + TOLERANCE)
+            if least[number] == float("inf") or least[number] > below_s:
                 break
-            found = searches[number].solve(below_s)
+            # Of equally fast settings the earliest is kept, whichever rounding puts first.
+            found = searches[number].solve(below_s if place < self._place else self._step_s)
             if found is not None:
                 self.bound_s = min(self.bound_s, found.bound_s)
-                self._take(found, first + number)
+                self._take(found, place)
 
     @property
     def _step_s(self) -> float:
