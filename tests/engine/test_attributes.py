@@ -87,3 +87,14 @@ def test_a_container_that_holds_itself():
         module.tree["children"].append(1)
     (child,) = module.tree["children"]
     assert child is module.tree
+
+
+def test_a_tensor_of_an_evaluation_may_be_replaced():
+    """It was made in inference mode, and has no version."""
+    module = Keeps()
+    with torch.inference_mode():
+        module.total = kept = torch.ones(2)
+    with attributes_kept(module):
+        module.total = module.total + 1
+    assert module.total is kept
+    assert torch.equal(kept, torch.ones(2))

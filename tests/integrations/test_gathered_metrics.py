@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from extended import every_second
+from extended import left_out
 from gpumix.schema.errors import InputError
 from harness import run_ranks
 from programs import GLOBAL_BATCH, Texts, as_launched, model, other_ranks, unlike_ranks
@@ -56,9 +56,10 @@ def gathered(folder: Path, world: int, batch: int = BATCH) -> dict[str, list[Any
     return found
 
 
-@pytest.mark.parametrize(
-    ("world", "batch"), every_second([(2, BATCH), (2, 12), (3, 12), (3, BATCH)])
-)
+SIZES = [(2, BATCH), (2, 12), (3, 12), (3, BATCH)]
+
+
+@pytest.mark.parametrize(("world", "batch"), left_out(SIZES, SIZES[1:]))
 def test_losses_count_for_each_sample_as_with_the_stock_script(tmp_path, world, batch):
     (stock,) = run_ranks(gathered, 1, tmp_path, 1, batch)
     assert len(stock["losses"]) == EVALUATED
@@ -69,6 +70,7 @@ def test_losses_count_for_each_sample_as_with_the_stock_script(tmp_path, world, 
         assert rank["fixed"] == [7 * GLOBAL_BATCH] * len(rank["fixed"])
 
 
+@pytest.mark.extended
 def test_one_sample_to_a_process(tmp_path):
     """One rank has a row that stands in, and one of three a sample at last."""
     (stock,) = run_ranks(gathered, 1, tmp_path, 1, 3)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from gpumix.engine.comm.process_groups import all_ranks
 from gpumix.engine.model.equal_weights import _digest, make_alike, refuse_other_models
@@ -59,9 +57,9 @@ def _nothing() -> bool:
     return all_rows({}, all_ranks(torch.device("cpu")), "rows") is None
 
 
-@given(st.text(), st.sampled_from(["", "a", "é" * 40]))
-def test_texts_alone(text, other):
-    assert all_texts(text + other, all_ranks(torch.device("cpu")), "words") == [text + other]
+@pytest.mark.parametrize("text", ["", "a", "é" * 40, "\x00\n\u2028\U0001f600 "])
+def test_texts_alone(text):
+    assert all_texts(text, all_ranks(torch.device("cpu")), "words") == [text]
 
 
 def test_texts_of_ranks():

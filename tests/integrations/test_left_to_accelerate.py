@@ -63,6 +63,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return {name: value for file in files for name, value in load_file(file).items()}
 
 
+@pytest.mark.extended
 def test_trackers_sums_and_saved_models_are_as_ever(tmp_path):
     pytest.importorskip("tensorboard")
     (stock,) = run_ranks(looped, 1, tmp_path, 1)

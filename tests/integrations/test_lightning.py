@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from extended import left_out
 from gpumix.report.run import read_run
 from gpumix.schema.errors import InputError
 from harness import run_ranks
@@ -32,13 +33,14 @@ CHECKPOINT = "epoch=1-step=7.ckpt"
 def module() -> Any:
     """As its author wrote it, for one device."""
     from lightning.pytorch import LightningModule
-    from torchmetrics import MeanMetric
+    from torchmetrics import MeanMetric, MeanSquaredError
 
     class Language(LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.model = model()
             self.first_words = MeanMetric()
+            self.apart = MeanSquaredError(squared=False)  # no mean of parts is the whole's
             self.counted, self.words = 0, []
 
         def training_step(self, batch, batch_idx):
@@ -47,6 +49,8 @@ def module() -> Any:
             self.log("rows", float(batch["input_ids"].shape[0]), reduce_fx="max")
             sums = (batch["input_ids"] * batch["attention_mask"]).sum(1)
             self.log("highest", sums.max().float(), reduce_fx="sum")
+            self.apart(batch["input_ids"][:, 0].float(), batch["input_ids"][:, 1].float())
+            self.log("apart", self.apart)  # of each step, not of the epoch
             return loss
 
         def validation_step(self, batch, batch_idx):
@@ -114,10 +118,15 @@ def two_stages() -> Any:
     )
 
 
+def one_rank() -> Any:
+    return plan_for(module(), [Share(12, 6, 1)])
+
+
 PLANS: dict[str, Callable[[], Any]] = {
     "unlike": unlike_ranks,
     "stages": two_stages,
     "other": other_ranks,
+    "alone": one_rank,
 }
 
 
@@ -128,13 +137,16 @@ def trained(folder: Path, plan: str = "", resumes: str = "") -> dict[str, Any]:
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.loggers import CSVLogger
 
-    told: dict[str, Any] = {"losses": [], "rates": [], "ends": [], "logged": []}
+    told: dict[str, Any] = {"losses": [], "rates": [], "ends": [], "logged": [], "kept": []}
 
     class Listener(Callback):
+        def on_train_epoch_start(self, trainer, module):
+            told["kept"].append(module.apart.total.item())
+
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
             told["losses"].append(trainer.callback_metrics["loss"].item())
             told["logged"] += [
-                trainer.callback_metrics[name].item() for name in ("rows", "highest")
+                trainer.callback_metrics[name].item() for name in ("rows", "highest", "apart")
             ]
             told["rates"].append(trainer.optimizers[0].param_groups[0]["lr"])
             told["ends"].append((trainer.global_step, batch_idx, outputs["loss"].item()))
@@ -204,7 +216,7 @@ def stages(folder) -> list[dict[str, Any]]:
     return run_ranks(trained, 3, folder, "stages", timeout_s=120)
 
 
-@pytest.fixture(params=["unlike", "stages"])
+@pytest.fixture(params=left_out(["unlike", "stages"], ["stages"]))
 def ours(request) -> list[dict[str, Any]]:
     return request.getfixturevalue(request.param)
 
@@ -226,6 +238,11 @@ def test_what_a_validation_logs_is_of_all_samples(stock, ours):
             assert rank["validated"][name] == pytest.approx(expected, rel=TOLERANCE), name
             assert rank["again"][name] == pytest.approx(stock["again"][name], rel=TOLERANCE), name
         assert rank["logged"] == pytest.approx(stock["logged"], rel=TOLERANCE)  # by training
+
+
+def test_a_metric_of_steps_begins_each_epoch_at_nothing(stock, ours):
+    for rank in (stock, *ours):
+        assert rank["kept"] == [0] * EPOCHS
 
 
 def test_predictions_come_in_order(stock, ours):
@@ -257,18 +274,23 @@ def test_a_checkpoint_is_one_of_lightnings(stock, ours):
         assert torch.equal(value, found["state_dict"][name]), name
 
 
-def test_a_run_goes_on_by_another_plan_in_the_middle_of_an_epoch(stock, unlike, folder):
-    for rank in run_ranks(trained, 2, folder, "other", "unlike", timeout_s=120):
+@pytest.mark.parametrize(("plan", "world"), left_out([("alone", 1), ("other", 2)], [("other", 2)]))
+def test_a_run_goes_on_by_another_plan_in_the_middle_of_an_epoch(
+    plan, world, stock, unlike, folder
+):
+    for rank in run_ranks(trained, world, folder, plan, "unlike", timeout_s=120):
         assert rank["losses"] == pytest.approx(stock["losses"][7:], rel=TOLERANCE)
         assert rank["rates"] == pytest.approx(stock["rates"][7:], rel=TOLERANCE)
         assert rank["steps"] == STEPS
 
 
+@pytest.mark.extended
 def test_the_stock_script_goes_on_from_a_checkpoint_too(unlike, folder):
     (found,) = run_ranks(trained, 1, folder, "", "unlike", timeout_s=120)
     assert found["steps"] == STEPS
 
 
+@pytest.mark.extended
 def test_a_run_goes_on_from_a_checkpoint_of_the_stock_script(stock, folder):
     """With its weights and schedulers; the optimizer's state is empty, and the epoch starts again:
     the stock script keeps no place in it."""
@@ -325,6 +347,7 @@ def validated_first(folder: Path, ours: bool) -> list[float]:
     return [before["val_loss"], after["val_loss"]]
 
 
+@pytest.mark.extended
 def test_a_validation_comes_first(folder):
     (stock,) = run_ranks(validated_first, 1, folder, False, timeout_s=60)
     assert stock[0] > stock[1]

@@ -212,7 +212,18 @@ def runs(request, tmp_path_factory) -> tuple[dict[str, Any], list[dict[str, Any]
 
 
 # Of what others do as well.
-FURTHER = ("accumulation", "accumulation of whole batches", "a stream", "half")
+FURTHER = (
+    "tuples",
+    "accumulation",
+    "accumulation of whole batches",
+    "more accumulation in later epochs",
+    "a stream",
+    "a stream in shards",
+    "workers",
+    "half",
+    "values clipped",
+    "fitted twice",
+)
 
 
 @pytest.mark.parametrize("name", left_out(VARIATIONS, FURTHER))

@@ -68,7 +68,7 @@ def trained(folder: Path) -> tuple[list[Counter[str]], list[int], list[float]]:
             cuda_device.reset_host_waits()
 
     settings = {"use_cpu": False, "eval_strategy": "no", "save_strategy": "no", "logging_steps": 3}
-    settings["max_steps"] = 15  # before the next one a rehearsal is held
+    settings["max_steps"] = 9  # before the next one a rehearsal is held
     trainer = Trainer(
         model=model(),
         args=arguments(folder / "out", BATCH, **settings),
@@ -108,7 +108,7 @@ def looped(folder: Path) -> tuple[list[Counter[str]], list[int], list[float]]:
     accelerator = Accelerator(plan=plan, project_dir=str(folder / "out"))
     network = model()
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2, fused=True)
-    loader = DataLoader(Texts(), batch_size=BATCH, pin_memory=True)
+    loader = DataLoader(Texts(28), batch_size=BATCH, pin_memory=True)
     network, optimizer, loader = accelerator.prepare(network, optimizer, loader)
     losses, found, told = [], [], []
     for batch in loader:
@@ -145,6 +145,7 @@ def test_no_step_waits_for_itself(loop, behind, tmp_path):
         assert losses == pytest.approx(means, rel=1e-4)
 
 
+@pytest.mark.extended
 def test_bad_losses_are_left_out_of_what_is_logged(tmp_path):
     """As by the loop's own filter: in their place comes the mean since the last log, here none."""
     losses, filters = run_ranks(spoilt, 1, tmp_path, timeout_s=120)[0]

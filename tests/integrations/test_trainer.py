@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from extended import left_out
 from gpumix.report.run import read_run
 from harness import run_ranks
 from programs import (
     GLOBAL_BATCH,
-    STEPS,
     Texts,
     accuracy,
     arguments,
@@ -27,12 +27,25 @@ from programs import (
     two_stages,
     unlike_ranks,
 )
+from reference import Share, plan_for
 
 pytestmark = pytest.mark.slow
 
 TOLERANCE = 1e-5
+STEPS = 5  # one epoch, whose last batch has 2 samples
 EVALUATED = 6  # samples of a batch
-PLANS: dict[str, Callable[[], Any]] = {"unlike": unlike_ranks, "stages": two_stages}
+
+
+def one_rank() -> Any:
+    return plan_for(model(), [Share(GLOBAL_BATCH, 6, 1)])
+
+
+PLANS: dict[str, Callable[[], Any]] = {
+    "unlike": unlike_ranks,
+    "stages": two_stages,
+    "alone": one_rank,
+    "other": other_ranks,
+}
 
 
 def trained(folder: Path, import_of: str, plan: str = "", resumes: bool = False) -> dict[str, Any]:
@@ -49,8 +62,8 @@ def trained(folder: Path, import_of: str, plan: str = "", resumes: bool = False)
         from gpumix.integrations.common import run_recorder
         from gpumix.integrations.transformers import Trainer
 
-        run_recorder.CLASSES_STEPS = 4
-        made = other_ranks() if resumes else PLANS[plan]()
+        run_recorder.CLASSES_STEPS = 3
+        made = PLANS[plan]()
         more, world = {"plan": made}, len(made.workers)
 
     told: list[str] = []
@@ -62,11 +75,14 @@ def trained(folder: Path, import_of: str, plan: str = "", resumes: bool = False)
         def on_evaluate(self, args, state, control, metrics, **kwargs):
             told.append(f"evaluated {sorted(metrics)}")
 
-    output = folder / (import_of if resumes else f"{import_of}{plan}")
+    output = folder / f"{import_of}{plan}{'-again' if resumes else ''}"
     trainer = Trainer(
         model=model(),
         args=arguments(
-            output, GLOBAL_BATCH // world, per_device_eval_batch_size=EVALUATED // world
+            output,
+            GLOBAL_BATCH // world,
+            num_train_epochs=1,
+            per_device_eval_batch_size=EVALUATED // world,
         ),
         train_dataset=Texts(),
         eval_dataset=Texts(10, seed=2),
@@ -75,7 +91,7 @@ def trained(folder: Path, import_of: str, plan: str = "", resumes: bool = False)
         callbacks=[Callback()],
         **more,
     )
-    checkpoint = folder / "gpumixunlike" / "checkpoint-4" if resumes else None
+    checkpoint = folder / "gpumixother" / "checkpoint-4" if resumes else None
     result = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     trainer.save_model(str(output / "final"))
     predicted = trainer.predict(Texts(7, seed=3))
@@ -107,6 +123,11 @@ def stock(folder) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
+def other(folder) -> list[dict[str, Any]]:
+    return run_ranks(trained, 2, folder, "gpumix", "other", timeout_s=120)
+
+
+@pytest.fixture(scope="module")
 def unlike(folder) -> list[dict[str, Any]]:
     return run_ranks(trained, 3, folder, "gpumix", "unlike", timeout_s=120)
 
@@ -116,7 +137,7 @@ def stages(folder) -> list[dict[str, Any]]:
     return run_ranks(trained, 3, folder, "gpumix", "stages", timeout_s=120)
 
 
-@pytest.fixture(params=["unlike", "stages"])
+@pytest.fixture(params=left_out(["other", "unlike", "stages"], ["unlike", "stages"]))
 def ours(request) -> list[dict[str, Any]]:
     return request.getfixturevalue(request.param)
 
@@ -158,28 +179,31 @@ def test_callbacks_and_counts_are_those_of_the_stock_script(stock, ours):
     assert ours[0]["flos"] == stock["flos"]
 
 
-def test_a_run_goes_on_by_another_plan_on_other_devices(stock, unlike, folder):
-    for rank in run_ranks(trained, 2, folder, "gpumix", "", True, timeout_s=120):
+@pytest.mark.parametrize(
+    ("plan", "world"), left_out([("alone", 1), ("unlike", 3)], [("unlike", 3)])
+)
+def test_a_run_goes_on_by_another_plan_on_other_devices(plan, world, stock, other, folder):
+    for rank in run_ranks(trained, world, folder, "gpumix", plan, True, timeout_s=120):
         assert rank["losses"] == pytest.approx(stock["losses"], rel=TOLERANCE)
         assert rank["told"] == [
             t for t in stock["told"] if t not in [f"step {n}" for n in range(1, 5)]
         ]
 
 
-def test_top_and_report_read_what_a_run_leaves(stock, unlike):
-    run = read_run(Path(unlike[0]["output"]))
+def test_top_and_report_read_what_a_run_leaves(stock, other):
+    run = read_run(Path(other[0]["output"]))
     assert run.progress.state == "finished"
     assert (run.progress.step, run.progress.steps) == (STEPS, STEPS)
     steps = run.history.steps
     assert [one.loss for one in steps] == pytest.approx(stock["losses"], rel=TOLERANCE)
     assert [one.loss for one in run.history.evaluations] == pytest.approx(
-        unlike[0]["eval_losses"][:2]
+        other[0]["eval_losses"][:2]
     )
 
 
-def test_how_devices_did_is_told_while_the_run_goes_on(unlike):
-    run = read_run(Path(unlike[0]["output"], "gpumix"))
-    assert [window.step for window in run.history.windows] == [4, 8, STEPS]
+def test_how_devices_did_is_told_while_the_run_goes_on(other):
+    run = read_run(Path(other[0]["output"], "gpumix"))
+    assert [window.step for window in run.history.windows] == [3, STEPS]
     for window in run.history.windows:
         assert sum(one.samples for one in window.classes) == GLOBAL_BATCH
         assert all(0 < one.busy_share <= 1 for one in window.classes)
@@ -188,9 +212,9 @@ def test_how_devices_did_is_told_while_the_run_goes_on(unlike):
     told_of_input(run)
 
 
-def test_the_script_is_recorded(unlike):
-    record = read_run(Path(unlike[0]["output"], "gpumix")).record
+def test_the_script_is_recorded(other):
+    record = read_run(Path(other[0]["output"], "gpumix")).record
     assert record is not None and record.script is not None
     assert record.script.plans == "Trainer"
-    assert record.script.processes == len(unlike)
+    assert record.script.processes == len(other)
     assert {"torch", "transformers", "accelerate"} <= record.packages.keys()

@@ -18,7 +18,7 @@ from reference import Share, plan_for
 
 pytestmark = pytest.mark.slow
 
-SAMPLES, BATCH = 26, 8
+SAMPLES, BATCH, STEPS = 26, 8, 3
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -149,7 +149,7 @@ def trained(folder: Path, ours: bool, names: list[str]) -> dict[str, dict[str, A
                 output_dir=str(folder / "out"),
                 per_device_train_batch_size=BATCH // (2 if ours else 1),
                 per_device_eval_batch_size=14 // (2 if ours else 1),
-                max_steps=5,
+                max_steps=STEPS,
                 learning_rate=5e-3,
                 logging_steps=1,
                 save_strategy="no",
@@ -182,10 +182,14 @@ def both(request, tmp_path_factory) -> tuple[dict[str, Any], list[dict[str, Any]
     return stock, run_ranks(trained, 2, folder, True, names, timeout_s=120)
 
 
-@pytest.mark.parametrize("kind", left_out(kinds(), ["places"]))
+# Of what others do as well.
+FURTHER = ("a number", "places", "pictures", "a loss of its own", "patches of pictures")
+
+
+@pytest.mark.parametrize("kind", left_out(kinds(), FURTHER))
 def test_it_is_as_with_the_stock_trainer(kind, both):
     stock, ours = both
-    assert len(stock[kind]["losses"]) == 5
+    assert len(stock[kind]["losses"]) == STEPS
     for rank in ours:
         assert rank[kind]["losses"] == pytest.approx(stock[kind]["losses"], rel=1e-4)
         assert rank[kind]["loss"] == pytest.approx(stock[kind]["loss"], rel=1e-4)

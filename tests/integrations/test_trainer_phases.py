@@ -6,6 +6,7 @@ Each part of the program is run as with the stock classes in one process, and on
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from extended import left_out
 from harness import run_ranks
 from programs import as_launched
 from reference import Share, plan_for
@@ -124,52 +126,71 @@ class Seen:
         return Looks()
 
 
-def run(folder: Path, ours: bool) -> dict[str, Any]:
-    as_launched(folder)
-    import transformers
-
-    library: Any = transformers
+def library_of(ours: bool) -> Any:
     if ours:
         from gpumix.integrations import transformers as library
+    else:
+        import transformers as library
+    return library
+
+
+def trainer(folder: Path, ours: bool, model: nn.Module, name: str, **more: Any) -> Any:
+    import transformers
+
     processes = 2 if ours else 1
+    settings = {
+        "per_device_train_batch_size": BATCH // 2 // processes,
+        "gradient_accumulation_steps": 2,
+        "per_device_eval_batch_size": BATCH // processes,
+        "max_steps": 2,
+        "learning_rate": 5e-3,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    args = transformers.TrainingArguments(output_dir=str(folder / name), **settings)
+    if ours and any(p.requires_grad for p in model.parameters()):
+        more["plan"] = plan_for(model, [Share(3, 2, 2), Share(5, 3, 1)], zero_stage=3)
+    return library_of(ours).Trainer(model=model, args=args, **more)
 
-    def trainer(model: nn.Module, name: str, **more: Any) -> Any:
-        settings = {
-            "per_device_train_batch_size": BATCH // 2 // processes,
-            "gradient_accumulation_steps": 2,
-            "per_device_eval_batch_size": BATCH // processes,
-            "max_steps": 2,
-            "learning_rate": 5e-3,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": [],
-            "use_cpu": True,
-            "disable_tqdm": True,
-        }
-        args = transformers.TrainingArguments(output_dir=str(folder / name), **settings)
-        if ours and any(p.requires_grad for p in model.parameters()):
-            more["plan"] = plan_for(model, [Share(3, 2, 2), Share(5, 3, 1)], zero_stage=3)
-        return library.Trainer(model=model, args=args, **more)
 
-    def losses(one: Any) -> list[float]:
-        return [entry["loss"] for entry in one.state.log_history if "loss" in entry]
+def losses(one: Any) -> list[float]:
+    return [entry["loss"] for entry in one.state.log_history if "loss" in entry]
 
+
+def evaluated_first(folder: Path, ours: bool) -> dict[str, Any]:
+    as_launched(folder)
     found: dict[str, Any] = {}
-    predicting = trainer(llama(), "predicting", train_dataset=rows())
+    predicting = trainer(folder, ours, llama(), "predicting", train_dataset=rows())
     found["without labels"] = predicting.predict(rows(labels=False)).predictions.sum().item()
     predicting.train()
     found["trained after that"] = losses(predicting)
-    adapted = trainer(with_adapters(folder), "adapted", eval_dataset=rows())
-    found["nothing to train"] = adapted.evaluate()["eval_loss"]
+    return found
+
+
+def evaluated_otherwise(folder: Path, ours: bool) -> dict[str, Any]:
+    as_launched(folder)
+    adapted = trainer(folder, ours, with_adapters(folder), "adapted", eval_dataset=rows())
     rest = {"eval_dataset": rows(), "data_collator": padded, "compute_metrics": spread}
-    unequal = trainer(with_adapters(folder), "unequal", **rest).evaluate()
-    found["of unlike lengths"] = [unequal[f"eval_{name}"] for name in ("loss", "spread", "size")]
+    unequal = trainer(folder, ours, with_adapters(folder), "unequal", **rest).evaluate()
     plan = {"plan": plan_for(bart(), [Share(3, 2, 2), Share(5, 3, 1)], zero_stage=3)}
-    found["generated"] = generated(library, folder, **(plan if ours else {}))
+    return {
+        "nothing to train": adapted.evaluate()["eval_loss"],
+        "of unlike lengths": [unequal[f"eval_{name}"] for name in ("loss", "spread", "size")],
+        "generated": generated(library_of(ours), folder, **(plan if ours else {})),
+    }
+
+
+def in_two_phases(folder: Path, ours: bool) -> dict[str, Any]:
+    as_launched(folder)
+    found: dict[str, Any] = {}
     looks = Seen.make()
     model = llama()
     model.model.requires_grad_(False)
-    first = trainer(model, "first", train_dataset=rows(), callbacks=[looks])
+    data = {"train_dataset": rows()}
+    first = trainer(folder, ours, model, "first", callbacks=[looks], **data)
     batch = next(iter(first.get_train_dataloader()))
     found["samples"] = len(batch["input_ids"])
     found["given"] = first.args.gradient_accumulation_steps
@@ -177,7 +198,7 @@ def run(folder: Path, ours: bool) -> dict[str, Any]:
     found["in callbacks"] = looks.texts
     found["told callbacks"] = sorted(looks.counts)
     model.requires_grad_(True)
-    second = trainer(model, "second", train_dataset=rows(), eval_dataset=rows())
+    second = trainer(folder, ours, model, "second", eval_dataset=rows(), **data)
     second.train()
     found["phases"] = [*losses(first), *losses(second)]
     found["evaluated after that"] = second.evaluate()["eval_loss"]
@@ -194,34 +215,40 @@ def run(folder: Path, ours: bool) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def both(tmp_path_factory) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    folder = tmp_path_factory.mktemp("phases")
-    (stock,) = run_ranks(run, 1, folder / "stock", False, timeout_s=120)
-    return stock, run_ranks(run, 2, folder / "ours", True, timeout_s=240)
+Both = tuple[dict[str, Any], list[dict[str, Any]]]
 
 
-def test_evaluations_come_first(both):
-    """Predictions without labels, and a model that has nothing to train; training follows."""
-    stock, ours = both
-    names = (
-        "without labels",
-        "trained after that",
-        "nothing to train",
-        "of unlike lengths",
-        "generated",
-    )
+def run(part: Callable[..., dict[str, Any]], folder: Path) -> Both:
+    (stock,) = run_ranks(part, 1, folder / "stock", False, timeout_s=120)
+    return stock, run_ranks(part, 2, folder / "ours", True, timeout_s=240)
+
+
+@pytest.mark.parametrize(
+    "part", left_out([evaluated_first, evaluated_otherwise], [evaluated_otherwise])
+)
+def test_evaluations_come_first(part, tmp_path):
+    """Predictions without labels, with training behind them; of a model that has nothing to train,
+    of rows of unlike lengths, and evaluations that generate."""
+    stock, ours = run(part, tmp_path)
     for rank in ours:
-        for name in names:
-            assert rank[name] == pytest.approx(stock[name], rel=1e-4)
+        assert rank.keys() == stock.keys()
+        for name, value in stock.items():
+            assert rank[name] == pytest.approx(value, rel=1e-4)
 
 
+@pytest.fixture(scope="module")
+def both(tmp_path_factory) -> Both:
+    return run(in_two_phases, tmp_path_factory.mktemp("phases"))
+
+
+@pytest.mark.extended
 def test_a_batch_is_looked_at_before_training(both):
     """Each rank reads its part of the batch of all."""
     stock, ours = both
     assert sum(rank["samples"] for rank in ours) == BATCH == 2 * stock["samples"]
 
 
+@pytest.mark.extended
 def test_one_model_is_trained_in_two_phases(both):
     """And is a model when they are over; callbacks generate while it trains."""
     stock, ours = both
@@ -231,6 +258,7 @@ def test_one_model_is_trained_in_two_phases(both):
         assert rank["in callbacks"] == stock["in callbacks"]
 
 
+@pytest.mark.extended
 def test_arguments_stay_as_they_were_given(both):
     """In the trainer, for callbacks, and in the file that is saved."""
     _, ours = both

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -60,6 +61,7 @@ def test_profiles_and_saving_wait_as_long_as_the_group():
         assert rank == ([WAIT_S], WAIT_S)
 
 
+@pytest.mark.extended
 def test_a_profile_waits_as_long_as_it_is_told():
     for rank in run_ranks(waits, 2, 55.0, group_timeout_s=WAIT_S):
         assert rank == ([55.0], WAIT_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,10 @@ def trained(folder: Path, world: int) -> dict[str, Any]:
     if world == 1:
         from transformers import Trainer
     else:
+        from gpumix.integrations.common import plan_and_shard
         from gpumix.integrations.transformers import Trainer
 
+        plan_and_shard.profile = partial(plan_and_shard.profile, budget_s=2.0)
         more["couples"] = "batch"
     generator = torch.Generator().manual_seed(1)
     data = [{"x": torch.randn(8, generator=generator), "labels": 0} for _ in range(SAMPLES)]

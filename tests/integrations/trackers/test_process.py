@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 from jobs import plan_for
 from told import eventually, job_for, trains
 
@@ -58,6 +59,7 @@ def says(started: subprocess.Popen[str], patience_s: float) -> str:
     return started.stdout.readline() if heard else ""
 
 
+@pytest.mark.extended
 def test_one_ends_when_the_run_is_gone_without_a_word_and_the_next_goes_on(tmp_path):
     """As when all ranks begin anew: the next one waits for the other's last word."""
     job = job_for(tmp_path, {"prometheus": {"textfile": "run.prom"}})

@@ -60,6 +60,7 @@ def test_a_port_that_is_taken_is_an_error_before_the_run(tmp_path):
     assert "trackers.prometheus.port" in caught.value.fix
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("address", ["no-such-host.invalid", "192.0.2.1"])
 def test_an_address_that_is_not_of_this_host_is_told(tmp_path, address):
     job = job_for(tmp_path, {"prometheus": {"address": address, "port": 0}})
@@ -70,6 +71,7 @@ def test_an_address_that_is_not_of_this_host_is_told(tmp_path, address):
     assert "trackers.prometheus.address" in caught.value.fix
 
 
+@pytest.mark.extended
 def test_the_endpoint_ends_with_the_run(tmp_path, capfd):
     with telling(job_for(tmp_path, {"prometheus": {"port": 0}})) as log:
         trains(log, 1, 1)

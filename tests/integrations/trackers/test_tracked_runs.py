@@ -10,6 +10,7 @@ from jobs import metrics, plan_for, toy, train, write_job
 from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from extended import left_out
 from gpumix.hardware.host.environment import shared_memory_folder
 from gpumix.schema.errors import MachineError
 from gpumix.train.run_log import tracker_processes
@@ -17,9 +18,16 @@ from gpumix.train.run_log import tracker_processes
 STEPS, MORE = 8, 10
 
 
+@pytest.fixture(scope="module", params=left_out([STEPS, MORE], [MORE]))
+def steps(request) -> int:
+    """How many the run has in the end: as many as it began with, or more."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """A run of which the first rank was killed after some steps, and that was gone on with."""
+def run(steps, tmp_path_factory):
+    """A run of which the first rank was killed after some steps, and that may have been gone on
+    with."""
     if shared_memory_folder() is None:
         pytest.skip("nothing is kept of a run in memory here")
     folder = tmp_path_factory.mktemp("tracked")
@@ -35,7 +43,8 @@ def run(tmp_path_factory):
     )
     plan = plan_for(job)
     train(job, plan=plan)
-    train(job, f"steps={MORE}", plan=plan, resume=True)
+    if steps > STEPS:
+        train(job, f"steps={steps}", plan=plan, resume=True)
     return folder
 
 
@@ -48,7 +57,7 @@ def shown(run) -> EventAccumulator:
     return found.Reload()
 
 
-def test_each_step_is_there_once_though_the_run_started_again(run, shown):
+def test_each_step_is_there_once_though_the_run_started_again(run, shown, steps):
     """The library's own files, as its own reader reads them, are what the run says of itself."""
     assert metrics(run / "run", "restart")
     for name, key in (
@@ -57,7 +66,7 @@ def test_each_step_is_there_once_though_the_run_started_again(run, shown):
         ("train/learning_rate", "learning_rate"),
     ):
         points = shown.Scalars(name)
-        assert [point.step for point in points] == list(range(1, MORE + 1))
+        assert [point.step for point in points] == list(range(1, steps + 1))
         expected = [one[key] for one in metrics(run / "run")]
         assert [point.value for point in points] == pytest.approx(expected, rel=1e-5)
 
@@ -69,20 +78,20 @@ def test_points_have_the_times_of_their_steps(run, shown):
     assert times == sorted(times)
 
 
-def test_evaluations_classes_and_devices(run, shown):
+def test_evaluations_classes_and_devices(run, shown, steps):
     losses = [one["loss"] for one in metrics(run / "run", "evaluation")]
     assert [point.value for point in shown.Scalars("eval/loss")] == pytest.approx(losses, rel=1e-5)
     last = metrics(run / "run", "ranks")[-1]["ranks"]
     for of_rank in last:
         point = shown.Scalars(f"device/{of_rank['device']}/busy")[-1]
         assert point.value == pytest.approx(of_rank["busy_share"], rel=1e-5)
-        assert (point.step, of_rank["overruns"]) == (MORE, 0)
+        assert (point.step, of_rank["overruns"]) == (steps, 0)
     assert {f"class/{name}/share/compute" for name in ("big", "small")} <= set(
         shown.Tags()["scalars"]
     )
 
 
-def test_events_and_settings_are_texts(run, shown):
+def test_events_and_settings_are_texts(run, shown, steps):
     def texts(tag):
         return [one.tensor_proto.string_val[0].decode() for one in shown.Tensors(tag)]
 
@@ -91,12 +100,12 @@ def test_events_and_settings_are_texts(run, shown):
     assert told.endswith(f"{restart['why']}; {restart['decided']}")
     assert [point.step for point in shown.Scalars("event/restart")] == [restart["step"]]
     assert f"steps: {STEPS}\n" in texts("run/job")[0]
-    assert f"steps: {MORE}\n" in texts("run/job")[1]
+    assert f"steps: {steps}\n" in texts("run/job")[-1]
     assert "global_batch: 8" in texts("run/plan")[0]
     assert "torch: " in texts("run/versions")[0]
 
 
-def test_the_text_file_has_the_newest_numbers(run):
+def test_the_text_file_has_the_newest_numbers(run, steps):
     text = (run / "shown" / "run.prom").read_text(encoding="utf-8")
     found = {}
     for family in text_string_to_metric_families(text):
@@ -107,16 +116,16 @@ def test_the_text_file_has_the_newest_numbers(run):
     last = metrics(run / "run")[-1]
     assert found["gpumix_loss",] == pytest.approx(last["loss"])
     assert found["gpumix_tokens_total",] == last["tokens"]
-    assert (found["gpumix_step",], found["gpumix_steps",]) == (MORE, MORE)
+    assert (found["gpumix_step",], found["gpumix_steps",]) == (steps, steps)
     assert found["gpumix_run_state", "finished"] == 1
     ranks = {one["device"]: one for one in metrics(run / "run", "ranks")[-1]["ranks"]}
     for device, one in ranks.items():
         assert found["gpumix_device_busy_ratio", device] == pytest.approx(one["busy_share"])
 
 
-def test_the_run_folder_knows_how_far_each_tracker_is(run):
+def test_the_run_folder_knows_how_far_each_tracker_is(run, steps):
     marks = json.loads((run / "run" / ".trackers" / "tensorboard.json").read_text())
-    assert marks["steps"]["step"] == MORE
+    assert marks["steps"]["step"] == steps
 
 
 # -- what goes wrong -------------------------------------------------------------------------------
@@ -148,6 +157,7 @@ def other_process(tmp_path, monkeypatch):
 READY = "print('{\"ready\": true}', flush=True)\n"
 
 
+@pytest.mark.extended
 def test_a_tracker_that_hangs_is_not_waited_for(tmp_path, monkeypatch, capfd, other_process):
     other_process(f"import time\n{READY}time.sleep(600)")
     monkeypatch.setattr(tracker_processes, "END_S", 0.2)
@@ -156,6 +166,7 @@ def test_a_tracker_that_hangs_is_not_waited_for(tmp_path, monkeypatch, capfd, ot
     assert "tracker 'tensorboard' did not take the rest within 0 s" in capfd.readouterr().err
 
 
+@pytest.mark.extended
 def test_a_tracker_that_dies_is_told_of(tmp_path, capfd, other_process):
     other_process(f"import os\n{READY}os.kill(os.getpid(), 11)")
     job = write_job(tmp_path, trackers="tensorboard")
@@ -173,6 +184,7 @@ def test_a_tracker_that_cannot_start_is_an_error_before_anything_is_measured(
     assert not (tmp_path / "run" / "plan.json").exists()
 
 
+@pytest.mark.extended
 def test_a_folder_that_cannot_be_made_is_told_with_what_to_do(tmp_path):
     (tmp_path / "taken").touch()
     job = write_job(tmp_path, trackers={"tensorboard": {"folder": "taken"}})

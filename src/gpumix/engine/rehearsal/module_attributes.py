@@ -64,7 +64,8 @@ def _contents(value: Any, seen: set[int]) -> Iterator[Callable[[], object]]:
         return
     seen.add(id(value))
     if type(value) is Tensor:
-        if value.numel() <= LONG and value.device.type != "meta":
+        # Inference tensors cannot be written to outside of inference mode.
+        if value.numel() <= LONG and value.device.type != "meta" and not value.is_inference():
             yield partial(_restore, value, value.detach().clone(), value._version)
     elif type(value) in _CONTAINERS and len(value) <= LONG:
         yield partial(_refill, value, value.copy())

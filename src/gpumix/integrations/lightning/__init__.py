@@ -59,6 +59,7 @@ from gpumix.integrations.lightning.collectives import StrategyCollectives  # noq
 from gpumix.integrations.lightning.dataloader import PlannedLoader, planned_loader  # noqa: E402
 from gpumix.integrations.lightning.precision import PlannedPrecision  # noqa: E402
 from gpumix.integrations.lightning.run_recorder import FitRecord  # noqa: E402
+from gpumix.integrations.lightning.step_metrics import refuse_means  # noqa: E402
 from gpumix.integrations.lightning.training_step import NOTHING, ModuleSteps  # noqa: E402
 from gpumix.integrations.lightning.unsupported import refuse_without_meaning  # noqa: E402
 from gpumix.schema.errors import InputError  # noqa: E402
@@ -211,6 +212,7 @@ class GpumixStrategy(StrategyCollectives, Checkpoints):
             couples=self._couples,
         )
         self._engine = host(module, training, plan=self._given, folder=_folder(trainer))
+        refuse_means(module, self._engine.comm.world)
         if metrics and self._engine.plan.in_teams:
             raise InputError(
                 "the plan has teams, and the module has metrics",
@@ -390,6 +392,7 @@ def _summarize(trainer: Any, module: LightningModule) -> None:
 
 
 def _folder(trainer: Any) -> Path | None:
-    """Return the folder of plan, profile and record; a trainer without a logger has none."""
-    folder = trainer.log_dir if trainer.loggers else None
-    return Path(folder, run_files.OF_SCRIPT) if folder else None
+    """Return the folder of plan, profile and record. A trainer has none without a logger, or with
+    one that writes to a store elsewhere, such as s3://bucket."""
+    folder = str(trainer.log_dir or "") if trainer.loggers else ""
+    return Path(folder, run_files.OF_SCRIPT) if folder and "://" not in folder else None

@@ -22,14 +22,17 @@ BATCHES, NUMBERS = "batches", "random_numbers"
 
 
 class PlannedLoader:
-    """Loader opened at its first batch.
+    """Loader opened at its first batch. Attributes of the user's loader, such as its sampler, are
+    passed on.
 
     Args:
         record: measures the wait for batches.
+        given: the user's loader.
     """
 
-    def __init__(self, loader: OwnLoader, record: TrainingRecord) -> None:
+    def __init__(self, loader: OwnLoader, record: TrainingRecord, given: Any = None) -> None:
         self._loader = loader
+        self._given = given
         self._record = record
         self._batches = 0  # of this epoch, given so far
         self._begun_with: Tensor | None = None
@@ -44,6 +47,11 @@ class PlannedLoader:
         """Batch sampler for Lightning to set epochs on."""
         part = self._loader.batch_sampler
         return part.batch_sampler if isinstance(part, OwnPart) else None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._given, name)
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -77,7 +85,8 @@ def planned_loader(
 ) -> PlannedLoader:
     """Return this rank's part of a loader's global batches of `batch_size` samples."""
     collate = CollatedTree(given.loader.collate_fn, width)
-    return PlannedLoader(given.own_part(batch_size, rows, collate, OwnLoader), record)
+    own = given.own_part(batch_size, rows, collate, OwnLoader)
+    return PlannedLoader(own, record, given.loader)
 
 
 def _length(loader: OwnLoader) -> int | None:

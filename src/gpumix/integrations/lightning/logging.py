@@ -38,6 +38,7 @@ from gpumix.integrations.lightning.combining import (
     Ways,
     fitting_ways,
 )
+from gpumix.integrations.lightning.step_metrics import StepMetrics
 from gpumix.schema.errors import InputError
 
 _log = logging.getLogger(__name__)
@@ -94,6 +95,7 @@ class Logs:
         self._own: dict[str, dict[str, Any]] = {}
         self._seen: list[Logged] = []
         self._ways = Ways()
+        self._metrics = StepMetrics(module, comm)
 
     @property
     def reads_graphs(self) -> bool:
@@ -111,7 +113,8 @@ class Logs:
         self._seen = []
         self._module.log = self._note  # type: ignore[assignment, method-assign]
         try:
-            yield
+            with self._metrics.listening():
+                yield
         finally:
             del self._module.log
 
@@ -192,9 +195,8 @@ class Logs:
         epoch = own["on_epoch"] if own["on_epoch"] is not None else not self._by_step
         both = step and epoch
         if step and value._forward_cache is not None:  # missing if the metric was only updated
-            of_step = own | {"on_step": True, "on_epoch": False}
-            told = (f"{name}_step" if both else name, detached(value._forward_cache))
-            noted.values.append(LoggedValue(*told, of_step, weight))
+            of_step = own | {"on_step": True, "on_epoch": False, OBJECT: path}
+            noted.values.append(LoggedValue(f"{name}_step" if both else name, 0.0, of_step, weight))
         if epoch:
             of_epoch = own | {"on_step": False, "on_epoch": True, OBJECT: path}
             noted.values.append(
@@ -239,11 +241,23 @@ class Logs:
             for text in all_texts(json.dumps(told), self._comm, "names that are logged"):
                 self._known = json.loads(text) | self._known
             table = self._exchanged(own)
-        for place, (name, settings) in enumerate(self._known.items()):
-            values, weights, sizes = table[:, 1 + 3 * place : 4 + 3 * place].T
-            if (there := weights > 0).any():
-                size = int(sizes.sum()) if settings[EXPLICIT] else samples
-                self._tell(name, settings, values[there], weights[there], size)
+        columns = table[:, 1:].reshape(len(table), -1, 3).unbind(dim=1)
+        logged = [
+            (*known, of_name.T)
+            for known, of_name in zip(self._known.items(), columns)
+            if (of_name[:, 1] > 0).any()
+        ]
+        self._compute([settings for _, settings, _ in logged])
+        for name, settings, (values, weights, sizes) in logged:
+            size = int(sizes.sum()) if settings[EXPLICIT] else samples
+            there = weights > 0
+            self._tell(name, settings, values[there], weights[there], size)
+
+    def _compute(self, logged: Sequence[dict[str, Any]]) -> None:
+        """Give metrics logged of steps this step's value, which Lightning asks them for."""
+        paths = [one[OBJECT] for one in logged if one[OBJECT] and one["on_step"]]
+        for path, value in self._metrics.values([*dict.fromkeys(paths)]).items():
+            vars(self._module.get_submodule(path))["_forward_cache"] = value
 
     def _exchanged(self, own: dict[str, tuple[Tensor, ...]]) -> Tensor:
         """Return a table by rank: 1 if the rank has names not known to all; then value, weight and
@@ -310,7 +324,7 @@ class Logs:
         value = math.fsum(values.tolist()) / total if way in MEANS else float(_by(way, values))
         passed_on = {key: settings[key] for key in PASSED_ON if settings.get(key) is not None}
         told: Any = value
-        if settings[OBJECT]:
+        if settings[OBJECT]:  # the metric itself, which Lightning resets at the end of the epoch
             told = self._module.get_submodule(settings[OBJECT])
             passed_on["metric_attribute"] = settings[OBJECT]
         LightningModule.log(self._module, name, told, batch_size=size, **passed_on)
