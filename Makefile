@@ -49,7 +49,9 @@ test: test-device
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-extended: $(STAMP)
-	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --extended -m extended
+	$(BIN)/python tests/cuda_device --optional --devices 3 -- \
+		$(BIN)/pytest -n $(DEVICE_WORKERS) --dist worksteal --extended -m "gpu and extended" $(ON_DEVICE)
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --extended -m "extended and not gpu"
 
 # What needs GPUs, on a CUDA device without one; without a compiler it says so and runs nothing.
 test-device: $(STAMP)

@@ -60,6 +60,7 @@ def test_an_emulated_mixture_lacks_nothing(job, tmp_path):
     assert sorted(tmp_path.iterdir()) == before  # nothing is left behind
 
 
+@pytest.mark.extended
 def test_a_rank_that_sleeps_is_named(job, short):
     """It is the only one of its kind that everybody waits for."""
     found = only(survey_of(job, make=Sleepy))
@@ -77,12 +78,14 @@ def test_hosts_that_do_not_reach_each_other_are_named(job, short):
     assert "open all ports" in found.fix
 
 
+@pytest.mark.extended
 def test_a_rank_that_dies_is_named_with_its_last_words(job):
     found = only(survey_of(job, make=Dying))
     assert (found.check, found.host, found.device) == ("ranks", "b", "slow-1")
     assert "exit code 9: free(): invalid pointer" in found.what
 
 
+@pytest.mark.extended
 def test_a_folder_that_hosts_do_not_share(job):
     found = only(survey_of(job, make=NotShared))
     assert (found.check, found.host) == ("disk", "b")
@@ -95,6 +98,7 @@ def test_it_ends_in_its_time_whatever_hangs(job, monkeypatch):
     assert all("no answer" in one.what for one in found if one.severity is Severity.ERROR)
 
 
+@pytest.mark.extended
 def test_a_model_that_cannot_be_built(tmp_path):
     """The first host tries it for all."""
     model = {"factory": "toys:no_such_model"}
@@ -124,6 +128,7 @@ def test_a_gpu_that_is_not_there(tmp_path):
     assert "no NVIDIA driver" in found.what
 
 
+@pytest.mark.extended
 def test_what_a_job_lacks_is_told_of_every_host(tmp_path):
     (tmp_path / "file").touch()
     changes = {"output": "file/run", "data": {"text": ["nothing.txt"]}}

@@ -15,9 +15,10 @@ from emulated.contest import Contest, refuse_impossible
 from emulated.contestants import ByPlan
 from emulated.setting import Setting, cluster_of
 from emulated.ways import Way, thriftiest, ways_of
+from extended import every_second
 from harness import run_ranks
 
-STEPS = 3
+STEPS = 2
 UNEQUAL = (4, 2)
 
 
@@ -127,20 +128,26 @@ def test_a_speedup_against_a_split_that_does_not_fit_is_not_known():
     assert Contest.speedup(contest, "best even") is None
 
 
-def test_unequal_batches_train_as_one_process_does_in_every_form():
+@pytest.mark.parametrize("every", every_second([False, True]))
+def test_unequal_batches_train_as_one_process_does_in_every_form(every):
+    """The ways that gather early in two micro-batches, and the thriftiest one; or all ways."""
     setting = Setting(
         cluster_of(("device", 2, "1 GFLOP/s", "1 GiB")), 32, 2, 2, sum(UNEQUAL), sequence=16
     )
     wanted = _losses(setting, Way(), (sum(UNEQUAL),), 0)
-    told = run_ranks(_all_losses, 2, setting)
+    told = run_ranks(_losses_by_way, 2, setting, every)
+    assert len(told[0]) > (15 if every else 5)
     for name, losses in told[0].items():
         parts = [losses, told[1][name]]
         assert [sum(step) for step in zip(*parts)] == pytest.approx(wanted, rel=1e-5), name
 
 
-def _all_losses(setting):
-    """By way, the losses of this rank's part."""
+def _losses_by_way(setting, every):
+    """The losses of this rank's part."""
     ways = [way for way in ways_of(UNEQUAL) if way.micro_batches > 1]
+    if not every:
+        early = [way for way in ways if way.micro_batches == 2 and getattr(way.form, "ahead", True)]
+        ways = [*(way for way in early if not way.recompute), thriftiest(UNEQUAL)]
     return {way.name: _losses(setting, way, UNEQUAL, dist.get_rank()) for way in ways}
 
 

@@ -15,7 +15,7 @@ from gpumix.cost.predict import predict
 
 about = partial(pytest.approx, rel=1e-9, abs=1e-15)
 LAST_DIGITS = 8  # bytes: each of several amounts is rounded up, some from just above a whole one
-MANY = examples(20)
+MANY = examples(10)
 
 
 @MANY

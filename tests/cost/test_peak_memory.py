@@ -20,7 +20,7 @@ from gpumix.schema.cluster.cluster import DeviceClass
 from gpumix.schema.plan.plan import Collectives
 from gpumix.schema.plan.stage import PLAIN
 
-MANY = examples(25)
+MANY = examples(10)
 
 
 def one_worker(samples=4, micro_batch=2, **changes):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from extended import left_out
 from gpumix.data.core.read_policy import AS_USUAL, BadSamples, Reading, Skipped, StuckError, in_time
 from gpumix.data.core.sample_rng import sample_generator
 from gpumix.data.core.source import Source, split_held_out
@@ -163,8 +164,10 @@ def without(whole: dict[str, torch.Tensor], bad: set[int]) -> dict[str, torch.Te
     return {key: torch.stack([row[key] for row in rows]) for key in whole}
 
 
-@pytest.mark.parametrize("cut", [[8], [5, 0, 3]])
-@pytest.mark.parametrize("how", [("threads", 1), ("processes", 3)])
+WAYS = [(how, cut) for how in (("threads", 1), ("processes", 3)) for cut in ([8], [5, 0, 3])]
+
+
+@pytest.mark.parametrize(("how", "cut"), left_out(WAYS, [WAYS[0], WAYS[3]]))
 def test_a_pack_does_without_its_bad_documents_and_no_other_is_lost(cut, how):
     kind, workers = how
     bad = {11, 17, 40}
@@ -284,11 +287,11 @@ def test_what_is_read_in_time_comes_as_it_is():
 
     class Slow(Damaged):
         def __getitem__(self, k: int) -> Any:
-            time.sleep(0.1)
+            time.sleep(0.05)
             return super().__getitem__(k)
 
     source = as_source(Slow(12, 11))
-    batch, _ = fetch_in_time(source, np.arange(10), Reading("stop", timeout_s=0.9))
+    batch, _ = fetch_in_time(source, np.arange(10), Reading("stop", timeout_s=0.45))
     assert batch["input_ids"][:, 0].tolist() == list(range(10))
     with pytest.raises(TrainingError, match="sample 11 of Slow cannot be read: OSError"):
         fetch_in_time(source, np.arange(10, 12), AS_USUAL)
@@ -307,8 +310,14 @@ class Ends(Damaged):
         return {"input_ids": [k] * 3}
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, GeneratorExit, asyncio.CancelledError])
-@pytest.mark.parametrize("kind", ["threads", "processes"])
+ENDS = [
+    (kind, error)
+    for kind in ("threads", "processes")
+    for error in (KeyboardInterrupt, GeneratorExit, asyncio.CancelledError)
+]
+
+
+@pytest.mark.parametrize(("kind", "error"), left_out(ENDS, ENDS[3:]))
 def test_whatever_a_sample_raises_is_told_at_once(kind, error):
     class Other(Ends):
         pass

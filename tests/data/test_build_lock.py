@@ -58,14 +58,14 @@ def test_waiting_lasts_as_long_as_there_is_progress(tmp_path):
 
     def wait() -> None:
         waiting.set()
-        with exclusive(path, wait_s=2.0):
+        with exclusive(path, wait_s=1.0):
             entered.set()
 
     with exclusive(path, wait_s=1) as heartbeat:
         waiter = threading.Thread(target=wait)
         waiter.start()
         waiting.wait()
-        for _ in range(30):  # three seconds: more than the waiter's patience without a heartbeat
+        for _ in range(15):  # 1.5 seconds: more than the waiter's patience without a heartbeat
             heartbeat()
             assert not entered.wait(0.1)
     waiter.join()

@@ -71,6 +71,7 @@ def test_what_is_copied_from_is_held_until_its_event():
     assert sorted(pinned.gone) == [1, 2]
 
 
+@pytest.mark.extended
 def test_what_was_forgotten_is_held_as_long():
     way, pinned = FakeWay(), Pinned()
     copies = BatchCopies(way)
@@ -209,6 +210,7 @@ def test_a_stream_that_lags_behind_reads_what_it_was_given():
     assert found == GlobalOrder(64, 0).span(0, 160).tolist()
 
 
+@pytest.mark.extended
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_copy_does_not_wait_for_what_is_computed():

@@ -16,6 +16,7 @@ STEP_S = 0.01
 READ_S = 0.02  # of each of eight samples, later on
 
 
+@pytest.mark.extended
 def test_where_samples_take_longer_later_more_workers_make_up_for_it(tmp_path):
     slow = tmp_path / "slow"
 

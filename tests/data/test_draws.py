@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from extended import every_second
+from extended import every_second, left_out
 from gpumix.data.core import sample_rng
 from gpumix.data.core.sample_rng import sample_generator
 from gpumix.data.loader import Loader, evaluation_batches
@@ -112,7 +112,9 @@ def truth() -> Rows:
 @pytest.mark.parametrize(
     ("given", "cut"),
     [
-        *((given, [5, 3]) for given in READERS),
+        *left_out(
+            [(given, [5, 3]) for given in READERS], [(READERS[n], [5, 3]) for n in (0, 2, 3)]
+        ),
         *every_second((given, [0, 1, 7]) for given in reversed(READERS[-2:])),
         *every_second([(READERS[-1], [8]), (READERS[0], [8])]),
     ],
@@ -121,7 +123,7 @@ def test_draws_are_the_same_whoever_reads(truth, cut, given):
     assert life(Augmented(), cut, **given) == truth
 
 
-@pytest.mark.parametrize("given", every_second(READERS))
+@pytest.mark.parametrize("given", left_out(READERS, READERS[:-1]))
 def test_samples_that_come_many_at_once_draw_what_each_would_alone(truth, given):
     assert life(Together(), [5, 3], **given) == truth
 
@@ -155,7 +157,7 @@ def test_what_takes_a_killed_workers_place_repeats_them(truth):
     assert found == truth
 
 
-@pytest.mark.parametrize("given", every_second(READERS))
+@pytest.mark.parametrize("given", left_out(READERS, READERS[1:-1]))
 def test_a_generator_of_the_samples_own_serves_threads_too(given):
     found = life(OWN, [5, 3], **given)
     assert found == by_one_process(OWN)
@@ -188,8 +190,10 @@ def of_trainer() -> tuple[Any, ...]:
     ("given", "dataset"),
     [
         *((given, Augmented()) for given in READERS),
-        *((given, Together()) for given in READERS[-2:]),
-        *((given, Augmented(own)) for given in READERS[-2:]),
+        *((given, Together()) for given in READERS[-1:]),
+        pytest.param(READERS[-2], Together(), marks=pytest.mark.extended),
+        *((given, Augmented(own)) for given in READERS[-1:]),
+        pytest.param(READERS[-2], Augmented(own), marks=pytest.mark.extended),
     ],
 )
 def test_who_trains_draws_as_if_nothing_were_read(dataset, given):
@@ -222,13 +226,19 @@ KEPT = {"python": 0.0, "numpy": 0.0, "torch": torch.zeros(2), "own": torch.zeros
 
 
 @pytest.mark.parametrize(
-    ("given", "cut"), [*every_second((given, [5, 3]) for given in READERS), (READERS[-1], [8])]
+    ("given", "cut"),
+    [
+        *left_out(
+            [(given, [5, 3]) for given in READERS], [(given, [5, 3]) for given in READERS[:-1]]
+        ),
+        (READERS[-1], [8]),
+    ],
 )
 def test_that_samples_draw_is_seen_while_threads_read_them(cut, given):
     assert life(LATE, cut, **given) == by_one_process(LATE)
 
 
-@pytest.mark.parametrize("given", READERS)
+@pytest.mark.parametrize("given", left_out(READERS, READERS[2:4]))
 def test_who_trains_draws_as_if_nothing_were_read_also_then(given):
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     alone = [of_trainer() for _ in range(6)]
@@ -241,6 +251,7 @@ def test_who_trains_draws_as_if_nothing_were_read_also_then(given):
     assert found == alone
 
 
+@pytest.mark.extended
 def test_that_samples_draw_is_told(caplog):
     with Loader(Late(), [8], 0) as loader:
         next(loader)
@@ -252,6 +263,7 @@ def test_that_samples_draw_is_told(caplog):
     assert sum("draw at random, which was not seen" in r.message for r in caplog.records) == 2
 
 
+@pytest.mark.extended
 def test_it_is_looked_for_where_nobody_waits_for_data(monkeypatch):
     """Batches lie ready, and samples draw from the 20th batch on."""
     # As long as a busy machine takes, not a fraction of a step.
@@ -315,7 +327,7 @@ def test_a_batch_draws_by_its_first_sample():
         return {"k": torch.tensor([s["k"] for s in samples]), "noise": torch.from_numpy(noise)}
 
     plain = Augmented(dict)
-    every = [life(plain, [5, 3], collate=masked, **given) for given in READERS]
+    every = [life(plain, [5, 3], collate=masked, **given) for given in READERS[1:3]]
     assert all(one == every[0] for one in every)
     assert len(set(every[0])) == len(every[0])
 
@@ -349,6 +361,14 @@ def augmented(sample: dict[str, Any]) -> dict[str, Any]:
     return {**sample, **drawn()}
 
 
+STREAM_READERS: list[tuple[Any, ...]] = [
+    ([5, 3], {"workers": 0}),
+    ([5, 3], {"workers": 2, "kind": "processes"}),
+    ([5, 3], {}),
+    ([8], {}),
+]
+
+
 class Shuffled(IterableDataset):
     """Its files come in another order each time, and it draws as it reads."""
 
@@ -365,14 +385,7 @@ class Shuffled(IterableDataset):
 )
 @pytest.mark.parametrize(
     ("cut", "workers"),
-    every_second(
-        [
-            ([5, 3], {"workers": 2, "kind": "processes"}),
-            ([5, 3], {}),
-            ([8], {}),
-            ([5, 3], {"workers": 0}),
-        ]
-    ),
+    left_out(STREAM_READERS, STREAM_READERS[1:]),
 )
 def test_streams_draw_by_their_places(stream, given, cut, workers):
     found = life(stream, cut, **given, **workers)
@@ -382,10 +395,10 @@ def test_streams_draw_by_their_places(stream, given, cut, workers):
 
 def test_a_streams_own_order_goes_by_the_seed():
     orders = []
-    for seed in (1, 2, 3, 1):
+    for seed in (1, 2, 1):
         with Loader(Shuffled(), [N], 0, seed=seed) as loader:
             orders.append([int(k) for k in next(loader)["k"]])
-    assert orders[0] == orders[3] and len(set(map(tuple, orders))) > 1
+    assert orders[0] == orders[2] != orders[1]
 
 
 # -- evaluations, and by hand ----------------------------------------------------------------------
@@ -472,6 +485,7 @@ def seeded() -> tuple[Any, ...]:
     return found
 
 
+@pytest.mark.extended
 def test_what_another_loader_reads_is_not_taken_for_draws(caplog):
     """It is built while this one watches whether its samples draw."""
     waited_for, other_reads, seen = (threading.Event() for _ in range(3))

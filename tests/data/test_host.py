@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -108,6 +109,21 @@ print(kept, (faults() - before) / 100)
 """
 
 
+def test_the_c_library_is_asked_to_keep_memory_unless_the_user_asked_it_otherwise(monkeypatch):
+    asked: list[tuple[int, int]] = []
+    library = SimpleNamespace(mallopt=lambda *given: asked.append(given) or 1)
+    monkeypatch.setattr(host_limits.ctypes, "CDLL", lambda name: library)
+    for name in host_limits._SET:
+        monkeypatch.delenv(name, raising=False)
+    keep = host_limits.keep_freed_memory.__wrapped__  # once in a process
+    assert keep()
+    assert [value > 4 * 2**20 for _, value in asked] == [True, True]
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
+    assert not keep()
+    assert len(asked) == 2
+
+
+@pytest.mark.extended
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
 @pytest.mark.parametrize("said", [{}, {"MALLOC_TRIM_THRESHOLD_": "131072"}])
 def test_what_samples_were_read_into_is_kept_unless_the_user_says_how_it_is_to_be(said):

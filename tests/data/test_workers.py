@@ -24,7 +24,7 @@ from squares import N, Squares, alive, expected, pids, processes, take, until
 
 import commands
 from commands import Done
-from extended import every_second
+from extended import every_second, left_out
 from gpumix.data.loader import Loader
 from gpumix.data.order.global_order import GlobalOrder
 from gpumix.data.workers import prefetcher, shared_memory
@@ -37,12 +37,16 @@ from gpumix.schema.errors import InputError, MachineError, TrainingError
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked")
 
 
-@pytest.mark.parametrize("given", [{}, {"workers": 3}, {"prefetch": 1}, {"kind": "threads"}])
+READERS: list[dict[str, Any]] = [{"workers": 3}, {"kind": "threads"}, {}, {"prefetch": 1}]
+
+
+@pytest.mark.parametrize("given", left_out(READERS, READERS[2:]))
 def test_the_batches_are_those_of_one_thread(given):
     with processes(Squares(), **given) as loader:
         assert take(loader, 60) == expected(60)
 
 
+@pytest.mark.extended
 def test_a_dataset_need_not_be_one_that_can_be_pickled():
     with pytest.raises((pickle.PicklingError, AttributeError, TypeError)):
         pickle.dumps(Squares())
@@ -54,13 +58,15 @@ def test_a_dataset_need_not_be_one_that_can_be_pickled():
 def test_a_batch_that_is_kept_stays_as_it_is():
     """However many are: its memory is used again only when nobody has it."""
     with processes(Squares(), [64]) as loader:
-        kept = [next(loader)["k"] for _ in range(200)]
-    order = GlobalOrder(N, 0).span(0, 64 * 200)
+        kept = [next(loader)["k"] for _ in range(60)]
+    order = GlobalOrder(N, 0).span(0, 64 * 60)
     assert torch.equal(torch.cat(kept), torch.from_numpy(order))
 
 
-@pytest.mark.parametrize("kept", [1, 200])
-@pytest.mark.parametrize("chunks", ["whole", "parts"])
+KEPT = [("parts", 1), ("whole", 60), ("whole", 1), ("parts", 60)]
+
+
+@pytest.mark.parametrize(("chunks", "kept"), left_out(KEPT, KEPT[1:]))
 def test_memory_of_threads_is_used_again_when_nobody_has_the_batch(monkeypatch, kept, chunks):
     """Of large batches; of more than there is memory set aside for, some lie elsewhere."""
     monkeypatch.setattr(prefetcher, "LARGE_BYTES", 1)
@@ -71,15 +77,16 @@ def test_memory_of_threads_is_used_again_when_nobody_has_the_batch(monkeypatch, 
             loader._feed.set(replace(loader.setting, chunk=10))
         batches: list[dict[str, torch.Tensor]] = []
         places = set()
-        for _ in range(200):
+        for _ in range(60):
             batches = [*batches, next(loader)][-kept:]
             places.add(batches[-1]["k"].data_ptr())
             assert torch.equal(batches[-1]["square"][:, 0], batches[-1]["k"].float() ** 2)
-    order = GlobalOrder(N, 0).span(64 * (200 - kept), 64 * 200)
+    order = GlobalOrder(N, 0).span(64 * (60 - kept), 64 * 60)
     assert torch.cat([batch["k"] for batch in batches]).tolist() == order.tolist()
-    assert len(places) <= 10 if kept == 1 else len(places) == 200
+    assert len(places) <= 10 if kept == 1 else len(places) == 60
 
 
+@pytest.mark.extended
 def test_workers_end_with_the_loader_and_with_the_last_reference_to_it():
     loader = processes(Squares())
     next(loader)
@@ -95,6 +102,7 @@ def test_workers_end_with_the_loader_and_with_the_last_reference_to_it():
     until(lambda: not any(map(alive, some)))
 
 
+@pytest.mark.extended
 def test_loaders_end_in_any_order():
     """A later one's workers must not keep an earlier one's connections open."""
     first, second = processes(Squares()), processes(Squares())
@@ -134,6 +142,7 @@ def test_workers_end_with_a_trainer_that_is_killed(tmp_path):
     until(lambda: not any(map(alive, some)))
 
 
+@pytest.mark.extended
 def test_what_it_takes_to_hear_of_workers_is_known():
     with processes(Squares()) as loader:
         take(loader, 12)
@@ -144,7 +153,7 @@ def test_what_it_takes_to_hear_of_workers_is_known():
 def test_a_worker_that_dies_is_replaced_and_its_samples_are_not_lost(caplog):
     with processes(Squares()) as loader:
         found = take(loader, 3)
-        for number in range(5):
+        for number in range(2):
             caplog.clear()
             killed = pids(loader)[0]
             os.kill(killed, signal.SIGKILL)
@@ -157,10 +166,11 @@ def test_a_worker_that_dies_is_replaced_and_its_samples_are_not_lost(caplog):
             assert told.getMessage().endswith("another has its place: killed by SIGKILL")
             # Who is killed next may have those samples: they are not to be lost twice.
             until(lambda: not loader._feed._crew._tries)
-        assert found == expected(23)
+        assert found == expected(11)
         assert len(pids(loader)) == 2 and killed not in pids(loader)
 
 
+@pytest.mark.extended
 def test_the_sample_at_which_a_worker_died_is_told(caplog, tmp_path):
     """Also where it goes well the second time."""
     bad, once = expected(4)[-1], tmp_path / "once"
@@ -178,6 +188,7 @@ def test_the_sample_at_which_a_worker_died_is_told(caplog, tmp_path):
     )
 
 
+@pytest.mark.extended
 def test_a_sample_that_kills_its_worker_again_and_again_is_named(tmp_path):
     bad = expected(12)[-1]
 
@@ -215,7 +226,7 @@ def test_an_error_in_a_worker_names_the_sample_and_its_line():
             assert loader.cursor.position == 5 * 8
 
 
-@pytest.mark.parametrize("kind", ["processes", "threads"])
+@pytest.mark.parametrize("kind", every_second(["threads", "processes"]))
 def test_a_sample_that_leaves_the_program_is_named(kind):
     bad = expected(4)[-1]
 
@@ -232,6 +243,7 @@ def test_a_sample_that_leaves_the_program_is_named(kind):
         assert [one.index for one in loader.skipped] == [bad]
 
 
+@pytest.mark.extended
 def test_where_no_worker_can_be_had_that_is_said_and_nothing_is_lost():
     """What starts them was killed, as the system does where memory runs out."""
     with processes(Squares()) as loader:
@@ -267,6 +279,7 @@ def spinning(k: int) -> None:
         pass
 
 
+@pytest.mark.extended
 def test_where_processes_turn_out_to_be_wanted_and_none_can_be_had_no_batch_is_lost(monkeypatch):
     """They are wanted once a thread has fetched the first batch."""
     with processes(Squares(read=spinning), workers="auto", kind="auto") as loader:
@@ -281,6 +294,7 @@ def test_where_processes_turn_out_to_be_wanted_and_none_can_be_had_no_batch_is_l
         assert found == expected(5)
 
 
+@pytest.mark.extended
 def test_where_no_more_workers_can_be_had_those_that_are_there_go_on(monkeypatch, caplog):
     with processes(Squares()) as loader:
         found = take(loader, 3)
@@ -311,6 +325,7 @@ with Loader([{"x": k} for k in range(10)], [2], 0, workers=2, kind="processes") 
 """
 
 
+@pytest.mark.extended
 def test_after_workers_could_not_be_had_nothing_of_the_program_runs_twice(tmp_path):
     """What is left of those that were not to be must not let a forked process go astray."""
     done = script(tmp_path, REFUSED)
@@ -331,6 +346,7 @@ def test_files_that_were_opened_for_workers_are_closed_where_none_can_be_had(mon
         assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
+@pytest.mark.extended
 def test_as_many_workers_as_a_job_may_ask_for_can_be_had(monkeypatch):
     kept = []
 
@@ -353,12 +369,10 @@ def broken(bad: set[int]) -> Callable[[int], None]:
     return read
 
 
-@pytest.mark.parametrize(
-    ("kind", "cut"),
-    every_second(
-        (kind, cut) for kind in ("processes", "threads") for cut in ([3, 0, 5], [6, 2], [8])
-    ),
-)
+PLANS = [(kind, cut) for kind in ("processes", "threads") for cut in ([3, 0, 5], [6, 2], [8])]
+
+
+@pytest.mark.parametrize(("kind", "cut"), left_out(PLANS, [*PLANS[:4], PLANS[5]]))
 def test_other_samples_take_the_places_of_bad_ones_in_every_plan(cut, kind):
     bad = {3, 50, 51, 120}
     ranks = []
@@ -379,6 +393,7 @@ def test_other_samples_take_the_places_of_bad_ones_in_every_plan(cut, kind):
     assert found == [whole.get(k, k) for k in expected(25, stop=8)]
 
 
+@pytest.mark.extended
 def test_bad_samples_count_when_they_are_returned():
     with processes(Squares(read=broken({3, 50, 51, 120})), [N], bad_samples="skip") as loader:
         begin = loader.state_dict()
@@ -404,6 +419,7 @@ def test_a_dataset_of_bad_samples_stops_the_run():
         take(loader, 3)
 
 
+@pytest.mark.extended
 def test_samples_of_another_shape_are_named_or_skipped():
     class Ragged(Squares):
         def __getitem__(self, k: int) -> dict[str, Any]:
@@ -416,8 +432,14 @@ def test_samples_of_another_shape_are_named_or_skipped():
         assert [one.index for one in loader.skipped] == [7]
 
 
-@pytest.mark.parametrize("empty", [{}, None, {"k": 7, "square": []}])
-@pytest.mark.parametrize("kind", ["processes", "threads"])
+EMPTY = [
+    (kind, empty)
+    for kind in ("processes", "threads")
+    for empty in ({}, None, {"k": 7, "square": []})
+]
+
+
+@pytest.mark.parametrize(("kind", "empty"), left_out(EMPTY, EMPTY[:3]))
 def test_samples_without_content_are_named_or_skipped(kind, empty):
     class Empty(Squares):
         def __getitem__(self, k: int) -> dict[str, Any]:
@@ -451,6 +473,7 @@ def test_a_dataset_that_changes_its_length_stops_the_run_also_where_bad_samples_
         take(loader, 20)
 
 
+@pytest.mark.extended
 def test_a_dataset_that_is_shorter_than_a_batch_goes_round():
     with processes(Squares(5), [8]) as loader:
         order = GlobalOrder(5, 0).span(0, 24)
@@ -493,6 +516,7 @@ def test_batches_are_collated_in_the_worker(given):
         assert collating == {own} if loader.setting.kind == "threads" else own not in collating
 
 
+@pytest.mark.extended
 def test_a_batch_that_is_larger_than_any_before_comes_all_the_same():
     class Growing(Squares):
         def __getitem__(self, k: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import pytest
 from jobs import gpumix
 
 import commands
+from extended import left_out
 from gpumix.doctor.function.patient import function_patient, imported
 from gpumix.schema.errors import InputError, TrainingError
 
@@ -117,6 +118,7 @@ def test_windows_are_processes_of_their_own(folder):
     assert first.models[0].place.endswith(line_of("loss = model"))
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_functions_that_end_by_themselves_or_do_not_want_to(folder):
     assert window(folder, "some_steps", steps=40)[1].steps == 5  # nine, without the warm-up
@@ -126,15 +128,21 @@ def test_functions_that_end_by_themselves_or_do_not_want_to(folder):
 
 
 @pytest.mark.slow
-def test_functions_that_never_step_or_die(folder):
+@pytest.mark.extended
+def test_functions_that_never_step(folder):
     with pytest.raises(InputError, match="takes no step within 2 s") as told:
         window(folder, "hangs", patience_s=2.0)
     assert "I wait" not in told.value.what
+
+
+@pytest.mark.slow
+def test_functions_that_die(folder):
     with pytest.raises(TrainingError, match="left with code 7") as told:
         window(folder, "dies")
     assert "good bye" in told.value.why
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_what_slows_a_function_down_is_found_with_its_line(folder):
     options = ("--json", "--pairs", "3", "--steps", "6", "--only", "workers")
@@ -147,17 +155,19 @@ def test_what_slows_a_function_down_is_found_with_its_line(folder):
     assert "leaked" not in done.err
 
 
+NOT_EXAMINED = [
+    ("no_steps", "ended without a step of an optimizer", ""),
+    ("yielding", "gives a generator, and trains nothing by itself", ""),
+    ("later", "gives a coroutine, and trains nothing by itself", ""),
+    ("broken", "TypeError: unsupported operand", line_of("None + 1") + " in <lambda>"),
+    ("nowhere", "module 'script' has no function 'nowhere'", "script.py"),
+    ("wants", "cannot be called with the given arguments", ""),
+]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "what", "where"),
-    [
-        ("no_steps", "ended without a step of an optimizer", ""),
-        ("yielding", "gives a generator, and trains nothing by itself", ""),
-        ("later", "gives a coroutine, and trains nothing by itself", ""),
-        ("broken", "TypeError: unsupported operand", line_of("None + 1") + " in <lambda>"),
-        ("nowhere", "module 'script' has no function 'nowhere'", "script.py"),
-        ("wants", "cannot be called with the given arguments", ""),
-    ],
+    ("name", "what", "where"), left_out(NOT_EXAMINED, [*NOT_EXAMINED[:3], NOT_EXAMINED[5]])
 )
 def test_what_cannot_be_examined(folder, name, what, where):
     with pytest.raises(InputError, match=what) as told:

@@ -113,6 +113,7 @@ def test_all_is_as_before_in_the_end():
     assert look.places == []
 
 
+@pytest.mark.extended
 def test_what_is_compiled_stays_so():
     """Its steps are measured next. Code of a graph has no lines: those are the function's."""
     made = []

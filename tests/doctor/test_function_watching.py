@@ -232,6 +232,7 @@ def test_a_model_is_copied_as_it_was(copied):
     assert not one.compiled and "_compiled_call_impl" not in vars(model)
 
 
+@pytest.mark.extended
 def test_compiled_modules_keep_their_code():
     """Of both kinds; what is noted is noted outside of it."""
     whole, own = torch.compile(Sine(), backend="eager", fullgraph=True), Sine()

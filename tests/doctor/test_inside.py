@@ -81,6 +81,7 @@ def test_what_is_done_otherwise(tmp_path):
     assert (tmp_path / "log").read_text() == ""
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_a_job_with_code_of_its_own(tmp_path):
     """What its model prints is measured, and is code: nothing is written."""

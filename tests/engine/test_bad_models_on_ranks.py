@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from extended import left_out
 from gpumix.engine.prepare import prepare
 from gpumix.schema.errors import GpumixError
 from gpumix.schema.plan.plan import Plan
@@ -108,15 +109,15 @@ def blocks_that_fail_in_backward():
     return Regression([FailsInBackward(), FailsInBackward()])
 
 
-@pytest.mark.parametrize(
-    "factory, step, kind, what",
-    [
-        (Ordered, 0, "ModelError", "units that are called behind 'blocks.1' were called before"),
-        (OrderedLater, 1, "ModelError", "units that are called behind 'blocks.1' were called"),
-        (WritesOnSecond, 0, "ModelError", "unit 'blocks.0' writes into its own input"),
-        (blocks_that_fail_in_backward, 0, "ZeroDivisionError", "no good"),
-    ],
-)
+TOLD = [
+    (Ordered, 0, "ModelError", "units that are called behind 'blocks.1' were called before"),
+    (OrderedLater, 1, "ModelError", "units that are called behind 'blocks.1' were called"),
+    (WritesOnSecond, 0, "ModelError", "unit 'blocks.0' writes into its own input"),
+    (blocks_that_fail_in_backward, 0, "ZeroDivisionError", "no good"),
+]
+
+
+@pytest.mark.parametrize("factory, step, kind, what", left_out(TOLD, TOLD[:3]))
 def test_all_ranks_are_told(factory, step, kind, what):
     of_0, of_1 = accounts(factory, step + 1)
     assert of_1[:2] == (step, kind)
@@ -165,15 +166,15 @@ def staged_accounts(factory, step=0, cut=1):
     return run_ranks(_staged_account, 2, *of_ranks, timeout_s=20, group_timeout_s=GROUP_TIMEOUT_S)
 
 
-@pytest.mark.parametrize(
-    "factory, step, what",
-    [
-        (Ordered, 0, "unit 'blocks.1' was to be called as call 2 of 3"),
-        (OrderedLater, 1, "unit 'blocks.1' was to be called as call 2 of 3"),
-        (Shorter, 0, "unit 'blocks.2' was to be called as call 3 of 3"),
-        (WithoutUnits, 0, "unit 'blocks.0' was to be called as call 1 of 3"),
-    ],
-)
+LATER = [
+    (Ordered, 0, "unit 'blocks.1' was to be called as call 2 of 3"),
+    (OrderedLater, 1, "unit 'blocks.1' was to be called as call 2 of 3"),
+    (Shorter, 0, "unit 'blocks.2' was to be called as call 3 of 3"),
+    (WithoutUnits, 0, "unit 'blocks.0' was to be called as call 1 of 3"),
+]
+
+
+@pytest.mark.parametrize("factory, step, what", left_out(LATER, [*LATER[:2], LATER[3]]))
 def test_another_order_in_a_later_stage(factory, step, what):
     of_0, of_1 = staged_accounts(factory, step)
     assert of_1[:2] == (step, "ModelError") and of_1[2].startswith("rank 1: ")
@@ -182,6 +183,7 @@ def test_another_order_in_a_later_stage(factory, step, what):
     assert "rank 1 failed" in of_0[2] and what in of_0[2]
 
 
+@pytest.mark.extended
 def test_an_order_that_depends_on_samples_in_stages():
     """All stages have these; who comes to the wrong call first tells the others."""
     for step, _, told in staged_accounts(BySamples, 1):
@@ -189,6 +191,7 @@ def test_an_order_that_depends_on_samples_in_stages():
         assert "unit 'blocks.1' was to be called as call 2 of 3" in told
 
 
+@pytest.mark.extended
 def test_values_of_another_stage_that_the_plan_does_not_take():
     of_0, of_1 = staged_accounts(LooksBack, cut=2)
     assert of_1[:2] == (0, "ModelError")
@@ -256,9 +259,12 @@ def _gradients(factory, batch):
     return pieces_of(engine, gradients=True)
 
 
+EXPERTS = [[0, 0, 0, 1, 1], [0, 1, 0, 0, 1], [1, 1, 1, 1, 1]]
+
+
 @pytest.mark.parametrize(
     "experts",
-    [[0, 0, 0, 1, 1], [0, 1, 0, 0, 1], [1, 1, 1, 1, 1]],
+    left_out(EXPERTS, EXPERTS[1:]),
     ids=["of one rank", "of one micro-batch", "of nobody"],
 )
 def test_experts_that_see_no_tokens(experts):
@@ -278,6 +284,7 @@ def mixtral():
     )()
 
 
+@pytest.mark.extended
 def test_more_experts_than_a_sample_reaches():
     """In transformers' own mixture; with a mean over all, as its own loss of one process."""
     batch = causal_lm(5, torch.Generator().manual_seed(0))

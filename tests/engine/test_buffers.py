@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from extended import left_out
 from gpumix.schema.plan.plan import Plan
 from harness import run_ranks
 from models import WIDTH, Regression, mean_loss, vectors
@@ -91,7 +92,7 @@ def _state_after_a_step(shares):
     return evaluated, {name: value.numpy() for name, value in engine.state_dict().items()}
 
 
-@pytest.mark.parametrize("idle", [0, 1])
+@pytest.mark.parametrize("idle", left_out([0, 1], [1]))
 def test_running_statistics_are_those_of_a_rank_that_trains(idle):
     """The other has none: it saw no samples."""
     shares = [Share(SAMPLES, 3, 1), Share(SAMPLES, 3, 1)]

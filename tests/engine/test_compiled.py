@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
 
-from extended import every_second, left_out
+from extended import left_out
 from gpumix.engine.prepare import prepare
 from gpumix.engine.unit.regional_compile import compile_units
 from gpumix.schema.errors import MachineError
@@ -91,11 +91,10 @@ def test_one_graph_for_all_layers_and_sizes(factory, samples):
     assert backend.graphs == 2
 
 
-UNLIKE_LENGTHS = [(8, 3, Mode(recompute=False)), (8, 2, Mode()), (9, 4, Mode())]
-
-
+@pytest.mark.extended
 @pytest.mark.parametrize(
-    ("samples", "micro_batch", "mode"), left_out(UNLIKE_LENGTHS, UNLIKE_LENGTHS[:2])
+    ("samples", "micro_batch", "mode"),
+    [(8, 3, Mode(recompute=False)), (8, 2, Mode()), (9, 4, Mode())],
 )
 def test_micro_batches_of_unlike_lengths(samples, micro_batch, mode):
     """All alike in samples, two sizes, and one of one sample: what backward runs again, after other
@@ -112,19 +111,22 @@ def blocks(*, dropout=0.0, of=Block):
 KEEPING = [Mode(recompute=False), Mode(recompute=False, order="sequential")]
 
 
-@pytest.mark.parametrize("mode", every_second(KEEPING), ids=["layered", "sequential"])
+@pytest.mark.extended
+@pytest.mark.parametrize("mode", KEEPING, ids=["layered", "sequential"])
 def test_graphs_that_are_kept(mode):
     compiled, backend = compiled_engine(blocks(dropout=0.3), 6, 4, mode=mode, zero_stage=0)
     assert_steps_agree(compiled, engine_alone(blocks(dropout=0.3), 6, 4), vectors)
     assert backend.graphs == 1
 
 
+@pytest.mark.extended
 def test_dropout_is_the_same_when_a_unit_is_run_again():
     """And as without compiling, because this backend draws as torch's own kernels do."""
     compiled, _ = compiled_engine(blocks(dropout=0.3), 5, 4)
     assert_steps_agree(compiled, engine_alone(blocks(dropout=0.3), 5, 4), vectors, steps=2)
 
 
+@pytest.mark.extended
 def test_low_precision():
     """Gradients of bf16 weights accumulate in fp32 outside of the graph."""
     factory = blocks(of=Small)
@@ -158,6 +160,7 @@ class Breaks(Small):
         return y * 2.0 if y.abs().mean().item() > 1e3 else super().forward(y)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("of", [Knows, Breaks])
 def test_units_that_are_no_single_graph(of):
     compiled, backend = compiled_engine(blocks(of=of, dropout=0.3), 9, 4)  # 4 + 4 + 1
@@ -183,6 +186,7 @@ class Masked(Small):
         return super().forward(x + mask.sum() + mask[:, :1])
 
 
+@pytest.mark.extended
 def test_as_many_samples_as_tokens():
     def factory():
         return Mixed([Masked(), Masked()])
@@ -192,6 +196,7 @@ def test_as_many_samples_as_tokens():
     assert backend.graphs <= 3
 
 
+@pytest.mark.extended
 def test_units_that_differ_share_nothing():
     def factory():
         return Regression([Small(0.3), Small(0.1), Small(0.3)])

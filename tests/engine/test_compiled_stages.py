@@ -9,6 +9,7 @@ import pytest
 from torch._dynamo.backends.registry import lookup_backend
 from turns import STEPS, assert_same
 
+from extended import chosen, every_second
 from gpumix.engine import prepare as preparing
 from gpumix.engine.unit.regional_compile import compile_units
 from gpumix.schema.plan.stage import Mode
@@ -37,17 +38,17 @@ def _train(plan_json: str) -> tuple[list[float], Any, int]:
 
 
 @pytest.fixture(scope="module")
-def trained():
+def trained(request):
     plans = {
         case: on_devices(
             staged_plan("gpt2", layout, **settings), *({"compile": one} for one in compiled)
         )
-        for case, (layout, settings, compiled) in CASES.items()
+        for case, (layout, settings, compiled) in chosen(request, CASES).items()
     }
     return plans, run_in_turn(_train, {case: (plan, ()) for case, plan in plans.items()})
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", every_second(CASES))
 def test_training(case, trained):
     plans, found = trained
     losses, pieces, graphs = zip(*found[case])

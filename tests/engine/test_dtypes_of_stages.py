@@ -127,12 +127,7 @@ def _cast_to(dtype: torch.dtype) -> Any:
 
 
 EACH = {f"{case}, {'-'.join(each)}": (case, each) for case in CASES for each in ORDERS[case]}
-FEW = {
-    "1f1b, 1, fp32-bf16",
-    "waves, 3, bf16-fp32",
-    "zero-bubble, 0, fp16-bf16",
-    "interleaved, 1, fp32-bf16",
-}
+FEW = {"1f1b, 1, fp32-bf16"}
 
 
 @pytest.fixture(scope="module")
@@ -159,14 +154,19 @@ def test_training(case, trained):
     assert max(tensor_errors(found_changes, changes, floor).values()) < 0.02
 
 
-@pytest.mark.parametrize("dtypes", OVERFLOWS, ids="{0[0]}, then {0[1]}".format)
+@pytest.mark.parametrize(
+    "dtypes",
+    left_out([(dtypes,) for dtypes in OVERFLOWS], [(OVERFLOWS[1],)]),
+    ids="{0[0]}, then {0[1]}".format,
+)
 def test_all_stages_drop_a_step_that_overflowed_in_fp16(dtypes, overflowed):
     assert overflowed[dtypes] == [[(True, 2.0**39, True), (False, 2.0**7, False)]] * 2
 
 
 @pytest.fixture(scope="module")
-def overflowed():
-    plans = {dtypes: planned("1f1b, 1", dtypes) for dtypes in OVERFLOWS}
+def overflowed(request):
+    wanted = chosen(request, dict.fromkeys(OVERFLOWS), by="dtypes")
+    plans = {dtypes: planned("1f1b, 1", dtypes) for dtypes in wanted}
     return run_in_turn(_overflow, {dtypes: (plan, ()) for dtypes, plan in plans.items()})
 
 

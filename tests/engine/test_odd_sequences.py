@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from extended import chosen, left_out
 from gpumix.engine.model.deferred_init import build
 from gpumix.engine.model.forward_coroutine import ModelError
 from gpumix.engine.prepare import prepare
@@ -181,16 +182,16 @@ REFUSED = {
 
 
 @pytest.fixture(scope="module")
-def told() -> dict[str, Any]:
-    one, other = run_ranks(_all, 2)
+def told(request) -> dict[str, Any]:
+    one, other = run_ranks(_all, 2, list(chosen(request, RIGHT | REFUSED)))
     assert one == other
     return dict(one)
 
 
-def _all() -> dict[str, Any]:
+def _all(cases: list[str]) -> dict[str, Any]:
     return (
-        {case: _steps(*given) for case, given in RIGHT.items()}
-        | {case: _refused(block) for case, (block, _) in REFUSED.items()}
+        {case: _steps(*given) for case, given in RIGHT.items() if case in cases}
+        | {case: _refused(block) for case, (block, _) in REFUSED.items() if case in cases}
         | {f"dropping, {sequence}": _dropped(sequence) for sequence in (True, False)}
     )
 
@@ -241,7 +242,10 @@ def _batch(length: int) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("case", RIGHT)
+FEW = {"as long as a part in a later step", "a gate that is closed at first"}
+
+
+@pytest.mark.parametrize("case", left_out(RIGHT, RIGHT.keys() - FEW))
 def test_comes_out_as_in_one_process(told, case):
     block, between, lengths = RIGHT[case]
     model = initialised(lambda: Own(block, between))
@@ -255,7 +259,7 @@ def test_comes_out_as_in_one_process(told, case):
     assert told[case] == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("case", left_out(REFUSED, REFUSED.keys() - FEW))
 def test_is_refused(told, case):
     assert "the positions of unit 'blocks.0' cannot be divided" in told[case]
     assert REFUSED[case][1] in told[case]

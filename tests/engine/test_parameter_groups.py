@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gpumix
-from extended import every_second
+from extended import left_out
 from gpumix.engine.sharding.state_dict import load_optimizer_state, optimizer_state
 from gpumix.integrations.common.optimizer_adapter import taken_over
 from gpumix.schema.errors import InputError
@@ -183,11 +183,12 @@ def _assert_trains_plainly(name, plan, make, match):
     assert max(errors.values()) < 1e-5, errors
 
 
+ALONE = list(product(["plain-own-blocks", "frozen_bottom"], [_of_job, _of_engine, _of_parameters]))
+
+
 @pytest.mark.parametrize(
     ("name", "make"),
-    every_second(
-        product(["plain-own-blocks", "frozen_bottom"], [_of_job, _of_engine, _of_parameters])
-    ),
+    left_out(ALONE, [one for one in ALONE if one != ("frozen_bottom", _of_engine)]),
 )
 def test_a_group_that_one_stage_has_alone(name, make):
     """And a stage that trains nothing."""
@@ -195,7 +196,8 @@ def test_a_group_that_one_stage_has_alone(name, make):
     _assert_trains_plainly(name, plan, make, "leave.*")
 
 
-@pytest.mark.parametrize("make", every_second([_of_engine, _of_job, _taken_over]))
+@pytest.mark.extended
+@pytest.mark.parametrize("make", [_of_engine, _of_job, _taken_over])
 def test_groups_of_a_rank_that_has_several_parts_of_a_parameter(make):
     plan = staged_plan("gpt2", rows([4, 3], tensor=[(1, 2)]), zero_stage=1)
     _assert_trains_plainly("gpt2", plan, make, "transformer.h.1.*")

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from extended import left_out
 from gpumix.engine.model.forward_coroutine import ModelError
 from gpumix.schema.errors import GpumixError
 from gpumix.schema.plan.stage import Mode
@@ -304,7 +305,7 @@ def _two_steps_ahead(stage):
     return losses
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", left_out(range(4), range(3)))
 def test_a_blocks_weight_that_is_still_on_its_way_is_not_read(stage):
     plain = initialised(WeightOfABlockAhead)
     optimizer, expected = optimizer_for(plain.parameters()), []

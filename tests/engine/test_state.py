@@ -28,6 +28,22 @@ ALONE = [Share(6, 2, 1)]
 UNEVEN = [Share(2, 1, 1), Share(1, 1, 0), Share(0, 0, 3), Share(3, 2, 2)]
 
 
+@pytest.fixture(scope="module")
+def of_ranks():
+    """What each of four ranks comes to, which are started once."""
+    state = model_values(trained(ALONE)[0])
+    return run_ranks(_all_of_rank, 4, UNEVEN, state, timeout_s=120)
+
+
+def _all_of_rank(shares, state):
+    return {
+        "all": _state_of_rank(shares, False),
+        "of rank 0": _state_of_rank(shares, True),
+        "loaded": _load_and_return(shares, state),
+        "of the optimizer": _optimizer_of_rank(shares),
+    }
+
+
 def _state_of_rank(shares, rank0_only):
     engine = engine_for(odd, shares)
     state = engine.state_dict(rank0_only=rank0_only)
@@ -46,16 +62,15 @@ def plain_state():
     return {name: tensor.numpy() for name, tensor in model.state_dict().items()}
 
 
-def test_full_state_is_the_unsharded_models():
-    found = run_ranks(_state_of_rank, 4, UNEVEN, False)
+def test_full_state_is_the_unsharded_models(of_ranks):
     expected = plain_state()
     assert {"embedding.weight", "head.weight", "blocks.0.scale"} < expected.keys()
-    for state in found:
-        assert_same(state, expected)
+    for of_rank in of_ranks:
+        assert_same(of_rank["all"], expected)
 
 
-def test_only_rank_0_may_get_it():
-    found = run_ranks(_state_of_rank, 4, UNEVEN, True)
+def test_only_rank_0_may_get_it(of_ranks):
+    found = [of_rank["of rank 0"] for of_rank in of_ranks]
     assert_same(found[0], plain_state())
     assert found[1:] == [{}, {}, {}]
 
@@ -90,10 +105,10 @@ def _load_and_return(shares, state):
     return model_values(engine)
 
 
-def test_every_rank_takes_its_part_of_full_tensors():
+def test_every_rank_takes_its_part_of_full_tensors(of_ranks):
     state = model_values(trained(ALONE)[0])
-    for found in run_ranks(_load_and_return, 4, UNEVEN, state):
-        assert_same(found, state)
+    for of_rank in of_ranks:
+        assert_same(of_rank["loaded"], state)
 
 
 @pytest.mark.parametrize("absent", ["embedding.weight", "head.weight"])
@@ -144,8 +159,8 @@ def _optimizer_of_rank(shares):
     return optimizer_values(engine, optimizer)
 
 
-def test_optimizer_state_is_by_parameter_also_where_nothing_is_stored():
-    found = run_ranks(_optimizer_of_rank, 4, UNEVEN)
+def test_optimizer_state_is_by_parameter_also_where_nothing_is_stored(of_ranks):
+    found = [of_rank["of the optimizer"] for of_rank in of_ranks]
     assert found[1].keys() == found[0].keys()  # rank 1 stores nothing
     assert {"embedding.weight.step", "blocks.0.gain.exp_avg_sq"} < found[1].keys()
     assert found[1]["embedding.weight.step"] == 2.0

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 from turns import assert_case, in_turn
 
-from extended import left_out
+from extended import chosen, left_out
 from gpumix.engine.model.deferred_init import build
 from gpumix.engine.prepare import prepare
 from gpumix.engine.sharding.unit_discovery import dissect
@@ -144,24 +144,11 @@ CASES = {
     "more ranks in a team": ("gpt2", rows([3], tensor=[4]), {"zero_stage": 1}),
 }
 trained = in_turn(CASES)
-FURTHER = {
-    *list(CASES)[1::2],
-    "a team each, llama, ZeRO 0",
-    "two teams, qwen3, ZeRO 2",
-    "two teams, qwen3, ZeRO 3",
-    "a team, then two, qwen3, ZeRO 3",
-    "two teams, qwen2",
-    "a team, then one, gpt2",
-    "a team, then one, qwen3",
-    "interleaved, ZeRO 0",
-    "a team, then one, llama, ZeRO 1",
-    "a team, then one, bert",
-    "1f1b, (2, 1)",
-}
+FEW = {"a team, then one, gpt2", "zero-bubble, (2, 1)"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", left_out(CASES, FURTHER))
+@pytest.mark.parametrize("case", left_out(CASES, CASES.keys() - FEW))
 def test_training_is_that_of_one_process(case, trained):
     assert_case(case, trained)
 
@@ -220,18 +207,34 @@ def _step_of_torch(samples: int) -> tuple[float, float, int]:
 # -- what each rank has ----------------------------------------------------------------------------
 
 
-def test_each_rank_has_its_part_of_divided_parameters():
-    plan = staged_plan("gpt2", TEAM, zero_stage=0)
+@pytest.fixture(scope="module")
+def told(request):
+    """What both ranks of a team come to, which are started once."""
+    plans = {name: staged_plan(name, TEAM) for name in chosen(request, UNDIVIDED, by="name")}
+    divided = staged_plan("gpt2", TEAM, zero_stage=0)
+    return run_ranks(_all_of_a_team, 2, divided, plans, timeout_s=120)
+
+
+def _all_of_a_team(divided: Plan, undivided: dict[str, Plan]) -> dict[str, Any]:
+    return {
+        "held": _held(divided),
+        "of padding": _padded(NUMBERS),
+        "own": _own(),
+        "refused": _refusals(undivided),
+    }
+
+
+def test_each_rank_has_its_part_of_divided_parameters(told):
     model = ARCHITECTURES["gpt2"].factory()
     whole = {name: p.numel() for name, p in model.named_parameters()}
-    for held in run_ranks(_held, 2, plan.model_dump_json()):
-        for name, numel in held.items():
+    for of_rank in told:
+        for name, numel in of_rank["held"].items():
             divided = any(part in name for part in ("c_attn", "c_fc", "c_proj.weight", "wte"))
             assert numel == whole[name] // (2 if divided else 1), name
 
 
-def _held(plan_json: str) -> dict[str, int]:
-    engine = staged_engine("gpt2", Plan.model_validate_json(plan_json))
+def _held(plan: Plan) -> dict[str, int]:
+    engine = staged_engine("gpt2", plan)
     return {piece.name: piece.local.numel() for piece in engine.pieces()}
 
 
@@ -253,15 +256,17 @@ class Padded(nn.Module):
         return x.square().sum(), torch.tensor(float(numbers.numel()))
 
 
-def test_the_row_of_padding_and_no_other_has_no_gradient():
+NUMBERS = torch.arange(8).reshape(4, 2)
+
+
+def test_the_row_of_padding_and_no_other_has_no_gradient(told):
     """It is the second rank's, of number 1 there; both ranks have a row of that number."""
-    numbers = torch.arange(8).reshape(4, 2)
     model = initialised(Padded)
-    loss, count = model(numbers)
+    loss, count = model(NUMBERS)
     (loss / count).backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
-    for found in run_ranks(_padded, 2, numbers):
-        assert found == pytest.approx(norm, rel=1e-6)
+    for of_rank in told:
+        assert of_rank["of padding"] == pytest.approx(norm, rel=1e-6)
 
 
 def _padded(numbers: torch.Tensor) -> float:
@@ -315,11 +320,12 @@ STYLES = {
 }
 
 
-def test_a_plan_of_ones_own():
+def test_a_plan_of_ones_own(told):
     model = initialised(Own)
     loss, count = model(_vectors())
-    for of_rank in run_ranks(_own, 2):
-        assert of_rank == pytest.approx(dict.fromkeys(STYLES, (loss / count).item()), rel=1e-6)
+    for of_rank in told:
+        expected = dict.fromkeys(STYLES, (loss / count).item())
+        assert of_rank["own"] == pytest.approx(expected, rel=1e-6)
 
 
 def _own() -> dict[str, float]:
@@ -396,22 +402,20 @@ def test_what_styles_of_torch_ask_for_in_vain(style, told, fix):
     assert fix in caught.value.fix
 
 
-@pytest.fixture(scope="module")
-def refusals():
-    """What each rank says of each."""
-    return run_ranks(_refusals, 2, {name: staged_plan(name, TEAM) for name in UNDIVIDED})
-
-
 @pytest.mark.parametrize("message", BAD)
-def test_bad_plans(message, refusals):
-    for of_rank in refusals:
-        assert re.search(message, of_rank[message])
+def test_bad_plans(message, told):
+    for of_rank in told:
+        assert re.search(message, of_rank["refused"][message])
 
 
-@pytest.mark.parametrize("name", UNDIVIDED)
-def test_architectures_that_cannot_be_divided(name, refusals):
-    for of_rank in refusals:
-        assert UNDIVIDED[name] in of_rank[name]
+# One whose style is not known, and one of which nothing says how.
+FEW_UNDIVIDED = ("phi3", "plain-own-blocks")
+
+
+@pytest.mark.parametrize("name", left_out(UNDIVIDED, UNDIVIDED.keys() - {*FEW_UNDIVIDED}))
+def test_architectures_that_cannot_be_divided(name, told):
+    for of_rank in told:
+        assert UNDIVIDED[name] in of_rank["refused"][name]
 
 
 def _refusals(plans: dict[str, Plan]) -> dict[str, str]:

@@ -6,7 +6,7 @@ import pytest
 
 import gpumix
 from counted_steps import BESIDE_THE_MODEL_BYTES, VOCABULARY, WIDTH, counted, llama, profiled
-from extended import chosen, every_second
+from extended import chosen
 from gpumix.cost.predict import predict
 from gpumix.cost.traffic import traffic
 from gpumix.schema.plan.plan import Plan
@@ -21,6 +21,7 @@ ONE_BY_ONE = Mode(order="sequential")
 UNEVEN = [Share(3, 2, 1), Share(4, 1, 3), Share(0, 0, 2), Share(5, 3, 0)]
 EVEN = [Share(4, 2, 1)] * 4
 HOSTS = [Share(3, 2, (1, 3)[n % 2], host="ab"[n // 2]) for n in range(4)]
+pytestmark = pytest.mark.extended
 PLANS = {
     "stage 3": (UNEVEN, {}),
     "stage 3, two ranks, kept": ([Share(6, 2, 1, kept=7), Share(6, 2, 1, KEEPING)], {}),
@@ -65,7 +66,7 @@ def done(plans):
     return counted(plans)
 
 
-@pytest.mark.parametrize("case", every_second(PLANS))
+@pytest.mark.parametrize("case", PLANS)
 def test_collectives_and_bytes_are_those_that_were_counted(profile, plans, done, case):
     expected = traffic(profile, plans[case])
     for rank, (counts, sizes, _) in zip(expected, done[case], strict=True):
@@ -73,7 +74,7 @@ def test_collectives_and_bytes_are_those_that_were_counted(profile, plans, done,
         assert sizes == dict(rank.bytes)
 
 
-@pytest.mark.parametrize("case", every_second(PLANS))
+@pytest.mark.parametrize("case", PLANS)
 def test_the_peak_is_that_which_was_predicted(profile, plans, done, case):
     predicted = predict(profile, plans[case]).workers
     above = 1.01 if case == "stage 3, head in chunks" else 1.005

@@ -104,7 +104,15 @@ CASES: dict[str, Case] = {
 
 
 FURTHER = {
+    "uneven, 1",
     "uneven, own blocks, 1",
+    "uneven, own blocks, 3",
+    "one rank, one by one",
+    "one rank, inline",
+    "state divided inside hosts, (1, 2, 1, 2), 3",
+    "joined by 2, 0",
+    "ends of the root, 0",
+    "collectives through the host, 3",
     "state divided inside hosts, (1, 2, 3, 0), 3",
     "state divided inside hosts, (1, 2, 1, 2), 2",
     "joined by 5, 2",

@@ -109,7 +109,7 @@ def measured(config: dict, batch: int = BATCH, length: int = LENGTH, degrees: tu
         return measure_class(subject, runtime, device_class="cpu", progress=lambda line: None)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", left_out(["llama", "gpt2"], ["gpt2"]))
 def test_flops_and_memory_are_near_what_is_measured(kind):
     config = given(kind) | {"vocab_size": 2048}
     if kind == "gpt2":  # without dropout, whose masks are not counted
@@ -154,7 +154,7 @@ STAGED = [("qwen3", 0.0), ("gpt2", 0.1), ("gpt_neox", 0.0)]
 
 @pytest.mark.parametrize(
     ("kind", "dropout"),
-    left_out(STAGED, STAGED[2:]),
+    left_out(STAGED, [STAGED[0], STAGED[2]]),
 )
 def test_stages_and_teams_are_as_measured(kind, dropout):
     config = given(kind) | {"vocab_size": 2048}

@@ -12,8 +12,8 @@ from gpumix.hardware.estimates.decoder_shapes import KIND, decoder, llama_shaped
 from gpumix.hardware.estimates.estimate import estimate, rescaled
 from gpumix.planner.common.strategy import PlanRequest, predicted
 from gpumix.planner.data_parallel.search import optimal
+from gpumix.planner.optimal import fastest
 from gpumix.planner.pipeline_parallel.search import staged
-from gpumix.planner.plan import plan
 from gpumix.schema.errors import InputError
 from gpumix.schema.job.search_space import Space
 from gpumix.schema.profile.profile import ROOT
@@ -38,7 +38,7 @@ def test_every_class_is_there_and_marked():
     for of_class in profile.classes:
         assert set(of_class.units) == {KIND, ROOT}
         assert of_class.disturbed() == ""
-    made = plan(profile, 8, space=ONE_STAGE)
+    made = optimal(profile, PlanRequest(global_batch=8, space=ONE_STAGE))
     assert set(made.estimated) == {w.device_class for w in made.workers}
     assert not made.emulated
 
@@ -142,7 +142,8 @@ def test_a_longer_sequence_takes_longer_than_in_proportion():
 def test_an_optimizer_without_state_needs_less_of_everything():
     adamw, sgd = estimated(), estimated(optimizer_bytes=0)
     assert (adamw.optimizer_bytes_per_element, sgd.optimizer_bytes_per_element) == (8, 0)
-    plans = [plan(p, 8, space=ONE_STAGE).prediction for p in (adamw, sgd)]
+    request = PlanRequest(global_batch=8, space=ONE_STAGE)
+    plans = [predicted(fastest(p, request)) for p in (adamw, sgd)]
     for one, other in zip(*(p.workers for p in plans)):
         # Beside masters of 4 bytes an element there are 8 of the optimizer's, or none.
         assert other.memory_bytes["state"] == pytest.approx(one.memory_bytes["state"] / 3, rel=0.1)

@@ -69,6 +69,7 @@ def built(folder: Path) -> bool:
     return limit_memory(None).exact
 
 
+@pytest.mark.extended
 def test_ranks_that_build_at_the_same_time_share_one_library(tmp_path):
     assert run_ranks(built, 2, tmp_path) == [True] * 2
     assert len(list((tmp_path / "gpumix").iterdir())) == 1

@@ -200,6 +200,7 @@ def test_a_forked_loader_worker_is_not_paced(clock):
     assert os.waitstatus_to_exitcode(status) == 0
 
 
+@pytest.mark.extended
 def test_torchs_compiler_is_not_imported(run_python):
     code = """
         import sys, torch

@@ -158,6 +158,7 @@ def test_a_gpu_is_checked_against_its_class(machine, monkeypatch):
         open_device(kind, 0)
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a GPU")
 def test_the_torch_that_is_here_is_asked_in_a_process_of_its_own():
     gpus, why = gpus_by_torch("here", "")

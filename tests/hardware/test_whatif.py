@@ -13,7 +13,8 @@ from gpumix.hardware.estimates.decoder_shapes import KIND, llama_shaped
 from gpumix.hardware.estimates.estimate import estimate, estimate_class, rescaled
 from gpumix.hardware.estimates.gpu_catalogue import find
 from gpumix.hardware.estimates.what_if import added, class_named, relinked, relinked_inside, removed
-from gpumix.planner.plan import plan
+from gpumix.planner.common.strategy import PlanRequest
+from gpumix.planner.data_parallel.search import optimal
 from gpumix.schema.cluster.network import Network
 from gpumix.schema.errors import InputError
 from gpumix.schema.job.search_space import Space
@@ -81,7 +82,12 @@ def counts(profile: Profile) -> dict[str, int]:
 
 def whole(profile: Profile) -> Profile:
     """The same profile, checked; and a plan for it there is: of one stage, which is found soon."""
-    assert plan(profile, 8, space=ONE_STAGE).prediction is not None
+    assert optimal(profile, PlanRequest(global_batch=8, space=ONE_STAGE)).prediction is not None
+    return checked(profile)
+
+
+def checked(profile: Profile) -> Profile:
+    """The same profile, read again."""
     return Profile.model_validate_json(profile.model_dump_json())
 
 
@@ -180,7 +186,7 @@ def test_links_that_are_stated_stay_and_new_cards_bring_their_own():
     stated = Network(inside="nvlink3")
     there = profile.cluster.model_copy(update={"network": stated})
     larger = added(profile.model_copy(update={"cluster": there}), "2x t4")
-    network = whole(larger).cluster.network
+    network = checked(larger).cluster.network
     assert network.of("inside", "mine", "p40").name == "nvlink3"
     assert network.of("inside", "t4", "mine").name == "nvlink3"
     assert network.of("inside", "t4", "p40").name == "PCIe 3.0 x16"
@@ -263,7 +269,7 @@ def test_other_links_between_hosts():
 
 def test_on_one_host_the_links_of_its_devices_change():
     profile = relinked_inside(estimated(), "nvlink3")
-    assert whole(profile).cluster.network.of("inside", "p40", "rtx3090").name == "nvlink3"
+    assert checked(profile).cluster.network.of("inside", "p40", "rtx3090").name == "nvlink3"
 
 
 def test_other_links_inside_several_hosts():

@@ -8,8 +8,10 @@ import sys
 
 import pytest
 import yaml
-from jobs import EMULATED, gpumix, metrics, plan_for, run, train, write_job
+from jobs import CLUSTER, EMULATED, gpumix, metrics, plan_for, run, train, write_job
 from running import running
+
+from extended import left_out
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -61,6 +63,7 @@ def losses(out: str) -> list[float]:
     return [float(line.split()[1]) for line in out.splitlines() if line.startswith("loss ")]
 
 
+@pytest.mark.extended
 def test_an_unchanged_script_runs_on_unequal_devices(folder):
     """To the losses that it has alone, on the device that is found."""
     alone = run([sys.executable, "script.py"], folder, {}, 90)
@@ -73,6 +76,7 @@ def test_an_unchanged_script_runs_on_unequal_devices(folder):
     assert losses(launched.out) == pytest.approx(losses(alone.out), rel=1e-5)
 
 
+@pytest.mark.extended
 def test_torchrun_with_one_variable_does_the_same(folder):
     (folder / "opens.py").write_text(
         "import sys, gpumix\n"
@@ -110,42 +114,52 @@ def test_a_rank_that_fails_ends_the_others_and_its_code_is_ours(folder):
     (folder / "fails.py").write_text(
         "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(9)\ntime.sleep(600)\n",
     )
-    done = gpumix("launch", "--processes", "3", "fails.py", folder=folder)
+    done = gpumix("launch", "--processes", "2", "fails.py", folder=folder)
     assert done.code == 9
     assert done.err == "gpumix: rank 1 left with exit code 9\n"
+
+
+@pytest.mark.extended
+def test_what_killed_a_rank_is_told(folder):
     (folder / "dies.py").write_text("import os; os.kill(os.getpid(), 9)")
     done = gpumix("launch", "dies.py", folder=folder)
     assert done.code == 5
     assert done.err == "gpumix: rank 0 was killed by signal 9 (SIGKILL)\n"
 
 
-def test_whatever_ends_the_launcher_ends_the_ranks_and_what_they_started(folder):
+@pytest.mark.parametrize(
+    ("number", "code"),
+    left_out([(signal.SIGINT, 130), (signal.SIGKILL, -9)], [(signal.SIGINT, 130)]),
+)
+def test_whatever_ends_the_launcher_ends_the_ranks_and_what_they_started(folder, number, code):
     (folder / "waits.py").write_text(
         "import subprocess, sys, time\n"
         "subprocess.Popen(['sleep', '600'])\n"
         "print('waiting', flush=True)\n"
         "time.sleep(600)\n"
     )
-    for number, code in ((signal.SIGINT, 130), (signal.SIGKILL, -9)):
-        with running(folder, "--processes", "2", program=["waits.py"]) as started:
-            started.wait_until(lambda: started.said.count("waiting") == 2)
-            os.kill(started.process.pid, number)
-            assert started.code(20) == code
-            started.wait_until_nothing_is_left()
+    with running(folder, "--processes", "2", program=["waits.py"]) as started:
+        started.wait_until(lambda: started.said.count("waiting") == 2)
+        os.kill(started.process.pid, number)
+        assert started.code(20) == code
+        started.wait_until_nothing_is_left()
 
 
 def test_a_job_on_one_host_is_trained(folder):
-    job = write_job(folder, steps=2, cluster=PAIR)
+    devices = [one | {"count": 1} for one in CLUSTER]
+    (folder / "cpus.yaml").write_text(yaml.safe_dump(devices), encoding="utf-8")
+    job = write_job(folder, steps=2, cluster=devices)
     plan = plan_for(job, (4, 4), (0.5, 0.5))
     plan.save(folder / "plan.json")
     expected = train(job, f"output={folder / 'first'}", plan=plan).losses
-    words = ("--cluster", "pair.yaml", "job.yaml", "--plan", "plan.json")
+    words = ("--cluster", "cpus.yaml", "job.yaml", "--plan", "plan.json")
     done = gpumix("launch", "--json", *words, folder=folder)
     assert done.code == 0, done.err
     assert done.json()["losses"] == expected
     assert [one["loss"] for one in metrics(folder / "run")] == expected
 
 
+@pytest.mark.extended
 def test_a_terminal_that_closes_ends_it_but_not_under_nohup(folder):
     (folder / "waits.py").write_text("print('waiting', flush=True); import time; time.sleep(600)")
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever these tests were started by
@@ -165,38 +179,41 @@ def test_a_terminal_that_closes_ends_it_but_not_under_nohup(folder):
         signal.signal(signal.SIGHUP, before)
 
 
+SENSELESS = [
+    (["nowhere.py"], "nowhere.py: there is no such script file"),
+    (["nowhere.yaml"], "nowhere.yaml: there is no such job file"),
+    (["train"], "train: this is neither a job (.yaml) nor a script (.py)"),
+    (["--cluster", "nowhere.yaml", "script.py"], "nowhere.yaml: there is no such cluster file"),
+    (
+        ["--cluster", "cluster.yaml", "--processes", "2", "script.py"],
+        "the cluster has 3 devices, and --processes says 2",
+    ),
+    (["--address", "here", "script.py"], "--address has an effect on several hosts only"),
+    (["--timeout", "5", "script.py"], "--timeout has an effect on several hosts only"),
+    (["--ssh", "ssh -v", "script.py"], "--ssh has an effect on several hosts only"),
+    (["--env", "NOT_SET_HERE", "script.py"], "NOT_SET_HERE is not set here"),
+    (["--hosts", "a,a", "script.py"], "host 'a' is named twice"),
+    (["--hosts", "-oProxyCommand=x", "script.py"], "'-oProxyCommand=x' names no host"),
+    (["--template", "k8s", "--logs", "x", "script.py"], "--logs has no effect on a template"),
+    (["--print-commands", "--hosts", "a", "script.py"], "a run is not said, and no host is"),
+    (
+        ["--print-commands", "--hosts", "a:1", "--logs", "x", "script.py"],
+        "--logs has no effect where commands are printed",
+    ),
+    (
+        ["--print-commands", "--hosts", "a:1", "--timeout", "5", "script.py"],
+        "--timeout has no effect where commands are printed",
+    ),
+    (["job.yaml", "--print-commands"], "--print-commands is an option of gpumix launch, and"),
+    (["job.yaml", "--hosts=a,b"], "fix: put it before: gpumix launch --hosts=a,b ... JOB.yaml"),
+    (["--grace", "0", "job.yaml"], "--grace has no effect on a job on one host"),
+    (["--hosts", "cluster.yaml", "script.py"], "the cluster file names no hosts"),
+]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
-    [
-        (["nowhere.py"], "nowhere.py: there is no such script file"),
-        (["nowhere.yaml"], "nowhere.yaml: there is no such job file"),
-        (["train"], "train: this is neither a job (.yaml) nor a script (.py)"),
-        (["--cluster", "nowhere.yaml", "script.py"], "nowhere.yaml: there is no such cluster file"),
-        (
-            ["--cluster", "cluster.yaml", "--processes", "2", "script.py"],
-            "the cluster has 3 devices, and --processes says 2",
-        ),
-        (["--address", "here", "script.py"], "--address has an effect on several hosts only"),
-        (["--timeout", "5", "script.py"], "--timeout has an effect on several hosts only"),
-        (["--ssh", "ssh -v", "script.py"], "--ssh has an effect on several hosts only"),
-        (["--env", "NOT_SET_HERE", "script.py"], "NOT_SET_HERE is not set here"),
-        (["--hosts", "a,a", "script.py"], "host 'a' is named twice"),
-        (["--hosts", "-oProxyCommand=x", "script.py"], "'-oProxyCommand=x' names no host"),
-        (["--template", "k8s", "--logs", "x", "script.py"], "--logs has no effect on a template"),
-        (["--print-commands", "--hosts", "a", "script.py"], "a run is not said, and no host is"),
-        (
-            ["--print-commands", "--hosts", "a:1", "--logs", "x", "script.py"],
-            "--logs has no effect where commands are printed",
-        ),
-        (
-            ["--print-commands", "--hosts", "a:1", "--timeout", "5", "script.py"],
-            "--timeout has no effect where commands are printed",
-        ),
-        (["job.yaml", "--print-commands"], "--print-commands is an option of gpumix launch, and"),
-        (["job.yaml", "--hosts=a,b"], "fix: put it before: gpumix launch --hosts=a,b ... JOB.yaml"),
-        (["--grace", "0", "job.yaml"], "--grace has no effect on a job on one host"),
-        (["--hosts", "cluster.yaml", "script.py"], "the cluster file names no hosts"),
-    ],
+    left_out(SENSELESS, SENSELESS[1:3] + SENSELESS[6:8] + SENSELESS[13:16] + SENSELESS[17:]),
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_what_makes_no_sense_is_said(folder, words, said):

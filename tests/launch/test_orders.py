@@ -64,12 +64,12 @@ def test_a_launcher_that_is_gone_means_stop(launcher):
 
 def test_a_launcher_that_is_silent_means_stop(launcher, monkeypatch):
     """As behind a cable that is pulled: no end of the connection comes."""
-    monkeypatch.setattr(orders, "SILENCE_S", 2.5)
+    monkeypatch.setattr(orders, "SILENCE_S", 1.0)
     given = Orders(led=True)
     given.listen()
     for _ in range(4):
         launcher.say("alive\n")
-        time.sleep(1)
+        time.sleep(0.3)
     assert given.given is Order.GO_ON
     heard(given, Order.STOP)
 

@@ -72,6 +72,7 @@ def saved(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("saved-*"))
 
 
+@pytest.mark.extended
 def test_two_hosts_train_to_the_losses_of_one_process(two, tmp_path):
     alone = write_job(
         tmp_path / "alone", cluster=[{"class": "big", "accelerator": "cpu", "memory": "64 MiB"}]
@@ -143,6 +144,7 @@ def test_ctrl_c_stops_all_and_the_run_is_saved(two, tmp_path):
     assert "Traceback" not in started.said
 
 
+@pytest.mark.extended
 def test_a_second_ctrl_c_ends_what_does_not_stop(two, tmp_path):
     deaf = WAITS.replace("SIGINT, save", "SIGINT, signal.SIG_IGN")
     with waiting(two, tmp_path, deaf) as started:
@@ -154,6 +156,7 @@ def test_a_second_ctrl_c_ends_what_does_not_stop(two, tmp_path):
         started.wait_until_nothing_is_left()
 
 
+@pytest.mark.extended
 def test_a_connection_that_is_cut_ends_all(two, tmp_path):
     """The host that was lost stops its ranks, as a user would, and the launcher the others."""
     with waiting(two, tmp_path) as started:
@@ -164,6 +167,7 @@ def test_a_connection_that_is_cut_ends_all(two, tmp_path):
     assert saved(tmp_path)[-2:] == ["saved-1", "saved-2"]
 
 
+@pytest.mark.extended
 def test_a_launcher_that_is_killed_leaves_nothing(two, tmp_path):
     with waiting(two, tmp_path) as started:
         started.process.kill()
@@ -196,6 +200,7 @@ def test_the_first_host_that_fails_ends_all_with_its_own_code(two, tmp_path):
     assert "gpumix: host gpx-b: ranks 1 to 2 left with exit code 7; the other host was" in done.err
 
 
+@pytest.mark.extended
 def test_a_printed_command_is_what_a_shell_runs(two, tmp_path):
     """With all that shells make something of in its words."""
     odd = ["it's", '"$HOME"', "a b", "*", "back\\slash", ""]

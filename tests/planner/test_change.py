@@ -22,7 +22,7 @@ from gpumix.schema.job.search_space import Space
 
 SIZES = {"model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 4,
          "num_attention_heads": 8, "intermediate_size": 2816, "vocab_size": 4000}  # fmt: skip
-EASY = examples(8)
+EASY = examples(4)
 
 
 def cards(fast=1, slow=1, memory=GIB):

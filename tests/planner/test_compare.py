@@ -17,7 +17,7 @@ from gpumix.planner.plan import plan as make_plan
 from gpumix.schema.errors import InputError, NoFeasiblePlanError
 from gpumix.schema.profile.profile import Profile
 
-EASY = examples(8)
+EASY = examples(4)
 
 
 def two_classes() -> Profile:
@@ -52,7 +52,7 @@ def test_why_a_model_has_no_stages():
 
 
 def test_head_room_is_the_least_of_each_class():
-    profile = fleet(8, memory_factor=2)
+    profile = fleet(8, memory_factor=2, layers=8)
     request = PlanRequest(global_batch=100)
     plan = STRATEGIES["optimal"](profile, request)
     row = compare(profile, request).rows[0]
@@ -74,6 +74,7 @@ def test_a_class_that_is_left_out_has_no_head_room():
     assert [room.device_class for room in made.rows[-1].head_room] == ["fast"]
 
 
+@pytest.mark.extended
 def test_what_is_not_possible_says_why():
     made = compare(fleet(4), PlanRequest(global_batch=64))
     rows = {row.strategy: row for row in made.rows}
@@ -82,9 +83,13 @@ def test_what_is_not_possible_says_why():
     assert (rows["even"].step_s, rows["even"].head_room) == (None, ())
 
 
+@pytest.mark.extended
 def test_without_any_plan_the_first_error_stands():
     with pytest.raises(NoFeasiblePlanError, match="no plan fits a global batch of 64"):
         compare(fleet(4, memory_factor=0.2), PlanRequest(global_batch=64))
+
+
+def test_an_unknown_device_is_refused():
     with pytest.raises(InputError, match="'gone' is not in"):
         compare(fleet(4), PlanRequest(global_batch=64, devices=("gone",)))
 

@@ -15,7 +15,7 @@ from gpumix.planner.data_parallel.search import optimal
 from gpumix.schema.errors import InputError, NoFeasiblePlanError
 from gpumix.schema.job.search_space import Space
 
-MANY = examples(20)
+MANY = examples(8)
 
 
 def test_samples_shares_and_micro_batches_are_equal():

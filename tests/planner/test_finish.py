@@ -19,7 +19,7 @@ from gpumix.schema.errors import NoFeasiblePlanError
 from gpumix.schema.job.search_space import EVERYTHING, Space
 from gpumix.schema.profile.profile import ROOT, UnitTimes
 
-MANY = examples(12)
+MANY = examples(6)
 TIMES = {
     "block": UnitTimes(forward=line(1.0), backward=line(3.0), gradient=line(2.0)),
     ROOT: UnitTimes(forward=line(0.1), backward=line(0.2)),

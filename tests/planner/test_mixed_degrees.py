@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from functools import cache
 
 import pytest
 from profiles import GIB, MIB, Card, block, in_a_row, line, profile, steady, with_teams
@@ -37,13 +38,19 @@ def cards(*, memory: int = 40 * MIB, faster: float = 1.8) -> Profile:
     return with_teams(in_a_row(found, message=line(1e4)), 2, faster=faster, divided=faster)
 
 
+@cache
+def planned() -> tuple[Profile, Plan]:
+    """Such cards, and the best plan of one stage."""
+    found = cards()
+    return found, best(found)
+
+
 def best(found: Profile, batch: int = 8, **space) -> Plan:
     return optimal(found, PlanRequest(global_batch=batch, space=Space(**ONE_STAGE | space)))
 
 
 def test_small_ones_team_up_beside_a_large_one_that_computes_alone():
-    found = cards()
-    plan = best(found)
+    found, plan = planned()
     (stage,) = plan.stages
     assert stage.unlike_teams and stage.tensor == 2
     assert [[w.device_class for w in team] for team in stage.teams] == [
@@ -58,8 +65,7 @@ def test_small_ones_team_up_beside_a_large_one_that_computes_alone():
 
 
 def test_what_is_foretold_of_it_is_what_the_simulator_replays():
-    found = cards()
-    plan = best(found)
+    found, plan = planned()
     again = predict(found, plan)
     assert again.step_s == pytest.approx(predicted(plan).step_s, rel=1e-9)
     assert [w.memory_bytes for w in again.workers] == [
@@ -93,8 +99,7 @@ def test_of_three_on_a_host_two_team_up_and_one_computes_alone():
 
 
 def test_teams_that_were_not_measured_are_refused():
-    found = cards()
-    plan = best(found)
+    found, plan = planned()
     (stage,) = plan.stages
     four = tuple(w.model_copy(update={"samples": 1, "micro_batch": 1}) for w in stage.workers[1:])
     one = stage.workers[0].model_copy(update={"parts": 4})
@@ -122,12 +127,11 @@ def test_memory_is_foretold_of_ranks_in_their_own_order():
 
 
 def test_many_classes_have_few_mixtures_and_a_bound_for_all_of_them(monkeypatch):
-    found = cards()
+    found, plan = planned()
     monkeypatch.setattr("gpumix.planner.pipeline_parallel.tensor_parallel_teams.MIXTURES", 0)
     without = best(found)
     assert not without.stages[0].unlike_teams
     monkeypatch.undo()
-    plan = best(found)
     # What was not looked at might have taken less, and the bound says so.
     assert predicted(without).bound_s <= predicted(plan).step_s < predicted(without).step_s
     monkeypatch.setattr("gpumix.planner.pipeline_parallel.tensor_parallel_teams.COMBINED", 1)
@@ -136,8 +140,7 @@ def test_many_classes_have_few_mixtures_and_a_bound_for_all_of_them(monkeypatch)
 
 
 def test_what_was_not_measured_of_teams_is_no_assertion():
-    found = cards()
-    plan = best(found)
+    found, plan = planned()
     (stage,) = plan.stages
     chunked = tuple(
         w.model_copy(update={"mode": w.mode.model_copy(update={"head": "chunked"})})

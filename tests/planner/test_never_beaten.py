@@ -68,6 +68,7 @@ def test_no_strategy_is_faster_than_the_default(found, batch):
         assert ours <= BEATEN * step_s(strategy, found, batch), strategy
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @examples(2)
 @given(found=clusters, batch=st.sampled_from([3, 8, 16]), seed=st.integers(0, 99))
@@ -77,6 +78,7 @@ def test_no_random_climb_is_faster_than_the_default(found, batch, seed):
     assert ours <= BEATEN * Climb(found, request, budget=150, seed=seed).run()
 
 
+@pytest.mark.extended
 def test_a_climb_finds_what_the_default_does_where_stages_pay():
     """Else it could beat nobody."""
     found, request = cluster([(1e-3, 2), (2.6e-3, 2)], link=3e7), PlanRequest(global_batch=16)

@@ -8,7 +8,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 from brute import best_step, cuts, linked_profiles, small_profiles, step_of
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from profiles import GIB, Card, Network, block, curve, line, profile, steady
 
@@ -23,7 +23,7 @@ from gpumix.schema.plan.plan import Collectives
 from gpumix.schema.profile.profile import ROOT, UnitTimes
 
 about = partial(pytest.approx, rel=1e-9, abs=1e-15)
-MANY = examples(20)
+MANY = examples(12)
 
 
 @MANY
@@ -35,12 +35,13 @@ def test_no_plan_is_faster(profile, batch):
         assert found == about(expected)
 
 
-@examples(6)
+@examples(4)
 @given(linked_profiles(), st.integers(1, 3))
 def test_no_plan_on_some_devices_is_faster_where_links_are_stated(profile, batch):
     assert step_of(profile, batch) == best_of_some(profile, batch, lambda some: True)
 
 
+@pytest.mark.extended
 @examples(6)
 @given(linked_profiles(), st.integers(1, 3))
 def test_in_large_clusters_some_classes_and_hosts_are_left_out(profile, batch):
@@ -71,8 +72,8 @@ def subsets(devices):
     return {tuple((d.host, d.device_class) for d in some): some for some in every}.values()
 
 
-@examples(6)
-@given(small_profiles(), st.integers(2, 12))
+@examples(4)
+@given(small_profiles(), st.integers(2, 8))
 def test_a_rough_answer_first_changes_nothing(profile, batch):
     expected = step_of(profile, batch)
     with pytest.MonkeyPatch.context() as patch:
@@ -83,7 +84,7 @@ def test_a_rough_answer_first_changes_nothing(profile, batch):
         assert step_of(profile, batch) == (expected and pytest.approx(expected, rel=1e-9))
 
 
-@settings(max_examples=10)
+@examples(8)
 @given(st.lists(st.lists(st.floats(0.1, 3.0), min_size=7, max_size=7), min_size=2, max_size=3))
 def test_a_batch_of_a_thousand_is_split_as_trying_all_splits_does(rises):
     """Without network and with memory enough only the times of whole devices count."""

@@ -30,13 +30,19 @@ from gpumix.schema.errors import InputError, NoFeasiblePlanError
 from gpumix.schema.job.search_space import EVERYTHING, Space
 from gpumix.schema.plan.stage import Mode
 
-MANY = examples(8)
+MANY = examples(4)
 
 
 LAYERS = Space(zero_stages=3, recompute=True, state_on="device")
 
 
-@pytest.mark.parametrize("space", [EVERYTHING, LAYERS], ids=["everything", "layers"])
+@pytest.mark.parametrize(
+    "space",
+    [
+        pytest.param(EVERYTHING, id="everything", marks=pytest.mark.extended),
+        pytest.param(LAYERS, id="layers"),
+    ],
+)
 @MANY
 @given(profile=small_profiles(), batch=st.integers(1, 12))
 def test_it_is_the_published_algorithm(space, profile, batch):
@@ -155,6 +161,7 @@ def test_the_class_that_is_short_is_named():
     assert "optimal" in caught.value.fix
 
 
+@pytest.mark.extended
 def test_a_thousand_devices_take_few_calls():
     """As many as devices, not as pairs of them: 0.1 s."""
     made = peaked(fleet(1_000), [4e12, 2e12, 1e12, 3e12])

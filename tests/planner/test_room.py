@@ -17,7 +17,7 @@ from gpumix.planner.data_parallel import feasibility
 from gpumix.planner.data_parallel.feasibility import may_fit
 from gpumix.schema.job.search_space import EVERYTHING
 
-MANY = examples(30)
+MANY = examples(10)
 
 
 @MANY

@@ -15,6 +15,7 @@ from policies import peaked, plan_by
 from profiles import fleet
 
 from draws import examples
+from extended import left_out
 from gpumix.planner.common.strategy import PlanRequest
 from gpumix.planner.plan import STRATEGIES
 from gpumix.schema.job.search_space import EVERYTHING, Space
@@ -23,12 +24,15 @@ LAYERS = Space(zero_stages=3, recompute=True, state_on="device")
 
 EASY = examples(4)
 BATCHES = st.integers(1, 12)
-SPACES = pytest.mark.parametrize("space", [EVERYTHING, LAYERS], ids=["everything", "layers"])
-POLICIES = pytest.mark.parametrize("name", ["proportional", "poplar", "cephalo", "best-subset"])
+FURTHER = pytest.mark.extended
+ALL = pytest.param(EVERYTHING, id="everything")
+THEIRS = pytest.param(LAYERS, id="layers")
+NAMES = ["proportional", "poplar", "cephalo", "best-subset"]
+POLICIES = pytest.mark.parametrize("name", NAMES)
 
 
-@POLICIES
-@SPACES
+@pytest.mark.parametrize("name", left_out(NAMES, NAMES[2:]))
+@pytest.mark.parametrize("space", [ALL, pytest.param(LAYERS, id="layers", marks=FURTHER)])
 @EASY
 @given(profile=small_profiles(), batch=BATCHES)
 def test_a_plan_is_whole_and_fits(name, space, profile, batch):
@@ -49,7 +53,9 @@ def test_a_plan_is_whole_and_fits(name, space, profile, batch):
 
 
 @pytest.mark.parametrize("name", ["proportional", "poplar", "cephalo"])
-@SPACES
+@pytest.mark.parametrize(
+    "space", [THEIRS, pytest.param(EVERYTHING, id="everything", marks=FURTHER)]
+)
 @EASY
 @given(profile=small_profiles(), batch=BATCHES)
 def test_no_policy_is_faster_than_the_optimal_plan(name, space, profile, batch):
@@ -61,7 +67,9 @@ def test_no_policy_is_faster_than_the_optimal_plan(name, space, profile, batch):
 
 
 @POLICIES
-@SPACES
+@pytest.mark.parametrize(
+    "space", [THEIRS, pytest.param(EVERYTHING, id="everything", marks=FURTHER)]
+)
 @EASY
 @given(profile=small_profiles(), batch=BATCHES, dice=st.randoms(use_true_random=False))
 def test_the_order_of_devices_and_classes_does_not_matter(name, space, profile, batch, dice):

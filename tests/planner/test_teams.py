@@ -158,6 +158,7 @@ def test_the_sequence_is_divided_where_that_is_faster():
         assert plan.in_teams and not any(stage.sequence for stage in plan.stages)
 
 
+@pytest.mark.extended
 def test_the_sequence_is_divided_where_a_whole_one_has_no_room():
     found = cards(memory=48 * MIB, divided=1.0, kept=1.2e7)
     space = {"most_stages": 1, "boundaries": "device", "state_on": "device", "leave_out": True}

@@ -39,6 +39,15 @@ def measured(what: Subject) -> tuple[ClassProfile, list[str]]:
     return found.device_class, [line for line in told if "not used" in line]
 
 
+def compared(what: Subject) -> tuple[Subject, list[str]]:
+    """What is left of the choices; no time is measured."""
+    told: list[str] = []
+    one = DeviceClass(name="one", accelerator="cpu", memory_bytes=64 * MIB)
+    with open_device(one, 0) as runtime:
+        found = numerics_check.agreed(what, runtime, "one", told.append)
+    return found, [line for line in told if "not used" in line]
+
+
 def llama(*, dtype: str = "fp32", chosen: Chosen = PLAIN) -> Subject:
     architecture = ARCHITECTURES["llama"]
     # Another batch at each call, as a program's own may be.
@@ -52,13 +61,13 @@ def llama(*, dtype: str = "fp32", chosen: Chosen = PLAIN) -> Subject:
 @pytest.mark.parametrize("dtype", every_second(["bf16", "fp32"]))
 def test_what_computes_the_same_is_used(dtype):
     settings = {"attention": "eager", "channels_last": True}
-    found, told = measured(llama(dtype=dtype, chosen=wanted(**settings)))
+    found, told = compared(llama(dtype=dtype, chosen=wanted(**settings)))
     assert not told
-    assert found.efficiency == Efficiency(**settings)
-    assert found.compute_dtype == dtype
-    why = {choice.what: choice.why for choice in found.choices}
-    assert "off fp32" in why["attention"]
-    assert ("off fp32" in why["dtype"]) == (dtype == "bf16")
+    chosen = found.chosen["one"]
+    assert chosen.efficiency == Efficiency(**settings)
+    assert found.dtypes["one"] == dtype
+    assert "off fp32" in chosen.why("attention")
+    assert ("off fp32" in chosen.why("dtype")) == (dtype == "bf16")
 
 
 class OtherGradient(torch.autograd.Function):
@@ -98,7 +107,7 @@ class Block(nn.Module):
         return x + self.linear(x)
 
 
-@pytest.mark.parametrize("is_right", [True, False])
+@pytest.mark.parametrize("is_right", every_second([False, True]))
 def test_what_comes_before_the_first_unit_is_compared_too(monkeypatch, is_right):
     """A kernel for channels last that is wrong in the gradients of the weights alone."""
 
@@ -134,11 +143,11 @@ def test_attention_that_computes_something_else_is_not_used(monkeypatch):
                     module.register_forward_hook(lambda m, a, out: (out[0] * 1.1, *out[1:]))
 
     monkeypatch.setattr(numerics_check, "make_efficient", wrong)
-    found, [told] = measured(llama(chosen=wanted(attention="eager")))
-    assert found.efficiency.attention == "own"
+    found, [told] = compared(llama(chosen=wanted(attention="eager")))
+    chosen = found.chosen["one"]
+    assert chosen.efficiency.attention == "own"
     assert "attention is not used: a unit is" in told
-    [why] = [choice.why for choice in found.choices if choice.what == "attention"]
-    assert why.startswith("not used")
+    assert chosen.why("attention").startswith("not used")
 
 
 class BrokenInBf16(nn.Module):
@@ -162,8 +171,8 @@ def test_what_there_is_no_room_to_check_is_not_used_but_for_the_dtype(monkeypatc
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(numerics_check, "computed", full)
-    found, [told] = measured(llama(dtype="bf16", chosen=wanted(attention="eager")))
-    assert (found.compute_dtype, found.efficiency.attention) == ("bf16", "own")
+    found, [told] = compared(llama(dtype="bf16", chosen=wanted(attention="eager")))
+    assert (found.dtypes["one"], found.chosen["one"].efficiency.attention) == ("bf16", "own")
     assert "no room to check it" in told
 
 
@@ -218,6 +227,7 @@ def test_compiled_units_that_draw_are_not_said_to_agree(monkeypatch):
     assert "not compared" in why and "dropout" in why and "are 0 off" not in why
 
 
+@pytest.mark.extended
 def test_compiled_units_are_measured_in_all_ways(monkeypatch):
     """Also with their backward in two parts, for which the graph runs twice."""
     compiled = partial(unit_fixture.compile_units, backend="aot_eager")

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import gpumix
+from extended import every_third
 from gpumix.hardware.device import open_device
 from gpumix.profiler.compute import class_measurement
 from gpumix.profiler.compute.class_measurement import measure_class
@@ -18,7 +19,7 @@ BATCH = 2
 STALL_S = 100.0
 
 
-@pytest.mark.parametrize("part", ["forward", "backward", "gradient"])
+@pytest.mark.parametrize("part", every_third(["forward", "backward", "gradient"]))
 def test_a_time_above_that_of_more_work_is_lowered_to_it(monkeypatch, part):
     found: list[Sweep] = []
     sweep = class_measurement.sweep

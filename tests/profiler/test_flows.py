@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from extended import left_out
 from models import ARCHITECTURES, Architecture, Block, Regression, vectors
 from staging import EVERY, flows_of
 
@@ -26,7 +27,12 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize(("name", "in_chunks"), [*((n, False) for n in EXPECTED), ("llama", True)])
+ENDS = [*((name, False) for name in EXPECTED), ("llama", True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "in_chunks"), left_out(ENDS, [("llama", False), ("bert", False), ("t5", False)])
+)
 def test_ends_are_found(name, in_chunks):
     flows = flows_of(name, in_chunks=in_chunks)
     model = ARCHITECTURES[name].factory()

@@ -62,7 +62,7 @@ def measured(largest_bytes):
     return found, Recorded.log
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", every_second([3, 2]))
 def test_all_ranks_measure_every_size_together(world):
     (first, log), *others = run_ranks(measured, world, 300 * KIB)
     for other, its_log in others:
@@ -79,7 +79,7 @@ def test_all_ranks_measure_every_size_together(world):
     assert first.step_overhead_s > 0
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", every_second([3, 2]))
 def test_each_size_is_sent_several_times_in_unequal_shares(world):
     _, log = run_ranks(measured, world, 300 * KIB)[0]
     sent = [(operation, offsets[-1] * 4) for operation, offsets in log]
@@ -98,6 +98,7 @@ def sizes_up_to(*largest):
     return [curves(links)["reduce", "all_to_all"].sizes for links in found]
 
 
+@pytest.mark.extended
 def test_sizes_grow_eightfold_and_end_with_the_largest():
     assert run_ranks(sizes_up_to, 2, 1, 100 * KIB, 128 * KIB, 600 * KIB, 2048 * KIB)[0] == [
         (64 * KIB,),
@@ -156,7 +157,7 @@ def profile(cluster) -> Profile:
 
 @pytest.mark.parametrize(
     ("smallest", "largest_buffer"),
-    [(32 * BLOCK_BYTES, BLOCK_BYTES), (6 * BLOCK_BYTES, 6 * BLOCK_BYTES // 8)],
+    every_second([(32 * BLOCK_BYTES, BLOCK_BYTES), (6 * BLOCK_BYTES, 6 * BLOCK_BYTES // 8)]),
     ids=["the largest unit", "an eighth of the smallest device"],
 )
 def test_links_are_measured_up_to_the_largest_buffer(smallest, largest_buffer):
@@ -252,7 +253,9 @@ def measured_pairs(hosts):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("hosts", "what"), [(["a"] * 4, "island"), (["a", "b", "c", "d"], "rack")])
+@pytest.mark.parametrize(
+    ("hosts", "what"), every_second([(["a"] * 4, "island"), (["a", "b", "c", "d"], "rack")])
+)
 def test_islands_and_racks_are_found_in_messages_between_each_two(hosts, what):
     """Listed in turn; and collectives inside of them are timed."""
     first, *others = run_ranks(measured_pairs, 4, hosts)
@@ -275,7 +278,8 @@ def test_teams_are_timed_inside_an_island():
     assert team_ranks(devices, {"card": (2, 4)}) == {2: (0, 2)}
 
 
-@pytest.mark.parametrize("hosts", every_second([["a", "a"], ["a", "b"], ["a", "a", "b", "b"]]))
+@pytest.mark.extended
+@pytest.mark.parametrize("hosts", [["a", "a"], ["a", "b"], ["a", "a", "b", "b"]])
 def test_of_two_only_there_is_one_link(hosts):
     for found in run_ranks(measured_pairs, len(hosts), hosts):
         assert found.pairs == ()
@@ -296,7 +300,7 @@ def measured_on_hosts(hosts):
     return {(of.operation, of.form, of.group) for of in found.network}
 
 
-@pytest.mark.parametrize("hosts", [["a", "a", "b", "b"], ["a", "b", "a"]])
+@pytest.mark.parametrize("hosts", every_second([["a", "b", "a"], ["a", "a", "b", "b"]]))
 def test_links_inside_and_between_hosts_are_timed_apart(hosts):
     for found in run_ranks(measured_on_hosts, len(hosts), hosts):
         assert {("gather", "native", "inside"), ("reduce", "native", "inside")} < found

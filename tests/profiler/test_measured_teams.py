@@ -10,7 +10,7 @@ import torch
 from sweeps import subject, virtual_time
 from torch import nn
 
-from extended import every_second
+from extended import every_third
 from gpumix.engine.model.forward_coroutine import ModelError
 from gpumix.hardware.device import open_device
 from gpumix.profiler.compute.class_measurement import measure_class
@@ -44,7 +44,7 @@ def of_architecture(name: str) -> Subject:
 
 @pytest.mark.parametrize(
     ("name", "enters", "leaves"),
-    every_second([("bert", (1,), ()), ("gpt2", (0,), ()), ("t5", (0, 2), (1,))]),
+    every_third([("bert", (1,), ()), ("gpt2", (0,), ()), ("t5", (0, 2), (1,))]),
 )
 def test_where_a_sequence_is_divided_and_whole_again(name, enters, leaves):
     """BERT's first unit are its embeddings; T5 has two stacks. The head makes it whole too."""
@@ -59,13 +59,17 @@ def test_where_a_sequence_is_divided_and_whole_again(name, enters, leaves):
     ]
 
 
-def test_each_sum_of_a_block_is_a_reduction_and_a_gather_of_its_halves():
-    found = measured(of_architecture("llama"))
-    whole, divided = (told(found[way], "LlamaDecoderLayer") for way in (False, True))
+@pytest.fixture(scope="module")
+def of_llama() -> dict[bool, TeamMeasurement]:
+    return measured(of_architecture("llama"))
+
+
+def test_each_sum_of_a_block_is_a_reduction_and_a_gather_of_its_halves(of_llama):
+    whole, divided = (told(of_llama[way], "LlamaDecoderLayer") for way in (False, True))
     assert whole["forward"] == {("all_reduce", 2 * PART): 2}
     assert divided["forward"] == {("exchange", PART): 2, ("reduce", 2 * PART): 2}
     assert whole["gradient"] == whole["forward"] and divided["gradient"] == divided["forward"]
-    assert found[True].told["LlamaDecoderLayer"].summed == 2 * WIDTH  # of both norms
+    assert of_llama[True].told["LlamaDecoderLayer"].summed == 2 * WIDTH  # of both norms
 
 
 def told(team: TeamMeasurement, kind: str) -> dict[str, dict[tuple[str, float], int]]:
@@ -76,9 +80,8 @@ def told(team: TeamMeasurement, kind: str) -> dict[str, dict[tuple[str, float], 
     }
 
 
-def test_less_is_kept_of_a_divided_sequence():
-    found = measured(of_architecture("llama"))
-    (whole,), (divided,) = (found[way].model.kinds for way in (False, True))
+def test_less_is_kept_of_a_divided_sequence(of_llama):
+    (whole,), (divided,) = (of_llama[way].model.kinds for way in (False, True))
     assert divided.kept.values[0] == pytest.approx(whole.kept.values[0] / DEGREE, rel=0.01)
     assert divided.saved is not None and whole.saved is not None
     assert divided.saved.values[0] < whole.saved.values[0]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from jobs import CLUSTER, write_job
 from sweeps import costly_model, subject, virtual_time
 
 import gpumix
+from extended import every_second
 from gpumix.engine.rank_group import Ranks
 from gpumix.hardware.device import open_device
 from gpumix.profiler.cache.measurement_cache import MeasurementCache
@@ -20,8 +23,10 @@ from gpumix.profiler.cluster import ClusterProfiler
 from gpumix.schema.profile.measurements import ClassMeasurement, InputMeasurement
 from gpumix.schema.profile.profile import HostInput, Profile
 from gpumix.train.controller import JobController
+from virtual_clock import VirtualClock
 
 ALONE = [{"class": "one", "accelerator": "cpu", "memory": "64 MiB"}]
+EMULATED = [{"class": "one", "emulate": "1 MFLOP/s", "memory": "64 MiB"}]
 NEW = {"class": "new", "accelerator": "cpu", "memory": "48 MiB"}
 
 
@@ -70,6 +75,7 @@ def plant_input(measured: Profile, folder) -> tuple[HostInput, ...]:
     return planted
 
 
+@pytest.mark.extended
 def test_fresh_measures_again(measured, tmp_path):
     plant_input(measured, tmp_path)
     again = JobController.of_file(tmp_path / "job.yaml", [], debug=False).profile(fresh=True)
@@ -87,6 +93,7 @@ def test_the_same_device_in_another_class_name_is_known(measured, tmp_path):
     assert times(found) == {"large": times(measured)["big"], "small": times(measured)["small"]}
 
 
+@pytest.mark.extended
 def test_a_new_class_is_measured_alone(measured, tmp_path):
     planted = plant_input(measured, tmp_path)
     write_job(tmp_path, cluster=[*CLUSTER, NEW])
@@ -97,6 +104,7 @@ def test_a_new_class_is_measured_alone(measured, tmp_path):
     assert again.inputs == planted
 
 
+@pytest.mark.extended
 def test_more_devices_are_measured_on_their_links_only(measured, tmp_path):
     write_job(tmp_path, cluster=[CLUSTER[0], {**CLUSTER[1], "count": 3}])
     assert missing(tmp_path) == []
@@ -129,6 +137,7 @@ def test_what_does_not_matter_is_not_measured_again(measured, tmp_path, change):
     assert missing(tmp_path, change) == []
 
 
+@pytest.mark.extended
 def test_without_what_reading_takes_that_alone_is_measured(measured, tmp_path):
     """A plan that was made without it would not know."""
     cache(tmp_path).input_file().unlink()
@@ -139,6 +148,7 @@ def test_without_what_reading_takes_that_alone_is_measured(measured, tmp_path):
     assert cache(tmp_path).load() == again
 
 
+@pytest.mark.extended
 def test_a_given_plan_waits_for_no_measurement_and_its_reader_is_told(measured, tmp_path, capfd):
     pipeline = JobController.of_file(tmp_path / "job.yaml", ["steps=1"], debug=False)
     plan = pipeline.plan(measured)
@@ -149,7 +159,8 @@ def test_a_given_plan_waits_for_no_measurement_and_its_reader_is_told(measured, 
 
 
 @pytest.mark.parametrize(
-    "change", ["data.prefetch=4", "data.bad_samples=skip", "data.held_out=0.25", "seed=7"]
+    "change",
+    every_second(["data.prefetch=4", "data.bad_samples=skip", "data.held_out=0.25", "seed=7"]),
 )
 def test_how_samples_are_asked_for_changes_nothing_of_what_reading_takes(
     measured, tmp_path, change
@@ -159,7 +170,9 @@ def test_how_samples_are_asked_for_changes_nothing_of_what_reading_takes(
     assert found == measured.model_copy(update={"inputs": planted})
 
 
-@pytest.mark.parametrize(("workers", "readers"), [(0, 1), (1, 1), (3, 3), ("auto", None)])
+@pytest.mark.parametrize(
+    ("workers", "readers"), every_second([(0, 1), (1, 1), (3, 3), ("auto", None)])
+)
 def test_a_profile_has_the_readers_that_its_job_wants(measured, tmp_path, workers, readers):
     planted = plant_input(measured, tmp_path)
     found = cache(tmp_path, f"data.workers={workers}").load()
@@ -241,20 +254,62 @@ def test_a_changed_factory_is_measured_again(tmp_path):
         model={"factory": "own_model:model"},
         data={"factory": "own_data:tokens"},
     )
-    JobController.of_file(job, [], debug=False).profile()
+    (one,) = JobController.of_file(job, [], debug=False).cluster.classes
+
+    def file() -> Path:
+        """Where its measurement is looked for."""
+        return cache(tmp_path).class_file(one)
+
+    first = file()
     (tmp_path / "unused.py").write_text("x = 1\n")
-    assert missing(tmp_path) == []
+    assert file() == first
     for name in ("own_model.py", "own_data.py", "parts/inner.py", "parts/__init__.py"):
         before = (tmp_path / name).read_text()
         (tmp_path / name).write_text(before + "# changed\n")
-        assert missing(tmp_path) == ["one"]
+        assert file() != first
         (tmp_path / name).write_text(before)
-        assert missing(tmp_path) == []
+        assert file() == first
+
+
+def measure_here(
+    folder: Path,
+    cost: Callable[[VirtualClock], None],
+    *overrides: str,
+    fresh: bool = False,
+    budget_s: float = 1e9,
+    largest: int = 1,
+) -> list[str]:
+    """What is told while this process measures the one device of the folder's job, and keeps that.
+    `cost` is called whenever a block runs."""
+    cluster = JobController.of_file(folder / "job.yaml", [], debug=False).cluster
+    told: list[str] = []
+    with virtual_time() as clock, open_device(cluster.classes[0], 0) as runtime:
+        model = partial(costly_model, lambda x: cost(clock))
+        ClusterProfiler(
+            subject(model, largest=largest, budget_s=budget_s),
+            cluster,
+            ranks=Ranks(None, rank=0, world=1, device=runtime.torch_device, timeout_s=10),
+            devices=cluster.devices,
+            runtime=runtime,
+            cache=cache(folder, *overrides),
+            fresh=fresh,
+        ).run(told.append)
+    return told
+
+
+def test_only_fresh_measures_what_is_known(tmp_path):
+    write_job(tmp_path, cluster=EMULATED)
+    ran: list[VirtualClock] = []
+    for fresh, runs in ((False, True), (False, False), (True, True)):
+        ran.clear()
+        measure_here(tmp_path, ran.append, fresh=fresh)
+        assert bool(ran) == runs
 
 
 def test_a_larger_budget_measures_what_a_smaller_one_left(tmp_path):
     write_job(tmp_path, cluster=ALONE)
-    JobController.of_file(tmp_path / "job.yaml", ["profile.budget=0.001"], debug=False).profile()
+    budget = "profile.budget=0.001"
+    measure_here(tmp_path, lambda clock: clock.spend(1.0), budget, budget_s=0.001, largest=8)
     assert missing(tmp_path, "profile.budget=0.001") == []
     assert missing(tmp_path, "profile.budget=0.0005") == []
     assert missing(tmp_path) == ["one"]
@@ -273,20 +328,9 @@ def test_a_measurement_says_nothing_of_its_class_name(measured, tmp_path):
 
 @pytest.mark.parametrize("stall_s", [0.0, 1.0])
 def test_times_of_a_machine_that_was_too_busy_are_not_kept(tmp_path, stall_s):
-    emulated = {"class": "one", "emulate": "1 MFLOP/s", "memory": "64 MiB"}
-    write_job(tmp_path, cluster=[emulated])
-    kept, told = cache(tmp_path), []
-    cluster = JobController.of_file(tmp_path / "job.yaml", [], debug=False).cluster
-    with virtual_time() as clock, open_device(cluster.classes[0], 0) as runtime:
-        ClusterProfiler(
-            subject(lambda: costly_model(lambda x: clock.spend(stall_s)), largest=1),
-            cluster,
-            ranks=Ranks(None, rank=0, world=1, device=runtime.torch_device, timeout_s=10),
-            devices=cluster.devices,
-            runtime=runtime,
-            cache=kept,
-        ).run(told.append)
-    assert kept.missing() == (["one"] if stall_s else [])
+    write_job(tmp_path, cluster=EMULATED)
+    told = measure_here(tmp_path, lambda clock: clock.spend(stall_s))
+    assert missing(tmp_path) == (["one"] if stall_s else [])
     assert any("too busy to measure one" in line for line in told) == bool(stall_s)
 
 

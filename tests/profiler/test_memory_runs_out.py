@@ -13,6 +13,7 @@ import torch
 from sweeps import ROWS, costly_model, measure, sizes, some_batch, virtual_time
 
 import gpumix
+from extended import left_out
 from gpumix.hardware.device import device_in_use, open_device
 from gpumix.hardware.memory_limit import limit_memory
 from gpumix.schema.cluster.cluster import Cluster, Device, DeviceClass
@@ -80,15 +81,17 @@ SWEEPS = [
     (2.5, [1, 2, 4, 3], [1, 2]),
     (1.5, [1, 2], [1]),
 ]
+IN_PLACES = [
+    *(("block", *sweep) for sweep in SWEEPS),
+    *(("backward of the block", *sweep) for sweep in SWEEPS[1:3]),
+    *(("head", *sweep) for sweep in SWEEPS[1:3]),
+]
+TELLING = [("block", 6.5), ("backward of the block", 6.5), ("head", 5.5)]
 
 
 @pytest.mark.parametrize(
     ("place", "memory", "tried", "recorded"),
-    [
-        *(("block", *sweep) for sweep in SWEEPS),
-        *(("backward of the block", *sweep) for sweep in SWEEPS[1:3]),
-        *(("head", *sweep) for sweep in SWEEPS[1:3]),
-    ],
+    left_out(IN_PLACES, [case for case in IN_PLACES if case[:2] not in TELLING]),
 )
 def test_half_way_is_tried_after_running_out(place, memory, tried, recorded):
     """What did not fit leaves nothing behind, so half-way has as much room as it would have had in
@@ -117,7 +120,7 @@ def profile(place, cluster):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", left_out(PLACES, PLACES[1:]))
 def test_a_device_that_cannot_hold_one_sample_is_named_on_every_rank(place):
     classes = (device_class("big", 4), device_class("small", 0.5))
     devices = tuple(Device(id=f"{c.name}-0", device_class=c.name) for c in classes)
@@ -182,6 +185,7 @@ def profile_with_large_logits():
     return found.model_dump_json()
 
 
+@pytest.mark.extended
 def test_whole_logits_may_be_too_much_where_chunks_fit():
     (told,) = run_ranks(profile_with_large_logits, 1)
     found = Profile.model_validate_json(told)

@@ -12,6 +12,7 @@ from jobs import LENGTH, train, write_job
 from sweeps import measure, subject
 from torch.utils.data import default_collate
 
+from extended import every_second
 from gpumix.engine.model.forward_coroutine import ModelError
 from gpumix.hardware.device import open_device
 from gpumix.profiler.compute.class_measurement import measure_class
@@ -24,11 +25,13 @@ CARD = [{"class": "only", "accelerator": "cpu", "memory": "64 MiB"}]
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
-    [
-        ({"calls": []}, "the model called none of its units: 'blocks.0'"),
-        ({"calls": [0, 2, 1], "by_size": True}, "call 2 was of 'blocks.2' in one pass, of"),
-        ({"calls": [0, 1, 2, 2], "by_size": True}, "call 4 was of 'blocks.2' in one pass, of"),
-    ],
+    every_second(
+        [
+            ({"calls": []}, "the model called none of its units: 'blocks.0'"),
+            ({"calls": [0, 2, 1], "by_size": True}, "call 2 was of 'blocks.2' in one pass, of"),
+            ({"calls": [0, 1, 2, 2], "by_size": True}, "call 4 was of 'blocks.2' in one pass, of"),
+        ]
+    ),
 )
 def test_refused(tmp_path, arguments, told):
     model = {"factory": "toys:selective", "arguments": arguments}
@@ -38,17 +41,19 @@ def test_refused(tmp_path, arguments, told):
     assert "plan" not in caught.value.fix
 
 
-def test_a_block_that_is_never_called_is_no_unit(tmp_path):
+@pytest.mark.parametrize("resume", every_second([False, True]))
+def test_a_block_that_is_never_called_is_no_unit(tmp_path, resume):
     """It is gathered with what lies outside of the blocks, saved, and resumed with the rest."""
     model = {"factory": "toys:selective", "arguments": {"calls": [0, 2]}}
-    job = write_job(tmp_path, model=model, cluster=CARD)
+    job = write_job(tmp_path, model=model, cluster=CARD, steps=2)
     train(job)
     plan = Plan.load(next(tmp_path.rglob("plan.json")))
     assert plan.stages[0].units == ("blocks.0", "blocks.2")
-    assert train(job, "steps=8", resume=True).steps == 8
+    if resume:
+        assert train(job, "steps=4", resume=True).steps == 4
 
 
-@pytest.mark.parametrize("before", range(1, 6))
+@pytest.mark.parametrize("before", every_second(range(1, 6)))
 @pytest.mark.parametrize("calls", [[0, 2], [0, 2, 1], [0, 1, 2, 2]])
 def test_of_one_batch_too_all_passes_are_alike(calls, before):
     """Layers that are left out at random, say: whichever pass of what is measured they lack in."""
@@ -65,6 +70,7 @@ def test_of_one_batch_too_all_passes_are_alike(calls, before):
         )
 
 
+@pytest.mark.extended
 def test_what_a_model_takes_from_inside_its_blocks_is_there_in_every_pass():
     """Of each block once, though only one of them is computed: the logits of routers, whose
     balancing loss wants a gradient."""

@@ -73,7 +73,7 @@ def _train(name: str, plan_json: str) -> tuple[float, int | None]:
         return losses[0], runtime.peak_bytes()
 
 
-@pytest.fixture(scope="module", params=left_out(NAMES, ["gpt2", "whisper"]))
+@pytest.fixture(scope="module", params=left_out(NAMES, set(NAMES) - {"gpt2"}))
 def profiled(request) -> tuple[str, Profile]:
     found = run_ranks(_profile, 2, request.param)
     assert found[0] == found[1], "ranks have different profiles"

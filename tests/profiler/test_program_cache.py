@@ -50,9 +50,21 @@ class Slow(torch.utils.data.Dataset):
         return {"input_ids": torch.full((LENGTH,), index)}
 
 
-@pytest.mark.slow
 def test_it_is_measured_once(tmp_path):
-    for *profiles, with_data in run_ranks(_measured, 2, tmp_path):
+    for first, again in run_ranks(_measured, 2, tmp_path, "plain-own-blocks", CALLS[:2]):
+        assert first == again
+    assert _kept(tmp_path) == ["class", "links"]
+
+
+def _kept(folder: Path) -> list[str]:
+    """Of what there are measurements."""
+    return sorted(path.name.split("-")[0] for path in (folder / "gpumix/profiles").iterdir())
+
+
+@pytest.mark.extended
+@pytest.mark.slow
+def test_what_changed_and_what_reads_is_measured(tmp_path):
+    for *profiles, with_data in run_ranks(_measured, 2, tmp_path, "gpt2", CALLS):
         first, again, changed = profiles
         assert first == again != changed
         # How fast hosts read is measured anew: the data may lie elsewhere.
@@ -63,24 +75,29 @@ def test_it_is_measured_once(tmp_path):
         assert slow.cpu_s_per_sample > SLOW_S > fast.cpu_s_per_sample
         plan = gpumix.plan(profile, global_batch=4, space=gpumix.Space(most_stages=1, tensor=(1,)))
         assert {w.device: w.samples for w in plan.workers}.get("d-1", 0) <= 1
-    kept = sorted(path.name.split("-")[0] for path in (tmp_path / "gpumix/profiles").iterdir())
-    assert kept == ["class", "class", "links", "links"]
+    assert _kept(tmp_path) == ["class", "class", "links", "links"]
 
 
-def _measured(folder: Path) -> list[str]:
+# What the program says of itself, and whether it reads data.
+CALLS = [("one", False), ("one", False), ("another", False), ("one", True)]
+
+
+def _measured(folder: Path, name: str, calls: list[tuple[str, bool]]) -> list[str]:
+    """On a rank: the profile that each call returns."""
+    architecture = ARCHITECTURES[name]
     os.environ["XDG_CACHE_HOME"] = str(folder)
     slow_here = Slow(SLOW_S * dist.get_rank())
     input_pipeline.READERS = (1, 2)  # on a busy machine a core is waited for, and more are tried
     found = []
-    for told, dataset in (("one", None), ("one", None), ("another", None), ("one", slow_here)):
+    for told, reads in calls:
         profile = gpumix.profile(
-            GPT2.factory,
-            batch,
+            architecture.factory,
+            lambda samples: architecture.batch(samples, torch.Generator().manual_seed(0)),
             sequence_length=LENGTH,
             global_batch=4,
             cluster=cluster(),
             space=gpumix.Space(tensor=(1,)),
-            dataset=dataset,
+            dataset=slow_here if reads else None,
             budget_s=0.1,
             same_as=told,
         )

@@ -14,7 +14,7 @@ from state_attacks import every as state_attacks
 from strangers import as_root
 from word_attacks import every as word_attacks
 
-from extended import left_out
+from extended import every_second, left_out
 
 CHOSEN = (
     "squatting: memory, link", "squatting: memory, link inside", "squatting: memory, pipe",
@@ -37,13 +37,20 @@ CHOSEN = (
 )  # fmt: skip
 # Of these ways others are usual cases.
 FURTHER = (
-    "links: .report.html.{pid}.part", "links: metrics.jsonl, resumed",
-    "races: replace", "races: folder, remove",
-    "foreign programs: theirs", "foreign programs: link",
-    "size: metrics.jsonl, report", "no UTF-8: metrics.jsonl, report",
-    "checkpoints: forged, 300,000 empty tensors",
+    "squatting: memory, link",
+    "links: .report.html.{pid}.part", "links: metrics.jsonl, resumed", "links: .lock, resumed",
+    "links: checkpoint step-1.part", "leaks: metrics.jsonl, report",
+    "races: replace", "races: folder, remove", "races: folder, write inside",
+    "foreign programs: theirs", "foreign programs: folder and file", "foreign programs: link",
+    "special files: metrics.jsonl, kernel",
+    "size: metrics.jsonl, report", "size: metrics.jsonl, resume", "no UTF-8: metrics.jsonl, report",
+    "names of folders: b'\\xff\\xfe', report", "names of folders: job, train",
+    "checkpoints: forged, 300,000 empty tensors", "checkpoints: checkpoint.json, size",
+    "odd numbers: progress's time 1e+308", "links: folder checkpoints",
+    "races: read", "no UTF-8: metrics.jsonl, resume",
+    "orders to terminals: rank's input_limit 5",
 )  # fmt: skip
-# Of these kinds one of so many.
+# Of these kinds one of so many, and the first, the fourth, ... of these as usual cases.
 SOME = {"hosts in templates": 7, "hosts to ssh": 9, "values in templates": 13,
         "orders to terminals": 11}  # fmt: skip
 
@@ -55,6 +62,15 @@ def chosen() -> list[Attack]:
     assert {one.id for one in found} == set(CHOSEN)
     for kind, part in SOME.items():
         found += [one for one in every if one.kind == kind][::part]
+    return found
+
+
+def further(attacks: list[Attack]) -> list[Attack]:
+    """The extended ones."""
+    found = [one for one in attacks if one.id in FURTHER]
+    for kind in SOME:
+        of_kind = [one for one in attacks if one.kind == kind]
+        found += [one for number, one in enumerate(of_kind) if number % 3]
     return found
 
 
@@ -75,7 +91,7 @@ def place() -> Iterator[Path]:
 @as_root
 @pytest.mark.parametrize(
     "attack",
-    left_out(ATTACKS, [one for one in ATTACKS if one.id in FURTHER]),
+    left_out(ATTACKS, further(ATTACKS)),
     ids=lambda attack: attack.id,
 )
 def test_it_does_no_harm(place, attack):
@@ -111,7 +127,7 @@ def _as_it_was_removed(place: Place) -> str:
 
 
 @as_root
-@pytest.mark.parametrize("act", [_as_plain_python_writes, _as_it_was_removed])
+@pytest.mark.parametrize("act", every_second([_as_it_was_removed, _as_plain_python_writes]))
 def test_it_would_do_harm_to_plain_python(place, act):
     assert attempt(Attack("controls", "plain", act), place).harm == "the user's home has changed"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -48,7 +49,10 @@ ALLOWED = {
 }
 
 
-parsed = lru_cache(maxsize=1)(ast.parse)  # of one file, which is looked through twice
+parsed = lru_cache(maxsize=1)(ast.parse)  # of one file, which may be looked through twice
+# What a call for a door is written with: most files have none of it, and are not parsed.
+NAMES = sorted(ANYWHERE.union({"open", "replace"}, *OF_MODULES.values()))
+WRITTEN = re.compile(rf"\b({'|'.join(NAMES)})\b\s*[()\\#]")
 
 
 def calls(source: str, own: set[str]) -> Iterator[tuple[str, int]]:
@@ -104,6 +108,8 @@ def test_files_are_opened_and_removed_by_the_door_alone():
         if isinstance(allowed, str):
             continue
         source = file.read_text()
+        if not WRITTEN.search(source) or all(one[0] in allowed for one in calls(source, set())):
+            continue
         found = [one for one in calls(source, from_the_door(source)) if one[0] not in allowed]
         if found:
             wrong[name] = found
@@ -124,6 +130,7 @@ def test_nobody_is_allowed_what_he_does_not_do():
      "torch.load(file)", "part.replace(folder / 'a')", "ctypes.CDLL(name)", "os.remove(a)"],
 )  # fmt: skip
 def test_ways_around_the_door_are_seen(source):
+    assert WRITTEN.search(source)
     assert list(calls(source, set()))
 
 
@@ -139,7 +146,8 @@ def test_one_module_makes_consoles_and_one_reads_orders_for_them():
     makes = {
         str(file.relative_to(PACKAGE))
         for file in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(file.read_text()))
+        if "Console" in (source := file.read_text())
+        for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Call) and "Console" in ast.unparse(node.func).split(".")[-1]
     }
     assert makes == {"train/run_log/terminal.py"}

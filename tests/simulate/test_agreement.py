@@ -27,7 +27,7 @@ from gpumix.schema.errors import InputError
 from gpumix.schema.plan.stage import Mode
 from gpumix.simulate.events import simulate
 
-EASY = examples(10)
+EASY = examples(6)
 MODES = [Mode(recompute=r, boundary=b) for r, b in ((1, "device"), (1, "host"), (0, "device"))]
 SEQUENTIAL = Mode(order="sequential")
 ROUNDING = 1e-9
@@ -177,7 +177,7 @@ def test_plans_of_the_planner(batch):
 def test_on_a_model_of_many_layers_the_formula_is_close():
     dice, profile = random.Random(0), fleet(16, layers=24)
     off = []
-    for _ in range(60):
+    for _ in range(15):
         samples = [dice.randint(0, 12) for _ in range(16)]
         plan = plan_by_hand(profile, samples, micro_batch=dice.randint(1, 6))
         replay = simulate(profile, plan)

@@ -21,7 +21,7 @@ from gpumix.simulate.events import simulate
 from gpumix.simulate.program import program_of
 from gpumix.simulate.timeline import uses
 
-EASY = examples(10)
+EASY = examples(6)
 
 
 @EASY
@@ -168,6 +168,7 @@ def test_what_all_devices_do_together_is_one_event():
     assert len(replay.events) == computed + moved
 
 
+@pytest.mark.extended
 def test_the_same_input_gives_the_same_events():
     code = (
         "import sys; sys.path[:0] = sys.argv[1:]\n"

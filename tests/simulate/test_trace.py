@@ -19,7 +19,7 @@ from gpumix.simulate.events import simulate
 from gpumix.simulate.trace import trace_of
 
 COMMUNICATION = STREAMS.index("communication")
-EASY = examples(12)
+EASY = examples(6)
 
 
 def document(trace: Trace):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from draws import examples
 from gpumix.schema.errors import InputError
 from gpumix.schema.job.job import Job
 from gpumix.schema.reading.read import read_job
@@ -66,11 +67,7 @@ VALUES = st.recursive(
 FIELDS = sorted(Job.model_fields)
 BELOW = ["", ".classes", ".classes.fast", ".classes.fast.memory", ".devices", ".lr", ".betas",
          ".config", ".text", ".budget", ".x", "."]  # fmt: skip
-FUZZ = settings(
-    max_examples=150,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+FUZZ = examples(60)
 
 
 def read(path, *overrides):

@@ -116,12 +116,14 @@ def test_a_copy_is_of_the_same_names_shapes_and_values():
 
 
 def test_a_run_tells_what_its_checkpoints_took(tmp_path):
-    train(write_job(tmp_path, steps=6, checkpoint={"every_steps": 2}))
+    job = write_job(tmp_path, steps=6, checkpoint={"every_steps": 2})
+    train(job, plan=plan_for(job))
     records = metrics(tmp_path / "run", "checkpoint")
     assert [record["step"] for record in records] == [2, 4, 6]
     assert all(record["stalled_s"] > 0 and record["seconds"] > 0 for record in records)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("data", every_second(["tokens_without_room", "tokens"]))
 def test_a_run_whose_checkpoints_are_not_copied_says_so_once(tmp_path, data):
     often = {"checkpoint": {"every_steps": 1, "memory_every_steps": 0}, "log_every_steps": 1}
@@ -148,6 +150,7 @@ def on_a_slow_disk(folder, steps, **settings):
     ]
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_a_slow_disk_has_fewer_checkpoints_and_steps_that_do_not_wait(tmp_path):
     written, late = on_a_slow_disk(tmp_path, 30, sync_s=0.3, stall_s=0.05)
@@ -158,5 +161,6 @@ def test_a_slow_disk_has_fewer_checkpoints_and_steps_that_do_not_wait(tmp_path):
     assert all(any(step < other for other in written) for step in late)
 
 
+@pytest.mark.extended
 def test_one_that_is_nearly_written_is_waited_for(tmp_path):
     assert on_a_slow_disk(tmp_path, 5, sync_s=0.05, stall_s=60.0) == [[1, 2, 3, 4, 5], []]

@@ -17,7 +17,7 @@ def intervals(draw):
     return shape, min(cuts), max(cuts)
 
 
-@settings(max_examples=300)
+@settings(max_examples=60)
 @given(intervals())
 def test_boxes_are_the_interval(interval):
     shape, start, end = interval

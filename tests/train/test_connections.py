@@ -68,6 +68,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.extended
 def test_a_store_sees_when_all_others_have_left():
     """The process that has it is connected to it itself, which does not count. The other is
     connected once it was answered: before, its connection may wait to be accepted."""

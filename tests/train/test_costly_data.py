@@ -35,6 +35,7 @@ def read_s(profile: Profile, first: int) -> float:
     )
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_a_plan_gives_a_host_no_more_than_it_can_read(tmp_path):
     cpu_s = 5e-3 * cores_here()  # 10 ms of a host, which has half of the cores

@@ -26,6 +26,7 @@ from warm_commands import Command
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.extended,
     pytest.mark.timeout(700),
     pytest.mark.skipif(os.geteuid() != 0, reason="names of hosts are for root"),
 ]
@@ -158,7 +159,6 @@ def test_a_host_goes_and_another_one_of_a_new_class_comes(tmp_path, agents):
     assert "trains on with 2 devices, by another plan" in gone_on[-1]["decided"]
 
 
-@pytest.mark.extended
 def test_the_rank_that_has_the_store_is_stopped(tmp_path, agents):
     """Alone on its host: nobody there can see it, and the store does not answer any more."""
     folder = job_in(tmp_path / "elastic", once=tmp_path / "stopped").parent

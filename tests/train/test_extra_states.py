@@ -88,6 +88,7 @@ def _of_another_model(folder: Path) -> None:
         checkpointer(folder).load(engine, optimizer)
 
 
+@pytest.mark.extended
 def test_a_model_without_them_does_not_go_on(tmp_path):
     run_ranks(_save, 2, tmp_path)
     run_ranks(_of_another_model, 1, tmp_path)

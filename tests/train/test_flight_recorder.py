@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
 from jobs import gpumix, plan_for, toy, write_job
 
+from extended import left_out
 from gpumix.hardware.host.environment import record_collectives
 from gpumix.train.run_log import run_files
 
@@ -23,15 +25,14 @@ def test_files_go_into_the_run_and_what_is_set_stays(monkeypatch):
     }
 
 
-def test_a_run_that_fails_says_where_they_are(tmp_path):
+@pytest.mark.parametrize("has_dumps", left_out([True, False], [False]))
+def test_a_run_that_fails_says_where_they_are(tmp_path, has_dumps):
     job = write_job(tmp_path, model=toy(fault="raise"), steps=4)
     plan_for(job).save(tmp_path / "plan.json")
     dumps = tmp_path / "run" / run_files.COLLECTIVES
-    said = "torchfrtrace -p rank_"
-    for has_dumps in (False, True):
-        if has_dumps:
-            dumps.mkdir(parents=True)
-            (dumps / "rank_0").touch()
-        done = gpumix("train", job, "--plan", "plan.json", folder=tmp_path)
-        assert done.code == 5
-        assert (said in done.err) is has_dumps
+    if has_dumps:
+        dumps.mkdir(parents=True)
+        (dumps / "rank_0").touch()
+    done = gpumix("train", job, "--plan", "plan.json", folder=tmp_path)
+    assert done.code == 5
+    assert ("torchfrtrace -p rank_" in done.err) is has_dumps

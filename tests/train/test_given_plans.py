@@ -14,7 +14,17 @@ from gpumix.schema.profile.profile import Profile
 from gpumix.train.checks.user_plan import other_speeds
 from gpumix.train.controller import JobController
 
-TWO = {"techniques": {"least_stages": 2, "most_stages": 2, "leave_out": False}}
+# Few plans are possible, so that one is soon made.
+FEW = {
+    "zero_stages": [1],
+    "shardings": ["all"],
+    "boundaries": ["device"],
+    "orders": ["layered"],
+    "heads": ["whole"],
+    "state_on": ["device"],
+    "schedules": ["1f1b"],
+}
+TWO = {"techniques": {"least_stages": 2, "most_stages": 2, "leave_out": False, **FEW}}
 
 
 @pytest.fixture(scope="module")

@@ -79,6 +79,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, losses):
     assert_goes_on(tmp_path, losses)
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", every_second(["terminate-group", "hang-up-group"]))
 def test_a_signal_to_the_whole_group_saves_as_well(tmp_path, losses, fault):
@@ -108,6 +109,7 @@ def test_ranks_do_not_outlive_their_launcher(tmp_path, fault):
     assert done.code == -9  # and `gpumix` has looked for processes that are left
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "fault",
     every_second(
@@ -121,6 +123,7 @@ def test_a_signal_to_any_process_stops_all_of_them(tmp_path, losses, fault):
     assert_goes_on(tmp_path, losses)
 
 
+@pytest.mark.extended
 def test_a_rank_that_is_lost_before_it_answers_makes_no_run_go_on(tmp_path, losses):
     """Ranks start again, to save: what was asked for is not forgotten."""
     fault = toy(fault="interrupt-and-die", rank=1, at=3, once=str(tmp_path / "once"))
@@ -152,19 +155,27 @@ def test_a_signal_ends_a_profile_at_once(tmp_path):
     assert active_children() == []
 
 
-def test_who_started_it_by_nohup_wants_no_end_when_the_terminal_closes(tmp_path):
-    job, plan = disturbed(tmp_path, "hang-up-launcher")
+@pytest.fixture
+def by_nohup():
+    """What is started is to outlive its terminal."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup leaves it
-    try:
-        assert train(job, plan=plan).steps == 6
-        with StopRequest() as stop:
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert not stop.requested
-            os.kill(os.getpid(), signal.SIGTERM)
-            assert stop.requested
-        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.extended
+def test_a_run_by_nohup_goes_on_when_the_terminal_closes(tmp_path, by_nohup):
+    job, plan = disturbed(tmp_path, "hang-up-launcher")
+    assert train(job, plan=plan).steps == 6
+
+
+def test_who_started_it_by_nohup_wants_no_end_when_the_terminal_closes(by_nohup):
+    with StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert not stop.requested
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 def test_a_terminal_that_closes_stops_a_run(tmp_path):
@@ -177,6 +188,7 @@ def test_a_terminal_that_closes_stops_a_run(tmp_path):
         signal.signal(signal.SIGHUP, before)
 
 
+@pytest.mark.extended
 def test_a_signal_in_the_last_step_comes_too_late(tmp_path):
     job = write_job(tmp_path, model=toy(fault="terminate", rank=1, at=6))
     assert train(job, plan=plan_for(job)).steps == 6

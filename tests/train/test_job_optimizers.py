@@ -28,7 +28,7 @@ CLUSTER = Cluster(
 )
 
 
-@pytest.mark.parametrize("name", left_out(OPTIMIZERS, ("groups",)))
+@pytest.mark.parametrize("name", left_out(OPTIMIZERS, ("adafactor", "groups")))
 def test_a_job_is_trained_and_resumed_to_the_bit(tmp_path, name):
     job = write_job(tmp_path, optimizer=OPTIMIZERS[name], schedule={"kind": "constant"})
     plan = plan_for(job, shares=(0.7, 0.0, 0.3))
@@ -38,6 +38,7 @@ def test_a_job_is_trained_and_resumed_to_the_bit(tmp_path, name):
     assert train(job, plan=plan, resume=True).losses == whole.losses[3:]
 
 
+@pytest.mark.extended
 def test_another_plan_goes_on_alike(tmp_path):
     job = write_job(tmp_path, optimizer=OPTIMIZERS["adafactor"], schedule={"kind": "constant"})
     plan = plan_for(job)
@@ -139,6 +140,7 @@ def test_adafactor_counts_as_having_no_state():
     assert per_element == spec.state_bytes_per_element(model) == 0
 
 
+@pytest.mark.extended
 def test_a_job_with_muon_is_planned_from_its_profile(tmp_path):
     """The toy's elements are half in matrices of blocks, so its state is no whole number."""
     job = write_job(tmp_path, optimizer=OPTIMIZERS["muon"], model=toy(width=20), steps=1)

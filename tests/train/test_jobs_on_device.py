@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import BATCH, gpumix, metrics, plan_for, toy, train, write_job
+from jobs import BATCH, checkpoints, gpumix, metrics, plan_for, toy, train, write_job
 
 import cuda_device
 
@@ -43,16 +43,25 @@ def losses_of(run: Path) -> list[float]:
     return [record["loss"] for record in metrics(run)]
 
 
-def test_a_run_on_unlike_gpus_saves_beside_training_and_is_gone_on_with(tmp_path, undisturbed):
-    saving = {"every_steps": 2, "memory_every_steps": 0, "keep": 9}
-    run = trained(tmp_path, cluster=GPUS, checkpoint=saving)
+SAVING = {"every_steps": 2, "memory_every_steps": 0, "keep": 9}
+
+
+def test_a_run_on_unlike_gpus_saves_beside_training(tmp_path, undisturbed):
+    run = trained(tmp_path, cluster=GPUS, checkpoint=SAVING)
     assert losses_of(run) == pytest.approx(undisturbed, rel=1e-4)
+    assert checkpoints(run)[-1] == "step-00000008"
+
+
+@pytest.mark.extended
+def test_a_run_on_unlike_gpus_is_gone_on_with(tmp_path, undisturbed):
+    run = trained(tmp_path, cluster=GPUS, checkpoint=SAVING)
     for name in ("step-00000006", "step-00000008"):
         shutil.rmtree(run / "checkpoints" / name)
-    trained(tmp_path, cluster=GPUS, checkpoint=saving, resume=True)
+    trained(tmp_path, cluster=GPUS, checkpoint=SAVING, resume=True)
     assert losses_of(run)[-4:] == pytest.approx(undisturbed[-4:], rel=1e-4)
 
 
+@pytest.mark.extended
 def test_a_killed_rank_is_replaced_from_copies_in_memory(tmp_path, undisturbed):
     """The copies are made by a stream of their own into memory that is registered."""
     harm = toy(fault="kill", rank=1, at=4)
@@ -63,6 +72,7 @@ def test_a_killed_rank_is_replaced_from_copies_in_memory(tmp_path, undisturbed):
     assert losses_of(run) == pytest.approx(undisturbed, rel=1e-4)
 
 
+@pytest.mark.extended
 def test_a_plan_that_takes_more_memory_than_there_is_is_made_again(tmp_path):
     """By the allocator's limit of a class, and with CUDA's words."""
     usual = {"model": toy(width=512), "optimizer": {"lr": 1e-4}}
@@ -85,6 +95,7 @@ def test_a_plan_that_takes_more_memory_than_there_is_is_made_again(tmp_path):
     assert losses_of(tmp_path / "run") == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.extended
 def test_the_doctor_of_a_job_on_gpus(tmp_path):
     """It trains windows on them, and writes nothing where the job would."""
     one = [{"class": "big", "accelerator": "cuda", "memory": "400 MiB"}]

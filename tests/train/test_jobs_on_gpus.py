@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from jobs import metrics, toy, train, write_job
+from jobs import metrics, plan_for, toy, train, write_job
 
 from gpumix.engine.comm.wait_clock import WaitClock
 from gpumix.hardware.timestamps import stamps_of
@@ -26,9 +26,10 @@ WIDE = {"model": toy(width=256, blocks=4), "global_batch": 16, "precision": "fp3
 
 def test_a_job_trains_as_on_the_cpu(tmp_path):
     """Detects, measures, plans and trains; memory stays within what was planned."""
-    changes = {"steps": 8} | WIDE
+    changes = {"steps": 4} | WIDE
     found = train(write_job(tmp_path / "gpu", cluster=None, **changes))
-    expected = train(write_job(tmp_path / "cpu", **changes))
+    job = write_job(tmp_path / "cpu", **changes)
+    expected = train(job, plan=plan_for(job, (8, 4, 4)))
     assert found.losses == pytest.approx(expected.losses, rel=1e-3, abs=1e-5)
     for record in metrics(tmp_path / "gpu" / "run", "classes")[-1]["classes"]:
         assert record["peak_bytes"] <= record["planned_peak_bytes"] / 0.97
@@ -59,6 +60,7 @@ def test_a_gap_on_the_gpu_is_told_by_its_own_clock():
         assert (watch.last().input > 0.2) == idle
 
 
+@pytest.mark.extended
 def test_a_step_is_traced_on_the_clock_of_the_gpu(tmp_path):
     """What is computed begins and ends within the step that the host measured, in its order."""
     train(write_job(tmp_path, cluster=None, trace_step=5, **WIDE))

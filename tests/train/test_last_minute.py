@@ -120,6 +120,7 @@ def test_a_long_step_is_given_up_and_no_other_one(tmp_path, losses):
     check_stopped_after_three(tmp_path, losses, asked(tmp_path, "notice"))
 
 
+@pytest.mark.extended
 def test_with_updates_beside_the_backward_pass(tmp_path):
     """Part of the parameters may be those of the next step by then."""
     unclipped = {"optimizer": {"lr": 1e-2, "clip_norm": None}}
@@ -136,6 +137,7 @@ def test_on_a_slow_disk_that_is_busy(tmp_path, losses):
     check_stopped_after_three(tmp_path, losses, job)
 
 
+@pytest.mark.extended
 def test_on_a_disk_too_slow_for_another_checkpoint(tmp_path):
     """That of step 3 is whole in time; one of step 4, after it, would not be."""
     slow = {"factory": "toys:tokens_on_slow_disk", "arguments": {"sync_s": 1.2}, "held_out": 0.1}
@@ -150,6 +152,7 @@ def test_on_a_disk_too_slow_for_another_checkpoint(tmp_path):
     verify(tmp_path / "run" / "checkpoints" / "step-00000003", sorted(whole.files.items()))
 
 
+@pytest.mark.extended
 def test_one_rank_that_is_asked_tells_the_others(tmp_path, losses):
     """All save, and start again from there."""
     job = asked(tmp_path, "notice-to-one", restarts=3)
@@ -161,6 +164,7 @@ def test_one_rank_that_is_asked_tells_the_others(tmp_path, losses):
     assert restart["why"] == "somebody asked a rank to end: stopped after step 3 of 6"
 
 
+@pytest.mark.extended
 def test_a_first_step_that_does_not_end_is_given_up(tmp_path, losses):
     harm = toy(fault="notice", rank=1, at=1, once=str(tmp_path / "asked"))
     job = write_job(tmp_path, model=harm, grace=2)
@@ -171,12 +175,14 @@ def test_a_first_step_that_does_not_end_is_given_up(tmp_path, losses):
     assert train(again, plan=plan_for(again)).losses == pytest.approx(losses, rel=1e-6)
 
 
+@pytest.mark.extended
 def test_a_step_after_a_checkpoint_is_given_up_without_copies_in_memory(tmp_path, losses):
     saved = {"every_steps": 3, "memory_every_steps": 0}
     job = asked(tmp_path, "notice", checkpoint=saved)
     check_stopped_after_three(tmp_path, losses, job)
 
 
+@pytest.mark.extended
 def test_without_copies_in_memory_the_step_is_waited_for(tmp_path, losses):
     """There is nothing else to save: who has none is asked to choose a `grace` of several steps."""
     slow = toy(fault="terminate", rank=1, at=3, sample_s=0.2)

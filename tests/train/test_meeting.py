@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.rendezvous.api import RendezvousParameters, RendezvousStateError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
+from extended import every_second
 from gpumix.train.processes.rendezvous_handler import Backend, handler
 from harness import run_ranks
 
@@ -105,7 +106,9 @@ def _meet(host: str) -> tuple[list[bool], str, str]:
     return [_listens(at, port) for at in (HERE, ELSEWHERE)], second.local_addr, apart
 
 
-@pytest.mark.parametrize(("host", "reached"), [(HERE, [True, False]), (ELSEWHERE, [False, True])])
+@pytest.mark.parametrize(
+    ("host", "reached"), every_second([(HERE, [True, False]), (ELSEWHERE, [False, True])])
+)
 def test_agents_listen_at_the_endpoint_alone(host, reached):
     (told,) = run_ranks(_meet, 1, host)
     listens, address, apart = told

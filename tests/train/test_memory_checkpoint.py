@@ -6,6 +6,7 @@ import math
 import random
 import shutil
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +26,7 @@ from checkpoints import (
     trained,
     whole,
 )
-from extended import every_second
+from extended import every_second, left_out
 from gpumix.engine.rank_group import Ranks
 from gpumix.schema.errors import InputError, RankLost
 from gpumix.train.checkpoint.host_copy import HostCopy
@@ -103,21 +104,23 @@ def _take_up(folder: Path, shares: Any, hosts: str, settings: Any = None) -> Any
         return state, model_values(engine), optimizer_values(engine, optimizer), engine.steps
 
 
-@pytest.mark.parametrize("seed", every_second(range(2)))
-def test_any_plan_takes_up_any_other_from_any_host(tmp_path, seed):
-    """Four ranks on two hosts; then some on these, and on a third that has nothing."""
+AGAIN = list(product(("cab", "ba", "aabb"), range(2)))
+
+
+@pytest.mark.parametrize(("hosts", "seed"), left_out(AGAIN, AGAIN[1:]))
+def test_any_plan_takes_up_any_other_from_any_host(tmp_path, hosts, seed):
+    """Four ranks on two hosts; then some on these, or also on a third that has nothing."""
     rng = random.Random(seed)
     saved = run_ranks(_copy, 4, tmp_path, random_shares(4, rng), "aabb")
     model, optimizer = saved[0][0], whole([rank[1] for rank in saved])
-    for hosts in ("ba", "cab", "aabb"):
-        world = len(hosts)
-        taken = run_ranks(_take_up, world, tmp_path, random_shares(world, rng), hosts)
-        for state, values, _, steps in taken:
-            assert_same(values, model)
-            assert (state.step, steps) == (2, 2)
-            assert state.cursor == {"position": 12}
-            assert state.extra == {"note": [0.1, None]}
-        assert_same(whole([rank[2] for rank in taken]), optimizer)
+    world = len(hosts)
+    taken = run_ranks(_take_up, world, tmp_path, random_shares(world, rng), hosts)
+    for state, values, _, steps in taken:
+        assert_same(values, model)
+        assert (state.step, steps) == (2, 2)
+        assert state.cursor == {"position": 12}
+        assert state.extra == {"note": [0.1, None]}
+    assert_same(whole([rank[2] for rank in taken]), optimizer)
 
 
 def _copy_that_hangs(folder: Path) -> None:
@@ -136,7 +139,7 @@ def test_a_copy_that_hangs_is_a_lost_rank(tmp_path):
     run_ranks(_copy_that_hangs, 1, tmp_path)
 
 
-@pytest.mark.parametrize("lost", "ab")
+@pytest.mark.parametrize("lost", every_second("ab"))
 def test_a_host_may_be_lost(tmp_path, lost):
     """With all of its memory: each rank's second copy is on another one."""
     saved = run_ranks(_copy, 4, tmp_path, UNEVEN, "aaab", 3)
@@ -156,6 +159,7 @@ def test_second_copies_are_on_other_hosts_and_spread(hosts):
     assert most <= math.ceil(max(map(hosts.count, hosts)) / min(map(hosts.count, hosts)))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("stage", [0, 1])
 def test_where_ranks_have_the_same_parameters(tmp_path, stage):
     settings = {"zero_stage": stage}
@@ -165,6 +169,7 @@ def test_where_ranks_have_the_same_parameters(tmp_path, stage):
         assert_same(rank[1], saved[0][0])
 
 
+@pytest.mark.extended
 def test_the_last_of_several_copies_counts(tmp_path):
     saved = run_ranks(_copy, 1, tmp_path, ALONE, "a", 4)
     ((state, values, optimizer, _),) = run_ranks(_take_up, 1, tmp_path, ALONE, "a")

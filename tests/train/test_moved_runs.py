@@ -66,6 +66,7 @@ def on_one_device(folder) -> list[float]:
     return train(job, plan=plan_for(job, (sum(SAMPLES),), (1.0,))).losses
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_state_moves_while_the_run_trains_and_losses_stay(tmp_path):
     profile, plan, part = prepared(tmp_path / "sound")

@@ -8,12 +8,11 @@ import re
 import pytest
 from jobs import BATCH, staged_plan_for, toy, train, write_job
 
-from extended import every_third, left_out
 from gpumix.schema.errors import RankLost
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Mode
 
-pytestmark = [pytest.mark.slow]  # most are waited for until the timeout
+pytestmark = [pytest.mark.slow, pytest.mark.extended]  # most are waited for until the timeout
 
 DEVICES = ("big-0", "small-0", "small-1")
 BLOCKS = 6
@@ -77,7 +76,7 @@ OF_STAGES = [(0, "hang"), (0, "stop"), (1, "kill"), (1, "hang"), (2, "hang"), (2
 OF_A_TEAM = [(0, "kill"), (0, "hang"), (1, "hang"), (2, "hang"), (1, "stop"), (2, "kill")]
 
 
-@pytest.mark.parametrize(("rank", "fault"), every_third(OF_STAGES))
+@pytest.mark.parametrize(("rank", "fault"), OF_STAGES)
 def test_of_stages(tmp_path, in_stages, rank, fault):
     plan = in_stages[rank]
     first = plan.stages[plan.stages_of(rank)[0]].units[0]
@@ -89,7 +88,7 @@ def test_of_stages(tmp_path, in_stages, rank, fault):
         check_stand(error, block)
 
 
-@pytest.mark.parametrize(("rank", "fault"), left_out(OF_A_TEAM, [*OF_A_TEAM[1::2], (1, "stop")]))
+@pytest.mark.parametrize(("rank", "fault"), OF_A_TEAM)
 def test_of_a_team_of_two_and_the_stage_behind_it(tmp_path, a_team_and_one, rank, fault):
     block = 0 if rank < 2 else BLOCKS - 1
     error = named_after(tmp_path, a_team_and_one, fault, rank, block)

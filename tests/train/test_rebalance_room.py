@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from functools import cache
 from typing import Any
 
@@ -129,15 +130,16 @@ def largest_shares(memories: tuple[int, ...]) -> dict[tuple[int, int], int]:
     found, plan = made(memories)
     largest = {}
     for number, count in itertools.product(range(3), range(1, BATCH)):
-        samples, most = [count] * 3, -1
-        for part in range(21):
+        dealt = with_samples(plan, [count] * 3)
+
+        def is_too_much(part: int, number: int = number, dealt: Plan = dealt) -> bool:
             shares = [(20 - part) / 40] * 3
             shares[number] = part / 20
-            expected = predict(found, with_shares(with_samples(plan, samples), shares))
-            one = expected.workers[number]
-            if one.peak_bytes <= one.memory_limit_bytes:
-                most = part
-        largest[number, count] = most
+            one = predict(found, with_shares(dealt, shares)).workers[number]
+            return one.peak_bytes > one.memory_limit_bytes
+
+        # Where a part fits, all smaller ones do.
+        largest[number, count] = bisect_left(range(21), True, key=is_too_much) - 1
     return largest
 
 

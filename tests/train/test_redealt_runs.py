@@ -33,6 +33,7 @@ def on_one_device(folder) -> list[float]:
     return train(job, plan=plan_for(job, (BATCH,), (1.0,))).losses
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_micro_batches_go_to_the_other_worker_and_losses_stay(tmp_path):
     sound = write_job(tmp_path / "sound", model=model(), **USUAL)

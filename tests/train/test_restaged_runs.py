@@ -21,7 +21,7 @@ from gpumix.train.rebalance_controller import MEASURED_STEPS
 CLUSTER = [{"class": "same", "emulate": "0.2 GFLOP/s", "memory": "64 MiB", "count": 3}]
 LIMIT_S = 90.0
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.timeout(240)]
 
 
 def test_a_slow_device_gets_fewer_units(tmp_path):

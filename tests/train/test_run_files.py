@@ -105,6 +105,7 @@ def test_the_summary_can_be_printed_as_json(run):
     json.dumps(summary.classes, allow_nan=False)
 
 
+@pytest.mark.extended
 def test_a_run_can_be_trained_again_by_its_plan(run, tmp_path):
     folder, summary = run
     plan = Plan.load(folder / "plan.json")
@@ -122,9 +123,10 @@ def test_a_runs_profile_gives_its_plan(run):
 
 def test_resuming_a_finished_run_does_nothing(tmp_path, capsys):
     job = write_job(tmp_path, steps=2)
-    first = train(job)
+    plan = plan_for(job)
+    first = train(job, plan=plan)
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
-    again = train(job, resume=True)
+    again = train(job, plan=plan, resume=True)
     kept = {"run.json", "plan.json", "profile.json", ".lock"}  # what it was going to run by
     assert {p for p, t in files.items() if p.stat().st_mtime_ns != t and p.is_file()} <= {
         tmp_path / "run" / name for name in kept
@@ -135,6 +137,7 @@ def test_resuming_a_finished_run_does_nothing(tmp_path, capsys):
     assert [r["loss"] for r in metrics(tmp_path / "run")] == first.losses
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_nothing_is_said_of_rates_where_no_step_is_left(tmp_path):
     train(write_job(tmp_path, steps=3, schedule={"kind": "cosine"}))
@@ -148,6 +151,7 @@ def test_nothing_is_said_of_rates_where_no_step_is_left(tmp_path):
     assert "the rate may jump here" in told[4]
 
 
+@pytest.mark.extended
 def test_a_run_goes_on_to_more_steps(tmp_path):
     job = write_job(tmp_path, schedule={"kind": "constant"})
     whole = train(job, "steps=4", f"output={tmp_path / 'whole'}")
@@ -159,6 +163,7 @@ def test_a_run_goes_on_to_more_steps(tmp_path):
     assert [r["tokens"] for r in metrics(tmp_path / "run")][-1] == 4 * BATCH * LENGTH
 
 
+@pytest.mark.extended
 def test_brackets_in_folders_and_files_are_shown_as_they_are(tmp_path):
     job = write_job(tmp_path, output="run [of old]", steps=4, checkpoint={"every_steps": 2})
     plan = plan_for(job)
@@ -177,10 +182,11 @@ def test_brackets_in_folders_and_files_are_shown_as_they_are(tmp_path):
 def test_records_after_the_checkpoint_are_dropped(tmp_path):
     """A run that died told of steps that it did not save; the last line may be half a line."""
     job = write_job(tmp_path, schedule={"kind": "constant"})
-    train(job, "steps=2")
+    plan = plan_for(job)
+    train(job, "steps=2", plan=plan)
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write('{"event": "step", "step": 3, "loss": 9}\n{"event": "st')
-    train(job, "steps=4", resume=True)
+    train(job, "steps=4", plan=plan, resume=True)
     assert [r["step"] for r in metrics(tmp_path / "run")] == [1, 2, 3, 4]
 
 
@@ -188,5 +194,5 @@ def test_a_run_without_checkpoints_starts_its_metrics_anew(tmp_path):
     job = write_job(tmp_path)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text('{"event": "step", "step": 1, "loss": 9}\n')
-    summary = train(job, "steps=2")
+    summary = train(job, "steps=2", plan=plan_for(job))
     assert [r["loss"] for r in metrics(tmp_path / "run")] == summary.losses

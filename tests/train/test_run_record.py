@@ -109,6 +109,7 @@ def test_secrets_are_left_out(tmp_path):
     ]
 
 
+@pytest.mark.extended
 def test_who_started_it_is_known(tmp_path):
     (tmp_path / "cluster.yaml").write_text("- {class: d, count: 1, memory: 1 GiB, emulate: 1e12}\n")
     launch = ("-m", "gpumix", "launch", "--cluster", "cluster.yaml", "loop.py")

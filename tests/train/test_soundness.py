@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+import pytest
 from jobs import gpumix, metrics, plan_for, staged_plan_for, toy, train, write_job
 
 STEPS = 24
 
 
-def harmed(tmp_path, fault: str = "", at: int = 3, **changes) -> list[dict]:
+def harmed(tmp_path, fault: str = "", at: int = 3, steps: int = STEPS, **changes) -> list[dict]:
     """What a job tells whose second rank has a fault from step `at` on."""
     model = toy(width=64, fault=fault, rank=1, at=at)
-    job = write_job(tmp_path, model=model, steps=STEPS, **{"replay_every_steps": 4} | changes)
+    job = write_job(tmp_path, model=model, steps=steps, **{"replay_every_steps": 4} | changes)
     train(job, plan=plan_for(job))
     return metrics(tmp_path / "run", "replay")
 
 
 def test_it_is_named_with_where_it_begins(tmp_path):
-    found = harmed(tmp_path, "wrong", at=6)
-    assert [one["step"] for one in found] == [8, 12, 16, 20]
+    found = harmed(tmp_path, "wrong", at=6, steps=14)
+    assert [one["step"] for one in found] == [8, 12]
     assert {tuple(one["devices"]) for one in found} == {("small-0",)}
     # Backward, the blocks come before the embedding, whose gradient is spoilt.
     assert {one["where"] for one in found} == {"(root)"}
     assert all(one["sure"] and 0.002 < one["deviation"] < 1.0 for one in found)
 
 
+@pytest.mark.extended
 def test_sound_devices_are_not_blamed_and_nothing_changes(tmp_path):
     assert not harmed(tmp_path / "replayed")
     assert not harmed(tmp_path / "plain", replay_every_steps=0)
@@ -33,6 +35,7 @@ def test_sound_devices_are_not_blamed_and_nothing_changes(tmp_path):
         assert (mine["loss"], mine["gradient_norm"]) == (other["loss"], other["gradient_norm"])
 
 
+@pytest.mark.extended
 def test_a_gradient_that_jumps_is_told_and_looked_into_at_once(tmp_path):
     """It was for one step only: of the same batch all make the same."""
     assert not harmed(tmp_path, "large-gradient", at=20, replay_every_steps=STEPS)
@@ -41,6 +44,7 @@ def test_a_gradient_that_jumps_is_told_and_looked_into_at_once(tmp_path):
     assert found["times"] > 10 > found["others"]
 
 
+@pytest.mark.extended
 def test_jumps_are_told_without_replays_too(tmp_path):
     harmed(tmp_path, "large-gradient", at=20, replay_every_steps=0)
     assert len(metrics(tmp_path / "run", "norm-spike")) == 1
@@ -56,6 +60,7 @@ def test_a_device_that_computes_nothing_has_no_part_in_it(tmp_path):
     assert not any(one["sure"] for one in found)
 
 
+@pytest.mark.extended
 def test_workers_of_a_stage_are_compared(tmp_path):
     model = toy(width=64, blocks=3, fault="wrong", rank=1, at=3)
     job = write_job(tmp_path, model=model, steps=7, replay_every_steps=2)
@@ -66,6 +71,7 @@ def test_workers_of_a_stage_are_compared(tmp_path):
     assert all(one["where"] == "(root)" and 0.1 < one["deviation"] < 1.0 for one in found)
 
 
+@pytest.mark.extended
 def test_people_are_told(tmp_path):
     """Who computes wrong, or that nobody can be compared with."""
     job = write_job(

@@ -94,6 +94,7 @@ def test_a_spare_outlives_what_is_sent_to_the_whole_group():
     assert _runs(one.pid)
 
 
+@pytest.mark.extended
 @pytest.mark.slow  # torch is loaded anew
 def test_a_server_that_is_killed_before_it_has_forked_a_spare_is_started_anew():
     first = server()
@@ -164,6 +165,7 @@ def test_a_run_whose_server_is_killed_goes_on_from_memory_and_with_the_spare(
     assert seen[-1].pid not in (first, seen[0].pid)
 
 
+@pytest.mark.extended
 def test_runs_that_do_not_start_again_and_profiles_have_no_spare(tmp_path, monkeypatch):
     monkeypatch.setattr(local_launcher, "keep_spare", lambda: pytest.fail("a spare is made"))
     job = write_job(tmp_path, restarts=0)
@@ -173,6 +175,7 @@ def test_runs_that_do_not_start_again_and_profiles_have_no_spare(tmp_path, monke
     assert LocalRunner(restarts=True).run(family, cluster)[0] == server()
 
 
+@pytest.mark.extended
 def test_a_launcher_that_is_killed_leaves_no_spare_behind(tmp_path):
     fault = toy(fault="kill-launcher", rank=1, at=3)
     job = write_job(tmp_path, model=fault, restarts=1)

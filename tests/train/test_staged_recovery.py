@@ -32,6 +32,7 @@ LOST = [
 ]
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "zero_stage", "place"),

@@ -12,6 +12,7 @@ from jobs import (
     PAIR,
     TENSOR_PLAN,
     metrics,
+    plan_for,
     plan_in_unlike_teams,
     staged_plan_for,
     toy,
@@ -44,7 +45,7 @@ def job(tmp_path_factory):
 @pytest.fixture(scope="module")
 def alone(job):
     """By one stage."""
-    summary = train(job, f"output={job.parent / 'alone'}")
+    summary = train(job, f"output={job.parent / 'alone'}", plan=plan_for(job))
     return summary.losses, evaluations(job.parent / "alone")
 
 
@@ -93,34 +94,31 @@ def test_a_trial_tells_how_much_of_its_time_each_rank_waited(job):
     assert all(0.0 < share < 1.0 for share in trial.busy_shares)
 
 
-def test_a_run_goes_on_in_other_stages_or_without(job, alone):
+def test_a_run_in_stages_goes_on_without(job, alone):
     there = f"output={job.parent / 'there'}"
     train(job, there, "steps=3", plan=staged(job, zero_stage=1))
-    train(job, there, "steps=4", plan=staged(job, zero_stage=0), resume=True)
-    train(job, there, resume=True)
+    train(job, there, plan=plan_for(job), resume=True)
     seen = [record["loss"] for record in metrics(job.parent / "there")]
     assert seen == pytest.approx(alone[0], rel=1e-5)
 
 
 @pytest.mark.slow
-def test_a_run_in_a_team_is_that_of_one_and_goes_on_without(tmp_path):
+def test_a_run_in_a_team_is_that_of_one(tmp_path):
     model = toy() | {"tensor_plan": TENSOR_PLAN}
     settings = {"model": model, "cluster": PAIR, "schedule": {"kind": "constant"}}
     job = write_job(tmp_path, evaluation={"every_steps": 3, "batches": 1}, **settings)
-    alone = train(job, f"output={tmp_path / 'alone'}")
+    alone = train(job, f"output={tmp_path / 'alone'}", plan=plan_for(job, (4, 4), (0.5, 0.5)))
     team = f"output={tmp_path / 'team'}"
-    train(job, team, "steps=3", "techniques.tensor=2", "techniques.sequence=true")
+    found = train(job, team, "techniques.tensor=2", "techniques.sequence=true")
     plan = Plan.load(tmp_path / "team" / "plan.json")
     assert [(stage.tensor, stage.sequence) for stage in plan.stages] == [(2, True)]
-    train(job, team, "steps=4", resume=True)
-    train(job, team, "techniques.tensor=2", "techniques.sequence=false", resume=True)
-    seen = [record["loss"] for record in metrics(tmp_path / "team")]
-    assert seen == pytest.approx(alone.losses, rel=1e-5)
+    assert found.losses == pytest.approx(alone.losses, rel=1e-5)
     assert evaluations(tmp_path / "team") == pytest.approx(
         evaluations(tmp_path / "alone"), rel=1e-5
     )
 
 
+@pytest.mark.extended
 def test_a_run_in_teams_of_unlike_sizes_is_that_of_one_and_goes_on_without(tmp_path):
     model = toy() | {"tensor_plan": TENSOR_PLAN}
     cluster = [CLUSTER[0], *PAIR]
@@ -137,6 +135,7 @@ def test_a_run_in_teams_of_unlike_sizes_is_that_of_one_and_goes_on_without(tmp_p
     )
 
 
+@pytest.mark.extended
 def test_who_insists_has_a_team_of_unlike_devices(tmp_path, capsys):
     model = toy() | {"tensor_plan": TENSOR_PLAN}
     alike = write_job(tmp_path / "alike", model=model, cluster=PAIR, techniques={"tensor": 2})
@@ -164,15 +163,14 @@ def test_a_model_that_nobody_says_how_to_divide_is_refused(tmp_path):
 
 def test_devices_that_a_plan_leaves_out_are_not_started(tmp_path):
     job = write_job(tmp_path, steps=3, schedule={"kind": "constant"})
-    alone = train(job, f"output={tmp_path / 'alone'}", "steps=4").losses
+    alone = train(job, f"output={tmp_path / 'alone'}", plan=plan_for(job))
     found = train(job, f"output={tmp_path / 'subset'}", "strategy=best-subset")
     plan = Plan.load(tmp_path / "subset" / "plan.json")
     assert len({worker.device_class for worker in plan.workers}) == 1
-    assert found.losses == pytest.approx(alone[:3], rel=1e-5)
-    (again,) = train(job, f"output={tmp_path / 'subset'}", "steps=4", resume=True).losses
-    assert again == pytest.approx(alone[-1])
+    assert found.losses == pytest.approx(alone.losses, rel=1e-5)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("strategy", every_second(["staged", "model"]))
 def test_the_planner_makes_such_plans(tmp_path, strategy):
     job = write_job(tmp_path, steps=3, model=toy(blocks=4), schedule={"kind": "constant"})

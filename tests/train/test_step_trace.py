@@ -9,6 +9,7 @@ import pytest
 from jobs import EMULATED, gpumix, metrics, plan_for, toy, train, write_job
 from traces import slices, told
 
+from extended import left_out
 from gpumix.engine.comm.step_recorder import Activity, RecordedMove, RecordedStep
 from gpumix.schema.errors import InputError
 from gpumix.schema.plan.plan import Plan
@@ -28,7 +29,7 @@ RUNS = {
 }
 
 
-@pytest.fixture(scope="module", params=RUNS)
+@pytest.fixture(scope="module", params=left_out(RUNS, ("emulated",)))
 def run(request, tmp_path_factory):
     """A run's folder, its plan, and the profile of its devices."""
     cluster, samples, shares = RUNS[request.param]
@@ -116,6 +117,7 @@ def test_a_step_that_never_comes_cannot_be_traced(tmp_path):
         train(write_job(tmp_path, trace_step=9))
 
 
+@pytest.mark.extended
 def test_a_step_that_is_done_is_told_and_not_traced(tmp_path):
     job = write_job(tmp_path, cluster=REAL, steps=2, schedule={"kind": "constant"})
     plan = plan_for(job, (4, 4), (0.5, 0.5))

@@ -74,6 +74,7 @@ def test_torchrun_measures_plans_and_trains(tmp_path):
 MEETINGS = [(["gpumix"], (1, 2)), (["c10d", "--local-addr", "127.0.0.1"], (1, 1))]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("own", "processes"),
     left_out(MEETINGS, MEETINGS[:1]),
@@ -101,6 +102,7 @@ def test_hosts_may_differ_in_devices_and_in_what_they_have_measured(tmp_path, ow
     assert [r["loss"] for r in metrics(tmp_path / "run")] == losses_by(plan, job, tmp_path)
 
 
+@pytest.mark.extended
 def test_the_first_rank_may_have_the_store_itself(tmp_path):
     """Then it is there until all others have told their errors. That runs end well by it too is
     shown below."""
@@ -111,6 +113,7 @@ def test_the_first_rank_may_have_the_store_itself(tmp_path):
     assert "is gone" not in done.err
 
 
+@pytest.mark.extended
 def test_there_must_be_a_process_for_every_device(tmp_path):
     write_job(tmp_path, cluster=CLUSTER)
     done = standalone(tmp_path, 2)
@@ -209,6 +212,7 @@ def roomy(tmp_path_factory) -> list[float]:
     return train(job, plan=plan_for(job, **HALVES)).losses
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("store", every_second(["of the agent", "of the first rank"]))
 def test_ranks_that_are_out_of_memory_begin_anew(roomy, tmp_path, store):
     """torchrun, which was told of no restarts, takes no notice; no step is lost."""

@@ -9,6 +9,7 @@ import pytest
 import transformers
 from jobs import OWN_PROFILES, gpumix, metrics, plan_for, train, write_job
 
+from extended import every_second
 from gpumix.data.order.global_order import GlobalOrder
 from gpumix.schema.errors import InputError, MachineError, TrainingError
 from gpumix.schema.reading.read import read_job
@@ -79,7 +80,7 @@ def test_text_with_a_tokenizer_trained_on_it(tmp_path, text):
         tokenizer="tokenizer.json",
         config={"vocab_size": vocabulary, "bos_token_id": 0, "eos_token_id": 0},
     )
-    assert_learns(train(job))
+    assert_learns(train(job, plan=plan_for(job, [4], [1.0])))
     # It goes with the exported model.
     told: list[str] = []
     model = export(tmp_path / "run", tmp_path / "model", tell=told.append)
@@ -104,10 +105,11 @@ def test_a_folder_of_datasets(tmp_path):
     rows = [" ".join(WORDS[k % 7 :]) for k in range(40)]
     datasets.Dataset.from_dict({"story": rows}).save_to_disk(tmp_path / "saved")
     job = gpt_job(tmp_path, {"dataset": "saved", "column": "story"}, evaluation={"every_steps": 3})
-    assert_learns(train(job))
+    assert_learns(train(job, plan=plan_for(job, [4], [1.0])))
     assert metrics(tmp_path / "run", "evaluation")[0]["loss"] > 0
 
 
+@pytest.mark.extended
 def test_what_the_data_holds_is_no_memory_of_a_device_that_is_a_cpu(tmp_path):
     data = {"factory": "toys:large_tokens", "arguments": {"mib": 100}, "held_out": 0.1}
     job = write_job(tmp_path, data=data, steps=2)  # on devices of 64 and 32 MiB
@@ -152,6 +154,7 @@ def test_bf16_stays_close_to_fp32(tmp_path):
     assert coarse.losses != exact.losses
 
 
+@pytest.mark.extended
 def test_sgd_with_momentum_is_resumed_to_the_bit(tmp_path):
     job = write_job(
         tmp_path,
@@ -165,6 +168,7 @@ def test_sgd_with_momentum_is_resumed_to_the_bit(tmp_path):
     assert train(job, plan=plan, resume=True).losses == whole.losses[3:]
 
 
+@pytest.mark.extended
 def test_another_optimizer_cannot_go_on(tmp_path):
     job = write_job(tmp_path)
     plan = plan_for(job)
@@ -173,6 +177,7 @@ def test_another_optimizer_cannot_go_on(tmp_path):
         train(job, "optimizer.name=sgd", plan=plan, resume=True)
 
 
+@pytest.mark.extended
 def test_other_data_cannot_go_on(tmp_path):
     job = write_job(tmp_path)
     plan = plan_for(job)
@@ -199,6 +204,7 @@ def test_samples_that_cannot_be_read_stop_the_run_or_are_counted(tmp_path):
         train(job, "data.bad_samples=stop", f"output={tmp_path / 'other'}", plan=plan)
 
 
+@pytest.mark.extended
 def test_bad_samples_are_skipped_in_all_that_a_run_does(tmp_path):
     """While it is measured what samples take, and in evaluations; the first one is bad, too."""
     data = {"factory": "toys:damaged_tokens", "arguments": {"first": 0}, "held_out": 0.2}
@@ -221,6 +227,7 @@ def test_bad_samples_are_skipped_in_all_that_a_run_does(tmp_path):
         JobController.of_file(job, ["data.bad_samples=stop"], debug=False).profile(fresh=True)
 
 
+@pytest.mark.extended
 def test_a_sample_that_never_comes_while_devices_are_measured_is_named(tmp_path):
     data = {"factory": "toys:absent_tokens", "arguments": {"first": 8}, "held_out": 0}
     own = OWN_PROFILES | {"budget": 1}
@@ -229,7 +236,7 @@ def test_a_sample_that_never_comes_while_devices_are_measured_is_named(tmp_path)
         JobController.of_file(job, [], debug=False).profile()
 
 
-@pytest.mark.parametrize("held_out", [0.02, 0.06])
+@pytest.mark.parametrize("held_out", every_second([0.02, 0.06]))
 def test_an_evaluation_may_have_fewer_samples_than_a_batch(tmp_path, held_out):
     """One or three of 64 samples: some ranks get no row."""
     job = write_job(

@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 STEPS = 40
 WIDTH = 128  # so that what they send each other is much of a link's traffic
 TIMEOUT_S = 15
+SHORT_S = 10  # of the test in which it is waited for
 CUT_OFF_S = 600  # of the test of who is found long before
 PORT = "29511"
 
@@ -64,10 +65,16 @@ class Run:
         meeting: how its agents meet; default: by torchrun's own way for two hosts that both stay.
     """
 
-    def __init__(self, folder: Path, joined: Wire, meeting: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        joined: Wire,
+        meeting: Sequence[str] = (),
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
         self.folder = folder
         self._meeting = meeting
-        job = _job(folder, timeout_s=CUT_OFF_S if meeting else TIMEOUT_S)
+        job = _job(folder, timeout_s=timeout_s)
         plan = plan_for(job, (4, 4), (0.5, 0.5))
         (folder / "plan.json").write_text(plan.model_dump_json(), encoding="utf-8")
         env = environment(folder / "cache") | {"OMP_NUM_THREADS": "1"}
@@ -114,8 +121,13 @@ class Run:
 
 
 @pytest.fixture
-def run(tmp_path, joined) -> Iterator[Run]:
-    started = Run(tmp_path, joined)
+def timeout_s() -> float:
+    return TIMEOUT_S
+
+
+@pytest.fixture
+def run(tmp_path, joined, timeout_s) -> Iterator[Run]:
+    started = Run(tmp_path, joined, timeout_s=timeout_s)
     try:
         yield started
     finally:
@@ -128,7 +140,7 @@ def check_finished(run: Run, expected: list[float]) -> None:
     assert [one["loss"] for one in metrics(run.folder / "run")] == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.extended  # as one that is throttled
+@pytest.mark.extended
 def test_a_link_that_is_cut_for_five_seconds_is_waited_for(run, joined, expected):
     run.wait_for_steps(3)
     joined.cut()
@@ -139,6 +151,7 @@ def test_a_link_that_is_cut_for_five_seconds_is_waited_for(run, joined, expected
     check_finished(run, expected)
 
 
+@pytest.mark.parametrize("timeout_s", [SHORT_S])
 def test_a_link_that_is_cut_for_good_stops_both_and_each_names_the_other(run, joined):
     """What torchrun's own agents do then is theirs: one waits for minutes for the other."""
     run.wait_for_steps(3)
@@ -164,7 +177,7 @@ ELASTIC = [
 @pytest.mark.extended
 def test_after_a_link_is_cut_for_good_the_host_of_the_endpoint_goes_on(tmp_path, joined, expected):
     """Long before its collectives' timeout; the other host names it, and leaves."""
-    run = Run(tmp_path, joined, ELASTIC)
+    run = Run(tmp_path, joined, ELASTIC, timeout_s=CUT_OFF_S)
     try:
         run.wait_for_steps(3)
         joined.cut()
@@ -184,6 +197,7 @@ def test_after_a_link_is_cut_for_good_the_host_of_the_endpoint_goes_on(tmp_path,
     assert [worker.host for worker in plan.workers] == [HOSTS[0]]
 
 
+@pytest.mark.extended
 def test_a_link_that_is_throttled_to_a_tenth_of_what_it_carries_is_waited_for(
     run, joined, expected
 ):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import pytest
-from jobs import metrics, train, write_job
+from jobs import metrics, plan_for, train, write_job
 
 from gpumix.cost.input_time import STARVED_SHARE
 from gpumix.cost.layout.causes import PARTS, in_parts
@@ -15,6 +17,7 @@ from gpumix.hardware.timestamps import HostStamps
 from gpumix.train.monitor.step_timer import WINDOW_STEPS, Starvation, StepTimer
 from gpumix.train.run_log.display import input_bound
 from gpumix.train.run_log.metrics import RankRecord
+from gpumix.train.run_log.summary import Summary
 from gpumix.train.run_log.time_breakdown import Shares
 
 
@@ -136,31 +139,45 @@ def test_who_waits_for_data_is_named_and_so_is_what_is_short():
     assert input_bound(names[:1], records[:1]) == ""
 
 
-@pytest.mark.slow
-def test_a_run_says_once_that_it_waits_for_its_data(tmp_path):
-    steps = 4 * WINDOW_STEPS  # one window may be disturbed
-    job = write_job(
-        tmp_path,
-        data={"factory": "toys:slow_tokens", "held_out": 0.1, "workers": 0, "prefetch": 1},
-        global_batch=2,  # each sample is waited for
-        steps=steps,
-        log_every_steps=10,
+def slow_job(folder: Path, window_steps: int) -> Path:
+    """Of as many steps as four windows have, as one may be disturbed; each sample is waited for."""
+    slow = {"factory": "toys:slow_tokens", "arguments": {"window_steps": window_steps}}
+    return write_job(
+        folder,
+        data=slow | {"held_out": 0.1, "workers": 0, "prefetch": 1},
+        global_batch=2,
+        steps=4 * window_steps,
+        log_every_steps=window_steps // 2,
         cluster=[{"class": "big", "accelerator": "cpu", "memory": "64 MiB", "count": 2}],
     )
-    summary = train(job)
-    records = metrics(tmp_path / "run")
-    for record in records:
+
+
+def check_waits(run: Path, summary: Summary) -> dict[str, Any]:
+    """What is told of the only class."""
+    for record in metrics(run):
         assert sum(record["shares"].values()) == pytest.approx(1.0)
-    for record in metrics(tmp_path / "run", "ranks"):
+    for record in metrics(run, "ranks"):
         assert [rank["device_class"] for rank in record["ranks"]] == ["big", "big"]
         for rank in record["ranks"]:
             assert sum(rank["shares"].values()) == pytest.approx(1.0)
-    [told] = metrics(tmp_path / "run", "input-bound")
+    [told] = metrics(run, "input-bound")
     assert {rank["share"] > STARVED_SHARE for rank in told["ranks"]} == {True}
     assert {rank["limit"] for rank in told["ranks"]} <= set(Limit)
     [of_class] = summary.classes
     assert sum(of_class["shares"].values()) == pytest.approx(1.0)
     assert of_class["shares"]["input"] > STARVED_SHARE
+    return of_class
+
+
+def test_a_run_says_once_that_it_waits_for_its_data(tmp_path):
+    job = slow_job(tmp_path, window_steps=3)
+    check_waits(tmp_path / "run", train(job, plan=plan_for(job, (1, 1), (0.5, 0.5))))
+
+
+@pytest.mark.extended
+@pytest.mark.slow
+def test_a_planned_run_that_waits_for_its_data_has_the_memory_that_was_planned(tmp_path):
+    of_class = check_waits(tmp_path / "run", train(slow_job(tmp_path, WINDOW_STEPS)))
     assert of_class["peak_source"] == "measured"
     assert 0 < of_class["mfu"] <= of_class["hfu"] < 1
     assert of_class["planned_peak_bytes"] == sum(of_class["planned_memory"].values())

@@ -24,6 +24,7 @@ from torch.utils.data import IterableDataset
 
 from gpumix.train import trainer
 from gpumix.train.checkpoint import checkpointer
+from gpumix.train.monitor import step_timer
 
 VOCABULARY = 32
 NOBODY = -2  # among ranks
@@ -380,7 +381,9 @@ def tokens_without_room() -> list[dict[str, Tensor]]:
     return tokens()
 
 
-def slow_tokens() -> list[dict[str, Tensor]]:
+def slow_tokens(window_steps: int = step_timer.WINDOW_STEPS) -> list[dict[str, Tensor]]:
+    """Whoever reads them looks after so many steps whether it waits for them."""
+    step_timer.WINDOW_STEPS = window_steps
     return _Slow(tokens())
 
 
