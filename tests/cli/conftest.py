@@ -5,12 +5,27 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
+if TYPE_CHECKING:
+    from gpumix.schema.plan.plan import Plan
+
 for folder in ("train", "planner"):
     sys.path.append(str(Path(__file__).parents[1] / folder))
+
+
+@cache
+def planned() -> Plan:
+    """Of what `verbs.measured` has."""
+    from verbs import measured
+
+    from gpumix.planner.plan import plan as make_plan
+
+    return make_plan(measured(), 8)
 
 
 @pytest.fixture
@@ -18,12 +33,9 @@ def run(tmp_path):
     """A folder with a plan, and a few steps of a run."""
     from verbs import measured
 
-    from gpumix.planner.plan import plan as make_plan
-
     folder = tmp_path / "first"
-    plan, profile = make_plan(measured(), 8), measured()
-    plan.save(folder / "plan.json")
-    profile.save(folder / "profile.json")
+    planned().save(folder / "plan.json")
+    measured().save(folder / "profile.json")
     steps = [
         {"event": "step", "step": n, "loss": 3.0 / n, "step_s": 0.5, "tokens_per_s": 2048.0}
         for n in range(1, 6)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from verbs import gpumix, measured, refused, write_job
 
 import mutants
+from draws import examples
 from gpumix.planner.plan import plan as make_plan
 from gpumix.schema.errors import InputError
 from gpumix.schema.profile.profile import Profile
@@ -44,8 +45,8 @@ def job(tmp_path):
     return write_job(tmp_path)
 
 
-def told(job: Path, content: Any) -> str:
-    """What is said of a profile by its file, in Python and by every verb that takes one."""
+def told(job: Path, content: Any, verbs: Iterable[tuple[str, ...]] = (("plan",),)) -> str:
+    """What is said of a profile by its file, in Python and by verbs."""
     path = job.with_name("profile.json")
     path.write_text(content if isinstance(content, str) else json.dumps(content))
     with pytest.raises(InputError) as caught:
@@ -53,7 +54,7 @@ def told(job: Path, content: Any) -> str:
     error = caught.value
     assert error.where.startswith(str(path))
     assert "gpumix profile" in error.fix
-    for verb in (("plan",), ("compare",), ("whatif", "--remove", "tardy")):
+    for verb in verbs:
         assert f"gpumix: {error}" in refused(*verb, job, "--profile", path)
     return str(error)
 
@@ -63,6 +64,11 @@ def test_the_profile_before_it_is_changed(job):
     path.write_text(json.dumps(GOOD))
     assert Profile.load(path) == measured()
     assert gpumix("plan", job, "--profile", path, "--json").exit_code == 0
+
+
+def test_every_verb_that_takes_a_profile_says_it(job):
+    verbs = (("plan",), ("compare",), ("whatif", "--remove", "tardy"))
+    assert "was not measured" in told(job, without(TARDY), verbs)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +172,6 @@ CHANGES: list[Callable[[Keys, Any], Any]] = [
     lambda keys, of: with_value(keys, [at(of, keys)], of),
     *(lambda keys, of, odd=odd: with_value(keys, odd, of) for odd in ODD),
 ]
-ANYTHING = settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @st.composite
@@ -183,9 +188,11 @@ def is_one_error_at_most(*arguments: str | Path) -> None:
     assert done.stderr.count("gpumix: ") == (done.exit_code != 0)
 
 
-@ANYTHING
+@examples(20)
 @given(broken(GOOD), st.sampled_from([("plan",), ("compare",), WHATIF]))
-def test_whatever_a_profile_holds_no_verb_fails_otherwise(job, text, verb):
+def test_whatever_a_profile_holds_no_verb_fails_otherwise(tmp_path, text, verb):
+    """Among all plans that there are."""
+    job = write_job(tmp_path, techniques={})
     path = job.with_name("profile.json")
     path.write_text(text)
     is_one_error_at_most(*verb, job, "--profile", path)
@@ -194,7 +201,7 @@ def test_whatever_a_profile_holds_no_verb_fails_otherwise(job, text, verb):
 PLAN = json.loads(make_plan(measured(), 8).model_dump_json())
 
 
-@ANYTHING
+@examples(20)
 @given(broken(PLAN), broken(GOOD), st.sampled_from(["plan", "profile"]))
 def test_whatever_a_plan_or_its_profile_holds_no_replay_fails_otherwise(
     tmp_path, plan, profile, which

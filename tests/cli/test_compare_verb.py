@@ -6,11 +6,13 @@ import json
 
 import pytest
 from typer.testing import CliRunner
+from verbs import JOB, write_job
 
 from gpumix.cli import app
 from gpumix.planner.plan import STRATEGIES
 
 CARDS = "rtx3090, p40"
+SMALL = ("--sequence-length", "512", "--global-batch", "4")
 
 
 def compared(*arguments: str, code: int = 0):
@@ -41,15 +43,19 @@ def test_the_table_says_why_each_lost():
     assert "times of p40, rtx3090 are an estimate from datasheets" in shown
 
 
-def test_what_is_not_possible_is_a_row_too():
-    shown = compared("--cluster", CARDS, "--model", "2B").stderr
+def test_what_is_not_possible_is_a_row_too(tmp_path):
+    """A job with a model of 1.9 billion parameters."""
+    sizes = {"hidden_size": 2560, "num_hidden_layers": 24, "num_attention_heads": 20}
+    config = JOB["model"]["config"] | sizes | {"intermediate_size": 6912}
+    job = write_job(tmp_path, model={"config": config})
+    shown = compared(str(job), "--cluster", CARDS).stderr
     row = next(line for line in shown.splitlines() if line.startswith("│ best-subset"))
     assert "not possible" in row
     assert "best-subset: no single device class has room" in shown
 
 
 def test_nothing_that_fits_is_an_error():
-    shown = compared("--cluster", "2x p40", "--model", "70B", code=4).stderr
+    shown = compared("--cluster", "2x p40", "--model", "70B", *SMALL, code=4).stderr
     assert shown.startswith("gpumix: ")
     assert "short of" in shown
 

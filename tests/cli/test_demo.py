@@ -15,6 +15,13 @@ SMALLER = [
     "model.config.n_embd=48",
     "sequence_length=32",
     "global_batch=8",
+    # Few plans; of the even ones that are tried one.
+    "techniques.most_stages=1",
+    "techniques.tensor=1",
+    "techniques.zero_stages=3",
+    "techniques.recompute=true",
+    "techniques.state_on=device",
+    "profile.budget=2",
 ]
 
 

@@ -12,7 +12,7 @@ from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import Profile
 
 CARDS = "rtx3090, p40"  # few: plans are found soon
-SMALL = ("--model", "100M", "--sequence-length", "512", "--global-batch", "16")
+SMALL = ("--model", "20M", "--sequence-length", "512", "--global-batch", "16")
 LABEL = "an estimate from datasheets"
 
 
@@ -52,9 +52,9 @@ def outlooks(*arguments) -> list[dict]:
         ("2 hosts of t4", "12 GB/s", {"host-0": 1, "host-1": 1}),
     ],
 )  # fmt: skip
-def test_a_cluster_in_one_line(text, network, hosts):
+def test_a_cluster_in_one_line(job, text, network, hosts):
     link = () if network is None else ("--network", network)
-    plan = planned("--cluster", text, *link, *SMALL)
+    plan = planned(job, "--cluster", text, *link)
     used = {host: [w for w in plan.workers if w.host == host] for host in hosts}
     assert sum(map(len, used.values())) == len(plan.workers)
     for host, workers in used.items():  # some may be left out
@@ -63,9 +63,9 @@ def test_a_cluster_in_one_line(text, network, hosts):
     assert plan.prediction.step_s > 0
 
 
-def test_a_better_link_is_no_worse():
+def test_a_better_link_is_no_worse(job):
     steps = [
-        planned("--cluster", "t4; t4", "--network", link, *SMALL).prediction.step_s
+        planned(job, "--cluster", "t4; t4", "--network", link).prediction.step_s
         for link in ("10GbE", "ib-ndr")
     ]
     assert steps[0] >= steps[1]
@@ -78,15 +78,17 @@ def test_the_table_says_that_it_is_an_estimate_and_what_of():
     assert done.stdout == ""
 
 
-def test_what_each_card_computes_in_is_told_where_they_differ():
-    cluster = ("--cluster", "v100-16gb-pcie, rtx3090", *SMALL)
-    shown = gpumix("plan", *cluster).stderr
+def test_what_each_card_computes_in_is_told_where_they_differ(job):
+    cluster = ("--cluster", "v100-16gb-pcie, rtx3090")
+    shown = gpumix("plan", *cluster, *SMALL).stderr
     assert "bf16 (rtx3090) and fp16 (v100-16gb-pcie), AdamW" in shown
     assert "v100-16gb-pcie computes in fp16: it computes fast in fp16 and has no bf16" in shown
-    half = gpumix("plan", *cluster, "--precision", "fp16").stderr
+    one = ("--cluster", "v100-16gb-pcie")
+    half = gpumix("plan", *one, *SMALL, "--precision", "fp16").stderr
     assert "fp16, AdamW" in half
     assert "computes in" not in half
-    slow = gpumix("plan", *cluster, "--precision", "bf16").stderr
+    both = ("--set", "techniques.leave_out=false")
+    slow = gpumix("plan", job, *cluster, *both, "--set", "precision=bf16").stderr
     assert "v100-16gb-pcie computes in bf16: as asked; bf16 is computed in software" in slow
 
 
@@ -101,7 +103,7 @@ def test_a_card_that_cannot_compute_in_a_dtype_is_refused():
 
 
 def test_of_a_job_its_own_model_batch_and_optimizer_count(job):
-    several = ("--cluster", "2x rtx3090, p40", "--set", "techniques={most_stages: 1, tensor: 1}")
+    several = ("--cluster", "2x rtx3090, p40", "--set", "techniques.zero_stages=1")
     fp32 = (*several, "--set", "precision=fp32")
     plan = planned(job, *fp32)
     assert (plan.sequence_length, plan.global_batch, plan.communication_dtype) == (128, 8, "fp32")
@@ -120,7 +122,7 @@ def test_a_configuration_serves_as_a_model(job, tmp_path):
     config = {"model_type": "llama", "hidden_size": 256, "num_hidden_layers": 4,
               "num_attention_heads": 4, "intermediate_size": 512, "vocab_size": 1000}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    length = ("--sequence-length", "128", "--global-batch", "8")
+    length = ("--sequence-length", "128", "--global-batch", "2")
     plan = planned("--cluster", CARDS, "--model", tmp_path / "config.json", *length)
     assert sum(len(stage.units) for stage in plan.stages) == 4
 
@@ -252,9 +254,9 @@ def test_prices_in_json(from_profile):
     assert then["price_per_billion_tokens"] == pytest.approx(4.75 / 3600 * seconds)
 
 
-def test_new_cards_are_said_to_stand_on_a_host_where_there_are_several():
-    asked = ("--cluster", "rtx3090; rtx3090", "--between", "100GbE", *SMALL)
-    _, like, other = outlooks(*asked, "--add", "rtx3090", "--add", "p40")[:3]
+def test_new_cards_are_said_to_stand_on_a_host_where_there_are_several(job):
+    asked = ("--cluster", "rtx3090; rtx3090", "--between", "100GbE")
+    _, like, other = outlooks(job, *asked, "--add", "rtx3090", "--add", "p40")[:3]
     assert like["change"] == "add rtx3090 on host-0"
     assert other["change"] == "add p40 on new-host"
 
@@ -265,7 +267,7 @@ def test_of_an_estimate(job):
         now, then = outlooks(*question)
         assert then["tokens_per_s"] >= now["tokens_per_s"]
         assert set(now["estimated"]) == {"rtx3090", "p40"}
-        assert LABEL in gpumix("whatif", *question).stderr
+    assert LABEL in gpumix("whatif", job, *asked).stderr
 
 
 @pytest.mark.parametrize(
@@ -315,7 +317,7 @@ def test_hosts_want_a_link_between_them():
 def test_nothing_imports_torch(from_profile):
     found = heavy_imports(
         from_profile[0].parent,
-        ("plan", "--cluster", "rtx3090; p40", "--network", "25GbE", *SMALL),
+        ("plan", "job.yaml", "--cluster", "rtx3090; p40", "--network", "25GbE"),
         ("plan", "job.yaml", "--cluster", CARDS),
         ("plan", "job.yaml", "--profile", "profile.json"),
         ("whatif", "job.yaml", "--profile", "profile.json", "--add", "t4", "--inside", "pcie4"),

@@ -36,7 +36,8 @@ def job(tmp_path):
 def planned(tmp_path_factory):
     """A folder with a job, its profile and its plan."""
     folder = tmp_path_factory.mktemp("planned")
-    train(write_job(folder), "steps=1")
+    few = {"most_stages": 1, "tensor": 1, "zero_stages": 3, "leave_out": False}
+    train(write_job(folder, techniques=few), "steps=1")
     Profile.load(folder / "run" / "profile.json").save(folder / "profile.json")
     Plan.load(folder / "run" / "plan.json").save(folder / "plan.json")
     return folder
@@ -235,6 +236,7 @@ def test_a_place_that_cannot_be_written_is_told(planned):
     assert "/proc" in done.err
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_a_missing_package_is_told(tmp_path):
     """One that cannot be imported, although it is there."""
@@ -290,6 +292,7 @@ def test_a_failed_run_is_told_in_few_lines(broken):
     assert done.json()["error"] == "TrainingError"
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_debug_shows_the_way_to_the_error(broken):
     done = here("train", "job.yaml", "--plan", "plan.json", "--debug", folder=broken.parent)

@@ -44,6 +44,8 @@ def commands() -> list[list[str]]:
     return [shlex.split(line)[1:] for line in lines if line]
 
 
+# Its commands are run by `tests/docs/test_commands_run.py`, too.
+@pytest.mark.extended
 @pytest.mark.slow
 def test_the_job_of_the_readme_goes_its_whole_way(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

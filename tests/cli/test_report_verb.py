@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from verbs import gpumix, refused
 
+from extended import every_second
+
 DOCS = Path(__file__).parents[2] / "docs"
 sys.path.append(str(DOCS))
 
@@ -88,7 +90,7 @@ needs_browser = pytest.mark.skipif(browser.chromium() is None, reason="no browse
 
 
 @needs_browser
-@pytest.mark.parametrize(("width", "dark"), [(390, True), (1400, False)])
+@pytest.mark.parametrize(("width", "dark"), every_second([(390, True), (1400, False)]))
 def test_a_browser_shows_it_and_refuses_nothing(run, tmp_path, width, dark):
     """Styles apply under the page's own policy, and nothing is wider than the window."""
     assert gpumix("report", run).exit_code == 0

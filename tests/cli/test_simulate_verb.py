@@ -11,13 +11,18 @@ from click.testing import Result
 from jobs import OWN_PROFILES, plan_for, train, write_job
 from verbs import gpumix, refused
 
+from gpumix.cli.profile_source import PlanOptions, profile_beside
 from gpumix.planner.plan import plan as make_plan
+from gpumix.schema.job.search_space import Space
 from gpumix.schema.plan.step_trace import Trace
 from gpumix.train.controller import JobController
 
 CLUSTER = "2x rtx3090, 2x p40"
 ESTIMATE = ("--cluster", CLUSTER, "--model", "3B")
 PAIR = [{"class": "one", "accelerator": "cpu", "memory": "64 MiB", "count": 2}]
+# Few plans, which are found soon.
+TECHNIQUES = {"most_stages": 1, "tensor": 1, "zero_stages": 3, "leave_out": False}
+FEW = Space.model_validate(TECHNIQUES)
 
 
 def ran(*arguments) -> Result:
@@ -30,8 +35,10 @@ def ran(*arguments) -> Result:
 def estimated(tmp_path_factory):
     """A plan for cards that nobody has."""
     path = tmp_path_factory.mktemp("estimated") / "plan.json"
-    asked = ("--strategy", "even", "--sequence-length", 1024, "--global-batch", 48)
-    ran("plan", *ESTIMATE, *asked, "--output", path)
+    asked = PlanOptions(None, [], cluster=CLUSTER, model="3B", sequence_length=1024)
+    profile = asked.source().profile
+    make_plan(profile, 48, strategy="even", space=FEW).save(path)
+    profile.save(profile_beside(path))
     return path
 
 
@@ -39,9 +46,10 @@ def estimated(tmp_path_factory):
 def measured(tmp_path_factory):
     """A folder with a job that was measured, its profile and its plan."""
     folder = tmp_path_factory.mktemp("measured")
-    profile = JobController.of_file(write_job(folder, cluster=PAIR), (), debug=False).profile()
+    job = write_job(folder, cluster=PAIR, techniques=TECHNIQUES)
+    profile = JobController.of_file(job, (), debug=False).profile()
     profile.save(folder / "profile.json")
-    make_plan(profile, 8).save(folder / "plan.json")
+    make_plan(profile, 8, space=FEW).save(folder / "plan.json")
     return folder
 
 
@@ -105,8 +113,7 @@ def test_a_job_that_was_measured_says_what_its_profile_says(measured):
 
 def test_a_run_can_be_laid_beside_its_simulation(tmp_path):
     """As the command line page says: the run's folder has all that it takes."""
-    one = {"most_stages": 1, "leave_out": False}
-    train(write_job(tmp_path, cluster=PAIR, steps=2, trace_step=2, techniques=one))
+    train(write_job(tmp_path, cluster=PAIR, steps=2, trace_step=2, techniques=TECHNIQUES))
     run_folder, beside = tmp_path / "run", tmp_path / "simulated.json"
     ran("simulate", run_folder / "plan.json", "--profile", run_folder / "profile.json",
         "--trace", beside)  # fmt: skip

@@ -45,7 +45,7 @@ JOB = {
     "steps": 2,
     "cluster": "cluster.yaml",
     "output": "runs/first",
-    "profile": {"cache": "profiles", "budget": 5},
+    "profile": {"cache": "profiles", "budget": 1},
 }
 CLASSES = {
     "big": {"emulate": "40 GFLOP/s", "memory": "64 MiB"},
@@ -135,9 +135,17 @@ RUN = [
 ]
 
 
+# For verbs that search: few plans.
+SEARCHED = "techniques={most_stages: 1, tensor: 1, zero_stages: 3, state_on: device}"
 # What others try too, in long searches and in runs; and of each, its options are looked at in
 # `test_page_commands.py`.
 FURTHER = {
+    "gpumix compare --cluster '4x rtx3090, 2x p40' --model 1B",
+    "gpumix doctor train:main",
+    "gpumix plan --cluster '4x a100-40gb-sxm; 8x v100-16gb-sxm' --network ib-hdr --model 1B",
+    "gpumix plan job.yaml --strategy even --output plan.json",
+    "gpumix simulate plan.json --cluster '4x rtx3090, 2x p40' --model 3B",
+    "gpumix train job.yaml --trace 20",
     "gpumix plan job.yaml --cluster '4x a100-40gb-sxm'",
     "gpumix plan --cluster '2x rtx4090, 4x rtx3090' --model 3B",
     "gpumix train job.yaml --strategy model",
@@ -231,17 +239,25 @@ def launched(words: list[str], folder: Path) -> None:
 
 
 def shorter(verb: str, words: list[str]) -> list[str]:
-    """What makes a command short, whatever the page says; and real cards where real ones join."""
+    """What makes a command short, whatever the page says: few steps, of the sizes that are measured
+    already, and few plans; and real cards where real ones join."""
     if verb == "train":
         steps = 4 if "--resume" in words else 20 if "--trace" in words else 2
-        return ["--set", f"steps={steps}"]
+        sizes = (f"{key}={JOB[key]}" for key in ("sequence_length", "global_batch"))
+        return [word for one in (f"steps={steps}", *sizes) for word in ("--set", one)]
     if verb == "whatif" and "job.yaml" in words:
-        return ["--profile", "real.json", "--set", "cluster=real.yaml"]
+        real = ["--profile", "real.json", "--set", "cluster=real.yaml"]
+        return [*real, "--set", SEARCHED]
+    if verb == "compare" and "job.yaml" in words:
+        return ["--set", SEARCHED]
+    if verb == "doctor":
+        return ["--steps", "3", "--pairs", "3"]
     return []
 
 
 def test_what_pages_show_is_run():
     assert len(SHOWN) > 40 and len(RUN) > 35
+    assert {shlex.join(command) for command in RUN} >= FURTHER
     assert {shlex.join(command) for command in SHOWN} >= set(FIRST)
     assert all(
         command in RUN

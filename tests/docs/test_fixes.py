@@ -36,12 +36,17 @@ AS_KEYS = (
     re.compile(rf"(?<!\w)((?:{SECTIONS}): \{{\w+)"),
     re.compile(r"`(\w+)` in the job"),
 )
+# Files without it are not parsed: their texts name no key.
+MAY_NAME = re.compile(
+    rf"(?m)--set|` in |^[^#\n]*[\"'].*\b(?:{SECTIONS})(?:\.\w|: \{{)|=\s*f?\"\"\""
+)
 
 
 def fixes() -> Iterator[tuple[str, str]]:
     """(where, all that is written in it) of each `fix`, and of the constants that serve as one."""
     for file in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        text = file.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)) if MAY_NAME.search(text) else ():
             as_fix = isinstance(node, ast.keyword) and node.arg == "fix"
             if as_fix or isinstance(node, ast.Assign):
                 parts = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant)]

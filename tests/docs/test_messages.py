@@ -23,6 +23,14 @@ def rows(title: str) -> list[str]:
 
 
 @cache
+def source() -> str:
+    """The code as it is written: texts of several lines are joined, with a gap for each value."""
+    files = sorted(PACKAGE.rglob("*.py"))
+    text = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    return re.sub(r"\{[^{}\n]*\}", "...", re.sub(r'"\s*\n\s*f?"', "", text))
+
+
+@cache
 def written() -> str:
     return "\n".join(texts())
 
@@ -49,8 +57,8 @@ MESSAGES = [
 
 @pytest.mark.parametrize("message", MESSAGES)
 def test_a_message_is_one_that_the_code_has(message):
-    words = re.escape(message).replace(re.escape("..."), r"\.\.\.")
-    assert re.search(words, written()), "the message has changed: change the page"
+    known = message in source() or message in written()  # to parse all takes long
+    assert known, "the message has changed: change the page"
 
 
 def test_there_are_messages_of_each_code():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import weakref
 from typing import Any
 
@@ -253,3 +254,9 @@ def test_by_stages_and_teams_it_is_called_when_it_is_whole(kind):
         assert np.allclose(inside, expected, atol=1e-5)
         assert np.allclose(plain, output(model, "llama"), atol=1e-5)
         assert "gpumix.whole" in fix
+
+
+def test_a_sharded_model_cannot_be_pickled_and_says_so():
+    engine = engine_alone(EVERY["gpt2"].factory, 2, 2)
+    with pytest.raises(InputError, match="sharded over ranks cannot be pickled"):
+        pickle.dumps(engine.model)

@@ -22,7 +22,6 @@ from changed_imports import (
     losses_before,
     trained,
 )
-from extended import left_out
 from gpumix.report.page import page
 from gpumix.report.run import read_run
 from gpumix.schema.plan.plan import Plan
@@ -36,8 +35,18 @@ def check(found: Launched, expected: list[float]) -> None:
     assert first > second and first + second == BATCH
 
 
-@pytest.mark.parametrize("name", left_out(SCRIPTS, SCRIPTS.keys() - {"run_clm"}))
-def test_one_line_is_changed_and_the_losses_are_the_same(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "further"),
+    [
+        pytest.param("run_clm", False, id="run_clm"),
+        *(
+            pytest.param(name, True, marks=pytest.mark.extended, id=f"all of {name}")
+            for name in SCRIPTS
+        ),
+    ],
+)
+def test_one_line_is_changed_and_the_losses_are_the_same(name, further, tmp_path):
+    """`further`: its report is read, and it is started by torchrun, too."""
     expected = losses_before(name, tmp_path)
     assert len(expected) == (REPORTED_STEPS if name == "run_clm" else STEPS)
     found = launched(name, tmp_path)
@@ -45,9 +54,9 @@ def test_one_line_is_changed_and_the_losses_are_the_same(name, tmp_path):
     if name != "clm_no_trainer":  # a loop of one's own has no folder
         plan = Plan.load(found.output / "gpumix" / "plan.json")
         assert [worker.samples for worker in plan.workers] == found.samples
-    if name == "run_clm":
+    if further and name == "run_clm":
         check_report(found)
-    if name in BY_TORCHRUN:
+    if further and name in BY_TORCHRUN:
         check(launched(name, tmp_path, torchrun=True), expected)
 
 

@@ -56,6 +56,7 @@ def test_own_loop_has_the_same_losses_on_one_device_and_on_three(cache):
     assert losses(alone)[1] < losses(alone)[0]
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_own_model_learns(cache):
     out = python("examples/own_model.py", cache=cache)
@@ -153,6 +154,7 @@ def rows_of(printed: str) -> list[list[str]]:
     return rows
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_two_hosts_trains_under_torchrun(cache, tmp_path):
     """On one host, a smaller model on emulated devices: what it shows is the way to start it."""

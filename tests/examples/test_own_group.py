@@ -76,6 +76,7 @@ def profile_with_momentum():
     )
 
 
+@pytest.mark.extended
 def test_the_state_of_the_optimizer_is_measured():
     assert run_ranks(profile_with_momentum, 2)[0].optimizer_bytes_per_element == 4
 
@@ -91,6 +92,7 @@ def profile_what_is_built_already():
     )
 
 
+@pytest.mark.extended
 def test_a_builder_may_call_build_itself():
     assert len(run_ranks(profile_what_is_built_already, 2)[0].model.calls) == 2
 

@@ -189,6 +189,7 @@ def test_a_stage_that_does_not_fit_is_skipped_and_said_to_be(tmp_path):
     assert (figures["skipped"], figures["failed"]) == (1, 0)
 
 
+@pytest.mark.extended
 def test_stages_get_no_more_than_is_left(tmp_path, monkeypatch):
     monkeypatch.setattr("proof.starter.ENDS_S", 0.5)
     monkeypatch.setattr("proof.command.RESERVE_S", 1.0)

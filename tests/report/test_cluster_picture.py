@@ -6,7 +6,7 @@ from collections.abc import Callable
 from itertools import combinations
 
 import pytest
-from folders import read, write_run
+from folders import planned, read, write_run
 from profiles import fleet
 from verbs import measured
 
@@ -17,10 +17,12 @@ from gpumix.schema.cluster.cluster import Device
 from gpumix.schema.cluster.link_islands import Links, PairTimes
 from gpumix.schema.cluster.network import Network
 from gpumix.schema.curve import Curve
+from gpumix.schema.job.search_space import Space
 from gpumix.schema.plan.plan import Plan
 from gpumix.schema.profile.profile import CollectiveTimes, Profile
 
 Named = Callable[[Device], str]
+FEW = Space(most_stages=1, tensor=(1,), zero_stages=(3,), state_on=("device",))
 
 
 def nowhere(device: Device) -> str:
@@ -77,7 +79,7 @@ def a_rack(count: int = 12) -> Profile:
 
 
 def run_of(folder, profile: Profile, plan: Plan | None = None, batch: int = 64) -> Run:
-    plan = plan or make_plan(profile, batch)
+    plan = plan or make_plan(profile, batch, space=FEW)
     write_run(folder, plan=plan)
     profile.save(folder / "profile.json")
     return read_run(folder)
@@ -89,7 +91,7 @@ def inner(box: Box) -> dict[str, Box]:
 
 def test_boxes_are_racks_hosts_and_islands_with_their_links(tmp_path):
     profile = a_rack()
-    whole = cluster_of(make_plan(profile, 64), profile)
+    whole = cluster_of(make_plan(profile, 64, space=FEW), profile)
     assert (whole.level, whole.hosts, whole.devices) == ("cluster", 3, 12)
     racks = inner(whole)
     assert racks.keys() == {"near", "far"}
@@ -129,7 +131,7 @@ def test_boxes_are_racks_hosts_and_islands_with_their_links(tmp_path):
 @pytest.mark.parametrize("count", [4, 8, 24])
 def test_what_devices_have_is_the_plans(tmp_path, count):
     profile = a_rack(count)
-    plan = make_plan(profile, 64)
+    plan = make_plan(profile, 64, space=FEW)
     members = cluster_of(plan, profile).all_members
     assert sorted(m.device for m in members) == sorted(d.id for d in profile.cluster.devices)
     workers = {worker.device: worker for worker in plan.workers}
@@ -156,7 +158,7 @@ def test_many_alike_are_one(tmp_path):
         inside="pcie4",
         between="25GbE",
     )
-    workers = make_plan(fleet(128), 512)
+    workers = make_plan(fleet(128), 512, space=FEW)
     whole = cluster_of(workers, profile)
     assert (whole.devices, whole.hosts) == (128, 32)
     assert len(whole.boxes) == 4  # one for the hosts of each class
@@ -188,7 +190,7 @@ def test_rates_are_those_that_the_cost_model_goes_by(tmp_path):
 
 
 def test_without_a_profile_the_plan_tells_who_is_there(tmp_path):
-    plan = make_plan(measured(), 8)
+    plan = planned()
     plan.save(tmp_path / "plan.json")
     found = read(read_run(tmp_path))
     assert len([a for a in found.named("div") if a.get("class") == "member"]) == 3
@@ -197,7 +199,9 @@ def test_without_a_profile_the_plan_tells_who_is_there(tmp_path):
 
 def test_devices_without_a_part_are_told(tmp_path):
     profile = measured()
-    plan = make_plan(profile.model_copy(update={"cluster": profile.cluster.only(["quick-0"])}), 8)
+    plan = make_plan(
+        profile.model_copy(update={"cluster": profile.cluster.only(["quick-0"])}), 8, space=FEW
+    )
     found = read(run_of(tmp_path, profile, plan))
     assert len([a for a in found.named("div") if a.get("class") == "member out"]) == 2
     assert "left out of the plan" in found.text
@@ -211,6 +215,6 @@ def test_names_of_places_are_text(tmp_path, name):
         islands=lambda d: f"{name} {d.id}",
         racks=lambda d: name,
     )
-    found = read(run_of(tmp_path, profile, make_plan(measured(), 8)))
+    found = read(run_of(tmp_path, profile, planned()))
     assert found.text.count(name) >= 2
     assert not {"script", "img"} & {tag for tag, _ in found.tags}

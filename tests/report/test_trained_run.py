@@ -33,7 +33,8 @@ def trained(tmp_path_factory):
         trace_step=5,
         evaluation={"every_steps": 4, "batches": 1},
         checkpoint={"every_steps": 4},
-        profile={"cache": "profiles", "budget": 5},
+        techniques={"most_stages": 1, "tensor": 1, "zero_stages": 3, "leave_out": False},
+        profile={"cache": "profiles", "budget": 2},
     )
     return folder / "run", train(job)
 
