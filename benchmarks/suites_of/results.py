@@ -77,11 +77,8 @@ REFUSED: dict[str, tuple[str, str]] = {
     ),
     r"batches come from several loaders at once": (LIGHTNING, "several training loaders at once"),
     r"^InputError: an? \w+ gives the batches": (LIGHTNING, "loaders of another class than torch's"),
-    r"^InputError: Trainer: (StochasticWeightAveraging|WeightAveraging|EMAWeightAveraging|"
-    r"ModelPruning|BatchSizeFinder) has": (
-        LIGHTNING,
-        "the callbacks\n",
-    ),
+    r"^InputError: Trainer: the callback \w+ has no meaning": (LIGHTNING, "the callbacks\n"),
+    r"a model that is sharded over ranks cannot be pickled": (LIGHTNING, "cannot be pickled"),
     r"batches are read before the devices were measured": (
         LIGHTNING,
         "`trainer.estimated_stepping_batches` of a stream",

@@ -19,7 +19,7 @@ from greenlet import greenlet
 from torch import nn
 
 from gpumix.hardware import runtime
-from gpumix.schema.errors import GpumixError
+from gpumix.schema.errors import GpumixError, InputError
 
 
 class ModelError(GpumixError):
@@ -190,20 +190,38 @@ class Calls:
         return answer(name, args, kwargs)
 
 
-def intercept(name: str, module: nn.Module, calls: Calls) -> None:
-    """Make calls of `module` stop the surrounding coroutine; calls outside of a coroutine go to
-    `calls`."""
+class _Boundary:
+    """The forward of a unit of a sharded model."""
 
-    def boundary(*args: Any, **kwargs: Any) -> Any:
+    def __init__(self, name: str, forward: Callable[..., Any], calls: Calls) -> None:
+        self._name, self._calls = name, calls
+        self.__name__ = "forward"
+        with contextlib.suppress(ValueError, TypeError):  # inspected for a batch's names
+            self.__signature__ = inspect.signature(forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         current = greenlet.getcurrent()
         if current.parent is None:
-            return calls.answer(name, args, kwargs)
+            return self._calls.answer(self._name, args, kwargs)
         inside = ThreadState.capture()
-        call = UnitCall(name, args, kwargs, inside, contextvars.copy_context())
+        call = UnitCall(self._name, args, kwargs, inside, contextvars.copy_context())
         outputs, outside = current.parent.switch(call)
         inside.replace(outside)
         return outputs
 
-    with contextlib.suppress(ValueError, TypeError):  # inspected for a batch's names
-        boundary.__signature__ = inspect.signature(module.forward)  # type: ignore[attr-defined]
-    module.forward = boundary
+    def __deepcopy__(self, _: Any) -> _Boundary:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise InputError(
+            "a model that is sharded over ranks cannot be pickled",
+            where=f"unit '{self._name}'",
+            why="this process has pieces of its parameters",
+            fix="save its state_dict(), or call gpumix.unshard(model) before",
+        )
+
+
+def intercept(name: str, module: nn.Module, calls: Calls) -> None:
+    """Make calls of `module` stop the surrounding coroutine; calls outside of a coroutine go to
+    `calls`."""
+    module.forward = _Boundary(name, module.forward, calls)

@@ -12,13 +12,19 @@ from gpumix.integrations.common.plan_and_shard import world
 from gpumix.schema.errors import InputError
 
 WHOLE = "it looks at whole parameters, and a rank has pieces of them"
+THAWS = "it thaws parameters while training, and the state of frozen ones is stored nowhere"
+FREEZE = "freeze what is not trained before the module is given to the trainer"
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-CALLBACKS = {
-    "StochasticWeightAveraging": WHOLE,
-    "WeightAveraging": WHOLE,
-    "EMAWeightAveraging": WHOLE,
-    "ModelPruning": WHOLE,
-    "BatchSizeFinder": "no plan is taken that does not fit, and the plan chooses micro-batches",
+CALLBACKS = {  # and classes made of them: why, fix
+    "StochasticWeightAveraging": (WHOLE, "leave it out"),
+    "WeightAveraging": (WHOLE, "leave it out"),
+    "EMAWeightAveraging": (WHOLE, "leave it out"),
+    "ModelPruning": (WHOLE, "leave it out"),
+    "BaseFinetuning": (THAWS, FREEZE),
+    "BatchSizeFinder": (
+        "no plan is taken that does not fit, and the plan chooses micro-batches",
+        "leave it out",
+    ),
 }
 
 
@@ -66,8 +72,9 @@ def _found(trainer: Trainer, module: LightningModule) -> Any:
             "leave it out",
         )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if (why := CALLBACKS.get(type(callback).__name__)) is not None:
-            yield f"the callback {type(callback).__name__}", why, "leave it out"
+        for kind in type(callback).__mro__:
+            if kind.__name__ in CALLBACKS:
+                yield f"the callback {type(callback).__name__}", *CALLBACKS[kind.__name__]
     devices = trainer._accelerator_connector._devices_flag
     asked = devices if isinstance(devices, int) else len(devices)
     if world() == 1 and asked * trainer._accelerator_connector._num_nodes_flag > 1:
