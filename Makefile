@@ -23,7 +23,7 @@ help:
 	@echo "make demo      train a small GPT on four emulated devices (a few minutes)"
 	@echo "make test      run all tests but the extended ones"
 	@echo "make test-device   run those that need GPUs, on a CUDA device without one"
-	@echo "make test-extended   run further cases, which take another half an hour"
+	@echo "make test-extended   run further cases, which take longer than the usual ones"
 	@echo "make test-extras   install Ray, wandb, mlflow and trackio, and run what tests them"
 	@echo "make lint      ruff and mypy"
 	@echo "make docs      write what the pages take from the code"
