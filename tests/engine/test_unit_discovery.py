@@ -269,3 +269,12 @@ def test_shared_buffers_are_counted_once():
     for block in model.blocks:
         block.register_buffer("mask", model.blocks[0]._buffers.get("mask", torch.ones(10)))
     assert buffer_bytes(model) == 40
+
+
+def test_kinds_are_replaced_where_they_are_known():
+    """Of a unit that is never called none is measured."""
+    anatomy = dissect(own_blocks())
+    first, *rest = (unit.kind for unit in anatomy.units)
+    renamed = anatomy.of_kinds({anatomy.units[0].name: "own"})
+    assert [unit.kind for unit in renamed.units] == ["own", *rest]
+    assert first != "own"
