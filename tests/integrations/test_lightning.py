@@ -33,7 +33,7 @@ CHECKPOINT = "epoch=1-step=7.ckpt"
 def module() -> Any:
     """As its author wrote it, for one device."""
     from lightning.pytorch import LightningModule
-    from torchmetrics import MeanMetric, MeanSquaredError
+    from torchmetrics import MeanMetric, MeanSquaredError, SumMetric
 
     class Language(LightningModule):
         def __init__(self) -> None:
@@ -41,6 +41,7 @@ def module() -> Any:
             self.model = model()
             self.first_words = MeanMetric()
             self.apart = MeanSquaredError(squared=False)  # no mean of parts is the whole's
+            self.mean_loss, self.counted_rows = MeanMetric(), SumMetric()
             self.counted, self.words = 0, []
 
         def training_step(self, batch, batch_idx):
@@ -51,6 +52,11 @@ def module() -> Any:
             self.log("highest", sums.max().float(), reduce_fx="sum")
             self.apart(batch["input_ids"][:, 0].float(), batch["input_ids"][:, 1].float())
             self.log("apart", self.apart)  # of each step, not of the epoch
+            self.mean_loss(loss)  # one number a batch, not one a micro-batch
+            self.log("mean_loss", self.mean_loss, on_step=True, on_epoch=True)
+            self.counted_rows.update(len(batch["input_ids"]))
+            self.log("counted_rows", self.counted_rows, on_step=False, on_epoch=True)
+            self.log("given_size", loss.detach(), batch_size=len(batch["input_ids"]))
             return loss
 
         def validation_step(self, batch, batch_idx):
@@ -138,6 +144,7 @@ def trained(folder: Path, plan: str = "", resumes: str = "") -> dict[str, Any]:
     from lightning.pytorch.loggers import CSVLogger
 
     told: dict[str, Any] = {"losses": [], "rates": [], "ends": [], "logged": [], "kept": []}
+    told["of_epochs"] = []
 
     class Listener(Callback):
         def on_train_epoch_start(self, trainer, module):
@@ -146,10 +153,15 @@ def trained(folder: Path, plan: str = "", resumes: str = "") -> dict[str, Any]:
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
             told["losses"].append(trainer.callback_metrics["loss"].item())
             told["logged"] += [
-                trainer.callback_metrics[name].item() for name in ("rows", "highest", "apart")
+                trainer.callback_metrics[name].item()
+                for name in ("rows", "highest", "apart", "mean_loss_step", "given_size")
             ]
             told["rates"].append(trainer.optimizers[0].param_groups[0]["lr"])
             told["ends"].append((trainer.global_step, batch_idx, outputs["loss"].item()))
+
+        def on_train_epoch_end(self, trainer, module):
+            told["of_epochs"].append(module.mean_loss.compute().item())
+            told["of_epochs"].append(module.counted_rows.compute().item())
 
         def on_validation_end(self, trainer, module):
             told["validated"] = {k: v.item() for k, v in trainer.callback_metrics.items()}
@@ -243,6 +255,11 @@ def test_what_a_validation_logs_is_of_all_samples(stock, ours):
 def test_a_metric_of_steps_begins_each_epoch_at_nothing(stock, ours):
     for rank in (stock, *ours):
         assert rank["kept"] == [0] * EPOCHS
+
+
+def test_a_metric_of_single_numbers_has_one_for_each_batch(stock, ours):
+    for rank in ours:
+        assert rank["of_epochs"] == pytest.approx(stock["of_epochs"], rel=TOLERANCE)
 
 
 def test_predictions_come_in_order(stock, ours):

@@ -268,12 +268,14 @@ class ReducedLoss:
                 why="what it is a mean over was read from its graph, which is another one now",
                 fix="return (summed loss, count) from a loss function of your own",
             )
+        # A factor of 0 stands for a mean over nothing: `loss.sum() * 0` where no sample counts.
+        divisor = torch.where(found[0].isinf(), 0.0, found[0])
         if self.rule is None or not self.rule.labels:
-            return found[0]
+            return divisor
         # Without counted labels, a loss may divide by 1 instead of 0.
         labels = self.labels_of(batch)[self.rule.labels]
         own = counted_by_row(labels, shifted=self.rule.shifted).sum() > 0
-        return torch.where(own.to(found[0].device), found[0], 0.0)
+        return torch.where(own.to(divisor.device), divisor, 0.0)
 
     def count(self, batch: Any, rule: Rule | None = None) -> Tensor:
         """Return the denominator of a micro-batch's loss, by the given or the valid rule."""

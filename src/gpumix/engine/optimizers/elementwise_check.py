@@ -7,11 +7,14 @@ update, and earlier if passed to gpumix.
 
 from __future__ import annotations
 
+import copy
 import weakref
-from collections.abc import Collection, Iterable
+from collections import OrderedDict, defaultdict
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -23,6 +26,8 @@ _NORMS = "it goes by the norms of whole parameters, and this rank has a part of 
 _ALL = "it goes by all parameters together, and this rank has a part of them"
 _OWN = "gpumix.{}(engine.parameters(), engine.layout(), ...)"
 _ELEMENTWISE = "use one that treats elements one by one, such as torch.optim.AdamW, or gpumix.Muon"
+_SHAPES, _STEPS = ((4, 6), (5,)), 3
+_PLAIN = (bool, int, float, str, type(None))  # of attributes that a copy may share
 # By class name, of torch and of common libraries.
 REFUSED: dict[str, tuple[str, str]] = {
     "Adafactor": (_MATRICES, _OWN.format("Adafactor")),
@@ -96,6 +101,70 @@ def check_kind(kind: type, fix: str = "") -> None:
         )
 
 
+def check_on_pieces(optimizer: Optimizer) -> None:
+    """Compare updates of small tensors with updates of their pieces, by a copy of an optimizer of
+    unknown kind. Optimizers that hold other objects, or fail alone, are not compared.
+
+    Raises:
+        InputError: pieces are updated otherwise.
+    """
+    kind = type(optimizer)
+    known = kind.__module__.startswith("torch.optim") or isinstance(optimizer, WholeOptimizer)
+    own = vars(optimizer).keys() - vars(Optimizer([torch.zeros(1)], {})).keys()
+    if known or not all(isinstance(vars(optimizer)[name], _PLAIN) for name in own):
+        return
+    generator = torch.Generator().manual_seed(0)
+    values, *gradients = (
+        [torch.randn(shape, generator=generator) for shape in _SHAPES] for _ in range(_STEPS + 1)
+    )
+    try:
+        whole = _updated(optimizer, values, gradients)
+        pieces = [
+            _updated(optimizer, part(values), [part(of_step) for of_step in gradients])
+            for part in (_first_half, _second_half)
+        ]
+    except Exception:  # it needs a closure, a GPU, or what only training has
+        return
+    together = [torch.cat(both) for both in zip(*pieces)]
+    if not all(map(_close, whole, together)):
+        raise InputError(
+            f"{kind.__module__}.{kind.__qualname__} cannot update a sharded model",
+            why="tried on small tensors, it updates their pieces otherwise than the whole",
+            fix=_ELEMENTWISE,
+        )
+
+
+def _updated(
+    optimizer: Optimizer, values: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]
+) -> list[Tensor]:
+    """Return flat values after a step with each row of gradients, by a copy of the optimizer."""
+    trial = copy.copy(optimizer)
+    parameters = [nn.Parameter(value.clone()) for value in values]
+    options = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+    trial.param_groups = [{**copy.deepcopy(options), "params": parameters}]
+    trial.state = defaultdict(dict)
+    trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for of_step in gradients:
+            for parameter, gradient in zip(parameters, of_step):
+                parameter.grad = gradient.clone()
+            type(optimizer).step(trial)
+    return [parameter.detach().flatten() for parameter in parameters]
+
+
+def _first_half(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.flatten()[: tensor.numel() // 3] for tensor in tensors]
+
+
+def _second_half(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.flatten()[tensor.numel() // 3 :] for tensor in tensors]
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    return torch.allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
 class FirstUpdateCheck:
     """Check of every optimizer of an engine's pieces before its first update."""
 
@@ -109,4 +178,7 @@ class FirstUpdateCheck:
         engine = self._engine()
         if engine is not None and optimizer not in self._checked:
             check(optimizer, engine.parameters())
+            ids = {id(piece) for piece in engine.parameters()}
+            if engine.comm.world > 1 and holds_any(optimizer, ids):
+                check_on_pieces(optimizer)
             self._checked.add(optimizer)

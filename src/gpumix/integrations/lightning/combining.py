@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 MEAN, SAMPLES, SUM, MAX, MIN = "mean", "samples", "sum", "max", "min"
 DIVIDED = "divided"  # a mean weighted by the denominators in the values' graphs
-MEANS = (MEAN, SAMPLES, DIVIDED)
+LOSS = "loss"  # a mean weighted like the loss, although the module gives a `batch_size`
+MEANS = (MEAN, SAMPLES, LOSS, DIVIDED)
 TRIES = 8  # batches, until the first of several fitting rules is taken
 RELATIVE, ABSOLUTE = 1e-4, 1e-7
 
@@ -25,10 +26,12 @@ class LoggedPart:
     Attributes:
         values: by name, each with its weight in a mean and its graph's denominator; NaN if unknown.
         samples: number of samples.
+        weight: of the loss.
     """
 
     values: Mapping[str, tuple[float, float, float]]
     samples: int
+    weight: float = math.nan
 
 
 class Ways:
@@ -82,16 +85,17 @@ def fitting_ways(
     found = {}
     for name, (value, *_) in whole.values.items():
         if math.isfinite(value) and all(name in part.values for part in parts):
-            own = [(*part.values[name], float(part.samples)) for part in parts]
+            own = [(*part.values[name], float(part.samples), part.weight) for part in parts]
             found[name] = _ways(value, own, reduced[name])
     return found
 
 
 def _ways(whole: float, parts: Sequence[tuple[float, ...]], reduced: str) -> list[str]:
-    values, weights, divided, samples = zip(*parts)
+    values, weights, divided, samples, of_loss = zip(*parts)
     told = {
         MEAN: _mean(values, weights),
         SAMPLES: math.nan if _alike(weights, samples) else _mean(values, samples),
+        LOSS: math.nan if _alike(weights, of_loss) else _mean(values, of_loss),
         DIVIDED: math.nan if _alike(weights, divided) else _mean(values, divided),
         SUM: math.fsum(values),
         MAX: max(values),

@@ -28,6 +28,7 @@ from gpumix.integrations.common.forward import detached
 from gpumix.integrations.common.gather import all_texts
 from gpumix.integrations.lightning.combining import (
     DIVIDED,
+    LOSS,
     MAX,
     MEAN,
     MEANS,
@@ -38,13 +39,15 @@ from gpumix.integrations.lightning.combining import (
     Ways,
     fitting_ways,
 )
-from gpumix.integrations.lightning.step_metrics import StepMetrics
+from gpumix.integrations.lightning.step_metrics import StepMetrics, kind_of
 from gpumix.schema.errors import InputError
 
 _log = logging.getLogger(__name__)
 REDUCED = "reduce_fx"
 COMPARED = "comparison of logged values"
 OBJECT, EXPLICIT = "metric", "batch_size"
+# A metric that gets this number, which is not logged by itself; and the number's type.
+UPDATED, KIND = "updated", "kind"
 PASSED_ON = ("prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx", REDUCED)
 
 
@@ -95,7 +98,7 @@ class Logs:
         self._own: dict[str, dict[str, Any]] = {}
         self._seen: list[Logged] = []
         self._ways = Ways()
-        self._metrics = StepMetrics(module, comm)
+        self._metrics = StepMetrics(module, comm, self._note_update)
 
     @property
     def reads_graphs(self) -> bool:
@@ -138,7 +141,7 @@ class Logs:
                 weight = noted.weight if one.size is None else one.size
                 divided = math.nan if one.divided is None else one.divided
                 values[one.name] = _number(one.value), _number(weight), _number(divided)
-        told.append(LoggedPart(values, samples))
+        told.append(LoggedPart(values, samples, _number(noted.weight)))
 
     @contextmanager
     def _noted(self, weight: Tensor, samples: int) -> Iterator[Logged]:
@@ -206,6 +209,14 @@ class Logs:
             of_callbacks = of_epoch | {"logger": False, "prog_bar": False}
             noted.values.append(LoggedValue(name, 0.0, of_callbacks, weight))
 
+    def _note_update(self, path: str, value: Any) -> None:
+        noted = _current.get()
+        assert noted is not None, "a step is computed micro-batch by micro-batch"
+        number = sum(one.settings[UPDATED] == path for one in noted.values)
+        own = self._settings(path, {}, explicit=False) | {UPDATED: path, KIND: kind_of(value)}
+        name = f"{path}, update {number + 1}"
+        noted.values.append(LoggedValue(name, detached(value), own, None, self._divided(value)))
+
     def _divided(self, value: Any) -> Tensor | None:
         """Return the denominator in a value's graph, or None."""
         if not (isinstance(value, Tensor) and value.requires_grad and value.numel() == 1):
@@ -227,7 +238,7 @@ class Logs:
                 fix=f"take one of {MEAN}, {SUM}, {MAX}, {MIN}",
             )
         passed_on = {key: given.get(key) for key in PASSED_ON if given.get(key) is not None}
-        named = {"on_step": None, "on_epoch": None, OBJECT: None, EXPLICIT: explicit}
+        named = {"on_step": None, "on_epoch": None, OBJECT: None, UPDATED: None, EXPLICIT: explicit}
         return named | passed_on | {REDUCED: reduced}
 
     # -- together ----------------------------------------------------------------------------------
@@ -247,11 +258,25 @@ class Logs:
             for known, of_name in zip(self._known.items(), columns)
             if (of_name[:, 1] > 0).any()
         ]
+        updates = [one for one in logged if one[1][UPDATED]]
+        for name, settings, (values, weights, _) in updates:
+            value = self._combined(name, settings, values, weights)
+            self._metrics.update(settings[UPDATED], value, settings[KIND])
         self._compute([settings for _, settings, _ in logged])
         for name, settings, (values, weights, sizes) in logged:
-            size = int(sizes.sum()) if settings[EXPLICIT] else samples
-            there = weights > 0
-            self._tell(name, settings, values[there], weights[there], size)
+            if not settings[UPDATED]:
+                size = int(sizes.sum()) if settings[EXPLICIT] else samples
+                self._tell(name, settings, self._combined(name, settings, values, weights), size)
+
+    def _combined(
+        self, name: str, settings: dict[str, Any], values: Tensor, weights: Tensor
+    ) -> float:
+        """Return the value of all ranks."""
+        way, there = self._way(name, settings), weights > 0
+        values, weights = values[there], weights[there]
+        if way in MEANS:
+            return math.fsum(values.tolist()) / math.fsum(weights.tolist())
+        return float(_by(way, values))
 
     def _compute(self, logged: Sequence[dict[str, Any]]) -> None:
         """Give metrics logged of steps this step's value, which Lightning asks them for."""
@@ -302,6 +327,8 @@ class Logs:
             return one.divided
         if way == SAMPLES:
             return noted.samples
+        if way == LOSS:
+            return noted.weight
         return noted.weight if one.size is None else one.size
 
     def _way(self, name: str, settings: dict[str, Any]) -> str:
@@ -317,11 +344,7 @@ class Logs:
             return value, weights.sum(), sizes.sum()
         return _by(way, values), torch.ones(()), sizes.sum()
 
-    def _tell(
-        self, name: str, settings: dict[str, Any], values: Tensor, weights: Tensor, size: int
-    ) -> None:
-        way, total = self._way(name, settings), math.fsum(weights.tolist())
-        value = math.fsum(values.tolist()) / total if way in MEANS else float(_by(way, values))
+    def _tell(self, name: str, settings: dict[str, Any], value: float, size: int) -> None:
         passed_on = {key: settings[key] for key in PASSED_ON if settings.get(key) is not None}
         told: Any = value
         if settings[OBJECT]:  # the metric itself, which Lightning resets at the end of the epoch

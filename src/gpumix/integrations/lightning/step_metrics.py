@@ -7,7 +7,7 @@ and the ranks' states are put together as torchmetrics does it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,19 +19,27 @@ from torchmetrics.utilities.data import dim_zero_max, dim_zero_mean, dim_zero_mi
 from gpumix.engine.comm.communicator import Communicator
 from gpumix.schema.errors import InputError
 
+CALLED = ("forward", "update")
 TOGETHER = (dim_zero_sum, dim_zero_max, dim_zero_min)  # reductions of states of fixed shape
 
 
 class StepMetrics:
     """Copies of a module's metrics that see a single step.
 
+    A metric called with a single number, such as a mean loss, gets the number of the whole batch,
+    once: `note` receives those of micro-batches, and `update` the one they combine to.
+
     Args:
         comm: of all ranks.
+        note: called with the path of a metric and the number.
     """
 
-    def __init__(self, module: nn.Module, comm: Communicator) -> None:
+    def __init__(
+        self, module: nn.Module, comm: Communicator, note: Callable[[str, Any], None]
+    ) -> None:
         self._module = module
         self._comm = comm
+        self._note = note
         self._copies: dict[str, Metric] = {}
 
     @contextmanager
@@ -39,14 +47,35 @@ class StepMetrics:
         """Show the copies what metrics are called with inside the context, from nothing on."""
         for copy in self._copies.values():
             copy.reset()
-        metrics = [(p, m) for p, m in self._module.named_modules() if isinstance(m, Metric)]
-        for path, metric in metrics:
-            vars(metric)["forward"] = self._seen(path, metric.forward)
+        before: list[tuple[Metric, str, Any]] = []
+        for path, metric in self._module.named_modules():
+            if isinstance(metric, Metric):
+                before += [(metric, name, vars(metric).get(name)) for name in CALLED]
+                vars(metric).update(self._seen(path, metric, metric.forward, metric.update))
         try:
             yield
         finally:
-            for _, metric in metrics:
-                del vars(metric)["forward"]
+            for metric, name, own in before:
+                if own is None:
+                    del vars(metric)[name]
+                else:
+                    vars(metric)[name] = own
+
+    def update(self, path: str, value: float, kind: str) -> None:
+        """Update a metric with the number of a whole batch, on the first rank for all.
+
+        Args:
+            kind: of the numbers of micro-batches, see `kind_of`.
+        """
+        metric = self._metric(path)
+        number = value if value % 1 and kind in ("int", "bool") else _as_kind(value, kind)
+        if isinstance(number, Tensor):
+            number = number.to(metric.device)
+        for one in (metric, self._copy(path)):
+            if self._comm.rank == 0:
+                one.update(number)
+            else:
+                one._update_count, one._computed = one._update_count + 1, None
 
     def values(self, paths: Sequence[str]) -> dict[str, Tensor]:
         """Return the step's value of each metric in `paths`. Collective, with equal paths on all
@@ -63,23 +92,45 @@ class StepMetrics:
             found[path] = copy.compute()
         return found
 
-    def _seen(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def seen(*args: Any, **kwargs: Any) -> Any:
+    def _seen(
+        self,
+        path: str,
+        metric: Metric,
+        forward: Callable[..., Any],
+        update: Callable[..., Any],
+    ) -> dict[str, Callable[..., Any]]:
+        """Return what stands in for a metric's methods: functions, which copies of it share."""
+
+        def seen_forward(*args: Any, **kwargs: Any) -> Any:
+            if _is_number(args, kwargs):
+                self._note(path, args[0])
+                value = torch.as_tensor(args[0]).detach()
+                vars(metric)["_forward_cache"] = value
+                return value
             with torch.no_grad():
                 self._copy(path).update(*args, **kwargs)
             return forward(*args, **kwargs)
 
-        return seen
+        def seen_update(*args: Any, **kwargs: Any) -> Any:
+            if _is_number(args, kwargs):
+                self._note(path, args[0])
+                return None
+            return update(*args, **kwargs)
+
+        return {"forward": seen_forward, "update": seen_update}
 
     def _copy(self, path: str) -> Metric:
         if path not in self._copies:
-            metric = self._module.get_submodule(path)
-            assert isinstance(metric, Metric)
-            copy = metric.clone()
+            copy = self._metric(path).clone()
             vars(copy).pop("forward", None)
             copy.reset()
             self._copies[path] = copy
         return self._copies[path]
+
+    def _metric(self, path: str) -> Metric:
+        metric = self._module.get_submodule(path)
+        assert isinstance(metric, Metric)
+        return metric
 
     def _put_together(self, copies: Sequence[Metric]) -> None:
         """Give each copy the states of all ranks."""
@@ -109,6 +160,24 @@ def refuse_means(module: nn.Module, world: int) -> None:
                 why="ranks have unlike numbers of samples, which such a mean does not weigh",
                 fix="keep sums and counts as its states: add_state(..., dist_reduce_fx='sum')",
             )
+
+
+def kind_of(number: Any) -> str:
+    """Return the type of a number, or the dtype of a tensor."""
+    return str(number.dtype) if isinstance(number, Tensor) else type(number).__name__
+
+
+def _as_kind(value: float, kind: str) -> Any:
+    if kind.startswith("torch."):
+        return torch.tensor(value, dtype=getattr(torch, kind.removeprefix("torch.")))
+    return int(value) if kind in ("int", "bool") else value
+
+
+def _is_number(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return True for a single number, which no sample has by itself."""
+    if len(args) != 1 or kwargs:
+        return False
+    return isinstance(args[0], int | float) or (isinstance(args[0], Tensor) and not args[0].dim())
 
 
 def _is_packed(metric: Metric) -> bool:

@@ -102,7 +102,10 @@ class TrainerLoss(ReducedLoss):
         own = type(self._trainer).compute_loss is not transformers.Trainer.compute_loss
         function = getattr(base, "loss_function", None)
         takes = self._trainer.model_accepts_loss_kwargs and self._items(batch) is not None
-        if own or function is None or not takes:
+        smoothed = self._trainer.label_smoother is not None and not self._trainer.compute_loss_func
+        if takes and smoothed and not own:
+            self._takes_items = True  # transformers divides the smoothed loss by the number
+        if own or function is None or not takes or smoothed:
             yield {}
             return
         self._takes_items = False
@@ -130,10 +133,14 @@ class TrainerLoss(ReducedLoss):
 
     def _told(self, batch: Any, count: Tensor) -> Tensor:
         """Return transformers' denominator."""
-        if self._takes_items and self.rule is not None and self.rule.kind == "labels":
-            items = self._items(batch)
-            return count if items is None else items
-        return count
+        items = self._items(batch) if self._takes_items else None
+        if items is None or self.rule is None or self.rule.kind not in ("labels", "graph"):
+            return count
+        smoother = self._trainer.label_smoother
+        if self.rule.kind == "labels":
+            return items
+        # The graph shows the denominator of a part of the smoothed loss, without its factor.
+        return count if smoother is None else items / (1.0 - smoother.epsilon)
 
 
 @contextmanager
