@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,12 @@ from gpumix.integrations.dataloader.sharded_loader import Collated, OwnLoader
 from gpumix.schema.errors import InputError
 
 SAMPLES, BATCH = 26, 4
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_to_be_freed():
+    """Torch's workers are forked: what holds a thread of this process must not be freed in them."""
+    gc.collect()
 
 
 class SelfSharding(IterableDataset):
