@@ -108,7 +108,7 @@ def add(path: Path, line: Line) -> None:
         file.write(json.dumps(line) + "\n")
 
 
-# At the end of an assertion: the folder of the state, beside a checkpoint of Lightning.
+# A failed assertion that shows the folder of a checkpoint's state, which Lightning alone has not.
 STATE_FOLDER = re.compile(r"^E .*\.gpumix'", re.MULTILINE)
 
 

@@ -279,8 +279,8 @@ def measure_here(
     budget_s: float = 1e9,
     largest: int = 1,
 ) -> list[str]:
-    """What is told while this process measures the one device of the folder's job, and keeps that.
-    `cost` is called whenever a block runs."""
+    """Return the messages while this process measures the only device of the folder's job and
+    stores the result. `cost` is called whenever a block runs."""
     cluster = JobController.of_file(folder / "job.yaml", [], debug=False).cluster
     told: list[str] = []
     with virtual_time() as clock, open_device(cluster.classes[0], 0) as runtime:

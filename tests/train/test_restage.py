@@ -25,7 +25,7 @@ from gpumix.train.elastic.device_pace import with_samples_in
 from gpumix.train.elastic.replan_stages import WINDOW_STEPS, Redealt, Restaging
 
 BATCH, STEPS = 16, 10_000
-# A small one: what is looked at is whether a plan is made anew, not what planning finds.
+# A small model: these tests ask whether the run is planned again, not which plan is found.
 SPACE = Space(
     zero_stages=(1,),
     shardings=("all",),

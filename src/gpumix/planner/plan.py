@@ -155,8 +155,9 @@ def _single_classes(searched: Fastest, chosen: Plan, *, slow_hosts: bool) -> lis
     for name, alone in searched.of_classes.items():
         step_s = least_step_s(profile, alone.request, paces) if plain else None
         if step_s is None:
-            whole = partial(STRATEGIES["optimal"], profile, alone.request)
-            found.append(_alternative(SINGLE + name, whole if slow_hosts else alone.plan, chosen))
+            reading = partial(STRATEGIES["optimal"], profile, alone.request)
+            planned = reading if slow_hosts else alone.plan
+            found.append(_alternative(SINGLE + name, planned, chosen))
         else:
             why = against(step_s, predicted(chosen).step_s)
             found.append(Alternative(strategy=SINGLE + name, step_s=step_s, why=why))

@@ -26,7 +26,7 @@ _NORMS = "it goes by the norms of whole parameters, and this rank has a part of 
 _ALL = "it goes by all parameters together, and this rank has a part of them"
 _OWN = "gpumix.{}(engine.parameters(), engine.layout(), ...)"
 _ELEMENTWISE = "use one that treats elements one by one, such as torch.optim.AdamW, or gpumix.Muon"
-_SHAPES, _STEPS = ((4, 6), (5,)), 3
+_SHAPES, _CUT, _STEPS = ((4, 6), (5,)), 3, 3
 _PLAIN = (bool, int, float, str, type(None))  # of attributes that a copy may share
 # By class name, of torch and of common libraries.
 REFUSED: dict[str, tuple[str, str]] = {
@@ -60,14 +60,15 @@ def holds_any(optimizer: Optimizer, ids: Collection[int]) -> bool:
     return any(id(p) in ids for group in optimizer.param_groups for p in group["params"])
 
 
-def check(optimizer: Optimizer, pieces: Iterable[nn.Parameter]) -> None:
-    """Refuse an optimizer of `pieces` with results unlike on full parameters.
+def check(optimizer: Optimizer, pieces: Iterable[nn.Parameter]) -> bool:
+    """Refuse an optimizer of `pieces` with results unlike on full parameters; return whether it
+    updates any of them.
 
     Raises:
         InputError: the optimizer cannot update pieces.
     """
     if not holds_any(optimizer, {id(piece) for piece in pieces}):
-        return
+        return False
     name = type(optimizer).__name__
     if isinstance(optimizer, WholeOptimizer):
         if not optimizer.layout.of_engine:
@@ -76,8 +77,9 @@ def check(optimizer: Optimizer, pieces: Iterable[nn.Parameter]) -> None:
                 why="it would take this rank's pieces for whole parameters",
                 fix=_OWN.format(name),
             )
-        return
-    check_kind(type(optimizer))
+    else:
+        check_kind(type(optimizer))
+    return True
 
 
 def check_kind(kind: type, fix: str = "") -> None:
@@ -120,13 +122,17 @@ def check_on_pieces(optimizer: Optimizer) -> None:
     try:
         whole = _updated(optimizer, values, gradients)
         pieces = [
-            _updated(optimizer, part(values), [part(of_step) for of_step in gradients])
-            for part in (_first_half, _second_half)
+            _updated(
+                optimizer,
+                [value.flatten()[part] for value in values],
+                [[gradient.flatten()[part] for gradient in of_step] for of_step in gradients],
+            )
+            for part in (slice(_CUT), slice(_CUT, None))
         ]
     except Exception:  # it needs a closure, a GPU, or what only training has
         return
     together = [torch.cat(both) for both in zip(*pieces)]
-    if not all(map(_close, whole, together)):
+    if not all(torch.allclose(*both, rtol=1e-4, atol=1e-6) for both in zip(whole, together)):
         raise InputError(
             f"{kind.__module__}.{kind.__qualname__} cannot update a sharded model",
             why="tried on small tensors, it updates their pieces otherwise than the whole",
@@ -153,18 +159,6 @@ def _updated(
     return [parameter.detach().flatten() for parameter in parameters]
 
 
-def _first_half(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [tensor.flatten()[: tensor.numel() // 3] for tensor in tensors]
-
-
-def _second_half(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [tensor.flatten()[tensor.numel() // 3 :] for tensor in tensors]
-
-
-def _close(one: Tensor, other: Tensor) -> bool:
-    return torch.allclose(one, other, rtol=1e-4, atol=1e-6)
-
-
 class FirstUpdateCheck:
     """Check of every optimizer of an engine's pieces before its first update."""
 
@@ -177,8 +171,6 @@ class FirstUpdateCheck:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         engine = self._engine()
         if engine is not None and optimizer not in self._checked:
-            check(optimizer, engine.parameters())
-            ids = {id(piece) for piece in engine.parameters()}
-            if engine.comm.world > 1 and holds_any(optimizer, ids):
+            if check(optimizer, engine.parameters()) and engine.comm.world > 1:
                 check_on_pieces(optimizer)
             self._checked.add(optimizer)

@@ -30,7 +30,7 @@ class PlannedLoader:
         given: the user's loader.
     """
 
-    def __init__(self, loader: OwnLoader, record: TrainingRecord, given: Any = None) -> None:
+    def __init__(self, loader: OwnLoader, record: TrainingRecord, given: Any) -> None:
         self._loader = loader
         self._given = given
         self._record = record
