@@ -175,6 +175,8 @@ def _prepared_unlike() -> float:
     torch.manual_seed(torch.distributed.get_rank())
     model = EVERY["gpt2"].factory()
     engine = gpumix.prepare(model, plan_for(model, SHARES, zero_stage=3), loss=known_loss(model))
+    with pytest.raises(gpumix.GpumixError, match="clip_grad_norm_ of the Accelerator"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # of pieces, not of all gradients
     with gpumix.whole(model):
         return model.transformer.wte.weight.detach().sum().item() + 0 * engine.steps
 

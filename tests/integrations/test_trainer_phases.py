@@ -134,13 +134,16 @@ def library_of(ours: bool) -> Any:
     return library
 
 
-def trainer(folder: Path, ours: bool, model: nn.Module, name: str, **more: Any) -> Any:
+def trainer(
+    folder: Path, ours: bool, model: nn.Module, name: str, accumulates: int = 2, **more: Any
+) -> Any:
     import transformers
 
     processes = 2 if ours else 1
     settings = {
-        "per_device_train_batch_size": BATCH // 2 // processes,
-        "gradient_accumulation_steps": 2,
+        "per_device_train_batch_size": BATCH // accumulates // processes,
+        "gradient_accumulation_steps": accumulates,
+        "include_num_input_tokens_seen": "all",
         "per_device_eval_batch_size": BATCH // processes,
         "max_steps": 2,
         "learning_rate": 5e-3,
@@ -180,6 +183,21 @@ def evaluated_otherwise(folder: Path, ours: bool) -> dict[str, Any]:
         "nothing to train": adapted.evaluate()["eval_loss"],
         "of unlike lengths": [unequal[f"eval_{name}"] for name in ("loss", "spread", "size")],
         "generated": generated(library_of(ours), folder, **(plan if ours else {})),
+    }
+
+
+def counted_tokens(folder: Path, ours: bool) -> dict[str, Any]:
+    """Tokens of rows of unlike lengths, of a trainer that evaluates before it trains."""
+    as_launched(folder)
+    data = {"train_dataset": rows(), "eval_dataset": rows(), "data_collator": padded}
+    counting = trainer(folder, ours, llama(), "counting", accumulates=1, **data)
+    prepared = "eval_model_preparation_time"
+    before = counting.evaluate()
+    counting.train()
+    return {
+        "before": before["eval_loss"],
+        "prepared": prepared in before and prepared in counting.evaluate(),
+        "tokens": counting.state.num_input_tokens_seen,
     }
 
 
@@ -224,11 +242,12 @@ def run(part: Callable[..., dict[str, Any]], folder: Path) -> Both:
 
 
 @pytest.mark.parametrize(
-    "part", left_out([evaluated_first, evaluated_otherwise], [evaluated_otherwise])
+    "part",
+    left_out([evaluated_first, evaluated_otherwise, counted_tokens], [evaluated_otherwise]),
 )
 def test_evaluations_come_first(part, tmp_path):
     """Predictions without labels, with training behind them; of a model that has nothing to train,
-    of rows of unlike lengths, and evaluations that generate."""
+    of rows of unlike lengths, and evaluations that generate; with tokens counted after that."""
     stock, ours = run(part, tmp_path)
     for rank in ours:
         assert rank.keys() == stock.keys()

@@ -115,6 +115,14 @@ def denominators_of(loss: Tensor, *, shapes: bool = True) -> tuple[Tensor, ...]:
         return tuple(_on(loss.device, one).abs() for one in found)  # -sum(x) / n is over n too
 
 
+def divided_by_program(loss: Tensor) -> Tensor | None:
+    """Return the number by which a program divides the first term of a loss, besides the loss
+    function's own mean; float64 on the loss's device. None if the graph has an unknown node."""
+    terms = _terms_of(loss)
+    with torch.no_grad():
+        return _on(loss.device, _quotient(1.0, terms[0].factor)).abs() if terms else None
+
+
 def is_sum(loss: Tensor) -> bool:
     """Return whether a loss is a sum over items, or of sums, without a denominator."""
     terms = _terms_of(loss)

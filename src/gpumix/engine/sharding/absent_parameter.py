@@ -18,6 +18,7 @@ HARMLESS_PROPERTIES = ("shape", "dtype", "device", "requires_grad", "is_leaf", "
 HARMLESS_METHODS = ("size", "dim", "numel", "nelement", "element_size", "is_floating_point",
                     "is_complex", "stride", "requires_grad_", "__hash__")  # fmt: skip
 _REQUIRES_GRAD: Any = torch.Tensor.requires_grad
+_OWN_GRAD: Any = torch.Tensor.grad
 # Permitted operations on a parameter without values.
 HARMLESS = frozenset(
     [getattr(torch.Tensor, name).__get__ for name in HARMLESS_PROPERTIES]
@@ -49,12 +50,20 @@ class Away(nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         named = [a.parameter_name for a in tree_leaves((args, kwargs)) if isinstance(a, Away)]
+        if func == _OWN_GRAD.__get__:
+            raise ModelError(
+                f"the gradient of parameter '{named[0]}' is read, and this rank has a piece of it",
+                why="gradients are sharded over ranks as the optimizer's state is",
+                fix="clip gradients with clip_grad_norm_ of the Accelerator or engine, or with "
+                "max_grad_norm or gradient_clip_val of a Trainer; for anything else read the "
+                "gradients of `engine.parameters()`, or of the optimizer's groups",
+            )
         raise ModelError(
             f"parameter '{named[0]}' is used while its unit is not computed",
             why="its values are sharded over ranks, and gathered when the model calls the unit",
             fix="outside of a step: `with gpumix.whole(model):` on all ranks, inside of which the "
             "model has all of its weights; inside of the model use a unit's parameters in that "
-            "unit only",
+            "unit only; in place of a penalty on weights set the optimizer's weight_decay",
         )
 
 
@@ -117,9 +126,6 @@ class AtRest(nn.Parameter):
                 fix="compute the loss in what is trained: compute_loss, or the model's forward; "
                 "with an Accelerator of what the prepared model returns",
             )
-
-
-_OWN_GRAD: Any = torch.Tensor.grad
 
 
 def refuse_thawed(parameter: Away | AtRest, trained: bool) -> None:

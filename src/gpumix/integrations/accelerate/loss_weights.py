@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gpumix.engine.comm.async_read import AsyncRead
 from gpumix.engine.comm.communicator import Communicator
-from gpumix.engine.loss.loss_graph import denominators_of, is_sum
+from gpumix.engine.loss.loss_graph import denominators_of, divided_by_program, is_sum
 from gpumix.schema.errors import InputError
 
 MOST_TERMS = 6
@@ -73,8 +73,9 @@ class LoopWeights:
         row[HAS].fill_(float(own > 0))
         row[ROWS].fill_(float(rows))
         row[SUM].fill_(float(count is None and is_sum(loss)))
-        if values := () if count is not None else denominators_of(loss, shapes=False):
-            row[VALUE].copy_(values[0])
+        value = None if count is not None else divided_by_program(loss)
+        if value is not None:
+            row[VALUE].copy_(value)
         if count is not None:
             row[GIVEN].copy_(torch.as_tensor(count))
         for place, term in enumerate(terms, TERMS):

@@ -7,6 +7,7 @@ of all devices, `training_step` is a step of the engine, and saved states come f
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -58,6 +59,7 @@ from gpumix.integrations.transformers.overrides import (
 )
 from gpumix.integrations.transformers.step_logs import LogsOfSteps
 from gpumix.integrations.transformers.stock_evaluation import StockEvaluation
+from gpumix.integrations.transformers.token_counts import TokenCounts, flops_per_token
 from gpumix.integrations.transformers.widths import Widths
 from gpumix.profiler.api import join
 from gpumix.schema.errors import InputError
@@ -109,7 +111,7 @@ class Handle:
         return iter(self._looks)
 
 
-class Planned(LogsOfSteps, PlannedCheckpoints):
+class Planned(LogsOfSteps, TokenCounts, PlannedCheckpoints):
     """Mixin for `transformers.Trainer` or a derived class.
 
     Args:
@@ -220,7 +222,7 @@ class Planned(LogsOfSteps, PlannedCheckpoints):
             nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
             for p in model.parameters()
         ]
-        self._flops_per_token = _flops_per_token(model)
+        self._flops_per_token = flops_per_token(model)
         self._names = {id(p): name for name, p in model.named_parameters()}
         dtypes = dtypes_of(model)
         if self.optimizer is None and overrides(self, "create_optimizer", Planned):
@@ -503,23 +505,8 @@ class Planned(LogsOfSteps, PlannedCheckpoints):
         return told_norm(self._engine.gradient_norm(), overflowed=self._engine.overflowed)
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Return the operations by the parameter count of the full model."""
         self._leave_filter()
-        tokens = self._counted(inputs).get(getattr(self.model, "main_input_name", "input_ids"))
-        return self._flops_per_token * (tokens.numel() if tokens is not None else 0)
-
-    def _track_num_input_tokens(self, inputs: Any) -> None:
-        super()._track_num_input_tokens(self._counted(inputs))  # type: ignore[misc]
-
-    def _counted(self, inputs: Any) -> dict[str, Any]:
-        """Return this rank's samples, or none if another rank counts them: all stages, and all
-        ranks of a team, have equal samples."""
-        assert self._engine is not None
-        plan, rank = self._engine.plan, self._engine.comm.rank
-        stage = plan.stages_of(rank)[0]
-        if stage == 0 and plan.team_of(rank, stage)[0] == rank:
-            return dict(inputs)
-        return {name: t[:0] if isinstance(t, Tensor) else t for name, t in inputs.items()}
+        return super().floating_point_ops(inputs)
 
     def get_num_trainable_parameters(self) -> int:
         if self._engine is None:
@@ -547,6 +534,10 @@ class Planned(LogsOfSteps, PlannedCheckpoints):
                     planned, description, True, None, metric_key_prefix
                 ).metrics[name]
             return told
+        if not self.has_engine:  # evaluated before training
+            begun = time.time()
+            self._hosted(dataloader.whole, dataloader.collated)
+            self.model_preparation_time = round(time.time() - begun, 4)
         engine = self._hosted(dataloader.whole, dataloader.collated)
         if prediction_loss_only is None:
             prediction_loss_only = self.args.prediction_loss_only
@@ -563,7 +554,11 @@ class Planned(LogsOfSteps, PlannedCheckpoints):
                 ignore_keys=ignore_keys,
                 prefix=metric_key_prefix,
             )
-        loss = (found.metrics or {}).get(f"{metric_key_prefix}_loss")
+        metrics = found.metrics or {}
+        if hasattr(self, "model_preparation_time"):
+            prepared = f"{metric_key_prefix}_model_preparation_time"
+            metrics[prepared] = self.model_preparation_time
+        loss = metrics.get(f"{metric_key_prefix}_loss")
         if self._recorded is not None and self.is_in_train and loss is not None:
             self._recorded.evaluation(self.state.global_step, loss)
         return found
@@ -581,13 +576,6 @@ def _finite(norm: Tensor | float | None) -> Tensor | float:
     if isinstance(norm, Tensor):
         return torch.where(torch.isfinite(norm), norm, torch.zeros_like(norm))
     return norm if norm is not None and math.isfinite(norm) else 0.0
-
-
-def _flops_per_token(model: Any) -> int:
-    """Return transformers' count: 6 for each parameter outside embeddings."""
-    if not hasattr(model, "num_parameters"):
-        return 0
-    return 6 * int(model.num_parameters(exclude_embeddings=True))
 
 
 def _in_columns(dataset: Any) -> bool:
